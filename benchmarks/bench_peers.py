@@ -1,0 +1,235 @@
+"""infer beside llama.cpp: the same files, the same threads, interleaved round by round in one run.
+
+    python benchmarks/bench_peers.py                          everything: over an hour on two cores
+    python benchmarks/bench_peers.py --quick                  one model, in a few minutes
+    python benchmarks/bench_peers.py --models smollm2-q4_1 llama-1b-q4_0 --threads 2 --rounds 3
+
+llama.cpp comes from an environment that has llama-cpp-python: --llama-python, $LLAMA_CPP_PYTHON, or .venv-peers.
+Without one, infer is measured alone. Every side is a process that waits while another one works. In each round the
+machine's own limits are measured too: what a share of the limit is a share of.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from machine import available_cores, cpu_model, measure_limits
+from peer_models import PeerModel, peer_models
+from peer_report import Measure, Report, Result
+
+BENCHMARKS = Path(__file__).parent
+WORKER = BENCHMARKS / "peer_worker.py"
+TORCH_ALONE = "import os, resource, torch; print(); print(int(open('/proc/self/statm').read().split()[1]) * {page})"
+
+MEASURES = (
+    Measure("decode", "decode", 16, 128),
+    Measure("prefill 512", "prefill", 512, 0),
+    Measure("decode at 128", "decode", 128, 32),
+    Measure("decode at 1024", "decode", 1024, 32),
+    Measure("decode at 4096", "decode", 4096, 32),
+)
+
+
+@dataclass(frozen=True)
+class Side:
+    name: str
+    command: tuple[str, ...]
+    precision: str = ""
+
+
+class SideError(Exception):
+    """A side said what is wrong with it, or ended."""
+
+
+@dataclass
+class Worker:
+    """A side's process and its two pipes."""
+
+    process: subprocess.Popen[str]
+    times_by_measure: dict[str, list[float]] = field(default_factory=dict)
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            print(json.dumps(request), file=self.process.stdin, flush=True)
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        answer = json.loads(line) if line else {"error": f"ended with status {self.process.wait()}"}
+        if "error" in answer:
+            raise SideError(answer["error"])
+        return answer
+
+
+@contextmanager
+def worker(side: Side) -> Iterator[Worker]:
+    with subprocess.Popen(
+        side.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        try:
+            yield Worker(process)
+        finally:
+            process.kill()
+
+
+def find_llama_python(given: str | None) -> str | None:
+    candidates = [given, os.environ.get("LLAMA_CPP_PYTHON"), BENCHMARKS.parent / ".venv-peers" / "bin" / "python"]
+    for candidate in filter(None, candidates):
+        check = [str(candidate), "-c", "import llama_cpp"]
+        try:
+            if subprocess.run(check, capture_output=True, stdin=subprocess.DEVNULL, check=False).returncode == 0:
+                return str(candidate)
+        except OSError:
+            pass
+        say(f"{candidate} has no llama-cpp-python")
+    return None
+
+
+def make_sides(llama_python: str | None) -> list[Side]:
+    ours = (sys.executable, str(WORKER), "infer")
+    sides = [Side("infer exact", ours, "exact"), Side("infer fast", ours, "fast")]
+    return sides if llama_python is None else [Side("llama.cpp", (llama_python, str(WORKER), "llama")), *sides]
+
+
+def compare(
+    model: PeerModel, sides: list[Side], threads: int, measures: list[Measure], rounds: int, report: Report
+) -> None:
+    """Load every side, then measure them in turns."""
+    context = max(measure.prompt_tokens + measure.new_tokens for measure in measures) + 16
+    with ExitStack() as stack:
+        workers: dict[Side, Worker] = {}
+        for side in sides:
+            started = stack.enter_context(worker(side))
+            try:
+                started.ask(do="load", path=str(model.path), threads=threads, context=context, precision=side.precision)
+                workers[side] = started
+            except SideError as error:
+                say(f"{side.name} is left out: {error}")
+        for round_number in range(-1, rounds):  # round −1 warms up
+            limits = measure_limits(threads)
+            if round_number >= 0:
+                report.limits.append((model.name, limits))
+            for measure in measures[:2] if round_number < 0 else measures:
+                for side, started in list(workers.items()):
+                    seed = 1000 * round_number + measure.prompt_tokens
+                    request = {"prompt_tokens": measure.prompt_tokens, "new_tokens": measure.new_tokens, "seed": seed}
+                    try:
+                        seconds = started.ask(do="measure", **request)
+                    except SideError as error:
+                        say(f"{side.name} is left out of {measure.name}: {error}")
+                        del workers[side]
+                        continue
+                    if round_number >= 0:
+                        started.times_by_measure.setdefault(measure.name, []).append(seconds[measure.kind])
+        for measure in measures:
+            for side, started in workers.items():
+                if times := started.times_by_measure.get(measure.name):
+                    rates = [measure.num_tokens / seconds for seconds in times]
+                    report.add(Result(model.name, threads, measure.name, side.name, "tok/s", rates))
+
+
+def compare_cold(model: PeerModel, sides: list[Side], threads: int, rounds: int, report: Report) -> None:
+    """From the start of a process to its first token, and what is resident after a few more."""
+    values: dict[tuple[str, str], list[float]] = {}
+    alone = Side("import torch", (sys.executable, "-c", TORCH_ALONE.format(page=os.sysconf("SC_PAGE_SIZE"))))
+    for _ in range(rounds):
+        for side in [*sides, alone]:
+            options = {"path": str(model.path), "threads": threads, "context": 512, "precision": side.precision}
+            command = side.command if side is alone else (*side.command, "cold", json.dumps(options))
+            try:
+                first_token, resident = time_cold(command)
+            except SideError as error:
+                say(f"{side.name} is left out of the cold start: {error}")
+                continue
+            values.setdefault((side.name, "cold start"), []).append(first_token)
+            values.setdefault((side.name, "resident"), []).append(resident / 2**20)
+    for (name, measure), numbers in values.items():
+        report.add(Result(model.name, threads, measure, name, "s" if measure == "cold start" else "MiB", numbers))
+
+
+def time_cold(command: tuple[str, ...]) -> tuple[float, int]:
+    """Seconds to the first line, and the number on the second."""
+    start = time.perf_counter()
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        first = process.stdout.readline()
+        seconds = time.perf_counter() - start
+        resident = process.stdout.readline()
+        lines = process.stderr.read().strip().splitlines()
+    if not first or not resident:
+        raise SideError(lines[-1] if lines else "no token")
+    return seconds, int(resident)
+
+
+def requantise_with(side: Side) -> Any:
+    def requantise(source: Path, target: Path, file_type: str) -> None:
+        say(f"making {target.stem}")
+        with worker(side) as peer:
+            peer.ask(do="requantize", source=str(source), target=str(target), file_type=file_type)
+
+    return requantise
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", metavar="NAME", help="default: all that can be made")
+    parser.add_argument("--measures", nargs="+", choices=[m.name for m in MEASURES] + ["cold"], metavar="NAME")
+    parser.add_argument("--sides", nargs="+", choices=["llama.cpp", "infer exact", "infer fast"], metavar="NAME")
+    parser.add_argument("--threads", nargs="+", type=int, default=sorted({1, available_cores()}))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--llama-python", metavar="PATH", help="a Python that has llama-cpp-python")
+    parser.add_argument("--quick", action="store_true", help="SmolLM2 as shipped, three rounds, no long contexts")
+    parser.add_argument("--output", type=Path, default=BENCHMARKS / "reports", metavar="FOLDER")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.models = arguments.models or ["smollm2-q4_1"]
+        arguments.measures = arguments.measures or ["decode", "prefill 512", "cold"]
+        arguments.rounds = min(arguments.rounds, 3)
+    return arguments
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    llama_python = find_llama_python(arguments.llama_python)
+    if llama_python is None:
+        say("no environment with llama-cpp-python (--llama-python): infer is measured alone")
+    sides = make_sides(llama_python)
+    makers = peer_models(None if llama_python is None else requantise_with(sides[0]))
+    names = arguments.models or list(makers)
+    if unknown := [name for name in names if name not in makers]:
+        sys.exit(f"unknown models {', '.join(unknown)}: choose from {', '.join(makers)}")
+    sides = [side for side in sides if arguments.sides is None or side.name in arguments.sides]
+    measures = [m for m in MEASURES if arguments.measures is None or m.name in arguments.measures]
+    report = Report(cpu_model(), available_cores())
+    for name in names:
+        model = makers[name]()
+        report.models.append(model)
+        for threads in arguments.threads:
+            say(f"{name} with {threads} threads")
+            if measures:
+                compare(model, sides, threads, measures, arguments.rounds, report)
+            if arguments.measures is None or "cold" in arguments.measures:
+                compare_cold(model, sides, threads, arguments.rounds, report)
+    report.measures.extend(measures)
+    print(report.table())
+    print(f"\nwritten to {' and '.join(str(path) for path in report.write(arguments.output))}")
+
+
+if __name__ == "__main__":
+    main()

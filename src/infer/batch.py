@@ -1,0 +1,53 @@
+"""The ragged batch that every path hands to `forward`, and the axis names that tensors carry in their types.
+
+    tokens   all tokens of a step, rows one after the other     rows     sequences in the batch
+    wanted   tokens whose logits are asked for                  vocab    entries of the vocabulary
+    hidden   the residual stream                                out      whatever a projection makes
+
+Prefill, decode and verify are one thing: a number of tokens per row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward. A row's tokens are contiguous and its positions increase by one."""
+
+    tokens: Int[Tensor, "tokens"]
+    positions: Int[Tensor, "tokens"]  # absolute; they keep growing when the cache forgets
+    rows: Int[Tensor, "tokens"]  # the sequence that owns the token
+    wanted: Int[Tensor, "wanted"]  # indices into tokens
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int], start: int = 0, *, row: int = 0, wanted: Sequence[int] | None = None) -> Self:
+        """One row's tokens from position `start`; `wanted` defaults to the last one."""
+        count = len(token_ids)
+        return cls(
+            tokens=torch.tensor(token_ids, dtype=torch.int64),
+            positions=torch.arange(start, start + count),
+            rows=torch.full((count,), row, dtype=torch.int64),
+            wanted=torch.tensor([count - 1] if wanted is None else wanted, dtype=torch.int64),
+        )
+
+    @classmethod
+    def join(cls, steps: Sequence[Self]) -> Self:
+        """Several rows' steps as one."""
+        offsets = [0]
+        for step in steps:
+            offsets.append(offsets[-1] + len(step.tokens))
+        return cls(
+            tokens=torch.cat([s.tokens for s in steps]),
+            positions=torch.cat([s.positions for s in steps]),
+            rows=torch.cat([s.rows for s in steps]),
+            wanted=torch.cat([s.wanted + offset for s, offset in zip(steps, offsets, strict=False)]),
+        )
+
+    def to(self, device: torch.device) -> "Step":
+        return Step(*(t.to(device) for t in (self.tokens, self.positions, self.rows, self.wanted)))

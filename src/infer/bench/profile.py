@@ -1,0 +1,144 @@
+"""Where the time of a step goes: operation by operation and layer by layer, from the recorded table's own counters.
+
+A counter of cycles becomes seconds by what the clock says of the same walks.
+"""
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any, final
+
+import torch
+
+from infer import ops
+from infer.bench.speed import OnProgress, Workload, kv_bytes, make_prompt, projections_by_kind, weight_bytes_by_kind
+from infer.context import PREFILL_CHUNK, CachedContext
+from infer.llm import LLM
+from infer.model.transformer import Transformer
+
+CALIBRATION_TOKENS = 256  # a step that is long beside what Python adds to it
+PREFILL_STEPS, DECODE_STEPS = 3, 32
+NORMS = ("normalize", "post_norm")  # commands of several operations, shown as one
+
+
+@final
+@dataclass(frozen=True)
+class Operation:
+    """All commands of a kind; seconds, bytes and multiplications (two each: one is an addition) are a token's."""
+
+    kind: str
+    calls: int
+    seconds: float
+    num_bytes: int  # read from memory; 0 where many tokens share what is read
+    num_flops: int
+
+
+@final
+@dataclass(frozen=True)
+class Profile:
+    """One step of `num_tokens` tokens behind `context` others. Layers are `embed`, `L0` …, `head`, with seconds."""
+
+    name: str
+    num_tokens: int
+    context: int
+    operations: tuple[Operation, ...]
+    layers: tuple[tuple[str, float], ...]
+
+    @property
+    def seconds(self) -> float:
+        """Of a token."""
+        return sum(operation.seconds for operation in self.operations)
+
+    @property
+    def num_calls(self) -> int:
+        return sum(operation.calls for operation in self.operations)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"seconds": self.seconds}
+
+
+@torch.inference_mode()
+def profile(
+    llm: LLM, workload: Workload, on_progress: OnProgress = lambda done, total: None
+) -> tuple[Profile, Profile]:
+    """Of the prefill and of a decode step, without its sampling.
+
+    Raises InvalidRequestError for a device whose steps are not recorded as a table.
+    """
+    model, num_parts = llm.model, PREFILL_STEPS + DECODE_STEPS
+    with ops.threads_for(model.device):
+        context = CachedContext(model, workload.max_seq_len)
+        prompt = make_prompt(model, max(workload.prompt_tokens, workload.depth), seed=0)
+        seconds_per_cycle = _calibrate(context, prompt[:CALIBRATION_TOKENS])
+        prefill_steps, decode_steps = [], []
+        for step in range(PREFILL_STEPS):
+            prefill_steps.append(context.profile(prompt[: workload.prompt_tokens]))
+            on_progress(step + 1, num_parts)
+        for start in range(0, workload.depth, PREFILL_CHUNK):
+            context.extend(prompt[start : min(start + PREFILL_CHUNK, workload.depth)])
+        for step in range(DECODE_STEPS):
+            decode_steps.append(context.profile(prompt[:1]))
+            on_progress(PREFILL_STEPS + step + 1, num_parts)
+    times = [_seconds_by_label(steps, seconds_per_cycle) for steps in (prefill_steps, decode_steps)]
+    prefill = summarize(model, "prefill", times[0], workload.prompt_tokens, 0)
+    return prefill, summarize(model, "decode", times[1], 1, workload.depth)
+
+
+def summarize(
+    model: Transformer, name: str, seconds_by_command: Sequence[tuple[str, float]], num_tokens: int, context: int
+) -> Profile:
+    """Sums over the commands of a step of `num_tokens` tokens, in the order in which they first run."""
+    calls, seconds, layers = Counter[str](), defaultdict[str, float](float), defaultdict[str, float](float)
+    for label, spent in seconds_by_command:
+        layer, kind = split_label(label)
+        calls[kind] += 1
+        seconds[kind] += spent / num_tokens
+        layers[layer] += spent / num_tokens
+    num_bytes: dict[str, int] = {}
+    if num_tokens == 1:
+        num_bytes = weight_bytes_by_kind(model) | {"attend": kv_bytes(model, context)}
+    num_flops = flops_by_kind(model, num_tokens, context)
+    operations = [
+        Operation(kind, calls[kind], seconds[kind], num_bytes.get(kind, 0), num_flops.get(kind, 0)) for kind in calls
+    ]
+    return Profile(name, num_tokens, context, tuple(operations), tuple(layers.items()))
+
+
+def split_label(label: str) -> tuple[str, str]:
+    """`L12.qkv.matmul Q4_1` → (`L12`, `qkv`); `head.normalize` → (`head`, `norm`)."""
+    parts = label.split(".", maxsplit=2)
+    layer, kind = parts[0], parts[1] if parts[0][0] == "L" and len(parts) == 3 else parts[0]
+    return layer, "norm" if parts[-1] in NORMS else kind
+
+
+def flops_by_kind(model: Transformer, num_tokens: int, context: int) -> dict[str, int]:
+    """A token's share of a step. Only the step's last token goes through the head."""
+    kinds = projections_by_kind(model).items()
+    flops = {kind: sum(2 * each.in_features * each.out_features for each in found) for kind, found in kinds}
+    flops["head"] //= num_tokens
+    flops["attend"] = 0
+    for layer in model.architecture.layers:
+        first = context + 1
+        seen = range(first, first + num_tokens)
+        visible = sum(seen if layer.window is None else (min(count, layer.window) for count in seen))
+        flops["attend"] += 4 * layer.num_heads * layer.head_dim * visible // num_tokens
+    return flops
+
+
+def _calibrate(context: CachedContext, token_ids: Sequence[int]) -> float:
+    """Seconds of a cycle. The best of a few: what disturbs adds to the clock alone."""
+    rates = []
+    for _ in range(PREFILL_STEPS):
+        started = time.perf_counter()
+        cycles = sum(spent for _, spent in context.profile(token_ids))
+        rates.append((time.perf_counter() - started) / max(cycles, 1))
+    return min(rates)
+
+
+def _seconds_by_label(steps: Sequence[Sequence[tuple[str, int]]], seconds_per_cycle: float) -> list[tuple[str, float]]:
+    """Each command's median over the steps."""
+    labels = [label for label, _ in steps[0]]
+    cycles = [median(spent) for spent in zip(*([spent for _, spent in step] for step in steps), strict=True)]
+    return [(label, spent * seconds_per_cycle) for label, spent in zip(labels, cycles, strict=True)]

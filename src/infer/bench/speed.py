@@ -1,0 +1,213 @@
+"""How fast a model is here: prefill, decode, the time between tokens, the share of memory's speed.
+
+Bandwidth is measured between the repeats, in the same process, with as many threads: neighbours move both, and a
+share counts only within one run.
+"""
+
+import resource
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from random import Random
+from statistics import median
+from typing import Any, Self, final
+
+import torch
+
+from infer import ops
+from infer.errors import InvalidRequestError
+from infer.llm import LLM
+from infer.model.transformer import Transformer
+from infer.params import SamplingParams
+from infer.results import GenerationTiming, percentile
+from infer.weights import Projection
+
+READ_BYTES = 512 << 20  # by all threads together; larger than any cache
+SMALLEST_BUFFER = 64 << 20  # of one thread among many
+
+OnProgress = Callable[[int, int], None]
+
+
+@final
+@dataclass(frozen=True)
+class Workload:
+    """What is measured: a prompt, and an answer that begins when `context` tokens are in the cache."""
+
+    prompt_tokens: int = 512
+    new_tokens: int = 128
+    context: int | None = None  # None: as many as the prompt
+    repeats: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_tokens", "new_tokens", "context", "repeats"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidRequestError(f"{name} must be at least 1, got {value}")
+
+    @property
+    def depth(self) -> int:
+        return self.context or self.prompt_tokens
+
+    @property
+    def max_seq_len(self) -> int:
+        """The smallest that has room for it."""
+        return max(self.prompt_tokens, self.depth) + self.new_tokens + 1
+
+
+@final
+@dataclass(frozen=True)
+class Speed:
+    """Medians over the repeats, percentiles over all their steps. Rates are per second, bytes per generated token."""
+
+    workload: Workload
+    threads: int
+    prefill_tokens_per_second: float
+    ttft_s: float
+    decode_tokens_per_second: float
+    inter_token_p50_s: float
+    inter_token_p95_s: float
+    inter_token_p99_s: float
+    weight_bytes: int
+    kv_bytes: int  # read, on average over the answer
+    read_bandwidth: float  # the best rate at which the same number of threads read memory
+    peak_resident_bytes: int
+
+    @property
+    def achieved_bandwidth(self) -> float:
+        return (self.weight_bytes + self.kv_bytes) * self.decode_tokens_per_second
+
+    @property
+    def bandwidth_share(self) -> float:
+        return self.achieved_bandwidth / self.read_bandwidth
+
+    def to_json(self) -> dict[str, Any]:
+        shares = {"achieved_bandwidth": self.achieved_bandwidth, "bandwidth_share": self.bandwidth_share}
+        return asdict(self) | shares
+
+
+def measure(
+    llm: LLM,
+    workload: Workload,
+    on_progress: OnProgress = lambda done, total: None,
+    *,
+    read_bytes: int = READ_BYTES,
+) -> Speed:
+    """One warm-up, then the repeats with bandwidth measured before, between and after them, over `read_bytes`."""
+    prefill, decode = list[GenerationTiming](), list[GenerationTiming]()
+    num_parts = workload.repeats + 1
+    _run(llm, workload, seed=0)
+    peak = peak_resident_bytes()  # before the buffers that bandwidth is measured with
+    on_progress(1, num_parts)
+    threads = ops.num_threads(llm.model.device)
+    with Memory(threads, read_bytes) as memory:
+        rates = [memory.read_rate()]
+        for repeat in range(1, num_parts):
+            first, second = _run(llm, workload, seed=repeat)
+            prefill.append(first)
+            decode.append(second)
+            rates.append(memory.read_rate())
+            on_progress(repeat + 1, num_parts)
+    steps = [seconds for timing in decode for seconds in timing.inter_token_times_s]
+    return Speed(
+        workload=workload,
+        threads=threads,
+        prefill_tokens_per_second=median(workload.prompt_tokens / timing.prefill_time_s for timing in prefill),
+        ttft_s=median(timing.ttft_s for timing in prefill),
+        decode_tokens_per_second=median(timing.decode_tokens_per_second for timing in decode),
+        inter_token_p50_s=percentile(steps, 50.0),
+        inter_token_p95_s=percentile(steps, 95.0),
+        inter_token_p99_s=percentile(steps, 99.0),
+        weight_bytes=sum(weight_bytes_by_kind(llm.model).values()),
+        kv_bytes=kv_bytes(llm.model, workload.depth + workload.new_tokens // 2),
+        read_bandwidth=max(rates),
+        peak_resident_bytes=peak,
+    )
+
+
+def _run(llm: LLM, workload: Workload, seed: int) -> tuple[GenerationTiming, GenerationTiming]:
+    """The timings that prefill and decode are read from: one generation where their lengths agree."""
+    decode = _generate(llm, workload.depth, workload.new_tokens + 1, seed)
+    if workload.depth == workload.prompt_tokens:
+        return decode, decode
+    return _generate(llm, workload.prompt_tokens, 1, seed), decode
+
+
+def _generate(llm: LLM, prompt_tokens: int, new_tokens: int, seed: int) -> GenerationTiming:
+    params = SamplingParams(temperature=0, max_new_tokens=new_tokens, ignore_eos=True, seed=seed)
+    return llm.generate(make_prompt(llm.model, prompt_tokens, seed), params).timing
+
+
+def make_prompt(model: Transformer, num_tokens: int, seed: int) -> list[int]:
+    """Ids without meaning, others for every seed, so that nothing is found in a cache."""
+    draw = Random(seed)
+    return [draw.randrange(model.architecture.vocab_size) for _ in range(num_tokens)]
+
+
+# What a token costs
+
+
+def projections_by_kind(model: Transformer) -> dict[str, list[Projection]]:
+    """The matrices that every token is multiplied with, under the names that a profile has for them."""
+    blocks = model.blocks
+    return {
+        "qkv": [block.qkv for block in blocks],
+        "output": [block.output for block in blocks],
+        "gate_up": [block.gate_up for block in blocks],
+        "down": [block.down for block in blocks],
+        "head": [model.head],
+    }
+
+
+def weight_bytes_by_kind(model: Transformer) -> dict[str, int]:
+    """What a decode step reads of them, and its row of the embedding."""
+    kinds = projections_by_kind(model).items()
+    table = model.embedding.parts[0]
+    read = {name: sum(part.num_bytes for each in found for part in each.parts) for name, found in kinds}
+    return {"embed": table.num_bytes // table.out_features} | read
+
+
+def kv_bytes(model: Transformer, context: int) -> int:
+    """What a decode step reads of a dense cache that holds `context` tokens."""
+    total = 0
+    for layer in model.architecture.layers:
+        visible = context if layer.window is None else min(context, layer.window)
+        total += 2 * layer.num_kv_heads * layer.head_dim * visible
+    return total * model.dtype.itemsize
+
+
+# Memory
+
+
+@final
+class Memory:
+    """Buffers of float32, one for each thread, and threads that sum them as fast as memory gives them."""
+
+    def __init__(self, threads: int, num_bytes: int = READ_BYTES) -> None:
+        each = max(num_bytes // threads, min(num_bytes, SMALLEST_BUFFER))
+        self._buffers = [torch.ones(each // 4) for _ in range(threads)]
+        self._threads = ThreadPoolExecutor(threads)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._threads.shutdown()
+
+    def read_rate(self, tries: int = 3) -> float:
+        """Bytes per second that all threads read together: the best of the tries."""
+        num_bytes = sum(buffer.nbytes for buffer in self._buffers)
+        rates = []
+        with ops.threads_for(torch.device("cpu")):  # one of torch's threads for each of ours
+            for _ in range(tries):
+                started = time.perf_counter()
+                list(self._threads.map(torch.sum, self._buffers))
+                rates.append(num_bytes / (time.perf_counter() - started))
+        return max(rates)
+
+
+def peak_resident_bytes() -> int:
+    """The most memory that this process has held."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,1 @@
+"""Record a step once and replay it many times: `cpu` as a dispatch table."""

@@ -1,0 +1,191 @@
+"""Hyperparameters in the names of Hugging Face's config.json, from GGUF's metadata or from config.json itself.
+
+GGUF's come out in the flat dialect (`rope_theta`, `rope_scaling`, `rope_local_base_freq`); config.json is handed on
+as it is, apart from the text part of a multimodal model. What a family makes of them is decided in `model.families`.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from infer.checkpoint.gguf import GGUFFile
+from infer.checkpoint.json_file import inside, read_json_file
+from infer.errors import ModelFormatError, UnsupportedModelError
+
+_MODEL_TYPES = {"gemma3": "gemma3_text"}  # others have the same name in both worlds
+_GEMMA3_PATTERN, _GEMMA3_LOCAL_BASE = 6, 10000.0  # constants of llama.cpp: every sixth layer sees everything
+_GEMMA3_27B_LAYERS = 62  # the size whose attention is scaled by hidden_size / heads instead of head_dim
+_LARGEST = float(np.finfo(np.float32).max)
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+
+
+def config_from_folder(folder: Path) -> dict[str, Any]:
+    """config.json. Of a multimodal model its text part, with what only the whole says (tied embeddings)."""
+    config = read_json_file(inside(folder, "config.json"))
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        return config
+    shared = {key: config[key] for key in ("tie_word_embeddings", "torch_dtype", "dtype") if key in config}
+    return {"model_type": config.get("model_type"), **shared, **text}
+
+
+def generation_config_from_folder(folder: Path) -> dict[str, Any]:
+    return read_json_file(inside(folder, name)) if (folder / (name := "generation_config.json")).exists() else {}
+
+
+def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
+    """ModelFormatError for a key that is missing or of the wrong type."""
+    _check_whole(file)
+    values = _Values(file)
+    num_layers = values.count("block_count", most=len(file.tensors))
+    hidden_size = values.count("embedding_length")
+    num_heads = values.count("attention.head_count")
+    head_dim = values.count("attention.key_length", default=max(1, hidden_size // num_heads))
+    if values.count("attention.value_length", default=head_dim) != head_dim:
+        raise UnsupportedModelError(f"{file.path.name}: keys and values of different length are not supported")
+    config = {
+        "model_type": _MODEL_TYPES.get(values.architecture, values.architecture),
+        "vocab_size": _vocab_size(file, values),
+        "hidden_size": hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": values.count("attention.head_count_kv", default=num_heads),
+        "head_dim": head_dim,
+        "intermediate_size": values.count("feed_forward_length"),
+        "rms_norm_eps": values.real("attention.layer_norm_rms_epsilon"),
+        "rope_theta": values.real("rope.freq_base", default=10000.0),
+        "max_position_embeddings": values.count("context_length"),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+    }
+    config |= _rope(file, values, head_dim)
+    if values.has("attention.sliding_window"):
+        config["sliding_window"] = values.count("attention.sliding_window")
+    if values.architecture == "gemma3":
+        config |= _gemma3(values, config)
+    return config
+
+
+def generation_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
+    """`general.sampling.*`, as far as Hugging Face has a name for it."""
+    found = {ours: file.metadata.get(f"general.sampling.{key}") for key, ours in _SAMPLING.items()}
+    return {key: _shortest(value) for key, value in found.items() if isinstance(value, int | float)}
+
+
+def _check_whole(file: GGUFFile) -> None:
+    if not file.tensors:
+        raise ModelFormatError(file.path, "tensor count", "there are no weights, the file holds a vocabulary only")
+    if file.metadata.get("split.count", 1) not in (0, 1):
+        raise UnsupportedModelError(
+            f"{file.path.name} is one part of a split model: join the parts with llama-gguf-split --merge"
+        )
+
+
+def _vocab_size(file: GGUFFile, values: "_Values") -> int:
+    embedding = file.tensors.get("token_embd.weight")
+    return values.count("vocab_size", default=None if embedding is None else embedding.shape[0])
+
+
+def _rope(file: GGUFFile, values: "_Values", head_dim: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    rotated = values.count("rope.dimension_count", default=head_dim)
+    if rotated != head_dim:
+        found["partial_rotary_factor"] = rotated / head_dim
+    scaling_type = values.get("rope.scaling.type", "none")
+    if not isinstance(scaling_type, str):
+        values.fail("rope.scaling.type", f"expected a name, got {scaling_type!r:.60}")
+    if scaling_type != "none":
+        scaling = {"rope_type": scaling_type, "factor": values.real("rope.scaling.factor", default=1.0)}
+        if values.has(key := "rope.scaling.original_context_length"):
+            scaling["original_max_position_embeddings"] = values.count(key)
+        if values.has(key := "rope.scaling.attn_factor"):
+            scaling["attention_factor"] = values.real(key)
+        found["rope_scaling"] = scaling
+    if "rope_freqs.weight" in file.tensors:
+        weight = file.weight("rope_freqs.weight")
+        if weight.type != "F32" or weight.shape != (rotated // 2,):
+            problem = f"expected F32 of {rotated // 2}, got {weight.type} of {weight.shape}"
+            raise ModelFormatError(file.path, "tensor 'rope_freqs.weight'", problem)
+        found["rope_frequency_factors"] = weight.data.tolist()
+    return found
+
+
+def _gemma3(values: "_Values", config: Mapping[str, Any]) -> dict[str, Any]:
+    num_layers = config["num_hidden_layers"]
+    pattern = values.get("attention.sliding_window_pattern", _GEMMA3_PATTERN)
+    if isinstance(pattern, list) and len(pattern) == num_layers:
+        sliding = [bool(flag) for flag in pattern]
+    elif type(pattern) is int and pattern > 0:
+        sliding = [(layer + 1) % pattern != 0 for layer in range(num_layers)]
+    else:
+        values.fail("attention.sliding_window_pattern", f"expected a number or one flag per layer, got {pattern!r:.60}")
+    is_27b = num_layers == _GEMMA3_27B_LAYERS
+    return {
+        "layer_types": ["sliding_attention" if flag else "full_attention" for flag in sliding],
+        "rope_local_base_freq": values.real("rope.freq_base_swa", default=_GEMMA3_LOCAL_BASE),
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
+        if is_27b
+        else config["head_dim"],
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+
+
+class _Values:
+    """The metadata under the architecture's name."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.file = file
+        architecture = file.metadata.get("general.architecture")
+        if not isinstance(architecture, str) or not re.fullmatch(r"[a-zA-Z0-9_.-]{1,64}", architecture):
+            raise ModelFormatError(file.path, "general.architecture", f"expected a name, got {architecture!r:.80}")
+        self.architecture = architecture
+
+    def has(self, key: str) -> bool:
+        return f"{self.architecture}.{key}" in self.file.metadata
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.file.metadata.get(f"{self.architecture}.{key}", default)
+
+    def count(self, key: str, default: int | None = None, most: int = (1 << 31) - 1) -> int:
+        """An integer from 1 to `most`; a list of one value for every layer counts as that value."""
+        value = self.get(key, default)
+        if isinstance(value, list) and value:
+            if any(entry != value[0] for entry in value):
+                self.unsupported(key)
+            value = value[0]
+        if value is None:
+            self.fail(key, "is missing")
+        if type(value) is not int or not 1 <= value <= most:
+            self.fail(key, f"expected an integer from 1 to {most}, got {value!r:.60}")
+        return value
+
+    def real(self, key: str, default: float | None = None) -> float:
+        value = self.get(key, default)
+        if value is None:
+            self.fail(key, "is missing")
+        if not isinstance(value, float):
+            self.fail(key, f"expected a float, got {value!r:.60}")
+        return float(_shortest(value))
+
+    def unsupported(self, key: str) -> NoReturn:
+        name = f"{self.architecture}.{key}"
+        raise UnsupportedModelError(f"{self.file.path.name}: {name} differs between layers, which is not supported")
+
+    def fail(self, key: str, problem: str) -> NoReturn:
+        raise ModelFormatError(self.file.path, f"{self.architecture}.{key}", problem)
+
+
+def _shortest(value: Any) -> Any:
+    """A float32 as the decimal that was meant: 1e-05, where its double is 9.999999747378752e-06."""
+    if isinstance(value, float) and abs(value) <= _LARGEST and float(np.float32(value)) == value:
+        return float(str(np.float32(value)))
+    return value

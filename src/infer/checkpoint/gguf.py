@@ -1,0 +1,278 @@
+"""Reads GGUF version 2 and 3 through a memory map (github.com/ggml-org/ggml, docs/gguf.md).
+
+Nothing in the file is believed: a count or a length is compared, as a Python integer, with the bytes that remain
+before anything loops over it or allocates for it. Tensors are views of the map; opening a file reads its header only.
+"""
+
+import mmap
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, NoReturn, final
+
+import numpy as np
+
+from infer.checkpoint.mapped import map_file, view_floats, view_rows
+from infer.errors import ModelFormatError, UnsupportedModelError
+from infer.quants import BLOCK_TYPES, BlockType
+from infer.weights import StoredWeight
+
+MAGIC = b"GGUF"
+MAX_KEY_VALUES = 65_536
+MAX_TENSORS = 65_536
+MAX_STRINGS = 1_000_000
+MAX_KEY_BYTES = 64 << 10
+MAX_VALUE_BYTES = 16 << 20  # of a string, and of an array of numbers
+MAX_DIMENSIONS = 4
+ALIGNMENTS = tuple(1 << power for power in range(3, 17))
+
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+_NUMBERS = {  # GGUF's id of a value type → its code in struct and numpy alike
+    0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", _BOOL: "<B", 10: "<Q", 11: "<q", 12: "<d",
+}  # fmt: skip
+_READERS = {code: struct.Struct(code) for code in _NUMBERS.values()}
+_TYPE_BY_ID = {kind.ggml_id: kind for kind in BLOCK_TYPES.values()}
+_OTHER_TYPES = {  # known to ggml, without a dequantiser here
+    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
+    22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0",
+    35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    name: str
+    type: BlockType
+    shape: tuple[int, ...]  # rows first, as torch has it; the file has the reverse
+    offset: int  # from the start of the file
+    num_bytes: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.num_bytes
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    path: Path
+    metadata: dict[str, Any]  # numbers, bools, strings and lists of them
+    tensors: dict[str, TensorInfo]
+    content: mmap.mmap = field(repr=False)
+
+    def weight(self, name: str) -> StoredWeight:
+        """A view of the map: no bytes are read yet."""
+        info = self.tensors[name]
+        if info.type.is_float:
+            data = view_floats(self.content, info.type.name, info.offset, info.shape)
+        else:
+            data = view_rows(self.content, info.offset, prod(info.shape[:-1]), info.type.row_bytes(info.shape[-1]))
+        return StoredWeight(info.type.name, info.shape, data)
+
+
+def read_gguf(path: Path) -> GGUFFile:
+    """ModelFormatError for whatever breaks the format, UnsupportedModelError for tensor types that we do not run."""
+    content = map_file(path, at_least=24)
+    return _Header(path, content).read()
+
+
+@final
+class _Header:
+    """A position that walks once through the header."""
+
+    def __init__(self, path: Path, content: mmap.mmap) -> None:
+        self.path, self.content, self.size = path, content, len(content)
+        self.position = 0
+
+    def read(self) -> GGUFFile:
+        num_tensors, num_values = self.read_counts()
+        metadata: dict[str, Any] = {}
+        for _ in range(num_values):
+            start = self.position
+            key = self.read_key("a key")
+            if key in metadata:
+                self.fail(f"key {key!r:.80}", "appears twice", start)
+            metadata[key] = self.read_value(key)
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or alignment not in ALIGNMENTS:
+            self.fail(
+                "general.alignment", f"expected a power of two from 8 to {ALIGNMENTS[-1]}, got {alignment!r:.60}", None
+            )
+
+        entries = [self.read_tensor() for _ in range(num_tensors)]
+        data_start = _align(self.position, alignment)
+        tensors: dict[str, TensorInfo] = {}
+        for entry in entries:
+            if entry.name in tensors:
+                self.fail(f"tensor {entry.name!r:.80}", "appears twice", None)
+            tensors[entry.name] = TensorInfo(
+                entry.name, entry.type, entry.shape, data_start + entry.offset, entry.num_bytes
+            )
+        self.check_layout(list(tensors.values()), data_start, alignment)
+        return GGUFFile(self.path, metadata, tensors, self.content)
+
+    def read_counts(self) -> tuple[int, int]:
+        magic = self.content[:4]
+        if magic != MAGIC:
+            self.fail("magic", f"expected {MAGIC!r}, got {magic!r}: this is not a GGUF file", 0)
+        self.position = 4
+        version = self.number("<I", "version")
+        if version not in (2, 3):
+            swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+            hint = "; it is big-endian, we read little-endian files" if swapped in (1, 2, 3) else ""
+            self.fail("version", f"expected 2 or 3, got {version}{hint}", 4)
+        num_tensors, num_values = self.number("<Q", "tensor count"), self.number("<Q", "key-value count")
+        # The shortest tensor entry is a name of one byte and one dimension, the shortest key-value one byte each.
+        self.check_count("tensor count", num_tensors, MAX_TENSORS, 33, 8)
+        self.check_count("key-value count", num_values, MAX_KEY_VALUES, 14, 16)
+        return num_tensors, num_values
+
+    def read_tensor(self) -> TensorInfo:
+        """The entry, its offset still counted from the start of the data."""
+        start = self.position
+        name = self.read_key("a tensor's name")
+        where = f"tensor {name!r:.80}"
+        num_dimensions = self.number("<I", where)
+        if not 1 <= num_dimensions <= MAX_DIMENSIONS:
+            self.fail(where, f"expected 1 to {MAX_DIMENSIONS} dimensions, got {num_dimensions}", start)
+        shape = tuple(self.number("<Q", where) for _ in range(num_dimensions))[::-1]
+        kind = self.tensor_type(where, self.number("<I", where))
+        offset = self.number("<Q", where)
+        if 0 in shape:
+            self.fail(where, f"the shape {shape} has no elements", start)
+        if shape[-1] % kind.block_size:
+            self.fail(
+                where, f"a row of {shape[-1]} is not a multiple of {kind.name}'s block of {kind.block_size}", start
+            )
+        num_bytes = prod(shape[:-1]) * kind.row_bytes(shape[-1])
+        if offset + num_bytes > self.size:
+            problem = f"{num_bytes} bytes at {offset} of the data do not fit into a file of {self.size}"
+            self.fail(where, problem, start)
+        return TensorInfo(name, kind, shape, offset, num_bytes)
+
+    def tensor_type(self, where: str, type_id: int) -> BlockType:
+        kind = _TYPE_BY_ID.get(type_id)
+        if kind is not None:
+            return kind
+        if type_id in _OTHER_TYPES:
+            raise UnsupportedModelError(
+                f"{self.path.name}: {where} is {_OTHER_TYPES[type_id]}; we run {', '.join(BLOCK_TYPES)}"
+            )
+        return self.fail(where, f"{type_id} is not a tensor type", self.position - 4)
+
+    def check_layout(self, tensors: list[TensorInfo], data_start: int, alignment: int) -> None:
+        """Tensors follow one another, each padded to the alignment, and the last one ends the file."""
+        end = self.position if not tensors else data_start
+        for info in sorted(tensors, key=lambda info: info.offset):
+            where, expected = f"tensor {info.name!r:.80}", _align(end, alignment)
+            if info.offset % alignment:
+                self.fail(where, f"the offset is not a multiple of {alignment}", info.offset)
+            if info.offset != expected:
+                problem = "overlaps the tensor before it" if info.offset < expected else "leaves a hole before it"
+                self.fail(where, f"{problem}: expected it at {expected}, got {info.offset}", info.offset)
+            end = info.end
+        if self.size not in (end, _align(end, alignment)):
+            problem = "truncated" if self.size < end else "trailing bytes"
+            self.fail("file size", f"{problem}: expected {end} bytes, got {self.size}", min(end, self.size))
+
+    def read_value(self, key: str) -> Any:
+        where = f"key {key!r:.80}"
+        type_id = self.number("<I", where)
+        if type_id == _STRING:
+            return self.read_string(where)
+        if type_id == _ARRAY:
+            return self.read_array(where)
+        value = self.number(self.number_code(where, type_id), where)
+        if type_id != _BOOL:
+            return value
+        if value > 1:
+            self.fail(where, f"a bool is 0 or 1, got {value}", self.position - 1)
+        return bool(value)
+
+    def read_array(self, where: str) -> list[Any]:
+        type_id, count = self.number("<I", where), self.number("<Q", where)
+        if type_id == _STRING:
+            self.check_count(where, count, MAX_STRINGS, 8, self.position - 8)
+            return self.read_strings(where, count)
+        code = self.number_code(where, type_id)
+        dtype = np.dtype(code)
+        self.check_count(where, count, MAX_VALUE_BYTES // dtype.itemsize, dtype.itemsize, self.position - 8)
+        numbers = np.frombuffer(self.content, dtype, count, self.position)
+        self.position += count * dtype.itemsize
+        if type_id != _BOOL:
+            return list(numbers.tolist())
+        if count and numbers.max() > 1:
+            self.fail(where, f"a bool is 0 or 1, got {numbers.max()}", self.position - count + int(numbers.argmax()))
+        return list(numbers.astype(bool).tolist())
+
+    def read_strings(self, where: str, count: int) -> list[str]:
+        """The vocabulary: hundreds of thousands of strings, so the loop holds nothing but what it needs."""
+        content, size, position = self.content, self.size, self.position
+        length_at: Callable[..., tuple[int]] = struct.Struct("<Q").unpack_from
+        strings: list[str] = []
+        append = strings.append
+        try:
+            for _ in range(count):
+                start = position + 8
+                position = start + length_at(content, position)[0]
+                if position > size or position - start > MAX_VALUE_BYTES:
+                    self.fail_string(where, position - start, start)
+                append(content[start:position].decode())
+        except struct.error:
+            self.fail(where, f"string {len(strings)} of {count} begins beyond the end of the file", position)
+        except UnicodeDecodeError as error:
+            self.fail(where, f"string {len(strings)} is not UTF-8: {error.reason}", start)
+        self.position = position
+        return strings
+
+    def read_key(self, what: str) -> str:
+        start = self.position
+        key = self.read_string(what, MAX_KEY_BYTES)
+        if not key:
+            self.fail(what, "is empty", start)
+        return key
+
+    def read_string(self, where: str, limit: int = MAX_VALUE_BYTES) -> str:
+        length = self.number("<Q", where)
+        start = self.position
+        if length > min(limit, self.size - start):
+            self.fail_string(where, length, start, limit)
+        self.position = start + length
+        try:
+            return self.content[start : self.position].decode()
+        except UnicodeDecodeError as error:
+            return self.fail(where, f"is not UTF-8: {error.reason}", start + error.start)
+
+    def number_code(self, where: str, type_id: int) -> str:
+        code = _NUMBERS.get(type_id)
+        if code is None:
+            nested = " (arrays of arrays are not read)" if type_id == _ARRAY else ""
+            return self.fail(where, f"{type_id} is not a value type{nested}", self.position - 4)
+        return code
+
+    def number(self, code: str, where: str) -> Any:
+        reader = _READERS[code]
+        if self.position + reader.size > self.size:
+            self.fail(where, f"needs {reader.size} bytes, {self.size - self.position} remain", self.position)
+        (value,) = reader.unpack_from(self.content, self.position)
+        self.position += reader.size
+        return value
+
+    def check_count(self, where: str, count: int, limit: int, least_bytes: int, offset: int) -> None:
+        remaining = self.size - self.position
+        if count > limit:
+            self.fail(where, f"expected at most {limit}, got {count}", offset)
+        if count * least_bytes > remaining:
+            self.fail(where, f"{count} need {count * least_bytes} bytes or more, {remaining} remain", offset)
+
+    def fail_string(self, where: str, length: int, start: int, limit: int = MAX_VALUE_BYTES) -> NoReturn:
+        problem = f"a string of {length} bytes, expected at most {min(limit, max(0, self.size - start))}"
+        self.fail(where, problem, start - 8)
+
+    def fail(self, where: str, problem: str, offset: int | None) -> NoReturn:
+        raise ModelFormatError(self.path, where, problem, offset)
+
+
+def _align(position: int, alignment: int) -> int:
+    return -(-position // alignment) * alignment

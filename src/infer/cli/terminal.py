@@ -1,0 +1,192 @@
+"""What the command line asks of a terminal: streaming text, bars, a spinner, signals, a closed pipe.
+
+Nothing here writes to a stream that is no terminal, except the text itself.
+"""
+
+import io
+import itertools
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType, TracebackType
+from typing import Protocol, Self, final, runtime_checkable
+
+Handler = Callable[[int, FrameType | None], None]
+
+SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+EIGHTHS = " ▏▎▍▌▋▊▉"
+PROGRESS_WIDTH = 20
+# Control characters that a model wrote are shown, not obeyed: they could move the cursor or set the title.
+_VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+_VISIBLE |= dict.fromkeys(range(128, 160), 65533)
+
+
+@final
+class Terminated(BaseException):
+    """SIGTERM came."""
+
+
+@runtime_checkable
+class TextStream(Protocol):
+    """What is needed of stdout, or of what a test puts in its place."""
+
+    def write(self, text: str, /) -> int: ...
+
+    def flush(self) -> None: ...
+
+    def isatty(self) -> bool: ...
+
+
+@final
+class TextWriter:
+    """Text as it comes, flushed piece by piece."""
+
+    def __init__(self, stream: TextStream) -> None:
+        self._stream = stream
+        self._is_terminal = stream.isatty()
+        self._in_line = False
+
+    def write(self, text: str) -> None:
+        if not text:
+            return
+        self._in_line = not text.endswith("\n")
+        self._stream.write(text.translate(_VISIBLE) if self._is_terminal else text)
+        self._stream.flush()
+
+    def end_line(self) -> None:
+        if self._in_line:
+            self.write("\n")
+
+
+def bar(share: float, width: int) -> str:
+    """A bar of up to `width` characters, to an eighth of one."""
+    whole, eighths = divmod(round(min(max(share, 0.0), 1.0) * width * len(EIGHTHS)), len(EIGHTHS))
+    return "█" * whole + EIGHTHS[eighths].strip()
+
+
+@final
+class Spinner:
+    """A sign of life on stderr while a slow thing runs, with a bar once its progress is known; nothing where stderr is
+    no terminal."""
+
+    def __init__(self, message: str, *, shown: bool = True) -> None:
+        self._message = message
+        self._detail = ""
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        if shown and sys.stderr.isatty():
+            self._thread = threading.Thread(target=self._spin, daemon=True)
+
+    def __enter__(self) -> Self:
+        if self._thread:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stopped.set()
+        if self._thread:
+            self._thread.join()
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+    def progress(self, done: int, total: int) -> None:
+        share = done / max(total, 1)
+        self._detail = f" {bar(share, PROGRESS_WIDTH):<{PROGRESS_WIDTH}} {int(100 * share)} %"
+
+    def _spin(self) -> None:
+        for sign in itertools.cycle(SPINNER):
+            sys.stderr.write(f"\r{sign} {self._message}{self._detail}\x1b[K")
+            sys.stderr.flush()
+            if self._stopped.wait(0.1):
+                return
+
+
+@dataclass
+class Cancellation:
+    """Set by the first SIGINT or SIGTERM; the second one raises."""
+
+    event: threading.Event = field(default_factory=threading.Event)
+    signal_number: int | None = None
+
+    @property
+    def exit_status(self) -> int:
+        return 0 if self.signal_number is None else 128 + self.signal_number
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.event.is_set():
+            raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+        self.signal_number = number
+        self.event.set()
+
+
+@contextmanager
+def cancel_on_signal() -> Iterator[Cancellation]:
+    """Within, Ctrl-C and SIGTERM ask the generation to stop after its current step, so that its text is kept."""
+    cancellation = Cancellation()
+    with _handling(cancellation.on_signal):
+        yield cancellation
+
+
+@contextmanager
+def exit_on_signal() -> Iterator[None]:
+    """Within, Ctrl-C and SIGTERM end the process at once: an import cut short leaves half modules behind."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        if sys.stderr.isatty():
+            os.write(sys.stderr.fileno(), b"\r\x1b[K")
+        os._exit(128 + number)
+
+    with _handling(leave):
+        yield
+
+
+@contextmanager
+def _handling(handler: Handler) -> Iterator[None]:
+    """Both signals go to the handler, unless whoever started the process had them ignored."""
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number, before in previous.items():
+        if before is not signal.SIG_IGN:
+            signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)
+
+
+def raise_on_sigterm() -> None:
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, stop)
+
+
+def ignore_signals() -> None:
+    """For the last moments, when nothing is left to stop and a traceback could only disturb."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def silence_stdout() -> None:
+    """After the reader has gone: what is still buffered goes nowhere, so that the exit is quiet."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, sys.stdout.fileno())
+    except (OSError, ValueError):
+        sys.stdout = io.StringIO()
+    finally:
+        os.close(nowhere)
+
+
+def tolerate_encoding() -> None:
+    """A terminal that lacks a character shows a question mark: that must not end an answer."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")

@@ -1,0 +1,256 @@
+"""The one loop: forward, sample, accept, commit; then the same again with what was accepted.
+
+It knows neither text nor caches: a `Generation` is what one request has said, a `Context` where its logits come from.
+"""
+
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from typing import Self, final
+
+import torch
+
+from infer import ops
+from infer.context import PREFILL_CHUNK, CachedContext, Context, RecomputedContext
+from infer.errors import ContextLengthError, InvalidRequestError
+from infer.generation import Generation
+from infer.model.transformer import Transformer
+from infer.params import CONSTRAINTS, SamplingParams
+from infer.results import GenerationResult, GenerationTiming, Piece
+from infer.sampling.reference import LogitsError
+from infer.tokenizer import Tokenizer
+
+CHAIN = 8  # greedy tokens per return to Python
+
+OnToken = Callable[[int, str], bool | None]
+
+
+@final
+@dataclass
+class Clock:
+    """Where the time of a generation goes: the first token's, then each step's forward and sampling."""
+
+    device: torch.device
+    prefill_time_s: float = 0.0
+    decode_times_s: list[float] = field(default_factory=list)
+    sampling_times_s: list[float] = field(default_factory=list)
+    is_first: bool = True
+
+    def now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def add(self, forward_s: float, sampling_s: float) -> None:
+        if self.is_first:
+            self.prefill_time_s, self.is_first = forward_s + sampling_s, False
+        else:
+            self.decode_times_s.append(forward_s)
+            self.sampling_times_s.append(sampling_s)
+
+    def timing(self) -> GenerationTiming:
+        return GenerationTiming(self.prefill_time_s, self.decode_times_s, self.sampling_times_s)
+
+
+def decode(
+    generation: Generation,
+    context: Context,
+    *,
+    device: torch.device,
+    prefill_chunk: int = PREFILL_CHUNK,
+    chain: int = CHAIN,
+    cancel: threading.Event | None = None,
+) -> Generator[Piece, None, GenerationResult]:
+    """Yield each token as it is accepted; return the result.
+
+    `cancel` is looked at before every forward and after every token; what a chain computed beyond it is dropped.
+    """
+    clock = Clock(device)
+    pending: Sequence[int] = generation.prompt_token_ids
+    while generation.finish_reason is None:
+        try:
+            with ops.threads_for(device):
+                token_ids = _launch(generation, context, pending, prefill_chunk, chain, cancel, clock)
+        except LogitsError as error:
+            generation.fail("logits", str(error))
+            break
+        for index, token_id in enumerate(token_ids):
+            yield generation.accept(token_id)
+            if cancel is not None and cancel.is_set():
+                generation.cancel()
+            if generation.is_finished():
+                context.drop(len(token_ids) - 1 - index)
+                break
+        pending = token_ids[-1:]
+    return generation.result(clock.timing())
+
+
+@torch.inference_mode()
+def _launch(
+    generation: Generation,
+    context: Context,
+    pending: Sequence[int],
+    prefill_chunk: int,
+    chain: int,
+    cancel: threading.Event | None,
+    clock: Clock,
+) -> list[int]:
+    """Run the pending tokens and sample what follows: one token or, where the device can go on alone, a chain."""
+    started = clock.now()
+    count = min(chain, generation.chain_room)
+    if len(pending) == 1 and count > 1:
+        token_ids = _chain(generation, context, pending[0], count)
+        if token_ids:
+            elapsed = clock.now() - started
+            for _ in token_ids:
+                clock.add(elapsed / len(token_ids), 0.0)  # sampling is part of the step
+            return token_ids
+    for start in range(0, len(pending), prefill_chunk):
+        if cancel is not None and cancel.is_set():
+            generation.cancel()
+            return []
+        chunk = pending[start : start + prefill_chunk]
+        if start + prefill_chunk < len(pending):
+            context.feed(chunk)
+    logits = context.extend(chunk)
+    computed = clock.now()
+    token_id = generation.sample(logits)
+    clock.add(computed - started, clock.now() - computed)
+    return [token_id]
+
+
+def _chain(generation: Generation, context: Context, token_id: int, count: int) -> list[int]:
+    """A chain of greedy tokens, up to one that the embedding has and the vocabulary lacks: those are never said."""
+    token_ids = context.chain(token_id, count, generation.stop_ids)
+    known = list(takewhile(lambda token_id: token_id < generation.tokenizer.vocab_size, token_ids))
+    context.drop(len(token_ids) - len(known))
+    return known
+
+
+@final
+class Stream(Iterator[Piece]):
+    """An answer as it comes: iterate for its pieces, then read `result`."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        context: Context,
+        device: torch.device,
+        *,
+        prefill_chunk: int = PREFILL_CHUNK,
+        cancel: threading.Event | None = None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._generation = generation
+        self._pieces = decode(generation, context, device=device, prefill_chunk=prefill_chunk, cancel=cancel)
+        self._result: GenerationResult | None = None
+        self._end = weakref.finalize(self, on_end)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Piece:
+        try:
+            return next(self._pieces)
+        except StopIteration as finished:
+            self._result = self._result or finished.value
+            self.close()
+            raise StopIteration from None
+
+    def cancel(self) -> None:
+        """No further token: finish_reason is "abort", unless the answer had already ended."""
+        self._generation.cancel()
+
+    def close(self) -> None:
+        """Give back what the answer held; happens by itself at its end and when it is dropped."""
+        self._pieces.close()
+        self._end()
+
+    @property
+    def result(self) -> GenerationResult:
+        """How the answer ended; runs to its end first."""
+        return self.run()
+
+    def run(self, on_token: OnToken | None = None) -> GenerationResult:
+        for piece in self:
+            if on_token is not None and on_token(piece.token_id, piece.text) is False:
+                self.cancel()
+        if self._result is None:
+            raise InvalidRequestError("the stream was closed before its end, so it has no result")
+        return self._result
+
+
+def begin(
+    model: Transformer, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams
+) -> Generation:
+    """Check a prompt against the model and draw a seed where none was given.
+
+    Raises InvalidRequestError for an empty prompt without BOS or an id outside the vocabulary,
+    ContextLengthError where no room is left for a token.
+    """
+    token_ids = list(prompt_token_ids)
+    if not token_ids:
+        if tokenizer.bos_token_id is None:
+            raise InvalidRequestError("the prompt is empty and the model has no BOS token to begin with: give it text")
+        token_ids = [tokenizer.bos_token_id]
+    _check_ids(model.architecture.vocab_size, params, token_ids)
+    for name in CONSTRAINTS:
+        if getattr(params, name) is not None:
+            raise InvalidRequestError(f"{name}: constrained decoding is not supported yet")
+    if len(token_ids) >= model.max_seq_len:
+        raise ContextLengthError(
+            f"the prompt has {len(token_ids)} tokens and the context holds {model.max_seq_len}, the answer included: "
+            "shorten the prompt or raise max_seq_len"
+        )
+    if params.seed is None:
+        params = replace(params, seed=secrets.randbits(64))
+    return Generation(tokenizer, token_ids, params, model.max_seq_len)
+
+
+def _check_ids(vocab_size: int, params: SamplingParams, token_ids: Sequence[int]) -> None:
+    ids_by_source = {
+        "the prompt": token_ids,
+        "logit_bias": params.logit_bias or (),
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "stop_token_ids": params.stop_token_ids or (),
+    }
+    for source, ids in ids_by_source.items():
+        for token_id in ids:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequestError(f"{source}: token ids must be from 0 to {vocab_size - 1}, got {token_id}")
+
+
+def generate(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    prompt_token_ids: Sequence[int],
+    params: SamplingParams,
+    *,
+    device: str | torch.device | None = None,
+    use_cache: bool = True,
+    on_token: OnToken | None = None,
+    cancel: threading.Event | None = None,
+    prefill_chunk: int = PREFILL_CHUNK,
+    capture: bool = True,
+) -> GenerationResult:
+    """Generate from a prompt of ids, with the parameters exactly as given.
+
+    `on_token(token_id, text)` sees every token as it comes; returning False cancels. `use_cache=False` runs the whole
+    sequence again for each token, `capture=False` runs its ops one by one: both slower, with the same tokens.
+    `device`, where given, must be the model's.
+    """
+    if device is not None and torch.device(device).type != model.device.type:
+        raise InvalidRequestError(f"device={device} but the model lies on {model.device}: load it there")
+    generation = begin(model, tokenizer, prompt_token_ids, params)
+    context: Context = RecomputedContext(model)
+    chunk = model.max_seq_len
+    if use_cache:
+        room = model.max_seq_len - len(generation.prompt_token_ids)
+        new_tokens = room if params.max_new_tokens is None else min(params.max_new_tokens, room)
+        context = CachedContext(model, len(generation.prompt_token_ids) + new_tokens, capture=capture)
+        chunk = prefill_chunk
+    return Stream(generation, context, model.device, prefill_chunk=chunk, cancel=cancel).run(on_token)

@@ -1,0 +1,41 @@
+"""The few exceptions that `infer` raises. Each message is one line that names the value, the rule and the fix.
+
+`exit_status` is what the command line returns: 2 for what was asked, 3 for the model, 1 for our own failure.
+"""
+
+from pathlib import Path
+
+
+class InferError(Exception):
+    """Whatever `infer` raises on purpose."""
+
+    exit_status = 1
+
+
+class InvalidRequestError(InferError, ValueError):
+    """A parameter, a prompt or a file named by the user breaks a rule."""
+
+    exit_status = 2
+
+
+class ContextLengthError(InvalidRequestError):
+    """The prompt does not fit the context."""
+
+
+class ModelError(InferError):
+    """The model cannot be used as it is."""
+
+    exit_status = 3
+
+
+class UnsupportedModelError(ModelError):
+    """A well-formed model of an architecture, tensor type or tokenizer that we do not run."""
+
+
+class ModelFormatError(ModelError):
+    """A file breaks its own format: `field` says what, `offset` (bytes from the start, if known) says where."""
+
+    def __init__(self, path: Path | str, field: str, problem: str, offset: int | None = None) -> None:
+        self.path, self.field, self.problem, self.offset = Path(path), field, problem, offset
+        where = "" if offset is None else f" at byte {offset}"
+        super().__init__(f"{Path(path).name}: {field}{where}: {problem}")

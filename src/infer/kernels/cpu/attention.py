@@ -1,0 +1,385 @@
+"""Attention over a cache of floats: rotate and append, attend in chunks of positions, merge and quantise.
+
+The positions are cut into chunks of 256, always at multiples of 256. A chunk gives a partial result for a query,
+(largest score m, Σ e^(s − m), Σ e^(s − m) v), and a query's partials are merged in the order of the chunks
+(online softmax, arXiv:1805.02867). A few tokens share the chunks out over threads, many tokens walk them in sequence
+with the keys and values of a chunk in the cache: the same partials, merged in the same order, so the same bits.
+
+Queries lie rotated and scaled as [kv head, token, query head of the group, dim]: the columns of a tile are neighbours.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from numba import carray, njit
+
+from infer.kernels.cpu import simd
+from infer.kernels.cpu.activations import inverse_rms, quantize_block, record_address
+from infer.kernels.cpu.attention_tiles import CACHE_BYTES, score_tile, value_tile
+from infer.kernels.cpu.layouts import BLOCK
+from infer.kernels.cpu.simd import (
+    LANES,
+    load_f32,
+    load_i64,
+    load_scalar_f32,
+    splat_f32,
+    store_f32,
+    store_scalar_f32,
+)
+
+CHUNK = 256
+SPLIT_TOKENS = 4  # up to this many tokens, the chunks are shared out; beyond, the tokens are
+MAX_HEAD_DIM = 512
+_COLUMNS = 8
+_COLUMNS_PER_ITEM = 64
+_SCORE_BYTES = 4 * _COLUMNS * CHUNK
+_SUM_BYTES = 4 * _COLUMNS * (MAX_HEAD_DIM + LANES)
+_RESULT_BYTES = 4 * _COLUMNS_PER_ITEM * (MAX_HEAD_DIM + LANES)
+_HEAD_BYTES = 4 * (MAX_HEAD_DIM + LANES)
+_NEVER = np.float32(-np.inf)
+
+ATTEND = np.dtype(
+    [
+        ("qkv", np.int64),  # f32 [tokens, (heads + 2 kv_heads) × dim]
+        ("num_heads", np.int64),
+        ("num_kv_heads", np.int64),
+        ("dim", np.int64),
+        ("window", np.int64),  # 0: none
+        ("scale", np.float32),
+        ("eps", np.float32, 2),  # of q's and k's norm
+        ("padding", np.float32),
+        ("norms", np.int64, 2),  # their weights, or 0
+        ("cos", np.int64),  # f32 [positions, half], or 0
+        ("sin", np.int64),
+        ("half", np.int64),
+        ("keys", np.int64),
+        ("values", np.int64),
+        ("key_strides", np.int64, 2),  # bytes from row to row, from kv head to kv head
+        ("value_strides", np.int64, 2),
+        ("queries", np.int64),  # f32, as above
+        ("private_bytes", np.int64),  # a single token's queries lie at queries + thread × this
+        ("partials", np.int64),  # f32 [SPLIT_TOKENS, heads, num_chunks, dim + 16]
+        ("num_chunks", np.int64),
+        ("out", np.int64),  # f32 [tokens, heads × dim]
+        ("quantized", np.int64),  # activation records of out, or 0
+        ("planes", np.int64),
+    ]
+)
+
+
+@njit
+def _rotate_head(x, weight, eps, cos, sin, half, dim, scale, out):  # type: ignore[no-untyped-def]
+    """out = scale × rotate(norm(x))"""
+    factor = np.float32(1)
+    if weight != 0:
+        factor = inverse_rms(x, dim, eps)
+    for i in range(dim):
+        value = load_scalar_f32(x + 4 * i)
+        if weight != 0:
+            value = value * factor * load_scalar_f32(weight + 4 * i)
+        store_scalar_f32(out + 4 * i, value)
+    if cos != 0:
+        if half % LANES == 0:
+            for i in range(0, 4 * half, 64):
+                first, second = load_f32(out + i), load_f32(out + 4 * half + i)
+                c, s = load_f32(cos + i), load_f32(sin + i)
+                store_f32(out + i, first * c - second * s)
+                store_f32(out + 4 * half + i, second * c + first * s)
+        else:
+            for i in range(0, 4 * half, 4):
+                left, right = load_scalar_f32(out + i), load_scalar_f32(out + 4 * half + i)
+                cosine, sine = load_scalar_f32(cos + i), load_scalar_f32(sin + i)
+                store_scalar_f32(out + i, left * cosine - right * sine)
+                store_scalar_f32(out + 4 * half + i, right * cosine + left * sine)
+    if scale != np.float32(1):
+        for i in range(dim):
+            store_scalar_f32(out + 4 * i, load_scalar_f32(out + 4 * i) * scale)
+
+
+@njit(inline="always")
+def _put(at, size, is_f16, value):  # type: ignore[no-untyped-def]
+    if size == 4:
+        store_scalar_f32(at, value)
+    elif is_f16:
+        simd.store_u16(at, simd.f16_bits(value))
+    else:
+        simd.store_u16(at, simd.bf16_bits(value))
+
+
+def make_rotate(kind: str) -> Callable[..., None]:
+    """q → queries; k, v → cache. Tokens are shared out, or a single one done by every thread for itself."""
+    size = CACHE_BYTES[kind]
+
+    is_f16 = kind == "F16"
+
+    def rotate(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
+        args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
+        dim, kv_heads = args.dim, args.num_kv_heads
+        group = args.num_heads // kv_heads
+        tokens, first, step, queries = state.num_tokens, thread, num_threads, args.queries
+        if tokens == 1:
+            first, step, queries = 0, 1, queries + thread * args.private_bytes
+        rotated = simd.stack(_HEAD_BYTES)
+        for token in range(first, tokens, step):
+            position, row = load_i64(state.positions + 8 * token), load_i64(state.rows + 8 * token)
+            x = args.qkv + 4 * dim * (args.num_heads + 2 * kv_heads) * token
+            cos = 0 if args.cos == 0 else args.cos + 4 * args.half * position
+            sin = args.sin + 4 * args.half * position
+            for head in range(args.num_heads):
+                to = queries + 4 * dim * ((head // group * tokens + token) * group + head % group)
+                _rotate_head(x + 4 * dim * head, args.norms[0], args.eps[0], cos, sin, args.half, dim, args.scale, to)
+            for head in range(kv_heads):
+                k = x + 4 * dim * (args.num_heads + head)
+                _rotate_head(k, args.norms[1], args.eps[1], cos, sin, args.half, dim, np.float32(1), rotated)
+                keys = args.keys + row * args.key_strides[0] + head * args.key_strides[1]
+                keys += (position // LANES * dim * LANES + position % LANES) * size
+                values = args.values + row * args.value_strides[0] + head * args.value_strides[1]
+                values += position * dim * size
+                v = k + 4 * dim * kv_heads
+                for i in range(dim):
+                    _put(keys + i * LANES * size, size, is_f16, load_scalar_f32(rotated + 4 * i))
+                    _put(values + i * size, size, is_f16, load_scalar_f32(v + 4 * i))
+
+    return rotate
+
+
+@njit
+def _softmax_part(scores, first, end, low, high):  # type: ignore[no-untyped-def]
+    """Scores → e^(s − m) in place over [first, end), which are multiples of 16; only [low, high) is seen. (m, sum)."""
+    largest = splat_f32(_NEVER)
+    for at in range(first, end, LANES):
+        seen = simd.keep_lanes(np.int32(low - at), np.int32(high - at), load_f32(scores + 4 * at))
+        store_f32(scores + 4 * at, seen)
+        largest = simd.maximum(seen, largest)
+    m = simd.max_f32(largest)
+    total = splat_f32(np.float32(0))
+    if m == _NEVER:
+        return m, np.float32(0)
+    shift = splat_f32(m)
+    for at in range(first, end, LANES):
+        p = simd.exp(load_f32(scores + 4 * at) - shift)
+        store_f32(scores + 4 * at, p)
+        total = total + p
+    return m, simd.sum_f32(total)
+
+
+@njit
+def _merge(into, partial, dim):  # type: ignore[no-untyped-def]
+    """(O, m, l) of the chunks so far and of the next one; each lies as dim floats, then m and l."""
+    m_left, m_right = load_scalar_f32(into + 4 * dim), load_scalar_f32(partial + 4 * dim)
+    if m_right == _NEVER:
+        return
+    m = m_left if m_left > m_right else m_right
+    left, right = np.float32(0), simd.exp_scalar(m_right - m)
+    if m_left != _NEVER:
+        left = simd.exp_scalar(m_left - m)
+    whole = dim // LANES * LANES
+    for i in range(0, 4 * whole, 64):
+        merged = load_f32(into + i) * splat_f32(left) + load_f32(partial + i) * splat_f32(right)
+        store_f32(into + i, merged)
+    for i in range(4 * whole, 4 * dim, 4):
+        store_scalar_f32(into + i, load_scalar_f32(into + i) * left + load_scalar_f32(partial + i) * right)
+    l_left, l_right = load_scalar_f32(into + 4 * dim + 4), load_scalar_f32(partial + 4 * dim + 4)
+    store_scalar_f32(into + 4 * dim, m)
+    store_scalar_f32(into + 4 * dim + 4, l_left * left + l_right * right)
+
+
+@njit
+def _clear(partial, dim):  # type: ignore[no-untyped-def]
+    for i in range(0, 4 * dim, 4):
+        store_scalar_f32(partial + i, np.float32(0))
+    store_scalar_f32(partial + 4 * dim, _NEVER)
+    store_scalar_f32(partial + 4 * dim + 4, np.float32(0))
+
+
+@njit
+def _divide(partial, dim, out):  # type: ignore[no-untyped-def]
+    total = load_scalar_f32(partial + 4 * dim + 4)
+    whole = dim // LANES * LANES
+    for i in range(0, 4 * whole, 64):
+        store_f32(out + i, load_f32(partial + i) / splat_f32(total))
+    for i in range(4 * whole, 4 * dim, 4):
+        store_scalar_f32(out + i, load_scalar_f32(partial + i) / total)
+
+
+@njit(inline="always")
+def _first_seen(position, window):  # type: ignore[no-untyped-def]
+    return 0 if window == 0 else max(0, position + 1 - window)
+
+
+@njit(inline="always")
+def _scores(kind, columns, size, q, keys, dim, first, end, out):  # type: ignore[no-untyped-def]
+    """Scores of positions [first, end) of a chunk, multiples of 16, as [column, 256]."""
+    at, block_bytes = first, dim * LANES * size
+    blocks = 4 if columns == 1 else 2
+    while end - at >= blocks * LANES:
+        score_tile(kind, columns, blocks, q, keys + at // LANES * block_bytes, dim, out + 4 * at, 4 * CHUNK)
+        at += blocks * LANES
+    while end - at > 0:
+        score_tile(kind, columns, 1, q, keys + at // LANES * block_bytes, dim, out + 4 * at, 4 * CHUNK)
+        at += LANES
+
+
+@njit(inline="always")
+def _values(kind, columns, size, p, values, dim, first, end, out, out_stride):  # type: ignore[no-untyped-def]
+    """out[column] = Σ p × values over positions [first, end) of a chunk."""
+    start, count, at = values + first * dim * size, end - first, 0
+    p += 4 * first
+    while dim - at >= 4 * LANES:
+        value_tile(kind, columns, 4, p, 4 * CHUNK, start + at * size, dim, count, out + 4 * at, out_stride)
+        at += 4 * LANES
+    while dim - at >= LANES:
+        value_tile(kind, columns, 1, p, 4 * CHUNK, start + at * size, dim, count, out + 4 * at, out_stride)
+        at += LANES
+    while at < dim:
+        for column in range(columns):
+            total = np.float32(0)
+            for i in range(count):
+                v = start + (i * dim + at) * size
+                value = load_scalar_f32(v) if size == 4 else _half(kind, v)
+                total += load_scalar_f32(p + 4 * (column * CHUNK + i)) * value
+            store_scalar_f32(out + column * out_stride + 4 * at, total)
+        at += 1
+
+
+@njit(inline="always")
+def _half(kind, at):  # type: ignore[no-untyped-def]
+    return simd.f16_value(simd.load_u16(at)) if kind == "F16" else simd.bf16_value(simd.load_u16(at))
+
+
+def make_attend(kind: str) -> Callable[..., None]:
+    """A few tokens: partials of (token, chunk, head), shared out. Many: results of 64 queries at a time, shared out."""
+    size = CACHE_BYTES[kind]
+
+    def attend(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
+        args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
+        tokens, dim, kv_heads, heads, window = (
+            state.num_tokens,
+            args.dim,
+            args.num_kv_heads,
+            args.num_heads,
+            args.window,
+        )
+        group = heads // kv_heads
+        queries = args.queries + (thread * args.private_bytes if tokens == 1 else 0)
+        scores = simd.stack(_SCORE_BYTES)
+        partial_bytes = 4 * (dim + LANES)
+        if tokens <= SPLIT_TOKENS:
+            total = 0
+            for token in range(tokens):
+                position = load_i64(state.positions + 8 * token)
+                total += (position // CHUNK + 1 - _first_seen(position, window) // CHUNK) * heads
+            begin, stop, item = total * thread // num_threads, total * (thread + 1) // num_threads, 0
+            for token in range(tokens):
+                position, row = load_i64(state.positions + 8 * token), load_i64(state.rows + 8 * token)
+                seen = _first_seen(position, window)
+                for chunk in range(seen // CHUNK, position // CHUNK + 1):
+                    start = chunk * CHUNK
+                    low, high = max(0, seen - start), min(CHUNK, position + 1 - start)
+                    first, end = low // LANES * LANES, (high + LANES - 1) // LANES * LANES
+                    for head in range(heads):
+                        item += 1
+                        if item <= begin or item > stop:
+                            continue
+                        kv = head // group
+                        keys = args.keys + row * args.key_strides[0] + kv * args.key_strides[1] + start * dim * size
+                        values = args.values + row * args.value_strides[0] + kv * args.value_strides[1]
+                        values += start * dim * size
+                        q = queries + 4 * dim * ((kv * tokens + token) * group + head % group)
+                        partial = args.partials + ((token * heads + head) * args.num_chunks + chunk) * partial_bytes
+                        _scores(kind, 1, size, q, keys, dim, first, end, scores)
+                        m, part = _softmax_part(scores, first, end, low, high)
+                        _values(kind, 1, size, scores, values, dim, first, high, partial, partial_bytes)
+                        store_scalar_f32(partial + 4 * dim, m)
+                        store_scalar_f32(partial + 4 * dim + 4, part)
+            return
+        sums = simd.stack(_SUM_BYTES)
+        results = simd.stack(_RESULT_BYTES)
+        token, item = 0, 0
+        while token < tokens:
+            row, run_position, run = load_i64(state.rows + 8 * token), load_i64(state.positions + 8 * token), 1
+            while token + run < tokens and load_i64(state.rows + 8 * (token + run)) == row:
+                run += 1
+            for kv in range(kv_heads):
+                for start_column in range(0, run * group, _COLUMNS_PER_ITEM):
+                    item += 1
+                    if item % num_threads != thread:
+                        continue
+                    count = min(_COLUMNS_PER_ITEM, run * group - start_column)
+                    q = queries + 4 * dim * ((kv * tokens + token) * group + start_column)
+                    for column in range(count):
+                        _clear(results + column * partial_bytes, dim)
+                    first_position = run_position + start_column // group
+                    last_position = run_position + (start_column + count - 1) // group
+                    for chunk in range(_first_seen(first_position, window) // CHUNK, last_position // CHUNK + 1):
+                        start = chunk * CHUNK
+                        keys = args.keys + row * args.key_strides[0] + kv * args.key_strides[1] + start * dim * size
+                        values = args.values + row * args.value_strides[0] + kv * args.value_strides[1]
+                        values += start * dim * size
+                        column = 0
+                        while column < count:
+                            width = _COLUMNS if count - column >= _COLUMNS else 1
+                            left = run_position + (start_column + column) // group
+                            right = run_position + (start_column + column + width - 1) // group
+                            low = max(0, _first_seen(left, window) - start)
+                            high = min(CHUNK, right + 1 - start)
+                            if low < high:
+                                first, end = low // LANES * LANES, (high + LANES - 1) // LANES * LANES
+                                at = q + 4 * dim * column
+                                if width == _COLUMNS:
+                                    _scores(kind, 8, size, at, keys, dim, first, end, scores)
+                                else:
+                                    _scores(kind, 1, size, at, keys, dim, first, end, scores)
+                                for i in range(width):
+                                    position = run_position + (start_column + column + i) // group
+                                    seen = max(0, _first_seen(position, window) - start)
+                                    bound = min(CHUNK, position + 1 - start)
+                                    m, part = _softmax_part(scores + 4 * CHUNK * i, first, end, seen, bound)
+                                    store_scalar_f32(sums + i * partial_bytes + 4 * dim, m)
+                                    store_scalar_f32(sums + i * partial_bytes + 4 * dim + 4, part)
+                                if width == _COLUMNS:
+                                    _values(kind, 8, size, scores, values, dim, first, high, sums, partial_bytes)
+                                else:
+                                    _values(kind, 1, size, scores, values, dim, first, high, sums, partial_bytes)
+                                for i in range(width):
+                                    _merge(results + (column + i) * partial_bytes, sums + i * partial_bytes, dim)
+                            column += width
+                    for column in range(count):
+                        index = start_column + column
+                        out = args.out + 4 * dim * ((token + index // group) * heads + kv * group + index % group)
+                        _divide(results + column * partial_bytes, dim, out)
+            token += run
+
+    return attend
+
+
+def make_finish() -> Callable[..., None]:
+    """Merge a few tokens' partials; quantise out for the next projection."""
+
+    def finish(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
+        args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
+        tokens, dim, heads = state.num_tokens, args.dim, args.num_heads
+        result = simd.stack(_HEAD_BYTES)
+        partial_bytes = 4 * (dim + LANES)
+        per_item = 1 if dim % BLOCK == 0 else heads  # heads whose blocks of 32 are their own
+        items = tokens * (heads // per_item)
+        num_records, record_bytes = heads * dim // BLOCK, BLOCK * args.planes + 16
+        for item in range(items * thread // num_threads, items * (thread + 1) // num_threads):
+            token, first = item // (heads // per_item), item % (heads // per_item) * per_item
+            position = load_i64(state.positions + 8 * token)
+            out = args.out + 4 * dim * (token * heads + first)
+            if tokens <= SPLIT_TOKENS:
+                for head in range(first, first + per_item):
+                    _clear(result, dim)
+                    for chunk in range(_first_seen(position, args.window) // CHUNK, position // CHUNK + 1):
+                        at = args.partials + ((token * heads + head) * args.num_chunks + chunk) * partial_bytes
+                        _merge(result, at, dim)
+                    _divide(result, dim, out + 4 * dim * (head - first))
+            if args.quantized != 0:
+                for i in range(per_item * dim // BLOCK):
+                    record = first * dim // BLOCK + i
+                    to = record_address(args.quantized, token, tokens, num_records, record, record_bytes)
+                    at = out + 4 * BLOCK * i
+                    quantize_block(load_f32(at), load_f32(at + 64), args.planes, to)
+
+    return finish

@@ -1,0 +1,257 @@
+"""Each op as a few commands: compiled functions, their buffers, a barrier where threads read each other's work."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infer.architecture import Activation
+from infer.errors import InvalidRequestError
+from infer.kernels.cpu import activations, attention, matmul, packing
+from infer.kernels.cpu.attention_tiles import CACHE_BYTES
+from infer.kernels.cpu.compiled import compiled_address
+from infer.kernels.cpu.isa import instruction_set
+from infer.kernels.cpu.layouts import BLOCK, PackedWeight
+from infer.kernels.cpu.recording import Arguments, Run
+from infer.kernels.cpu.simd import LANES
+from infer.kernels.cpu.table import BARRIER, BARRIER_IF_MANY, NO_BARRIER
+from infer.kernels.cpu.tiles import activation_bytes
+from infer.weights import Heads, Norm, Projection, Weight
+
+_CACHED_ACTIVATIONS = 1 << 19  # bytes of activations that should stay in a core's cache while weights stream by
+_KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+def embed(run: Run, table: Weight, scale: float) -> Tensor:
+    weight = _packed(table)
+    out = run.tensor("x", run.capacity, weight.in_features)
+    arguments = np.zeros(1, packing.EMBED)
+    arguments["table"], arguments["group_bytes"] = weight.data_at(), weight.group_bytes
+    arguments["num_rows"], arguments["in_features"] = weight.shape
+    arguments["out"], arguments["scale"] = out.data_ptr(), scale
+    type_ = weight.layout.type
+    function = compiled_address(f"embed_{type_}", lambda: packing.make_embed(type_), packing.EMBED)
+    run.append(function, arguments, BARRIER, "rows", weight, out)
+    return out
+
+
+def norm_project(run: Run, x: Tensor, norm: Norm, projection: Projection) -> Tensor:
+    out = run.tensor("projected", run.capacity, projection.out_features)
+    _project(run, x, norm, projection, out)
+    return out
+
+
+def head(run: Run, x: Tensor, norm: Norm, projection: Projection) -> Tensor:
+    logits = run.tensor("logits", run.wanted_capacity, projection.out_features)
+    _project(run, x, norm, projection, logits, of_wanted=True)
+    return logits
+
+
+def project_add(run: Run, residual: Tensor, x: Tensor, projection: Projection, post_norm: Norm | None) -> Tensor:
+    _check_rows(residual)
+    if post_norm is None:
+        _project(run, x, None, projection, residual, adding=True)
+        return residual
+    y = run.tensor("before post norm", run.capacity, projection.out_features)
+    _project(run, x, None, projection, y)
+    arguments, weight = np.zeros(1, activations.ADD_NORMALIZED), post_norm.weight.float().contiguous()
+    arguments["residual"], arguments["y"], arguments["weight"] = residual.data_ptr(), y.data_ptr(), weight.data_ptr()
+    arguments["eps"], arguments["features"] = post_norm.eps, projection.out_features
+    function = compiled_address("add_normalized", activations.make_add_normalized, activations.ADD_NORMALIZED)
+    run.append(function, arguments, BARRIER, "post_norm", weight, residual)
+    return residual
+
+
+def norm_gate(run: Run, x: Tensor, norm: Norm, gate_up: Projection, activation: Activation) -> Tensor:
+    features = gate_up.out_features // 2
+    out = run.tensor("hidden", run.capacity, features)
+    halves = _gate_and_up(gate_up)
+    if halves is None:
+        both = run.tensor("gate and up", run.capacity, 2 * features)
+        _project(run, x, norm, gate_up, both)
+        arguments = np.zeros(1, matmul.EPILOGUE)
+        arguments["out"], arguments["row_stride"], arguments["num_columns"] = out.data_ptr(), both.data_ptr(), features
+        name = f"gate_rows_{activation}"
+        function = compiled_address(name, lambda: matmul.make_gate_rows(activation), matmul.EPILOGUE)
+        run.append(function, arguments, BARRIER, "gate", both, out)
+        return out
+    weight, second = halves
+    arguments = _epilogue(out, 0, features, gate_up.bias)
+    if features % BLOCK == 0:
+        run.produced(out, arguments)
+    name = f"gate_{activation}"
+    function = compiled_address(name, lambda: matmul.make_gate(activation), matmul.EPILOGUE)
+    source = _activations(run, x, norm, weight, of_wanted=False)
+    groups = -(-features // LANES)
+    _matmul(run, weight, groups, second, source, (function, arguments), BARRIER, of_wanted=False)
+    return out
+
+
+def _gate_and_up(gate_up: Projection) -> tuple[PackedWeight, int] | None:
+    """Gate's weight and the address of up's groups, if the two have one type."""
+    weights = [_packed(part) for part in gate_up.parts]
+    features = gate_up.out_features // 2
+    if gate_up.bias is not None and features % LANES:
+        return None
+    if len(weights) == 1 and features % LANES == 0:
+        return weights[0], weights[0].data_at(features // LANES)
+    if len(weights) == 2 and weights[0].layout == weights[1].layout and weights[0].shape == weights[1].shape:
+        return weights[0], weights[1].data_at()
+    return None
+
+
+def attend(run: Run, qkv: Tensor, heads: Heads, keys: Tensor, values: Tensor) -> Tensor:
+    arguments = _attend_arguments(heads, keys, values)
+    dim, features = heads.head_dim, heads.num_heads * heads.head_dim
+    _check_rows(qkv)
+    out = run.tensor("attended", run.capacity, features)
+    queries = run.tensor("queries", max(run.capacity, run.max_threads), features)
+    chunks = -(-values.shape[2] // attention.CHUNK)
+    split = min(run.capacity, attention.SPLIT_TOKENS)
+    partials = run.tensor("partials", split, heads.num_heads, chunks, dim + LANES)
+    arguments["qkv"], arguments["out"], arguments["queries"] = qkv.data_ptr(), out.data_ptr(), queries.data_ptr()
+    arguments["private_bytes"], arguments["partials"] = 4 * features, partials.data_ptr()
+    arguments["num_chunks"] = chunks
+    kind = _KINDS[keys.dtype]
+    keeps = (qkv, heads, keys, values, out, queries, partials)
+    rotate = compiled_address(f"rotate_{kind}", lambda: attention.make_rotate(kind), attention.ATTEND)
+    walk = compiled_address(f"attend_{kind}", lambda: attention.make_attend(kind), attention.ATTEND)
+    finish = compiled_address("finish_attend", attention.make_finish, attention.ATTEND)
+    run.append(rotate, arguments, BARRIER_IF_MANY, "rotate", keeps)
+    run.append(walk, arguments, BARRIER, "chunks", keeps)
+    run.append(finish, arguments, BARRIER, "merge", keeps)
+    if features % BLOCK == 0:
+        run.produced(out, arguments)
+    return out
+
+
+def _attend_arguments(heads: Heads, keys: Tensor, values: Tensor) -> Arguments:
+    if heads.head_dim > attention.MAX_HEAD_DIM:
+        raise InvalidRequestError(f"head_dim must be at most {attention.MAX_HEAD_DIM}, got {heads.head_dim}")
+    if keys.dtype not in _KINDS or values.dtype != keys.dtype:
+        raise InvalidRequestError(f"a cache must be float32, float16 or bfloat16, got {keys.dtype} and {values.dtype}")
+    dim, size = heads.head_dim, CACHE_BYTES[_KINDS[keys.dtype]]
+    if keys.stride()[2:] != (dim * LANES, LANES, 1) or values.stride()[2:] != (dim, 1):
+        raise InvalidRequestError("a head's keys and values must be contiguous")
+    arguments = np.zeros(1, attention.ATTEND)
+    arguments["num_heads"], arguments["num_kv_heads"], arguments["dim"] = heads.num_heads, heads.num_kv_heads, dim
+    arguments["window"], arguments["scale"] = heads.window or 0, heads.scale
+    for index, norm in enumerate((heads.q_norm, heads.k_norm)):
+        if norm is not None:
+            _check_vector(norm.weight)
+            arguments["norms"][0, index], arguments["eps"][0, index] = norm.weight.data_ptr(), norm.eps
+    if heads.rope is not None:
+        _check_rows(heads.rope.cos)
+        _check_rows(heads.rope.sin)
+        arguments["cos"], arguments["sin"] = heads.rope.cos.data_ptr(), heads.rope.sin.data_ptr()
+        arguments["half"] = heads.rope.cos.shape[1]
+    arguments["keys"], arguments["values"] = keys.data_ptr(), values.data_ptr()
+    arguments["key_strides"] = [stride * size for stride in keys.stride()[:2]]
+    arguments["value_strides"] = [stride * size for stride in values.stride()[:2]]
+    return arguments
+
+
+# Projections
+
+
+def _project(
+    run: Run,
+    x: Tensor,
+    norm: Norm | None,
+    projection: Projection,
+    out: Tensor,
+    *,
+    adding: bool = False,
+    of_wanted: bool = False,
+) -> None:
+    """out = project(norm(x)), or out += it."""
+    name, make = ("add", matmul.make_add) if adding else ("store", matmul.make_store)
+    function = compiled_address(name, make, matmul.EPILOGUE)
+    sources: dict[tuple[bool, int], tuple[int, int]] = {}
+    column = 0
+    for index, part in enumerate(projection.parts):
+        weight = _packed(part)
+        kind = (weight.layout.is_float, weight.planes)
+        if kind not in sources:
+            sources[kind] = _activations(run, x, norm, weight, of_wanted=of_wanted)
+        arguments = _epilogue(out, column, weight.out_features, projection.bias)
+        column += weight.out_features
+        barrier = BARRIER if index == len(projection.parts) - 1 else NO_BARRIER
+        epilogue = (function, arguments)
+        _matmul(run, weight, weight.num_groups, 0, sources[kind], epilogue, barrier, of_wanted=of_wanted)
+
+
+def _epilogue(out: Tensor, column: int, num_columns: int, bias: Tensor | None) -> Arguments:
+    arguments = np.zeros(1, matmul.EPILOGUE)
+    arguments["out"], arguments["row_stride"] = out.data_ptr(), out.shape[1]
+    arguments["first_column"], arguments["num_columns"] = column, num_columns
+    arguments["bias"] = 0 if bias is None else bias.data_ptr() + 4 * column
+    return arguments
+
+
+def _activations(run: Run, x: Tensor, norm: Norm | None, weight: PackedWeight, *, of_wanted: bool) -> tuple[int, int]:
+    """Where norm(x) lies as activation records, and how far apart the threads' own copies of a single token."""
+    _check_rows(x)
+    layout, planes = weight.layout, weight.planes
+    token_bytes = layout.num_records(weight.in_features) * activation_bytes(layout, planes)
+    if norm is None and not layout.is_float:
+        address = run.quantized(x, planes, run.capacity * token_bytes)
+        if address is not None:
+            return address, 0
+    copies = max(run.wanted_capacity if of_wanted else run.capacity, run.max_threads)
+    records = run.tensor("activations", copies * token_bytes, dtype=torch.uint8)
+    arguments = np.zeros(1, activations.NORMALIZE)
+    arguments["x"], arguments["out"], arguments["features"] = x.data_ptr(), records.data_ptr(), weight.in_features
+    arguments["private_bytes"], arguments["of_wanted"] = token_bytes, of_wanted
+    arguments["planes"] = 0 if layout.is_float else planes
+    keeps: tuple[object, ...] = (x, records)
+    if norm is not None:
+        scale = norm.weight.float().contiguous()
+        arguments["weight"], arguments["eps"] = scale.data_ptr(), norm.eps
+        keeps = (x, records, scale)
+    function = compiled_address("normalize", activations.make_normalize, activations.NORMALIZE)
+    run.append(function, arguments, BARRIER_IF_MANY, "normalize", *keeps)
+    return records.data_ptr(), token_bytes
+
+
+def _matmul(
+    run: Run,
+    weight: PackedWeight,
+    num_groups: int,
+    second_weights: int,
+    source: tuple[int, int],
+    epilogue: tuple[int, Arguments],
+    barrier: int,
+    *,
+    of_wanted: bool,
+) -> None:
+    layout, planes, chosen = weight.layout, weight.planes, instruction_set()
+    num_records = layout.num_records(weight.in_features)
+    token_bytes = num_records * activation_bytes(layout, planes)
+    arguments = np.zeros(1, matmul.MATMUL)
+    arguments["first_weights"], arguments["second_weights"] = weight.data_at(), second_weights
+    arguments["group_bytes"], arguments["num_groups"] = weight.group_bytes, num_groups
+    arguments["groups_per_unit"] = 2 if second_weights and num_groups % 2 == 0 else 1
+    arguments["num_records"], arguments["of_wanted"] = num_records, of_wanted
+    arguments["activations"], arguments["private_bytes"] = source
+    panels = max(1, _CACHED_ACTIVATIONS // token_bytes // activations.PANEL)
+    arguments["tokens_per_block"] = panels * activations.PANEL
+    arguments["epilogue"], arguments["epilogue_arguments"] = epilogue[0], epilogue[1].ctypes.data
+    name = f"matmul_{layout.type}_{planes}_{chosen.name}"
+    function = compiled_address(name, lambda: matmul.make_matmul(layout, planes, chosen), matmul.MATMUL)
+    run.append(function, arguments, barrier, f"matmul {layout.type}", weight, epilogue[1])
+
+
+def _packed(weight: Weight) -> PackedWeight:
+    if not isinstance(weight, PackedWeight):
+        raise InvalidRequestError(f"the CPU kernels take packed weights (ops.prepare), got {type(weight).__name__}")
+    return weight
+
+
+def _check_rows(x: Tensor) -> None:
+    if x.dtype != torch.float32 or not x.is_contiguous():
+        raise InvalidRequestError(f"the CPU kernels take contiguous float32 activations, got {x.dtype}")
+
+
+def _check_vector(x: Tensor) -> None:
+    if x.dtype != torch.float32 or not x.is_contiguous():
+        raise InvalidRequestError(f"a norm's weight must be contiguous float32, got {x.dtype}")

@@ -1,0 +1,220 @@
+"""Projections: every tile of a thread's rows × every panel of tokens, each result handed to an epilogue.
+
+A unit is one or two groups of 16 rows (with their partners from `up` where gate and up go together). A thread has a
+run of units of its own and does, for each panel of 16 tokens, the unit's tiles into a buffer on its stack, then calls
+the epilogue through its address: store, add to the residual, or gate (and quantise for the next projection).
+So the inner loop is compiled once for a type of weights, whatever follows it.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from numba import carray, njit
+
+from infer.kernels.cpu import simd
+from infer.kernels.cpu.activations import PANEL, quantize_block, record_address
+from infer.kernels.cpu.isa import InstructionSet
+from infer.kernels.cpu.layouts import BLOCK, Layout
+from infer.kernels.cpu.simd import LANES, load_f32, load_i64, load_scalar_f32, splat_f32, store_f32, store_scalar_f32
+from infer.kernels.cpu.tiles import activation_bytes, tile
+
+_TILE_BYTES = 4 * LANES * PANEL  # a buffer's part for one group: [16 tokens, 16 rows] f32
+_HEADER = 64  # in front of it: first token, number of tokens, number of groups
+_BUFFER_BYTES = _HEADER + 4 * _TILE_BYTES
+
+MATMUL = np.dtype(
+    [
+        ("first_weights", np.int64),  # the groups of the projection, or of gate
+        ("second_weights", np.int64),  # 0, or the groups of up
+        ("group_bytes", np.int64),
+        ("num_groups", np.int64),
+        ("groups_per_unit", np.int64),
+        ("num_records", np.int64),
+        ("activations", np.int64),
+        ("private_bytes", np.int64),  # not 0: a single token's activations lie at activations + thread × this
+        ("of_wanted", np.int64),
+        ("tokens_per_block", np.int64),  # activations that stay in the cache while the weights stream by
+        ("epilogue", np.int64),
+        ("epilogue_arguments", np.int64),
+    ]
+)
+
+
+def make_matmul(layout: Layout, planes: int, instruction_set: InstructionSet) -> Callable[..., None]:
+    type_, isa, record_bytes = layout.type, instruction_set.name, activation_bytes(layout, planes)
+    eight, four = 8 in instruction_set.columns, 4 in instruction_set.columns
+
+    def matmul(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
+        args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
+        num_tokens = state.num_wanted if args.of_wanted else state.num_tokens
+        activations = args.activations + (thread * args.private_bytes if num_tokens == 1 else 0)
+        num_units = (args.num_groups + args.groups_per_unit - 1) // args.groups_per_unit
+        buffer = simd.stack(_BUFFER_BYTES)
+        num_records = args.num_records
+        for block in range(0, num_tokens, args.tokens_per_block):
+            block_end = min(num_tokens, block + args.tokens_per_block)
+            for unit in range(num_units * thread // num_threads, num_units * (thread + 1) // num_threads):
+                groups = min(args.groups_per_unit, args.num_groups - unit * args.groups_per_unit)
+                num_tiles = groups * (1 if args.second_weights == 0 else 2)
+                for panel in range(block, block_end, PANEL):
+                    width = min(PANEL, num_tokens - panel)
+                    stride = width * record_bytes
+                    panel_at = activations + panel * num_records * record_bytes
+                    for index in range(num_tiles):
+                        group = unit * args.groups_per_unit + index % groups
+                        weights = args.first_weights if index < groups else args.second_weights
+                        weights += group * args.group_bytes
+                        out = buffer + _HEADER + index * _TILE_BYTES
+                        column = 0
+                        if eight:
+                            while width - column >= 8:
+                                at, to = panel_at + column * record_bytes, out + column * 64
+                                tile(type_, planes, isa, 8, weights, at, stride, num_records, to)
+                                column += 8
+                        if four:
+                            while width - column >= 4:
+                                at, to = panel_at + column * record_bytes, out + column * 64
+                                tile(type_, planes, isa, 4, weights, at, stride, num_records, to)
+                                column += 4
+                        while width - column >= 2:
+                            at, to = panel_at + column * record_bytes, out + column * 64
+                            tile(type_, planes, isa, 2, weights, at, stride, num_records, to)
+                            column += 2
+                        if width - column >= 1:
+                            at, to = panel_at + column * record_bytes, out + column * 64
+                            tile(type_, planes, isa, 1, weights, at, stride, num_records, to)
+                    simd.store_i64(buffer, panel)
+                    simd.store_i64(buffer + 8, width)
+                    simd.store_i64(buffer + 16, groups)
+                    arguments, state_address = args.epilogue_arguments, simd.address_of(state_at)
+                    first_row = unit * args.groups_per_unit * LANES
+                    simd.call_command(args.epilogue, arguments, state_address, buffer, first_row)
+
+    return matmul
+
+
+EPILOGUE = np.dtype(
+    [
+        ("out", np.int64),  # f32 [tokens, row_stride]; 0: not wanted
+        ("row_stride", np.int64),
+        ("first_column", np.int64),
+        ("num_columns", np.int64),
+        ("bias", np.int64),  # f32 [num_columns] or 0; of gate when gating, up's behind it
+        ("quantized", np.int64),  # gating only: activation records of what goes to `out`, or 0
+        ("planes", np.int64),
+    ]
+)
+
+
+@njit(inline="always")
+def _tile_row(buffer, index, token):  # type: ignore[no-untyped-def]
+    return buffer + _HEADER + index * _TILE_BYTES + token * 64
+
+
+def make_store() -> Callable[..., None]:
+    return _make_store(False)
+
+
+def make_add() -> Callable[..., None]:
+    return _make_store(True)
+
+
+def _make_store(adding: bool) -> Callable[..., None]:
+    """out = y + bias, or out += y + bias"""
+
+    def store(args_at, state_at, buffer, first_row):  # type: ignore[no-untyped-def]
+        args = carray(args_at, 1)[0]
+        panel, width, groups = load_i64(buffer), load_i64(buffer + 8), load_i64(buffer + 16)
+        for index in range(groups):
+            row = first_row + index * LANES
+            for token in range(width):
+                y = _tile_row(buffer, index, token)
+                out = args.out + 4 * ((panel + token) * args.row_stride + args.first_column + row)
+                if row + LANES <= args.num_columns:
+                    value = load_f32(y)
+                    if args.bias != 0:
+                        value = value + load_f32(args.bias + 4 * row)
+                    if adding:
+                        value = load_f32(out) + value
+                    store_f32(out, value)
+                else:
+                    for lane in range(args.num_columns - row):
+                        single = load_scalar_f32(y + 4 * lane)
+                        if args.bias != 0:
+                            single += load_scalar_f32(args.bias + 4 * (row + lane))
+                        if adding:
+                            single = load_scalar_f32(out + 4 * lane) + single
+                        store_scalar_f32(out + 4 * lane, single)
+
+    return store
+
+
+@njit(inline="always")
+def sigmoid(x):  # type: ignore[no-untyped-def]
+    one = splat_f32(np.float32(1))
+    return one / (one + simd.exp(splat_f32(np.float32(0)) - x))
+
+
+@njit(inline="always")
+def silu(x):  # type: ignore[no-untyped-def]
+    return x * sigmoid(x)
+
+
+@njit(inline="always")
+def gelu_tanh(x):  # type: ignore[no-untyped-def]
+    """x / 2 × (1 + tanh u) = x × sigmoid(2 u), u = sqrt(2 / π) (x + 0.044715 x³)"""
+    cube = x * x * x * splat_f32(np.float32(0.044715))
+    return x * sigmoid((x + cube) * splat_f32(np.float32(2 * 0.7978845608028654)))
+
+
+def make_gate(activation: str) -> Callable[..., None]:
+    """out = activation(gate + bias) × (up + bias), quantised too if asked."""
+    is_silu = activation == "silu"
+
+    def gate(args_at, state_at, buffer, first_row):  # type: ignore[no-untyped-def]
+        args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
+        panel, width, groups = load_i64(buffer), load_i64(buffer + 8), load_i64(buffer + 16)
+        for token in range(width):
+            for index in range(groups):
+                row = first_row + index * LANES
+                at = _tile_row(buffer, index, token)
+                left, right = load_f32(at), load_f32(_tile_row(buffer, groups + index, token))
+                if args.bias != 0:
+                    left = left + load_f32(args.bias + 4 * row)
+                    right = right + load_f32(args.bias + 4 * (args.num_columns + row))
+                value = (silu(left) if is_silu else gelu_tanh(left)) * right
+                store_f32(at, value)
+                if args.out != 0:
+                    out = args.out + 4 * ((panel + token) * args.row_stride + row)
+                    if row + LANES <= args.num_columns:
+                        store_f32(out, value)
+                    else:
+                        for lane in range(args.num_columns - row):
+                            store_scalar_f32(out + 4 * lane, load_scalar_f32(at + 4 * lane))
+            if args.quantized != 0:
+                record, num_records = first_row // BLOCK, args.num_columns // BLOCK
+                size = BLOCK * args.planes + 16
+                to = record_address(args.quantized, panel + token, state.num_tokens, num_records, record, size)
+                first, second = load_f32(_tile_row(buffer, 0, token)), load_f32(_tile_row(buffer, 1, token))
+                quantize_block(first, second, args.planes, to)
+
+    return gate
+
+
+def make_gate_rows(activation: str) -> Callable[..., None]:
+    """The same over rows [gate, up] that lie in memory: for parts of different types."""
+    is_silu = activation == "silu"
+
+    def gate_rows(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
+        args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
+        columns = args.num_columns
+        both = args.row_stride
+        for token in range(thread, state.num_tokens, num_threads):
+            for i in range(columns):
+                left = load_scalar_f32(both + 4 * (2 * columns * token + i))
+                right = load_scalar_f32(both + 4 * (2 * columns * token + columns + i))
+                vector = splat_f32(left)
+                value = simd.first_lane(silu(vector) if is_silu else gelu_tanh(vector)) * right
+                store_scalar_f32(args.out + 4 * (columns * token + i), value)
+
+    return gate_rows

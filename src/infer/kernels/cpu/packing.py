@@ -1,0 +1,267 @@
+"""GGML's blocks → groups of 16 rows (`layouts`), each number moved and none changed; and single rows out of them again.
+
+The files' blocks, one row's 32 (or 256) inputs each:
+    Q4_0, Q4_1, Q5_0, Q5_1    d, [m], [fifth bits u32], 16 bytes: input i in the low nibble of byte i, i + 16 above
+    Q8_0                      d, 32 × i8
+    Q4_K, Q5_K                d, dmin, 12 bytes of 6-bit scales and minimums, [32 bytes of fifth bits], 4 × 32 bytes:
+                              the low nibbles are sub-block 2 j, the high ones 2 j + 1
+    Q6_K                      128 bytes of low nibbles, 64 of high pairs, 16 × i8 scales, d
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from numba import carray, njit
+
+from infer.kernels.cpu.layouts import BLOCK, LAYOUTS
+from infer.kernels.cpu.simd import (
+    LANES,
+    bf16_value,
+    f16_value,
+    load_i64,
+    load_scalar_f32,
+    load_u8,
+    load_u16,
+    load_u32,
+    store_scalar_f32,
+    store_u8,
+    store_u16,
+    store_u32,
+)
+
+PACK = np.dtype(
+    [
+        ("source", np.int64),
+        ("source_row_bytes", np.int64),
+        ("rows", np.int64),
+        ("in_features", np.int64),
+        ("out", np.int64),
+        ("group_bytes", np.int64),
+        ("first_group", np.int64),
+    ]
+)
+
+
+@njit(inline="always")
+def _pack_simple(source, out, lane, high_bits, has_minimum, scale_at):  # type: ignore[no-untyped-def]
+    """One block of Q4_0, Q4_1, Q5_0 or Q5_1: its 16 bytes are already quad j with quad j + 4."""
+    store_u16(out + scale_at + 2 * lane, load_u16(source))
+    at = source + 2
+    if has_minimum:
+        store_u16(out + scale_at + 32 + 2 * lane, load_u16(at))
+        at += 2
+    if high_bits:
+        store_u32(out + 256 + 4 * lane, _spread_fifth_bits(load_u32(at)))
+        at += 4
+    for j in range(4):
+        store_u32(out + 64 * j + 4 * lane, load_u32(at + 4 * j))
+
+
+@njit(inline="always")
+def _spread_fifth_bits(bits):  # type: ignore[no-untyped-def]
+    """Bit 4 j + b → bit j of byte b."""
+    word = np.uint32(0)
+    for j in range(8):
+        nibble = (bits >> np.uint32(4 * j)) & np.uint32(15)
+        word |= _nibble_to_bytes(nibble) << np.uint32(j)
+    return word
+
+
+@njit(inline="always")
+def _nibble_to_bytes(nibble):  # type: ignore[no-untyped-def]
+    """Bit b → bit 0 of byte b."""
+    return np.uint32((nibble * np.uint32(0x00204081)) & np.uint32(0x01010101))
+
+
+@njit(inline="always")
+def _pack_q8_0(source, out, lane):  # type: ignore[no-untyped-def]
+    store_u16(out + 512 + 2 * lane, load_u16(source))
+    for j in range(8):
+        store_u32(out + 64 * j + 4 * lane, load_u32(source + 2 + 4 * j) ^ np.uint32(0x80808080))
+
+
+@njit(inline="always")
+def _scale_and_minimum(scales, j):  # type: ignore[no-untyped-def]
+    """The j-th 6-bit pair of a Q4_K or Q5_K super-block."""
+    if j < 4:
+        return load_u8(scales + j) & np.uint8(63), load_u8(scales + 4 + j) & np.uint8(63)
+    low = load_u8(scales + j + 4)
+    scale = (low & np.uint8(15)) | ((load_u8(scales + j - 4) >> np.uint8(6)) << np.uint8(4))
+    minimum = (low >> np.uint8(4)) | ((load_u8(scales + j) >> np.uint8(6)) << np.uint8(4))
+    return scale, minimum
+
+
+@njit(inline="always")
+def _pack_q4_q5_k(source, out, lane, high_bits):  # type: ignore[no-untyped-def]
+    store_u16(out + 2 * lane, load_u16(source))
+    store_u16(out + 32 + 2 * lane, load_u16(source + 2))
+    record_bytes = 288 + 64 * high_bits
+    fifth, nibbles = source + 16, source + 16 + 32 * high_bits
+    mask = np.uint32(0x0F0F0F0F)
+    for j in range(8):
+        record = out + 64 + j * record_bytes
+        scale, minimum = _scale_and_minimum(source + 4, j)
+        store_u8(record + record_bytes - 32 + lane, scale)
+        store_u8(record + record_bytes - 16 + lane, minimum)
+        shift = np.uint32(4 * (j % 2))
+        high = np.uint32(0)
+        for quad in range(4):
+            first = (load_u32(nibbles + 32 * (j // 2) + 4 * quad) >> shift) & mask
+            second = (load_u32(nibbles + 32 * (j // 2) + 16 + 4 * quad) >> shift) & mask
+            store_u32(record + 64 * quad + 4 * lane, first | (second << np.uint32(4)))
+            if high_bits:
+                one = np.uint32(0x01010101)
+                high |= ((load_u32(fifth + 4 * quad) >> np.uint32(j)) & one) << np.uint32(quad)
+                high |= ((load_u32(fifth + 16 + 4 * quad) >> np.uint32(j)) & one) << np.uint32(quad + 4)
+        if high_bits:
+            store_u32(record + 256 + 4 * lane, high)
+
+
+@njit(inline="always")
+def _pack_q6_k(source, out, lane):  # type: ignore[no-untyped-def]
+    store_u16(out + 2 * lane, load_u16(source + 208))
+    for j in range(8):
+        record = out + 32 + j * 416
+        store_u8(record + 384 + lane, load_u8(source + 192 + 2 * j))
+        store_u8(record + 400 + lane, load_u8(source + 192 + 2 * j + 1))
+        low, high = source + 64 * (j // 4) + 32 * (j % 2), source + 128 + 32 * (j // 4)
+        low_shift, high_shift = np.uint32(4 * (j % 4 // 2)), np.uint32(2 * (j % 4))
+        for half in range(2):
+            pairs = np.uint32(0)
+            for quad in range(4):
+                at = 16 * half + 4 * quad
+                two_bits = (load_u32(high + at) >> high_shift) & np.uint32(0x03030303)
+                pairs |= two_bits << np.uint32(2 * quad)
+                if half == 0:
+                    first = (load_u32(low + at) >> low_shift) & np.uint32(0x0F0F0F0F)
+                    second = (load_u32(low + at + 16) >> low_shift) & np.uint32(0x0F0F0F0F)
+                    store_u32(record + 64 * quad + 4 * lane, first | (second << np.uint32(4)))
+            store_u32(record + 256 + 64 * half + 4 * lane, pairs)
+
+
+_SOURCE_BYTES = {
+    "Q4_0": 18,
+    "Q4_1": 20,
+    "Q5_0": 22,
+    "Q5_1": 24,
+    "Q8_0": 34,
+    "Q4_K": 144,
+    "Q5_K": 176,
+    "Q6_K": 210,
+}
+
+
+def make_pack(type_: str) -> Callable[..., None]:
+    """Groups are shared out over the threads."""
+    layout = LAYOUTS[type_]
+    if layout.is_float:
+        return _make_pack_float(layout.low_bits // 8, layout.record_bytes)
+    source_bytes, super_bytes, inputs = _SOURCE_BYTES[type_], layout.super_bytes, BLOCK * layout.records_per_super
+    high_bits, has_minimum, scale_at = layout.high_bits, layout.has_minimum, layout.scale_at
+    is_q8, is_k, is_q6_k = type_ == "Q8_0", layout.scales_per_record == 1, type_ == "Q6_K"
+
+    def pack(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
+        args = carray(args_at, 1)[0]
+        groups = (args.rows + LANES - 1) // LANES
+        for group in range(groups * thread // num_threads, groups * (thread + 1) // num_threads):
+            for lane in range(min(LANES, args.rows - group * LANES)):
+                source = args.source + (group * LANES + lane) * args.source_row_bytes
+                out = args.out + group * args.group_bytes
+                for _ in range(args.in_features // inputs):
+                    if is_q8:
+                        _pack_q8_0(source, out, lane)
+                    elif is_k:
+                        _pack_q4_q5_k(source, out, lane, high_bits)
+                    elif is_q6_k:
+                        _pack_q6_k(source, out, lane)
+                    else:
+                        _pack_simple(source, out, lane, high_bits, has_minimum, scale_at)
+                    source += source_bytes
+                    out += super_bytes
+
+    return pack
+
+
+def _make_pack_float(width: int, record_bytes: int) -> Callable[..., None]:
+    def pack(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
+        args = carray(args_at, 1)[0]
+        groups = (args.rows + LANES - 1) // LANES
+        for group in range(groups * thread // num_threads, groups * (thread + 1) // num_threads):
+            out = args.out + group * args.group_bytes
+            for lane in range(min(LANES, args.rows - group * LANES)):
+                source = args.source + (group * LANES + lane) * args.source_row_bytes
+                for i in range(args.in_features):
+                    to = out + (i * LANES + lane) * width
+                    if width == 4:
+                        store_u32(to, load_u32(source + 4 * i))
+                    else:
+                        store_u16(to, load_u16(source + 2 * i))
+
+    return pack
+
+
+EMBED = np.dtype(
+    [
+        ("table", np.int64),
+        ("group_bytes", np.int64),
+        ("in_features", np.int64),
+        ("num_rows", np.int64),
+        ("out", np.int64),
+        ("scale", np.float32),
+        ("padding", np.float32),
+    ]
+)
+
+
+def make_embed(type_: str) -> Callable[..., None]:
+    """Rows of the tokens, times scale. A token outside the table counts as the nearest row in it."""
+    layout = LAYOUTS[type_]
+    low_bits, high_bits, high_at = layout.low_bits, layout.high_bits, layout.high_at
+    offset, has_minimum, nested = np.float32(layout.offset), layout.has_minimum, layout.scales_per_record
+    scale_at, minimum_at, record_bytes = layout.scale_at, layout.minimum_at, layout.record_bytes
+    super_bytes, header, per_super = layout.super_bytes, layout.super_header, layout.records_per_super
+    is_float, width, is_f16 = layout.is_float, layout.low_bits // 8, type_ == "F16"
+
+    def embed(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
+        args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
+        for token in range(thread, state.num_tokens, num_threads):
+            row = min(max(load_i64(state.tokens + 8 * token), 0), args.num_rows - 1)
+            group, lane, out = args.table + row // LANES * args.group_bytes, row % LANES, args.out
+            out += 4 * args.in_features * token
+            for i in range(args.in_features):
+                if is_float:
+                    at = group + (i * LANES + lane) * width
+                    if width == 4:
+                        value = load_scalar_f32(at)
+                    else:
+                        value = f16_value(load_u16(at)) if is_f16 else bf16_value(load_u16(at))
+                else:
+                    block, within = i // BLOCK, i % BLOCK
+                    base = group + block // per_super * super_bytes
+                    record = base + header + block % per_super * record_bytes
+                    quad, byte = within // 4, 4 * lane + within % 4
+                    if low_bits == 8:
+                        q = np.int32(load_u8(record + 64 * quad + byte))
+                    else:
+                        q = np.int32(load_u8(record + 64 * (quad % 4) + byte)) >> (4 * (quad // 4)) & 15
+                    if high_bits == 1:
+                        q |= (np.int32(load_u8(record + high_at + byte)) >> quad & 1) << 4
+                    if high_bits == 2:
+                        pair = np.int32(load_u8(record + high_at + 64 * (quad // 4) + byte)) >> (2 * (quad % 4)) & 3
+                        q |= pair << 4
+                    if nested:
+                        d = f16_value(load_u16(base + 2 * lane))
+                        small = load_u8(record + scale_at + (within // 16 * LANES if nested == 2 else 0) + lane)
+                        d *= np.float32(np.int8(small)) if nested == 2 else np.float32(small)
+                    else:
+                        d = f16_value(load_u16(record + scale_at + 2 * lane))
+                    value = d * (np.float32(q) - offset)
+                    if has_minimum:
+                        if nested:
+                            dmin = f16_value(load_u16(base + 2 * LANES + 2 * lane))
+                            value -= dmin * np.float32(load_u8(record + minimum_at + lane))
+                        else:
+                            value += f16_value(load_u16(record + minimum_at + 2 * lane))
+                store_scalar_f32(out + 4 * i, value * args.scale)
+
+    return embed

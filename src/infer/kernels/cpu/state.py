@@ -1,0 +1,31 @@
+"""What a walk over the table reads at run time: a record at a fixed address, so that a table serves every step.
+
+The arrays that it points to have a fixed capacity; only the counts and the arrays' contents change between steps.
+"""
+
+import numpy as np
+
+_ADDRESS = np.int64
+
+STATE = np.dtype(
+    [
+        ("num_tokens", np.int64),
+        ("num_wanted", np.int64),
+        ("tokens", _ADDRESS),  # int64 each: the step's arrays
+        ("positions", _ADDRESS),
+        ("rows", _ADDRESS),
+        ("wanted", _ADDRESS),
+        ("generated", _ADDRESS),  # int64 ids that a chain writes
+        ("num_generated", np.int64),
+        ("padding", np.int64, 8),
+        ("barrier", np.int64),  # arrivals so far, on a cache line of its own
+        ("barrier_padding", np.int64, 15),
+        ("stalls", np.int64),  # cycles that threads lost in long waits
+        ("stalls_padding", np.int64, 7),
+    ]
+)
+
+
+def field_offset(record: np.dtype, name: str) -> int:
+    assert record.fields is not None
+    return int(record.fields[name][1])

@@ -1,0 +1,231 @@
+"""A team of threads that walks dispatch tables: asleep when idle, one of them when the machine is busy.
+
+Between two walks a worker spins for a moment, so that the next one starts within a microsecond; then it sleeps in a
+semaphore of Python's and costs nothing. When the threads lose much time waiting at barriers (others use the cores),
+the next walks run with one thread for a while: results do not depend on the number of threads, to the bit.
+"""
+
+import ctypes
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+from numba import carray
+
+from infer.kernels.cpu import simd
+from infer.kernels.cpu.compiled import compiled_address
+from infer.kernels.cpu.state import field_offset
+from infer.kernels.cpu.table import Walk, walk_address
+
+MAX_THREADS = 256
+_SPINS_AFTER_WALK = 3000  # pauses, some 100 µs
+_BAD_SHARE = 0.25  # of the threads' time lost in long waits
+_FIRST_REST, _LONGEST_REST = 0.05, 1.0  # seconds with one thread before the team is tried again
+
+JOB = np.dtype(
+    [
+        ("generation", np.int64),  # 512 × the number of walks so far + threads of the current one
+        ("pad0", np.int64, 7),
+        ("finished", np.int64),  # workers that finished the current one
+        ("pad1", np.int64, 7),
+        ("walk", np.int64),
+        ("arguments", np.int64),
+        ("state", np.int64),
+        ("num_threads", np.int64),
+        ("cycles", np.int64),  # that the walk took
+        ("num_wakes", np.int64),
+        ("pad2", np.int64, 2),
+        ("sleeping", np.int64, MAX_THREADS),
+        ("wakes", np.int64, MAX_THREADS),  # workers whose flag the last launch took, so that it must wake them
+        ("seen", np.int64, MAX_THREADS),  # the generation that a worker did last
+    ]
+)
+_OFFSETS = {name: field_offset(JOB, name) for name in ("generation", "finished", "sleeping", "seen")}
+_GENERATION, _FINISHED, _SLEEPING, _SEEN = (_OFFSETS[name] for name in ("generation", "finished", "sleeping", "seen"))
+_STEP = 512
+
+
+def make_serve() -> Callable[..., None]:
+    """A worker's loop: walk whenever the generation moves; fall asleep and return when nothing came for a while."""
+
+    def serve(job_at, state_at, thread, spins):  # type: ignore[no-untyped-def]
+        job, base = carray(job_at, 1)[0], simd.address_of(job_at)
+        sleeping, seen = base + _SLEEPING + 8 * thread, base + _SEEN + 8 * thread
+        idle = 0
+        while True:
+            generation = simd.atomic_load(base + _GENERATION)
+            if generation != simd.atomic_load(seen):
+                simd.atomic_store(seen, generation)
+                num_threads = generation % _STEP
+                if thread < num_threads:
+                    simd.call_command(job.walk, job.arguments, job.state, thread, num_threads)
+                    simd.atomic_add(base + _FINISHED, 1)
+                idle = 0
+            elif idle < spins:
+                idle += 1
+                simd.pause()
+            else:
+                simd.atomic_exchange(sleeping, 1)
+                if simd.atomic_load(base + _GENERATION) == generation or simd.atomic_exchange(sleeping, 0) == 0:
+                    return  # whoever takes our flag wakes us
+                idle = 0
+
+    return serve
+
+
+def make_announce() -> Callable[..., None]:
+    """Move the generation, then take the flags of the workers that sleep."""
+
+    def announce(job_at, state_at, num_threads, unused):  # type: ignore[no-untyped-def]
+        job, base = carray(job_at, 1)[0], simd.address_of(job_at)
+        walks = simd.atomic_load(base + _GENERATION) // _STEP
+        simd.atomic_exchange(base + _GENERATION, (walks + 1) * _STEP + num_threads)
+        job.num_wakes = 0
+        for thread in range(1, num_threads):
+            if simd.atomic_exchange(base + _SLEEPING + 8 * thread, 0) != 0:
+                job.wakes[job.num_wakes] = thread
+                job.num_wakes += 1
+
+    return announce
+
+
+def make_lead() -> Callable[..., None]:
+    """Thread 0's part of a walk, and the wait for the workers."""
+
+    def lead(job_at, state_at, thread, spins):  # type: ignore[no-untyped-def]
+        job, base = carray(job_at, 1)[0], simd.address_of(job_at)
+        began = simd.cycles()
+        simd.call_command(job.walk, job.arguments, job.state, 0, job.num_threads)
+        waited = 0
+        while simd.atomic_load(base + _FINISHED) < job.num_threads - 1:
+            waited += 1
+            if waited < spins:
+                simd.pause()
+            else:
+                simd.yield_thread()
+        job.cycles = simd.cycles() - began
+
+    return lead
+
+
+_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_ssize_t)
+
+
+@final
+class Team:
+    """`num_threads` threads, the caller's own among them. Workers start with the first walk that needs them."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = min(num_threads, MAX_THREADS)
+        self._lock = threading.Lock()
+        self._job = aligned(1, JOB)
+        self._serve, self._announce, self._lead = (
+            _FUNCTION(compiled_address(make.__name__[5:], make, JOB)) for make in (make_serve, make_announce, make_lead)
+        )
+        self._walk = walk_address()
+        self._semaphores: list[threading.Semaphore] = []
+        self._rest, self._rest_until = _FIRST_REST, 0.0
+
+    def run(self, walk: Walk, state: npt.NDArray[Any], num_threads: int | None = None) -> None:
+        """Walk a table. `num_threads` insists; None is the team's size, or fewer while the machine is busy."""
+        with self._lock:
+            chosen = num_threads or (1 if time.monotonic() < self._rest_until else self.num_threads)
+            chosen = min(chosen, self.num_threads)
+            state["barrier"], state["stalls"] = 0, 0
+            self._launch(walk, state, chosen)
+            if num_threads is None and chosen > 1:
+                self._consider(float(state["stalls"][0]), float(self._job["cycles"][0]) * chosen)
+
+    def _launch(self, walk: Walk, state: npt.NDArray[Any], num_threads: int) -> None:
+        job = self._job[0]
+        job["walk"], job["arguments"], job["state"] = self._walk, walk.arguments.ctypes.data, state.ctypes.data
+        job["finished"], job["num_threads"] = 0, num_threads
+        if num_threads > 1:
+            self._start_workers()
+            self._announce(self._job.ctypes.data, 0, num_threads, 0)
+            for thread in job["wakes"][: job["num_wakes"]]:
+                self._semaphores[thread].release()
+        self._lead(self._job.ctypes.data, 0, 0, _SPINS_AFTER_WALK)
+
+    def _consider(self, lost: float, spent: float) -> None:
+        if lost > _BAD_SHARE * spent:
+            self._rest_until = time.monotonic() + self._rest
+            self._rest = min(2 * self._rest, _LONGEST_REST)
+        else:
+            self._rest = _FIRST_REST
+
+    def _start_workers(self) -> None:
+        while len(self._semaphores) < self.num_threads:
+            thread = len(self._semaphores)
+            self._semaphores.append(threading.Semaphore(0))
+            if thread > 0:
+                name = f"infer-{thread}"
+                threading.Thread(target=self._work, args=(thread,), name=name, daemon=True).start()
+
+    def _work(self, thread: int) -> None:
+        while True:
+            self._serve(self._job.ctypes.data, 0, thread, _SPINS_AFTER_WALK)
+            self._semaphores[thread].acquire()
+
+
+def aligned(count: int, dtype: np.dtype) -> npt.NDArray[Any]:
+    """Zeroed records that begin on a cache line."""
+    raw = np.zeros(count * dtype.itemsize + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + count * dtype.itemsize].view(dtype)
+
+
+_teams: dict[str, Team] = {}  # under "current"; emptied in a forked child, whose workers do not exist
+_teams_lock = threading.Lock()
+os.register_at_fork(after_in_child=_teams.clear)
+
+
+def team() -> Team:
+    """The process's team, created on first use with `default_num_threads()` or what `set_num_threads` said."""
+    with _teams_lock:
+        if "current" not in _teams:
+            _teams["current"] = Team(_requested.get("num_threads") or default_num_threads())
+        return _teams["current"]
+
+
+_requested: dict[str, int] = {}
+
+
+def set_num_threads(num_threads: int) -> None:
+    """For all that runs from now on."""
+    with _teams_lock:
+        _requested["num_threads"] = num_threads
+        _teams.clear()
+
+
+def default_num_threads() -> int:
+    """Physical cores that the process may use: its affinity and its cgroup's quota."""
+    allowed = os.sched_getaffinity(0) if sys.platform == "linux" else set(range(os.cpu_count() or 1))
+    cores = {_siblings(cpu) for cpu in allowed}
+    return max(1, min(len(cores), _quota(), MAX_THREADS))
+
+
+def _siblings(cpu: int) -> str:
+    try:
+        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
+    except OSError:
+        return str(cpu)
+
+
+def _quota() -> int:
+    try:
+        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return MAX_THREADS if limit == "max" else max(1, int(limit) // int(period))
+    except (OSError, ValueError):
+        pass
+    try:
+        limit, period = (Path(f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return MAX_THREADS if int(limit) <= 0 else max(1, int(limit) // int(period))
+    except (OSError, ValueError):
+        return MAX_THREADS

@@ -1,0 +1,131 @@
+"""Every op in plain torch: the definition of correct, on any device.
+
+Written to be read. Weights are dequantised where they are used, attention sees one row at a time.
+"""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from infer.architecture import Activation
+from infer.batch import Step
+from infer.quants import dequantize
+from infer.weights import Heads, Norm, Projection, RopeTable, StoredWeight, Weight
+
+
+def prepare(projection: Projection, device: torch.device, precision: str = "exact") -> Projection:
+    """Activations are floats here, whatever the precision."""
+
+    def move(weight: Weight) -> StoredWeight:
+        assert isinstance(weight, StoredWeight)
+        return StoredWeight(weight.type, weight.shape, weight.data.to(device))
+
+    bias = None if projection.bias is None else projection.bias.to(device)
+    return Projection(tuple(map(move, projection.parts)), bias)
+
+
+def embed(table: Weight, token_ids: Int[Tensor, "tokens"], scale: float) -> Float[Tensor, "tokens hidden"]:
+    assert isinstance(table, StoredWeight)
+    return dense(StoredWeight(table.type, (len(token_ids), table.in_features), table.data[token_ids])) * scale
+
+
+def norm_project(x: Float[Tensor, "tokens hidden"], norm: Norm, projection: Projection) -> Float[Tensor, "tokens out"]:
+    return project(normalize(x, norm), projection)
+
+
+def attend(
+    qkv: Float[Tensor, "tokens out"],
+    heads: Heads,
+    keys: Float[Tensor, "rows kv_heads blocks dim lanes"],
+    values: Float[Tensor, "rows kv_heads positions dim"],
+    step: Step,
+) -> Float[Tensor, "tokens heads_dim"]:
+    counts = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
+    q, k, v = torch.split(qkv.view(len(qkv), -1, heads.head_dim), counts, dim=1)
+    q, k = rotate(q, heads.q_norm, heads.rope, step), rotate(k, heads.k_norm, heads.rope, step)
+    lanes = keys.shape[-1]
+    keys[step.rows, :, step.positions // lanes, :, step.positions % lanes] = k.to(keys.dtype)
+    values[step.rows, :, step.positions] = v.to(values.dtype)
+
+    out = torch.empty_like(q)
+    for row in sorted(set(step.rows.tolist())):
+        mine = step.rows == row
+        positions = step.positions[mine]
+        span = int(positions.max()) + 1
+        blocks = -(-span // lanes)
+        row_keys = keys[row, :, :blocks].transpose(-1, -2).flatten(1, 2)[:, :span].to(q.dtype)
+        row_values = values[row, :, :span].to(q.dtype)
+        out[mine] = attend_row(q[mine], row_keys, row_values, visible(positions, span, heads.window), heads.scale)
+    return out.flatten(1)
+
+
+def attend_row(
+    q: Float[Tensor, "tokens heads dim"],
+    keys: Float[Tensor, "kv_heads positions dim"],
+    values: Float[Tensor, "kv_heads positions dim"],
+    seen: Bool[Tensor, "tokens positions"],
+    scale: float,
+) -> Float[Tensor, "tokens heads dim"]:
+    grouped = q.view(len(q), keys.shape[0], -1, q.shape[-1])  # several query heads share one of keys and values
+    scores = torch.einsum("tkgd,kpd->kgtp", grouped, keys).mul(scale).masked_fill(~seen, -torch.inf)
+    return torch.einsum("kgtp,kpd->tkgd", scores.softmax(-1), values).flatten(1, 2)
+
+
+def visible(positions: Int[Tensor, "tokens"], span: int, window: int | None) -> Bool[Tensor, "tokens positions"]:
+    """Which of the positions 0 to span − 1 each token may see."""
+    held = torch.arange(span, device=positions.device)
+    seen = held <= positions[:, None]
+    return seen if window is None else seen & (held > positions[:, None] - window)
+
+
+def project_add(
+    residual: Float[Tensor, "tokens hidden"],
+    x: Float[Tensor, "tokens in"],
+    projection: Projection,
+    post_norm: Norm | None,
+) -> Float[Tensor, "tokens hidden"]:
+    y = project(x, projection)
+    return residual + (y if post_norm is None else normalize(y, post_norm))
+
+
+def norm_gate(
+    x: Float[Tensor, "tokens hidden"], norm: Norm, gate_up: Projection, activation: Activation
+) -> Float[Tensor, "tokens intermediate"]:
+    gate, up = project(normalize(x, norm), gate_up).chunk(2, dim=-1)
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+
+def head(
+    x: Float[Tensor, "tokens hidden"], wanted: Int[Tensor, "wanted"], norm: Norm, projection: Projection
+) -> Float[Tensor, "wanted vocab"]:
+    return project(normalize(x[wanted], norm), projection).float()
+
+
+def project(x: Float[Tensor, "*rows in"], projection: Projection) -> Float[Tensor, "*rows out"]:
+    y = torch.cat([F.linear(x, dense(part).to(x.dtype)) for part in projection.parts], dim=-1)
+    return y if projection.bias is None else y + projection.bias
+
+
+def normalize(x: Float[Tensor, "*rows hidden"], norm: Norm) -> Float[Tensor, "*rows hidden"]:
+    wide = x.float()
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+    return (scaled * norm.weight.float()).to(x.dtype)
+
+
+def rotate(
+    x: Float[Tensor, "tokens heads dim"], norm: Norm | None, rope: RopeTable | None, step: Step
+) -> Float[Tensor, "tokens heads dim"]:
+    if norm is not None:
+        x = normalize(x, norm)
+    if rope is None:
+        return x
+    cos, sin = rope.cos[step.positions, None].to(x.dtype), rope.sin[step.positions, None].to(x.dtype)
+    half = cos.shape[-1]
+    first, second, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
+def dense(weight: Weight) -> Float[Tensor, "out in"]:
+    assert isinstance(weight, StoredWeight)
+    return weight.data if weight.data.is_floating_point() else dequantize(weight.data, weight.type)

@@ -1,0 +1,250 @@
+"""`LLM`: a model, its tokenizer and its cache behind the few calls that most programs need."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, final, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from infer import ops
+from infer.architecture import Architecture
+from infer.batch import Step
+from infer.checkpoint import Checkpoint, open_checkpoint
+from infer.context import PREFILL_CHUNK, CachedContext, make_cache
+from infer.decode import OnToken, Stream, begin
+from infer.errors import InvalidRequestError, ModelError
+from infer.model.families import make_architecture
+from infer.model.load import FloatsAs, OnProgress, load_transformer
+from infer.model.transformer import Transformer
+from infer.ops import Precision
+from infer.params import SamplingParams
+from infer.results import GenerationResult
+from infer.tokenizer import Tokenizer
+
+DEFAULT_MAX_SEQ_LEN = 8192  # of a model made for more, unless asked for
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int]
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+@final
+class LLM:
+    """A loaded model. `model` is a folder, a `.gguf` file or the name of an installed package (`smollm2`).
+
+    `dtype="auto"` keeps the weights as their file stores them; a float type dequantises them at load.
+    `weights="q8"` or `"q4"` quantises float weights at load, `"bf16"` rounds them. `precision` is that of the
+    activations beside quantised weights on a CPU: "exact" (16 bits) or "fast" (8). `max_seq_len` None is the model's
+    own context, 8,192 tokens at most. `threads` counts for the whole process. `capture=False` runs each op by itself:
+    slower, with the same tokens. Safe to call from several threads.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = "smollm2",
+        *,
+        device: str | torch.device = "cpu",
+        dtype: str | torch.dtype = "auto",
+        weights: str = "auto",
+        precision: str = "exact",
+        max_seq_len: int | None = None,
+        threads: int | None = None,
+        capture: bool = True,
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        checkpoint = open_checkpoint(model)
+        if threads is not None:
+            set_num_threads(threads)
+        self.tokenizer = load_tokenizer(checkpoint)
+        self.sampling_defaults = sampling_defaults(checkpoint.generation_config)
+        self.model = _load(checkpoint, self.tokenizer, device, dtype, weights, precision, max_seq_len, on_progress)
+        self._capture = capture
+        self._idle: list[CachedContext] = []
+
+    @property
+    def architecture(self) -> Architecture:
+        return self.model.architecture
+
+    @property
+    def max_seq_len(self) -> int:
+        return self.model.max_seq_len
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        on_token: OnToken | None = None,
+        cancel: threading.Event | None = None,
+    ) -> GenerationResult:
+        """The whole answer. `params` None takes the model's own sampling defaults.
+
+        `on_token(token_id, text)` sees each token as it comes and cancels by returning False, `cancel` from another
+        thread; both end with finish_reason "abort".
+        """
+        return self.stream(prompt, params, cancel=cancel).run(on_token)
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, cancel: threading.Event | None = None
+    ) -> Stream:
+        """Pieces of text as they come; `.result` is there when they end."""
+        if params is None:
+            params = SamplingParams(**self.sampling_defaults)
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        generation = begin(self.model, self.tokenizer, token_ids, params)
+        context = self._take_context()
+        return Stream(generation, context, self.model.device, cancel=cancel, on_end=lambda: self._give_back(context))
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        on_token: OnToken | None = None,
+        cancel: threading.Event | None = None,
+        **template_variables: Any,
+    ) -> GenerationResult:
+        """Answer a conversation, rendered by the model's own template; extra names go to the template."""
+        token_ids = self.tokenizer.encode_chat(messages, **template_variables)
+        return self.generate(token_ids, params, on_token=on_token, cancel=cancel)
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Sequence[int]) -> Float[Tensor, "tokens vocab"]:
+        """float32 logits after every token, for evaluation: `[tokens, vocab]` takes 4 bytes × vocab a token."""
+        generation = begin(self.model, self.tokenizer, token_ids, SamplingParams(max_new_tokens=1, seed=0))
+        token_ids = generation.prompt_token_ids
+        cache = make_cache(self.model, len(token_ids))
+        chunks = []
+        for start in range(0, len(token_ids), PREFILL_CHUNK):
+            chunk = token_ids[start : start + PREFILL_CHUNK]
+            step = Step.of(chunk, start, wanted=range(len(chunk))).to(self.model.device)
+            chunks.append(self.model.forward(step, cache))
+            cache.commit([len(chunk)])
+        return torch.cat(chunks)
+
+    def _take_context(self) -> CachedContext:
+        """An empty sequence, one that was given back if there is one: its cache is there and its step recorded."""
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return CachedContext(self.model, self.max_seq_len, capture=self._capture)
+
+    def _give_back(self, context: CachedContext) -> None:
+        context.clear()
+        self._idle.append(context)
+
+
+def load_model(
+    model_id: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    weights: str = "auto",
+    precision: str = "exact",
+    max_seq_len: int | None = None,
+) -> tuple[Transformer, Architecture]:
+    """The network alone, for programs that bring their own loop: `(model, config)`."""
+    checkpoint = open_checkpoint(model_id)
+    model = _load(checkpoint, load_tokenizer(checkpoint), device, dtype, weights, precision, max_seq_len, None)
+    return model, model.architecture
+
+
+def load_tokenizer(model: str | Path | Checkpoint) -> Tokenizer:
+    """The tokenizer of a model, without its weights."""
+    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    if checkpoint.metadata:
+        return Tokenizer.from_gguf(checkpoint.metadata)
+    return Tokenizer.from_folder(checkpoint.path)
+
+
+def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model's own generation config asks for, in the names of SamplingParams: only keys that it has."""
+    given = {name: generation_config[name] for name in _SAMPLING_NAMES if generation_config.get(name) is not None}
+    if generation_config.get("do_sample") is False:
+        given = {name: value for name, value in given.items() if name == "repetition_penalty"} | {"temperature": 0.0}
+    if given.get("top_k") in (0, -1):
+        del given["top_k"]
+    return given
+
+
+def _load(
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer,
+    device: str | torch.device,
+    dtype: str | torch.dtype,
+    weights: str,
+    precision: str,
+    max_seq_len: int | None,
+    on_progress: OnProgress | None,
+) -> Transformer:
+    architecture = make_architecture(checkpoint.config)
+    # Special tokens of a larger relative (Gemma's image token) may lie beyond the embedding: no text encodes to them.
+    beyond = set(range(architecture.vocab_size, tokenizer.vocab_size)) - tokenizer.special_token_ids
+    if beyond:
+        raise ModelError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the embedding only {architecture.vocab_size} rows: "
+            "they are of different models"
+        )
+    chosen_dtype = _dtype(dtype)
+    if chosen_dtype is not None and weights != "auto":
+        raise InvalidRequestError(f"dtype={dtype} and weights={weights} contradict each other: give one of them")
+    return load_transformer(
+        architecture,
+        checkpoint.weights,
+        device=_device(device),
+        dtype=chosen_dtype,
+        keep_floats_as=_choice("weights", weights, get_args(FloatsAs)),
+        precision=_choice("precision", precision, get_args(Precision)),
+        max_seq_len=_context(max_seq_len, architecture),
+        on_progress=on_progress,
+    )
+
+
+def set_num_threads(threads: int) -> None:
+    """How many threads the process computes with, in our kernels and in torch's."""
+    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+        raise InvalidRequestError(f"threads must be a whole number from 1, got {threads!r}")
+    torch.set_num_threads(threads)
+    ops.set_num_threads(threads)
+
+
+def _choice(name: str, value: str, choices: Sequence[Any]) -> Any:
+    if value not in choices:
+        raise InvalidRequestError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+    return value
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise InvalidRequestError(f"device must be cpu or cuda, got {device!r}") from None
+    if chosen.type not in ("cpu", "cuda"):
+        raise InvalidRequestError(f"device must be cpu or cuda, got {device!r}")
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidRequestError("device is cuda, but torch sees no CUDA device here: use device='cpu'")
+    return chosen
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    if dtype == "auto":
+        return None
+    chosen = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if chosen not in _DTYPES.values():
+        raise InvalidRequestError(f"dtype must be one of auto, {', '.join(_DTYPES)}, got {dtype!r}")
+    return chosen
+
+
+def _context(max_seq_len: int | None, architecture: Architecture) -> int:
+    if max_seq_len is None:
+        return min(architecture.max_positions, DEFAULT_MAX_SEQ_LEN)
+    if not 1 < max_seq_len <= architecture.max_positions:
+        raise InvalidRequestError(
+            f"max_seq_len must be from 2 to the model's own {architecture.max_positions}, got {max_seq_len}"
+        )
+    return max_seq_len

@@ -1,0 +1,169 @@
+"""Checkpoint + architecture → `Transformer`, after every name and shape has been checked."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from infer import ops
+from infer.architecture import Architecture, Layer, Rope
+from infer.errors import ModelError
+from infer.model.rope import make_rope_table
+from infer.model.transformer import Block, Transformer
+from infer.quants import dequantize, quantize
+from infer.weights import Heads, Norm, Projection, RopeTable, StoredWeight
+
+Weights = Mapping[str, StoredWeight]
+OnProgress = Callable[[int, int], None]  # (blocks done, blocks in all)
+
+FloatsAs = Literal["auto", "bf16", "q8", "q4"]
+
+_MAX_LISTED = 20
+_TYPE_BY_DTYPE = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+def load_transformer(
+    architecture: Architecture,
+    weights: Weights,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    keep_floats_as: FloatsAs = "auto",
+    precision: ops.Precision = "exact",
+    max_seq_len: int | None = None,
+    on_progress: OnProgress | None = None,
+) -> Transformer:
+    """A model that runs. `dtype` None keeps each weight as its file stores it; otherwise all become dense in dtype.
+    `keep_floats_as` quantises matrices that are stored as floats; what a file has quantised stays as it is.
+
+    Raises ModelError that lists every missing, extra and misshapen tensor, twenty at most.
+    """
+    check_tensors(architecture, weights)
+    maker = _Maker(architecture, weights, device, dtype, keep_floats_as, precision)
+    positions = max_seq_len or architecture.max_positions
+    ropes = {layer.rope for layer in architecture.layers if layer.rope is not None}
+    rope_tables = {rope: make_rope_table(rope, positions, device) for rope in ropes}
+    blocks = []
+    for index, layer in enumerate(architecture.layers):
+        blocks.append(maker.block(index, layer, rope_tables))
+        if on_progress is not None:
+            on_progress(index + 1, len(architecture.layers))
+    embedding = maker.projection("model.embed_tokens")
+    on_cpu = device.type == "cpu"
+    return Transformer(
+        architecture=architecture,
+        embedding=embedding,
+        blocks=tuple(blocks),
+        norm=maker.norm("model.norm"),
+        head=embedding if architecture.tied_embeddings else maker.projection("lm_head"),
+        max_seq_len=positions,
+        device=device,
+        dtype=torch.float32 if on_cpu else dtype or torch.bfloat16,
+    )
+
+
+@dataclass(frozen=True)
+class _Maker:
+    architecture: Architecture
+    weights: Weights
+    device: torch.device
+    dtype: torch.dtype | None
+    keep_floats_as: FloatsAs
+    precision: ops.Precision
+
+    def block(self, index: int, layer: Layer, rope_tables: Mapping[Rope, RopeTable]) -> Block:
+        at = f"model.layers.{index}."
+        heads = Heads(
+            num_heads=layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            scale=layer.attention_scale,
+            window=layer.window,
+            rope=None if layer.rope is None else rope_tables[layer.rope],
+            q_norm=self.norm(at + "self_attn.q_norm") if layer.has_qk_norm else None,
+            k_norm=self.norm(at + "self_attn.k_norm") if layer.has_qk_norm else None,
+        )
+        return Block(
+            attention_norm=self.norm(at + "attention_norm"),
+            qkv=self.projection(at + "self_attn.q_proj", at + "self_attn.k_proj", at + "self_attn.v_proj"),
+            heads=heads,
+            output=self.projection(at + "self_attn.o_proj"),
+            post_attention_norm=self.norm(at + "post_attention_norm") if layer.has_post_norms else None,
+            mlp_norm=self.norm(at + "mlp_norm"),
+            gate_up=self.projection(at + "mlp.gate_proj", at + "mlp.up_proj"),
+            activation=layer.activation,
+            down=self.projection(at + "mlp.down_proj"),
+            post_mlp_norm=self.norm(at + "post_mlp_norm") if layer.has_post_norms else None,
+        )
+
+    def norm(self, name: str) -> Norm:
+        return Norm(dense(self.weights[name + ".weight"]).float().to(self.device), self.architecture.norm_eps)
+
+    def projection(self, *names: str) -> Projection:
+        parts = tuple(self._weight(name + ".weight") for name in names)
+        return ops.prepare(Projection(parts), self.device, self.precision)
+
+    def _weight(self, name: str) -> StoredWeight:
+        weight = self.weights[name]
+        if self.dtype is not None:
+            return _as_dtype(weight, self.dtype)
+        if self.keep_floats_as == "auto" or not weight.data.is_floating_point():
+            return weight
+        if self.keep_floats_as == "bf16" or weight.in_features % 32:
+            return _as_dtype(weight, torch.bfloat16)
+        # The embedding is the head as well, and a head of 4 bits costs more than it saves.
+        is_table = name in ("model.embed_tokens.weight", "lm_head.weight")
+        kind = "Q4_1" if self.keep_floats_as == "q4" and not is_table else "Q8_0"
+        return StoredWeight(kind, weight.shape, quantize(weight.data, kind))
+
+
+def _as_dtype(weight: StoredWeight, dtype: torch.dtype) -> StoredWeight:
+    return StoredWeight(_TYPE_BY_DTYPE[dtype], weight.shape, dense(weight).to(dtype))
+
+
+def dense(weight: StoredWeight) -> Float[Tensor, "..."]:
+    """The values of a tensor, in its file's float type or in float32."""
+    return weight.data if weight.data.is_floating_point() else dequantize(weight.data, weight.type)
+
+
+def expected_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """Every tensor that the architecture needs, by canonical name."""
+    hidden, vocab = architecture.hidden_size, architecture.vocab_size
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    if not architecture.tied_embeddings:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    for index, layer in enumerate(architecture.layers):
+        at = f"model.layers.{index}."
+        wide, narrow = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+        shapes |= {
+            at + "attention_norm.weight": (hidden,),
+            at + "self_attn.q_proj.weight": (wide, hidden),
+            at + "self_attn.k_proj.weight": (narrow, hidden),
+            at + "self_attn.v_proj.weight": (narrow, hidden),
+            at + "self_attn.o_proj.weight": (hidden, wide),
+            at + "mlp_norm.weight": (hidden,),
+            at + "mlp.gate_proj.weight": (layer.intermediate_size, hidden),
+            at + "mlp.up_proj.weight": (layer.intermediate_size, hidden),
+            at + "mlp.down_proj.weight": (hidden, layer.intermediate_size),
+        }
+        if layer.has_qk_norm:
+            shapes |= {at + f"self_attn.{which}_norm.weight": (layer.head_dim,) for which in "qk"}
+        if layer.has_post_norms:
+            shapes |= {at + f"post_{which}_norm.weight": (hidden,) for which in ("attention", "mlp")}
+    return shapes
+
+
+def check_tensors(architecture: Architecture, weights: Weights) -> None:
+    expected = expected_shapes(architecture)
+    allowed_extra = {"lm_head.weight"}  # some files store a tied head a second time
+    problems = [f"missing {name} {expected[name]}" for name in expected if name not in weights]
+    problems += [f"unexpected {name}" for name in weights if name not in expected and name not in allowed_extra]
+    for name, shape in expected.items():
+        if name in weights and tuple(weights[name].shape) != shape:
+            problems.append(f"{name} has shape {tuple(weights[name].shape)}, the config asks for {shape}")
+    if problems:
+        more = f"; and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
+        raise ModelError(f"config and tensors disagree: {'; '.join(problems[:_MAX_LISTED])}{more}")

@@ -1,0 +1,58 @@
+"""The forward pass: one for prefill, decode and verify, for every family.
+
+A block is five calls into `ops`. What differs between families is a value in `Architecture` or an optional weight here.
+"""
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from infer import ops
+from infer.architecture import Activation, Architecture
+from infer.batch import Step
+from infer.cache.base import KVCache
+from infer.weights import Heads, Norm, Projection
+
+
+@final
+@dataclass(frozen=True)
+class Block:
+    """Attention and MLP around the residual stream."""
+
+    attention_norm: Norm
+    qkv: Projection
+    heads: Heads
+    output: Projection
+    post_attention_norm: Norm | None
+    mlp_norm: Norm
+    gate_up: Projection
+    activation: Activation
+    down: Projection
+    post_mlp_norm: Norm | None
+
+
+@final
+@dataclass(frozen=True)
+class Transformer:
+    architecture: Architecture
+    embedding: Projection
+    blocks: tuple[Block, ...]
+    norm: Norm
+    head: Projection
+    max_seq_len: int  # positions that the rope tables cover
+    device: torch.device
+    dtype: torch.dtype  # of the residual stream
+
+    def forward(self, step: Step, cache: KVCache) -> Float[Tensor, "wanted vocab"]:
+        """float32 logits of the wanted tokens. Appends the step's keys and values to the cache provisionally."""
+        x = ops.embed(self.embedding.parts[0], step.tokens, self.architecture.embedding_scale).to(self.dtype)
+        for layer, block in enumerate(self.blocks):
+            qkv = ops.norm_project(x, block.attention_norm, block.qkv)
+            attended = cache.attend(layer, qkv, block.heads, step)
+            x = ops.project_add(x, attended, block.output, block.post_attention_norm)
+            hidden = ops.norm_gate(x, block.mlp_norm, block.gate_up, block.activation)
+            x = ops.project_add(x, hidden, block.down, block.post_mlp_norm)
+        return ops.head(x, step.wanted, self.norm, self.head)

@@ -1,0 +1,161 @@
+"""Every kernel's signature, and the one place that picks an implementation.
+
+The vocabulary is the fused one: a layer is five calls (norm → qkv; rotate, append, attend; output → residual;
+norm → gate · up; down → residual), with embed before and head after. `kernels.reference` says in plain torch what
+each means; every other kernel module exports the same names and agrees with it.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from importlib import import_module
+from types import ModuleType
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from infer.architecture import Activation
+from infer.batch import Step
+from infer.weights import Heads, Norm, Projection, Weight
+
+Precision = Literal["exact", "fast"]
+
+_MODULE_BY_DEVICE = {"cpu": "infer.kernels.cpu", "cuda": "infer.kernels.reference"}
+_forced: ContextVar[str | None] = ContextVar("infer_kernels", default=None)
+
+
+@dataclass
+class _Sharing:
+    """How many generations run, and what torch had before the first."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    num_users: int = 0
+    num_threads: int = 1
+
+
+_sharing = _Sharing()
+
+
+@contextmanager
+def using(name: str) -> Iterator[None]:
+    """Run with `infer.kernels.<name>` whatever the device: for tests that compare modules."""
+    token = _forced.set(f"infer.kernels.{name}")
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def kernels(device: torch.device) -> ModuleType:
+    """The kernel module that serves a device."""
+    return import_module(_forced.get() or _MODULE_BY_DEVICE[device.type])
+
+
+def prepare(projection: Projection, device: torch.device, precision: Precision = "exact") -> Projection:
+    """The projection in the form that the device's kernels read. May repack; values never change.
+
+    `precision` is that of the activations that quantised weights are multiplied with, where kernels have a choice:
+    "exact" has 16 bits on the CPU, "fast" 8.
+    """
+    prepared: Projection = kernels(device).prepare(projection, device, precision)
+    return prepared
+
+
+def set_num_threads(num_threads: int) -> None:
+    """How many threads the CPU's kernels run on, from now on."""
+    threads = import_module("infer.kernels.cpu.threads")
+    threads.set_num_threads(num_threads)
+
+
+def num_threads(device: torch.device) -> int:
+    """How many threads a forward on the device computes with."""
+    if not can_capture(device):
+        return torch.get_num_threads()
+    return int(import_module("infer.kernels.cpu.threads").team().num_threads)
+
+
+@contextmanager
+def threads_for(device: torch.device) -> Iterator[None]:
+    """Around forwards and sampling. torch's threads and our team's spin against each other, which costs tens of
+    milliseconds a token: where the team works, torch gets one thread until the last of several users has left.
+    """
+    if not can_capture(device):
+        yield
+        return
+    with _sharing.lock:
+        if _sharing.num_users == 0:
+            _sharing.num_threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+        _sharing.num_users += 1
+    try:
+        yield
+    finally:
+        with _sharing.lock:
+            _sharing.num_users -= 1
+            if _sharing.num_users == 0:
+                torch.set_num_threads(_sharing.num_threads)
+
+
+def can_capture(device: torch.device) -> bool:
+    """Whether `capture.cpu` can record what runs on the device."""
+    return kernels(device).__name__ == "infer.kernels.cpu"
+
+
+def embed(table: Weight, token_ids: Int[Tensor, "tokens"], scale: float) -> Float[Tensor, "tokens hidden"]:
+    """Rows of the table, times scale."""
+    x: Tensor = kernels(token_ids.device).embed(table, token_ids, scale)
+    return x
+
+
+def norm_project(x: Float[Tensor, "tokens hidden"], norm: Norm, projection: Projection) -> Float[Tensor, "tokens out"]:
+    """project(norm(x))"""
+    y: Tensor = kernels(x.device).norm_project(x, norm, projection)
+    return y
+
+
+def attend(
+    qkv: Float[Tensor, "tokens out"],
+    heads: Heads,
+    keys: Float[Tensor, "rows kv_heads blocks dim lanes"],
+    values: Float[Tensor, "rows kv_heads positions dim"],
+    step: Step,
+) -> Float[Tensor, "tokens heads_dim"]:
+    """softmax(q kᵀ × scale) v over what each token may see, after normalising and rotating q and k.
+
+    qkv is q, k and v side by side. Writes the step's k and v into the cache's layer, at each token's row and
+    position, before reading it. Keys lie in blocks of 16 positions, transposed, so that a vector of 16 positions
+    is contiguous: position p of a row is keys[row, :, p // 16, :, p % 16].
+    """
+    y: Tensor = kernels(qkv.device).attend(qkv, heads, keys, values, step)
+    return y
+
+
+def project_add(
+    residual: Float[Tensor, "tokens hidden"],
+    x: Float[Tensor, "tokens in"],
+    projection: Projection,
+    post_norm: Norm | None,
+) -> Float[Tensor, "tokens hidden"]:
+    """residual + post_norm(project(x)). The result may share residual's memory: do not use residual afterwards."""
+    y: Tensor = kernels(x.device).project_add(residual, x, projection, post_norm)
+    return y
+
+
+def norm_gate(
+    x: Float[Tensor, "tokens hidden"], norm: Norm, gate_up: Projection, activation: Activation
+) -> Float[Tensor, "tokens intermediate"]:
+    """activation(gate(norm(x))) × up(norm(x)), where the projection's two parts are gate and up."""
+    y: Tensor = kernels(x.device).norm_gate(x, norm, gate_up, activation)
+    return y
+
+
+def head(
+    x: Float[Tensor, "tokens hidden"], wanted: Int[Tensor, "wanted"], norm: Norm, projection: Projection
+) -> Float[Tensor, "wanted vocab"]:
+    """float32 logits of the wanted tokens only: project(norm(x[wanted]))"""
+    logits: Tensor = kernels(x.device).head(x, wanted, norm, projection)
+    return logits

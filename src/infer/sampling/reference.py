@@ -1,0 +1,307 @@
+"""The sampler for one row in plain torch: the definition that every other sampler agrees with.
+
+ 1. float32; NaN, +inf or nothing finite is a LogitsError; raw log-probabilities are those of these logits
+ 2. grammar mask, `allowed_token_ids`, minimum length
+ 3. `logit_bias`
+ 4. repetition, then frequency, then presence penalty
+ 5. greedy (`temperature` 0): argmax
+ 6. temperature (with `temperature_last`: after step 9)
+ 7. top-k       8. top-p       9. min-p
+10. Gumbel noise, argmax
+
+Every stage maps a row to a row of the same shape and dtype, changes nothing in place, keeps a finite logit finite or
+bans it (−inf), leaves at least one token (masks and bans that do not are a LogitsError), and is the identity, bit for
+bit, when its value is off.
+Ties are a total order: logit descending, then id ascending.
+"""
+
+import math
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from infer.errors import InferError, InvalidRequestError
+from infer.params import SamplingParams
+from infer.results import TokenLogprob
+from infer.sampling.noise import gumbel_at
+
+Logits = Float[Tensor, "vocab"]
+
+# Sums of probabilities are compared with top_p up to what float32 logits can carry: log 0.5, log 0.3, log 0.2 at
+# top_p = 0.8 keep two tokens.
+TOP_P_TOLERANCE = 1e-7
+
+
+class LogitsError(InferError):
+    """A row that nothing can be sampled from: NaN or +inf in the logits, or no allowed token."""
+
+
+def sample_token(
+    logits: Logits,
+    context_token_ids: Sequence[int],
+    params: SamplingParams,
+    generator: torch.Generator | None = None,
+    *,
+    num_prompt_tokens: int = 0,
+    eos_token_ids: Collection[int] = frozenset(),
+    allowed: Bool[Tensor, "vocab"] | Collection[int] | None = None,
+) -> int:
+    """The next token id after `context_token_ids`, of which the first `num_prompt_tokens` are the prompt.
+
+    The noise comes from `generator`, or is the function of (`params.seed`, number of context tokens, token id) in
+    `noise`; without either, from a fresh seed. Raises LogitsError.
+    """
+    processed = process_logits(
+        logits,
+        context_token_ids,
+        params,
+        num_prompt_tokens=num_prompt_tokens,
+        eos_token_ids=eos_token_ids,
+        allowed=allowed,
+    )
+    if params.is_greedy:
+        return int(processed.argmax())
+    kept = (processed > -math.inf).nonzero()[:, 0]
+    if generator is not None:
+        noise = _generated_gumbel(len(processed), generator).to(kept.device)[kept]
+    else:
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        noise = gumbel_at(seed, len(context_token_ids), kept)
+    return int(kept[(processed[kept] + noise).argmax()])
+
+
+def process_logits(
+    logits: Logits,
+    context_token_ids: Sequence[int],
+    params: SamplingParams,
+    *,
+    num_prompt_tokens: int = 0,
+    eos_token_ids: Collection[int] = frozenset(),
+    allowed: Bool[Tensor, "vocab"] | Collection[int] | None = None,
+) -> Float[Tensor, "vocab"]:
+    """Float32 logits after steps 1 to 9 (to 4 where greedy): what the noise is added to."""
+    if not 0 <= num_prompt_tokens <= len(context_token_ids):
+        raise InvalidRequestError(
+            f"num_prompt_tokens must be in [0, {len(context_token_ids)}] (the context), got {num_prompt_tokens}"
+        )
+    row = check_logits(logits)
+    generated = context_token_ids[num_prompt_tokens:]
+    row = _apply_masks(row, len(generated), params, eos_token_ids, allowed)
+    row = apply_logit_bias(row, params.logit_bias)
+    if not bool((row > -math.inf).any()):
+        raise LogitsError("logit_bias bans every token of this row that is allowed: no token can be sampled")
+    window = params.repetition_window
+    recent = context_token_ids if window is None else context_token_ids[max(len(context_token_ids) - window, 0) :]
+    row = apply_repetition_penalty(row, recent, params.repetition_penalty)
+    row = apply_frequency_penalty(row, generated, params.frequency_penalty)
+    row = apply_presence_penalty(row, generated, params.presence_penalty)
+    if params.is_greedy:
+        return row
+    if not params.temperature_last:
+        row = apply_temperature(row, params.temperature)
+    row = apply_top_k(row, params.top_k)
+    row = apply_top_p(row, params.top_p)
+    row = apply_min_p(row, params.min_p)
+    return apply_temperature(row, params.temperature) if params.temperature_last else row
+
+
+def check_logits(logits: Logits) -> Float[Tensor, "vocab"]:
+    """The row in float32. Raises InvalidRequestError on a wrong shape or dtype, LogitsError on NaN, +inf, all −inf."""
+    if logits.ndim != 1 or len(logits) == 0 or not logits.is_floating_point():
+        raise InvalidRequestError(f"logits must be one row of floats, got {logits.dtype} {list(logits.shape)}")
+    row = logits.float()
+    # NaN is the maximum of any row that has one.
+    largest = float(row.max())
+    if math.isnan(largest) or largest == math.inf:
+        raise LogitsError(f"the logits of this row hold {'NaN' if math.isnan(largest) else '+inf'}: nothing is sampled")
+    if largest == -math.inf:
+        raise LogitsError("all logits of this row are -inf: no token can be sampled")
+    return row
+
+
+def keep_allowed(logits: Logits, allowed: Bool[Tensor, "vocab"] | Collection[int] | None) -> Logits:
+    """−inf outside `allowed`, a mask or a collection of ids."""
+    if allowed is None:
+        return logits
+    if not isinstance(allowed, Tensor):
+        index = _index(logits, sorted(allowed), "allowed token ids")
+        allowed = torch.zeros(len(logits), dtype=torch.bool, device=logits.device).index_fill(0, index, True)
+    elif allowed.dtype != torch.bool or allowed.shape != logits.shape:
+        raise InvalidRequestError(
+            f"allowed must be bool [{len(logits)}] as the logits, got {allowed.dtype} {list(allowed.shape)}"
+        )
+    return logits.masked_fill(~allowed, -math.inf)
+
+
+def apply_logit_bias(logits: Logits, bias_by_id: Mapping[int, float] | None) -> Logits:
+    """logit + bias. −inf bans an id; +inf forces: among ids so forced the choice is by their logits, others are banned.
+
+    A banned id stays banned whatever its bias.
+    """
+    if not bias_by_id:
+        return logits
+    token_ids = list(bias_by_id)
+    index = _index(logits, token_ids, "logit_bias")
+    biases = torch.tensor([bias_by_id[i] for i in token_ids], dtype=torch.float64, device=logits.device)
+    values = logits[index]
+    forced = (biases == math.inf) & (values > -math.inf)
+    if bool(forced.any()):
+        return keep_allowed(logits, index[forced].tolist())
+    biases = biases.masked_fill(biases == math.inf, 0.0)
+    biased = _keep_finite(values, (values.double() + biases).to(logits.dtype))
+    return logits.scatter(0, index, biased.masked_fill(biases == -math.inf, -math.inf))
+
+
+def apply_repetition_penalty(logits: Logits, token_ids: Sequence[int], penalty: float) -> Logits:
+    """Each distinct id once: a positive logit is divided by the penalty, a negative one multiplied (CTRL, 2019)."""
+    if penalty == 1.0 or not len(token_ids):
+        return logits
+    index = _index(logits, sorted(set(token_ids)), "the context")
+    values = logits[index]
+    factor = _scalar(values, penalty)
+    wide = values.to(factor.dtype)
+    penalised = torch.where(wide > 0, wide / factor, wide * factor).to(logits.dtype)
+    return logits.scatter(0, index, _keep_finite(values, penalised))
+
+
+def apply_frequency_penalty(logits: Logits, generated_token_ids: Sequence[int], penalty: float) -> Logits:
+    """logit − penalty × how often the id occurs in the generated text."""
+    if penalty == 0.0 or not len(generated_token_ids):
+        return logits
+    index = _index(logits, generated_token_ids, "the context")
+    index, counts = torch.unique(index, return_counts=True)
+    return _subtract(logits, index, _scalar(logits, penalty, tiny=False) * counts)
+
+
+def apply_presence_penalty(logits: Logits, generated_token_ids: Sequence[int], penalty: float) -> Logits:
+    """logit − penalty for each id that occurs in the generated text."""
+    if penalty == 0.0 or not len(generated_token_ids):
+        return logits
+    index = _index(logits, sorted(set(generated_token_ids)), "the context")
+    return _subtract(logits, index, _scalar(logits, penalty, tiny=False))
+
+
+def apply_temperature(logits: Logits, temperature: float) -> Logits:
+    """logits / temperature, for temperature > 0. Where that overflows, the row is shifted first so that it does not."""
+    if temperature == 1.0:
+        return logits
+    if not temperature > 0:
+        raise InvalidRequestError(f"temperature must be above 0 to divide by, got {temperature} (0 is greedy: argmax)")
+    divisor = _scalar(logits, temperature)
+    wide = logits.to(divisor.dtype)
+    scaled = (wide / divisor).to(logits.dtype)
+    if bool((scaled.isinf() & logits.isfinite()).any()):
+        scaled = _keep_finite(logits, ((wide - wide.max()) / divisor).to(logits.dtype))
+    return scaled
+
+
+def apply_top_k(logits: Logits, k: int | None) -> Logits:
+    """The k largest by (logit descending, id ascending); the others −inf. Off where k is None or covers the row."""
+    if k is None or k >= len(logits):
+        return logits
+    if k < 1:
+        raise InvalidRequestError(f"top_k must be at least 1, or None for off, got {k}")
+    threshold = logits.topk(k).values[-1]
+    below = logits < threshold
+    kept = logits.masked_fill(below, -math.inf)
+    num_surplus = len(logits) - int(below.sum()) - k
+    if num_surplus == 0:
+        return kept
+    tied = (logits == threshold).nonzero()[:, 0]
+    return kept.index_fill(0, tied[-num_surplus:], -math.inf)
+
+
+def apply_top_p(logits: Logits, p: float) -> Logits:
+    """The fewest largest tokens whose probabilities sum to p or more; the others −inf. Summed in float64."""
+    if p == 1.0:
+        return logits
+    if not 0 < p <= 1:
+        raise InvalidRequestError(f"top_p must be in (0, 1], got {p}")
+    kept = (logits > -math.inf).nonzero()[:, 0]
+    if len(kept) == 0:
+        return logits
+    ranked, order = logits[kept].double().sort(descending=True, stable=True)
+    # Equal logits weigh the same even where they are infinite, so nothing here is NaN.
+    weights = torch.where(ranked == ranked[0], 1.0, (ranked - ranked[0]).exp())
+    sums = weights.cumsum(0)
+    num_kept = int((sums / sums[-1] < p - TOP_P_TOLERANCE).sum()) + 1
+    return keep_allowed(logits, kept[order[:num_kept]].tolist())
+
+
+def apply_min_p(logits: Logits, min_p: float) -> Logits:
+    """−inf where the probability is under min_p × the largest: logit < max + ln(min_p)."""
+    if min_p == 0.0:
+        return logits
+    if not 0 <= min_p < 1:
+        raise InvalidRequestError(f"min_p must be in [0, 1), got {min_p}")
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits.masked_fill(wide < wide.max() + math.log(min_p), -math.inf)
+
+
+def log_probabilities(logits: Logits, k: int, token_id: int | None = None) -> TokenLogprob:
+    """Log-softmax of a row: the chosen token (by default the likeliest) with its rank, and the k likeliest."""
+    row = check_logits(logits)
+    logprobs = row.log_softmax(0)
+    chosen = int(row.argmax()) if token_id is None else int(_index(row, [token_id], "token_id")[0])
+    ahead = (row > row[chosen]).sum() + (row[:chosen] == row[chosen]).sum()
+    top_ids = row.sort(descending=True, stable=True).indices[:k].tolist() if k else []
+    top = tuple((token, float(logprobs[token])) for token in top_ids)
+    return TokenLogprob(token_id=chosen, logprob=float(logprobs[chosen]), rank=int(ahead) + 1, top=top)
+
+
+def _apply_masks(
+    row: Float[Tensor, "vocab"],
+    num_generated: int,
+    params: SamplingParams,
+    eos_token_ids: Collection[int],
+    allowed: Bool[Tensor, "vocab"] | Collection[int] | None,
+) -> Float[Tensor, "vocab"]:
+    row = keep_allowed(keep_allowed(row, allowed), params.allowed_token_ids)
+    if not bool((row > -math.inf).any()):
+        raise LogitsError("no token of this row is allowed by the grammar and allowed_token_ids together")
+    stop_ids = sorted({*eos_token_ids, *(params.stop_token_ids or ())})
+    if num_generated >= params.min_new_tokens or not stop_ids:
+        return row
+    longer = row.index_fill(0, _index(row, stop_ids, "EOS and stop ids"), -math.inf)
+    # A grammar that allows nothing but the end is finished, and ends below the minimum.
+    return longer if bool((longer > -math.inf).any()) else row
+
+
+def _subtract(logits: Logits, index: Int[Tensor, "ids"], amounts: Tensor) -> Logits:
+    values = logits[index]
+    return logits.scatter(0, index, _keep_finite(values, (values.to(amounts.dtype) - amounts).to(logits.dtype)))
+
+
+def _keep_finite(before: Tensor, after: Tensor) -> Tensor:
+    """`after`, but what was finite is at most its dtype's largest number, and what was infinite is as it was."""
+    limit = torch.finfo(before.dtype).max
+    return torch.where(before.isinf(), before, after.clamp(-limit, limit))
+
+
+def _scalar(logits: Tensor, value: float, *, tiny: bool = True) -> Tensor:
+    """The value on the row's device, float32 or wider. A tensor, since CUDA divides by a Python number inexactly.
+
+    With `tiny` a positive value stays a normal number, which is safe to divide by.
+    """
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    limits = torch.finfo(dtype)
+    bounded = min(max(value, limits.tiny if tiny else -limits.max), limits.max)
+    return torch.tensor(bounded, dtype=dtype, device=logits.device)
+
+
+def _index(logits: Tensor, token_ids: Sequence[int], source: str) -> Int[Tensor, "ids"]:
+    """The ids as a tensor, all checked to be in the vocabulary."""
+    index = torch.as_tensor(token_ids, dtype=torch.int64, device=logits.device)
+    outside = (index < 0) | (index >= len(logits))
+    if bool(outside.any()):
+        token_id = int(index[outside][0])
+        raise InvalidRequestError(f"{source}: token id must be in [0, {len(logits)}), the vocabulary, got {token_id}")
+    return index
+
+
+def _generated_gumbel(vocab_size: int, generator: torch.Generator) -> Float[Tensor, "vocab"]:
+    uniform = torch.rand(vocab_size, generator=generator, device=generator.device, dtype=torch.float64)
+    return -(-torch.log1p(-uniform.clamp(min=2.0**-54))).log().float()

@@ -1,0 +1,300 @@
+"""The tokenizer of a model, from its folder or from the metadata of a GGUF file.
+
+`tokenizers` turns text into ids; ids become text through one table of bytes, so that `decode` and the streaming
+`Detokenizer` cannot differ. Instances may be shared between threads.
+"""
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from threading import Lock
+from typing import Any, Self, final
+
+import tokenizers
+from tokenizers import AddedToken
+
+from infer.errors import InvalidRequestError, ModelFormatError
+from infer.tokenizer.chat import ChatTemplate, SpecialTexts
+from infer.tokenizer.detokenizer import (
+    DecodingRules,
+    Detokenizer,
+    decode_ids,
+    make_token_bytes,
+    read_decoding_rules,
+)
+from infer.tokenizer.gguf_tokenizer import make_bos_eos_processor, make_gguf_backend
+
+# Special tokens that end a turn or a text whatever the configuration says. Phi's `<|end|>` is one only where no
+# `<|return|>` is: gpt-oss ends its analysis with it and goes on.
+_END_NAMES = frozenset(
+    {
+        *("<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|end_of_turn|>", "<end_of_turn>", "<|im_end|>"),
+        *("<|return|>", "<|call|>", "<|END_OF_TURN_TOKEN|>", "<end_of_utterance>"),
+        *("<|end_of_text|>", "<|endoftext|>", "<eos>"),
+    }
+)
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_GGUF_NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+
+
+@final
+class Tokenizer:
+    """Text ↔ ids, and conversations → ids."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        named_tokens: Mapping[str, str],
+        end_token_ids: Iterable[int] = (),
+        chat_templates: Mapping[str, str] | None = None,
+        vocabulary: Sequence[str] | None = None,
+    ) -> None:
+        """`named_tokens` are the template's `bos_token`, `eos_token`, …; `vocabulary` is by id, if it is at hand."""
+        self.backend = backend
+        self._named_tokens = dict(named_tokens)
+        self._chat_templates = dict(chat_templates or {})
+        self._lock = Lock()  # guards backend.encode_special_tokens
+        added = backend.get_added_tokens_decoder()
+        self._added_token_ids = frozenset(added)
+        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.bos_token_id: int | None = self._id_of(named_tokens.get("bos_token"))
+        self.eos_token_ids = frozenset(end_token_ids) | self._named_end_ids(added)
+        self.adds_bos = self.bos_token_id is not None and backend.encode("").ids[:1] == [self.bos_token_id]
+        self._vocabulary = vocabulary
+
+    @classmethod
+    def from_folder(cls, path: Path) -> Self:
+        """From `tokenizer.json` and, where present, the JSON files around it."""
+        backend = _load_backend(path / "tokenizer.json")
+        config = {**_read_json(path / "special_tokens_map.json"), **_read_json(path / "tokenizer_config.json")}
+        _add_missing_tokens(backend, config.get("added_tokens_decoder", {}))
+        named_tokens = {name: text for name in _NAMED_TOKENS if (text := _token_text(config.get(name))) is not None}
+        if "add_bos_token" in config or "add_eos_token" in config:
+            wanted = [named_tokens.get(f"{name}_token") if config.get(f"add_{name}_token") else None for name in _ENDS]
+            backend.post_processor = make_bos_eos_processor(backend, *wanted)
+        end_ids = _read_json(path / "generation_config.json").get("eos_token_id")
+        return cls(
+            backend,
+            named_tokens=named_tokens,
+            end_token_ids=_ids(end_ids),
+            chat_templates=_read_chat_templates(path, config),
+        )
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> Self:
+        """From a GGUF file's key-values. Tokens of type control are special."""
+        backend, vocabulary = make_gguf_backend(metadata)
+        named_tokens: dict[str, str] = {}
+        for gguf_name, name in _GGUF_NAMES.items():
+            token_id = metadata.get(f"tokenizer.ggml.{gguf_name}_token_id")
+            if token_id is not None and 0 <= token_id < len(vocabulary):
+                named_tokens[name] = vocabulary[token_id]
+        end_ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+        prefix = "tokenizer.chat_template"
+        templates = {
+            key[len(prefix) + 1 :] or "default": value
+            for key, value in metadata.items()
+            if (key == prefix or key.startswith(f"{prefix}.")) and isinstance(value, str)
+        }
+        return cls(
+            backend,
+            named_tokens=named_tokens,
+            end_token_ids=[token_id for token_id in end_ids if token_id is not None],
+            chat_templates=templates,
+            vocabulary=vocabulary,
+        )
+
+    @cached_property
+    def token_bytes(self) -> tuple[bytes, ...]:
+        """The raw bytes of each id; those of a special token are its text."""
+        vocabulary = self._vocabulary
+        if vocabulary is None:
+            ids = self.backend.get_vocab(with_added_tokens=True)
+            texts = [""] * (max(ids.values(), default=-1) + 1)
+            for text, token_id in ids.items():
+                texts[token_id] = text
+            vocabulary = texts
+        self._vocabulary = None
+        literal_ids = self._added_token_ids if self._rules.byte_level else self.special_token_ids
+        return make_token_bytes(vocabulary, self._rules, literal_ids)
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        return len(self.token_bytes)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """`add_special_tokens` puts BOS in front, where the model wants one; special tokens in the text are control."""
+        _check_encodable(text)
+        with self._lock:
+            return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """What a detokenizer streams for these ids, in one piece."""
+        skipped = self.special_token_ids if skip_special_tokens else frozenset()
+        return decode_ids(ids, self.token_bytes, skipped, self._rules.num_stripped_spaces)
+
+    def make_detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        skipped = self.special_token_ids if skip_special_tokens else frozenset()
+        return Detokenizer(self.token_bytes, skipped, self._rules.num_stripped_spaces)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the template for a plain conversation."""
+        return self._chat_templates.get("default")
+
+    def render_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The text that the model was trained to see; `variables` (such as `enable_thinking`) go to the template."""
+        template = self._compiled_template(tools is not None)
+        return template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> list[int]:
+        """The ids of the rendered conversation. Special-token text that a message wrote is text, never a control id."""
+        template = self._compiled_template(tools is not None)
+        pieces = template.render_marked(
+            messages, self._special_texts, add_generation_prompt=add_generation_prompt, tools=tools, **variables
+        )
+        ids: list[int] = []
+        for text, is_control in pieces:
+            ids += self.encode(text, add_special_tokens=False) if is_control else self._encode_as_text(text)
+        return ids
+
+    def _encode_as_text(self, text: str) -> list[int]:
+        _check_encodable(text)
+        with self._lock:
+            self.backend.encode_special_tokens = True
+            try:
+                ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
+            finally:
+                self.backend.encode_special_tokens = False
+        forged = self.special_token_ids.intersection(ids) - {self._id_of(self._named_tokens.get("unk_token"))}
+        if forged:
+            name = self.backend.id_to_token(min(forged))
+            raise InvalidRequestError(f"a message holds {name!r}, which this tokenizer cannot spell; remove it")
+        return ids
+
+    def _compiled_template(self, with_tools: bool) -> ChatTemplate:
+        name = "tool_use" if with_tools and "tool_use" in self._chat_templates else "default"
+        if name not in self._chat_templates:
+            raise InvalidRequestError(
+                "the model has no chat template; use generate() with plain text, or an instruct version of the model"
+            )
+        if name not in self._compiled_templates:
+            self._compiled_templates[name] = ChatTemplate(self._chat_templates[name], self._named_tokens)
+        return self._compiled_templates[name]
+
+    @cached_property
+    def _compiled_templates(self) -> dict[str, ChatTemplate]:
+        return {}
+
+    @cached_property
+    def _rules(self) -> DecodingRules:
+        decoder = self.backend.decoder
+        return read_decoding_rules(None if decoder is None else decoder.__getstate__().decode())
+
+    @cached_property
+    def _special_texts(self) -> SpecialTexts:
+        return SpecialTexts(
+            [token.content for token in self.backend.get_added_tokens_decoder().values() if token.special]
+        )
+
+    def _id_of(self, text: str | None) -> int | None:
+        return None if text is None else self.backend.token_to_id(text)
+
+    def _named_end_ids(self, added: Mapping[int, AddedToken]) -> frozenset[int]:
+        names = {token.content: token_id for token_id, token in added.items() if token.special}
+        ends = {token_id for text, token_id in names.items() if text in _END_NAMES}
+        if "<|end|>" in names and "<|return|>" not in names:
+            ends.add(names["<|end|>"])
+        eos = self._id_of(self._named_tokens.get("eos_token"))
+        return frozenset(ends if eos is None else ends | {eos})
+
+
+_ENDS = ("bos", "eos")
+
+
+def _check_encodable(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"the text holds a lone surrogate U+{ord(text[error.start]):04X} at character {error.start}, "
+            "which is no Unicode text; decode it with errors='replace'"
+        ) from None
+
+
+def _load_backend(path: Path) -> tokenizers.Tokenizer:
+    if not path.is_file():
+        raise ModelFormatError(path, "tokenizer", "the file is missing")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises the bare class
+        raise ModelFormatError(path, "tokenizer", str(error)) from error
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ModelFormatError(path, "JSON", str(error)) from error
+    if not isinstance(value, dict):
+        raise ModelFormatError(path, "JSON", f"is a {type(value).__name__}, expected an object")
+    return value
+
+
+def _read_chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """`chat_template.jinja`, else `chat_template.json`, else the configuration's, which may be a list of named ones."""
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        return {"default": file.read_text(encoding="utf-8")}
+    template = _read_json(path / "chat_template.json").get("chat_template", config.get("chat_template"))
+    if isinstance(template, str):
+        return {"default": template}
+    if isinstance(template, list):
+        return {entry["name"]: entry["template"] for entry in template}
+    return {}
+
+
+def _add_missing_tokens(backend: tokenizers.Tokenizer, added_tokens: Mapping[str, Any]) -> None:
+    for entry in added_tokens.values():
+        if backend.token_to_id(entry["content"]) is None:
+            options = {name: entry[name] for name in _ADDED_TOKEN_OPTIONS if name in entry}
+            backend.add_tokens([AddedToken(entry["content"], **options)])
+
+
+_ADDED_TOKEN_OPTIONS = ("lstrip", "rstrip", "normalized", "single_word", "special")
+
+
+def _token_text(value: Any) -> str | None:
+    """A named token is its text or an object with its text in `content`."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _ids(value: Any) -> Collection[int]:
+    """`eos_token_id`: nothing, an id or a list of ids."""
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else list(value)

@@ -1,0 +1,103 @@
+"""Weights as `ops` takes them: matrices in the form their file stores, and the small values around them.
+
+`StoredWeight` keeps the file's bytes; `ops.prepare` turns it into what a kernel module wants to read.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import final
+
+from jaxtyping import Float
+from torch import Tensor
+
+
+class Weight(ABC):
+    """A matrix `[out_features, in_features]` in some kernel module's form."""
+
+    @property
+    @abstractmethod
+    def out_features(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def in_features(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int: ...
+
+
+@final
+@dataclass(frozen=True)
+class StoredWeight(Weight):
+    """A tensor as its file stores it: GGML's name of the type, the logical shape, the bytes.
+
+    `data` has the logical shape and a float dtype for F32, F16 and BF16. For block types it is uint8
+    `[rows, bytes of a row]`, and the last axis of `shape` is a multiple of the block.
+    """
+
+    type: str
+    shape: tuple[int, ...]
+    data: Tensor
+
+    @property
+    def out_features(self) -> int:
+        return self.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.numel() * self.data.element_size()
+
+
+@final
+@dataclass(frozen=True)
+class Projection:
+    """y = x Wᵀ (+ bias), where W is its parts one below the other (q, k, v; gate, up): each keeps its own type."""
+
+    parts: tuple[Weight, ...]
+    bias: Float[Tensor, "out"] | None = None
+
+    @property
+    def in_features(self) -> int:
+        return self.parts[0].in_features
+
+    @property
+    def out_features(self) -> int:
+        return sum(part.out_features for part in self.parts)
+
+
+@final
+@dataclass(frozen=True)
+class Norm:
+    """RMSNorm (arXiv:1910.07467): x / sqrt(mean(x²) + eps) × weight."""
+
+    weight: Float[Tensor, "hidden"]
+    eps: float
+
+
+@final
+@dataclass(frozen=True)
+class RopeTable:
+    """cos and sin of every position's angles, one pair for each two elements that rotate together (i, i + dim / 2)."""
+
+    cos: Float[Tensor, "positions half"]
+    sin: Float[Tensor, "positions half"]
+
+
+@final
+@dataclass(frozen=True)
+class Heads:
+    """What attention needs to know of a layer besides q, k and v."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None  # a token sees itself and the window − 1 before it
+    rope: RopeTable | None
+    q_norm: Norm | None  # over each head, before rotation
+    k_norm: Norm | None

@@ -1,0 +1,34 @@
+"""What every test runs under: shapes checked at each call, one thread each, and no silent skip in CI."""
+
+import os
+from collections.abc import Generator
+
+import pytest
+
+import shapes
+
+HARDWARE = "hardware: "  # a skip whose reason begins so is allowed in CI
+
+shapes.install()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_torch_thread_per_worker() -> None:
+    """Workers that each take every core slow one another down; a test about threads sets its own number."""
+    import torch
+
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.skipped and os.environ.get("CI") == "true" and isinstance(report.longrepr, tuple):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if not reason.startswith(HARDWARE):
+            report.outcome = "failed"
+            report.longrepr = f"{item.nodeid} was skipped, which CI does not allow: {reason}"
+    return report

@@ -1,0 +1,57 @@
+"""Real weights and files: where they are, or a skip that says how to get them. Every test in this folder is slow."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from infer.checkpoint import resolve
+from infer.errors import InvalidRequestError
+
+FOLDER = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(FOLDER):
+            item.add_marker(pytest.mark.slow)
+
+
+def installed_model(name: str) -> Path:
+    try:
+        return resolve(name)
+    except InvalidRequestError as error:
+        pytest.skip(str(error))
+
+
+def asset(relative: str) -> Path:
+    """A file or folder that scripts/fetch_test_assets.py brings."""
+    folder = Path(os.environ.get("INFER_TEST_ASSETS") or Path.home() / ".cache" / "infer-tests") / relative
+    if not folder.exists():
+        pytest.skip(f"{folder} is missing: make assets")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    return installed_model("smollm2")
+
+
+@pytest.fixture(scope="session")
+def gemma3_path() -> Path:
+    return installed_model("gemma3-270m")
+
+
+@pytest.fixture(scope="session")
+def llama3_tokenizer_folder() -> Path:
+    return asset("tokenizers/llama3_1")
+
+
+@pytest.fixture(scope="session")
+def qwen3_tokenizer_folder() -> Path:
+    return asset("tokenizers/qwen3")
+
+
+@pytest.fixture(scope="session")
+def gemma3_tokenizer_folder() -> Path:
+    return asset("tokenizers/gemma3")

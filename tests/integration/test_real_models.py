@@ -1,0 +1,117 @@
+"""SmolLM2-135M and Gemma-3-270M against `transformers` on the same weights."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from infer import LLM, SamplingParams
+from infer.checkpoint import open_checkpoint
+from oracle import make_oracle, mean_kl, oracle_logits
+
+pytestmark = pytest.mark.slow
+
+TEXT = (
+    "The quick brown fox jumps over the lazy dog. In 1969, two people walked on the Moon; 3.14159 is close to pi.\n"
+    "def add(a, b):\n    return a + b\n\nÜber den Wolken ist die Freiheit wohl grenzenlos. 日本語も少し。 "
+) * 3
+PROMPTS = [
+    "Once upon a time",
+    "The capital of France is",
+    "def fibonacci(n):",
+    "Water boils at",
+    "My favourite colour is",
+    "In the beginning",
+    "The three laws of robotics are",
+    "1, 2, 3, 4,",
+    "Dear Sir or Madam,",
+    "Photosynthesis is the process by which",
+    "It was a dark and stormy night",
+    "import numpy as np\n",
+    "Q: What is 2 + 2?\nA:",
+    "The recipe needs flour, sugar and",
+    "Shakespeare wrote",
+    "Breaking news:",
+    "To be or not to be,",
+    "La vie est",
+    "An apple a day",
+    "The meaning of life",
+]
+
+
+@pytest.fixture(scope="module", params=["smollm2", "gemma3-270m"])
+def pair(request: pytest.FixtureRequest) -> tuple[Any, LLM]:
+    return make_oracle(open_checkpoint(request.param)), LLM(request.param, dtype="float32", max_seq_len=1024)
+
+
+def test_float32_logits_equal_transformers(pair: tuple[Any, LLM]) -> None:
+    oracle, llm = pair
+    token_ids = llm.tokenizer.encode(TEXT)[:300]
+    expected, logits = oracle_logits(oracle, token_ids), llm.logits(token_ids)
+    assert (expected - logits).abs().max() <= 5e-4
+    assert mean_kl(expected, logits) <= 1e-9
+    best = expected.topk(2).values
+    clear = best[:, 0] - best[:, 1] > 1e-3
+    assert torch.equal(expected.argmax(-1)[clear], logits.argmax(-1)[clear])
+
+
+def test_a_wrong_weight_would_be_seen(pair: tuple[Any, LLM]) -> None:
+    """The check is checked: one scaled norm moves the logits well past the tolerance."""
+    _, llm = pair
+    token_ids = llm.tokenizer.encode(TEXT)[:50]
+    logits = llm.logits(token_ids)
+    norm = llm.model.blocks[3].mlp_norm.weight
+    norm.mul_(1.01)
+    try:
+        assert (llm.logits(token_ids) - logits).abs().max() > 5e-4
+    finally:
+        norm.div_(1.01)
+
+
+@pytest.mark.parametrize("name", ["smollm2", "gemma3-270m"])
+def test_greedy_text_equals_transformers_for_twenty_prompts(name: str) -> None:
+    oracle, llm = make_oracle(open_checkpoint(name)), LLM(name, max_seq_len=1024)
+    length = 64 if name == "smollm2" else 16
+    for prompt in PROMPTS:
+        prompt_ids = llm.tokenizer.encode(prompt)
+        result = llm.generate(prompt_ids, SamplingParams(temperature=0, max_new_tokens=length, ignore_eos=True))
+        # Greedy decoding says the likeliest token after each prefix, which one pass over the whole text shows.
+        expected = oracle_logits(oracle, prompt_ids + result.token_ids)[len(prompt_ids) - 1 : -1].argmax(-1)
+        assert result.token_ids == expected.tolist()
+
+
+def test_smollm2_answers_a_question() -> None:
+    llm = LLM("smollm2")
+    result = llm.chat([{"role": "user", "content": "What is the capital of France?"}], SamplingParams(temperature=0))
+    assert result.text == "The capital of France is Paris."
+    assert result.finish_reason == "eos"
+
+
+def test_seeded_sampling_repeats_and_seeds_differ() -> None:
+    llm = LLM("smollm2", max_seq_len=256)
+    params = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, repetition_penalty=1.1, seed=42, max_new_tokens=24)
+    first, second = (llm.generate("Once upon a time", params).token_ids for _ in range(2))
+    assert first == second
+    other = SamplingParams(temperature=0.8, seed=43, max_new_tokens=24)
+    assert llm.generate("Once upon a time", other).token_ids != first
+
+
+def test_the_cache_changes_nothing() -> None:
+    from infer import generate
+
+    llm = LLM("smollm2", dtype="float32", max_seq_len=256)
+    prompt_ids = llm.tokenizer.encode("The best thing about")
+    params = SamplingParams(temperature=0, max_new_tokens=12)
+    cached = generate(llm.model, llm.tokenizer, prompt_ids, params)
+    recomputed = generate(llm.model, llm.tokenizer, prompt_ids, params, use_cache=False)
+    assert cached.token_ids == recomputed.token_ids
+
+
+def test_a_stop_string_cuts_a_real_answer() -> None:
+    llm = LLM("smollm2", max_seq_len=256)
+    baseline = llm.generate("The colours are red,", SamplingParams(temperature=0, max_new_tokens=40))
+    stop = baseline.text[10:14]
+    result = llm.generate("The colours are red,", SamplingParams(temperature=0, max_new_tokens=40, stop=[stop]))
+    assert result.finish_reason == "stop"
+    assert result.text == baseline.text[: baseline.text.index(stop)]
+    assert result.generated_tokens < baseline.generated_tokens

@@ -1,0 +1,79 @@
+"""The `infer` command with a model of a few lines in place of a real one: `python fake_cli.py chat …`.
+
+It answers word by word with what it was asked and how. A prompt that says "slow" takes a while per word, "long" does
+not fit, "broken" fails.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from infer.cli import commands, main
+from infer.cli.model import OnToken
+from infer.errors import ContextLengthError
+from infer.params import SamplingParams
+from infer.results import GenerationResult, GenerationTiming
+
+
+class FakeModel:
+    """Says `echo: PROMPT`, a word a token, and shows its parameters where the prompt says "params"."""
+
+    max_seq_len = 100
+
+    def __init__(self, sampling_defaults: dict[str, Any] | None = None) -> None:
+        self.sampling_defaults = sampling_defaults or {}
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        on_token: OnToken | None = None,
+        cancel: threading.Event | None = None,
+    ) -> GenerationResult:
+        assert isinstance(prompt, str)
+        if "long" in prompt:
+            raise ContextLengthError("the prompt has 101 tokens and the context holds 100")
+        if "broken" in prompt:
+            raise RuntimeError("the model fell over")
+        answer = str(params) if "params" in prompt else f"echo: {prompt}"
+        words = [word + " " for word in answer.split(" ")] * (1000 if "slow" in prompt else 1)
+        said: list[str] = []
+        for token_id, word in enumerate(words):
+            if cancel is not None and cancel.is_set():
+                break
+            time.sleep(0.02 if "slow" in prompt else 0)
+            said.append(word)
+            if on_token is not None:
+                on_token(token_id, word)
+        stopped = cancel is not None and cancel.is_set()
+        return GenerationResult(
+            token_ids=list(range(len(said))),
+            text="".join(said),
+            finish_reason="abort" if stopped else "length",
+            prompt_tokens=3,
+            generated_tokens=len(said),
+            timing=GenerationTiming(0.24532, [0.030, 0.040], [0.001, 0.002]),
+            stop_reason="cancelled" if stopped else "max_new_tokens",
+            seed=7,
+        )
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        on_token: OnToken | None = None,
+        cancel: threading.Event | None = None,
+        **template_variables: Any,
+    ) -> GenerationResult:
+        system = "".join(f"[{message['content']}] " for message in messages if message["role"] == "system")
+        prompt = f"{system}{len(messages)} {messages[-1]['content']}"
+        return self.generate(prompt, params, on_token=on_token, cancel=cancel)
+
+
+if __name__ == "__main__":
+    commands.load_model = lambda context, options: FakeModel()
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""`infer bench` on a tiny random model: what is measured, what adds up, and what the pictures show."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Gemma3TextConfig
+
+from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
+from infer import LLM, InvalidRequestError
+from infer.bench.profile import profile, split_label, summarize
+from infer.bench.speed import Memory, Workload, kv_bytes, measure, weight_bytes_by_kind
+from infer.cli import main
+from infer.cli.bench import columns, profile_lines, speed_lines
+from infer.cli.terminal import bar
+from tiny import Tiny, make_tiny
+
+WORKLOAD = Workload(prompt_tokens=12, new_tokens=6, repeats=2)
+WINDOW = 8
+READ_BYTES = 1 << 20  # a test needs no true bandwidth
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every second of its two layers sees a window only."""
+    folder = tmp_path_factory.mktemp("model")
+    config = Gemma3TextConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"],
+        max_position_embeddings=128,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=256,
+    )
+    make_tiny(Tiny("bytes", config), folder)
+    write_byte_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(folder)
+
+
+# Speed
+
+
+def test_rates_and_latencies_are_positive_and_ordered(llm: LLM) -> None:
+    told: list[tuple[int, int]] = []
+    speed = measure(llm, WORKLOAD, lambda done, total: told.append((done, total)), read_bytes=READ_BYTES)
+    assert min(speed.prefill_tokens_per_second, speed.ttft_s, speed.decode_tokens_per_second) > 0
+    assert 0 < speed.inter_token_p50_s <= speed.inter_token_p95_s <= speed.inter_token_p99_s
+    assert speed.read_bandwidth > 0
+    assert speed.peak_resident_bytes > speed.weight_bytes
+    assert told == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_the_share_is_what_decode_reads_over_what_memory_gives(llm: LLM) -> None:
+    speed = measure(llm, WORKLOAD, read_bytes=READ_BYTES)
+    num_bytes = speed.weight_bytes + speed.kv_bytes
+    assert speed.achieved_bandwidth == pytest.approx(num_bytes * speed.decode_tokens_per_second)
+    assert speed.bandwidth_share == pytest.approx(speed.achieved_bandwidth / speed.read_bandwidth)
+    assert json.loads(json.dumps(speed.to_json()))["bandwidth_share"] == speed.bandwidth_share
+
+
+def test_decode_reads_every_matrix_once_and_one_row_of_the_embedding(llm: LLM) -> None:
+    model = llm.model
+    matrices = [part for block in model.blocks for p in (block.qkv, block.output, block.gate_up, block.down)
+                for part in p.parts]  # fmt: skip
+    table = model.embedding.parts[0]
+    expected = sum(part.num_bytes for part in (*matrices, *model.head.parts)) + table.num_bytes // table.out_features
+    assert sum(weight_bytes_by_kind(model).values()) == expected
+
+
+@pytest.mark.parametrize("context", [3, WINDOW, 50])
+def test_a_window_bounds_what_is_read_of_the_cache(llm: LLM, context: int) -> None:
+    a_position = 2 * 2 * 16 * llm.model.dtype.itemsize
+    assert kv_bytes(llm.model, context) == a_position * (context + min(context, WINDOW))
+
+
+def test_a_context_of_its_own_leaves_the_prefill_as_it_is(llm: LLM) -> None:
+    speed = measure(llm, Workload(prompt_tokens=5, new_tokens=3, context=20, repeats=1), read_bytes=READ_BYTES)
+    assert speed.kv_bytes == kv_bytes(llm.model, 21)
+    assert "3 tokens at 20" in "\n".join(
+        speed_lines(speed, {"model": "m", "precision": "exact", "weights": "q8", "dtype": "auto"})
+    )
+
+
+@pytest.mark.parametrize("values", [{"prompt_tokens": 0}, {"new_tokens": -1}, {"context": 0}, {"repeats": 0}])
+def test_a_workload_of_nothing_is_refused(values: dict[str, int]) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{next(iter(values))} must be at least 1"):
+        Workload(**values)
+
+
+def test_reading_memory_leaves_the_number_of_threads_alone() -> None:
+    before = torch.get_num_threads()
+    with Memory(threads=2, num_bytes=READ_BYTES) as memory:
+        assert memory.read_rate(tries=1) > 0
+    assert torch.get_num_threads() == before
+
+
+# Profile
+
+
+@pytest.mark.parametrize(
+    ("label", "expected"),
+    [
+        ("embed.rows", ("embed", "embed")),
+        ("L0.attend.chunks", ("L0", "attend")),
+        ("L12.qkv.matmul Q4_1", ("L12", "qkv")),
+        ("L12.qkv.normalize", ("L12", "norm")),
+        ("L3.output.post_norm", ("L3", "norm")),
+        ("head.matmul Q8_0", ("head", "head")),
+        ("head.normalize", ("head", "norm")),
+    ],
+)
+def test_a_label_names_a_layer_and_a_kind(label: str, expected: tuple[str, str]) -> None:
+    assert split_label(label) == expected
+
+
+def test_a_profile_has_every_operation_and_layer(llm: LLM) -> None:
+    for found in profile(llm, WORKLOAD):
+        assert {operation.kind for operation in found.operations} == {
+            *("embed", "qkv", "attend", "output", "gate_up", "down", "head", "norm")
+        }
+        assert [name for name, _ in found.layers] == ["embed", "L0", "L1", "head"]
+        assert all(operation.seconds > 0 for operation in found.operations)
+
+
+def test_operations_and_layers_add_up_to_the_same_time(llm: LLM) -> None:
+    for found in profile(llm, WORKLOAD):
+        assert sum(seconds for _, seconds in found.layers) == pytest.approx(found.seconds)
+
+
+def test_a_decode_steps_operations_read_what_the_step_reads(llm: LLM) -> None:
+    _, decode = profile(llm, WORKLOAD)
+    expected = sum(weight_bytes_by_kind(llm.model).values()) + kv_bytes(llm.model, 12)
+    assert sum(operation.num_bytes for operation in decode.operations) == expected
+
+
+def test_a_prefills_times_and_multiplications_are_a_tokens(llm: LLM) -> None:
+    model, commands = llm.model, [("L0.qkv.matmul F32", 8.0), ("L0.attend.chunks", 4.0), ("head.matmul F32", 2.0)]
+    one, four = (summarize(model, "prefill", commands, count, 0) for count in (1, 4))
+    assert four.seconds == one.seconds / 4
+    flops = [{operation.kind: operation.num_flops for operation in found.operations} for found in (one, four)]
+    assert flops[1]["qkv"] == flops[0]["qkv"] == 2 * 2 * 64 * (4 + 2 + 2) * 16
+    assert flops[1]["head"] == flops[0]["head"] // 4
+    assert (flops[0]["attend"], flops[1]["attend"]) == (2 * 4 * 4 * 16, 2 * 4 * 4 * 16 * (1 + 2 + 3 + 4) // 4)
+
+
+# Pictures
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [(0.0, ""), (1.0, "████"), (0.5, "██"), (1 / 32, "▏"), (0.375, "█▌"), (2.0, "████"), (-1.0, ""), (31 / 32, "███▉")],
+)
+def test_a_bar_is_exact_to_an_eighth_of_a_character(share: float, expected: str) -> None:
+    assert bar(share, 4) == expected
+
+
+def test_columns_rise_with_their_values() -> None:
+    assert columns([0.0, 1.0, 2.0, 4.0], 4.0) == "▁▃▅█"
+
+
+@pytest.mark.parametrize("width", [70, 120])
+def test_a_picture_fills_the_terminal_and_no_more(llm: LLM, width: int) -> None:
+    for found in profile(llm, WORKLOAD):
+        lines = list(profile_lines(found, width))
+        assert max(len(line) for line in lines) == width
+        assert any("L0" in line and "L1" in line for line in lines)
+
+
+# The command
+
+
+def test_the_command_prints_a_table(folder: Path, capsys: Capture) -> None:
+    assert main(["bench", "--model", str(folder), "-p", "12", "-n", "4", "--repeats", "1"]) == 0
+    shown = capsys.readouterr()
+    for part in ("prefill", "TTFT", "decode", "4 tokens at 12", "p95", "GB/s", "% used", "peak resident", "exact"):
+        assert part in shown.out
+    assert shown.err == ""
+
+
+def test_the_command_prints_json(folder: Path, capsys: Capture) -> None:
+    options = ["--model", str(folder), "-p", "12", "-n", "4", "--repeats", "1", "--weights", "q8", "--json"]
+    assert main(["bench", *options, "--precision", "fast"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["weights"], record["precision"], record["speed"]["workload"]["new_tokens"]) == ("q8", "fast", 4)
+    assert main(["bench", *options, "--profile"]) == 0
+    assert [found["name"] for found in json.loads(capsys.readouterr().out)["profile"]] == ["prefill", "decode"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["-p", "0"], "0 is not in the range"),
+        (["--repeats", "x"], "'x' is not a valid integer"),
+        (["-n", "1000"], "max_seq_len must be from 2 to the model's own 128"),
+        (["--dtype", "float32", "--weights", "q8"], "contradict"),
+    ],
+)
+def test_bad_options_are_one_line(folder: Path, capsys: Capture, options: list[str], message: str) -> None:
+    assert main(["bench", "--model", str(folder), *options]) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert (shown.err.count("\n"), shown.out) == (1, "")
+
+
+def test_progress_goes_to_a_terminal_alone(folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(["bench", "--model", str(folder), "-p", "12", "-n", "4", "--repeats", "1"]) == 0
+    assert "loading" in capsys.readouterr().err

@@ -1,0 +1,496 @@
+"""Claims about the command line: what goes where, which value wins, how it fails, and that nothing disturbs it."""
+
+import io
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fake_cli import FakeModel
+from infer.cli import commands, main
+from infer.cli.chat import ChatSession, run_command
+from infer.cli.terminal import Spinner
+from infer.errors import InvalidRequestError
+from infer.params import SamplingParams
+
+FAKE = [sys.executable, str(Path(__file__).with_name("fake_cli.py"))]
+HEAVY = {"torch", "numba", "numpy", "transformers", "tokenizers", "rich", "jinja2"}
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
+    model = FakeModel()
+    monkeypatch.setattr(commands, "load_model", lambda context, options: model)
+    return model
+
+
+def run_fake(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*FAKE, *arguments], input=text, capture_output=True, text=True, check=False, timeout=60)
+
+
+class Screen:
+    """What a terminal shows, read up to each thing that is waited for."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.unread = b""
+
+    def until(self, wanted: str) -> str:
+        for _ in range(100):
+            if wanted.encode() in self.unread:
+                break
+            if select.select([self.descriptor], [], [], 0.2)[0]:
+                self.unread += os.read(self.descriptor, 4096)
+        assert wanted.encode() in self.unread
+        shown, _, self.unread = self.unread.partition(wanted.encode())
+        return shown.decode(errors="replace") + wanted
+
+
+# Help and version
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["generate", "--help"], ["chat", "--help"], ["bench", "--help"], []]
+)
+def test_help_and_version_load_nothing_heavy(arguments: list[str]) -> None:
+    program = f"import sys; from infer.cli import main; status = main({arguments}); print(status, *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    status, *modules = done.stdout.splitlines()[-1].split()
+    assert status == "0"
+    assert HEAVY & set(modules) == set()
+
+
+def test_help_answers_quickly() -> None:
+    def seconds() -> float:
+        started = os.times()
+        subprocess.run([sys.executable, "-m", "infer", "--help"], capture_output=True, check=True)
+        ended = os.times()
+        return ended.children_user + ended.children_system - started.children_user - started.children_system
+
+    assert min(seconds() for _ in range(3)) < 0.3
+
+
+def test_help_names_every_option_and_its_default(capsys: Capture) -> None:
+    assert main(["generate", "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for option, default in {
+        "--model": "smollm2", "-n, --num-tokens": "20", "--temperature": "0.8", "--top-p": "0.9", "--top-k": "40",
+        "--repetition-penalty": "1.1", "--repetition-window": "64", "--max-seq-len": "2048", "--backend": "cpu",
+        "--precision": "exact", "--weights": "auto", "--dtype": "auto",
+    }.items():  # fmt: skip
+        assert re.search(rf"{re.escape(option)}[^-].*?\[default: {re.escape(default)}\]", shown), option
+
+
+# Generate
+
+
+def test_text_goes_to_stdout_and_times_to_stderr(fake: FakeModel, capsys: Capture) -> None:
+    assert main(["generate", "--prompt", "hello"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "echo: hello \n"
+    assert captured.err.splitlines() == ["TTFT: 245.32 ms", "Avg TBT: 36.50 ms (27.4 tokens/sec)"]
+
+
+def test_the_prompt_has_a_default(fake: FakeModel, capsys: Capture) -> None:
+    assert main(["generate", "-q"]) == 0
+    assert capsys.readouterr().out == "echo: Hello, world! I am a \n"
+
+
+def test_quiet_is_nothing_but_text_and_verbose_tells_all(fake: FakeModel, capsys: Capture) -> None:
+    assert main(["generate", "--prompt", "a", "-q"]) == 0
+    assert capsys.readouterr() == ("echo: a \n", "")
+    assert main(["generate", "--prompt", "a", "-v"]) == 0
+    told = capsys.readouterr().err
+    assert all(part in told for part in ("3 prompt, 2 generated", "Seed: 7", "length ('max_new_tokens')", "p50"))
+
+
+def test_json_is_one_object(fake: FakeModel, capsys: Capture) -> None:
+    assert main(["generate", "--prompt", "a", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["text"], record["token_ids"], record["seed"], record["model"]) == ("echo: a ", [0, 1], 7, "smollm2")
+    assert record["timing"]["ttft_s"] == 0.24532
+
+
+def test_chat_wraps_the_prompt_with_a_system_message_before_it(fake: FakeModel, capsys: Capture) -> None:
+    assert main(["generate", "-q", "--chat", "--system", "be brief", "--prompt", "hi"]) == 0
+    assert capsys.readouterr().out == "echo: [be brief] 2 hi \n"
+
+
+def test_a_prompt_comes_from_a_file_or_stdin(tmp_path: Path) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_text("à\nb", encoding="utf-8")
+    assert run_fake("generate", "-q", "--prompt-file", str(path)).stdout == "echo: à\nb \n"
+    assert run_fake("generate", "-q", "--prompt-file", "-", text="xyz").stdout == "echo: xyz \n"
+
+
+def used_params(fake: FakeModel, capsys: Capture, *options: str) -> tuple[str, str]:
+    assert main(["generate", "--prompt", "params", *options]) == 0
+    captured = capsys.readouterr()
+    return captured.out, captured.err
+
+
+def test_every_option_has_an_effect(fake: FakeModel, capsys: Capture) -> None:
+    options = [
+        *["-n", "5", "--temperature", "0.5", "--top-p", "0.6", "--top-k", "7", "--min-p", "0.1", "--seed", "11"],
+        *["--repetition-penalty", "1.3", "--repetition-window", "9", "--frequency-penalty", "0.2"],
+        *["--presence-penalty", "0.3", "--logit-bias", "5=-inf", "--logit-bias", "6=2"],
+        *["--stop", "a", "--stop", "b", "--ignore-eos"],
+    ]
+    expected = SamplingParams(
+        max_new_tokens=5, temperature=0.5, top_p=0.6, top_k=7, min_p=0.1, repetition_penalty=1.3, repetition_window=9,
+        frequency_penalty=0.2, presence_penalty=0.3, logit_bias={5: -float("inf"), 6: 2}, stop=["a", "b"], seed=11,
+        ignore_eos=True,
+    )  # fmt: skip
+    assert used_params(fake, capsys, *options)[0].strip() == str(expected)
+
+
+def test_without_options_the_table_of_defaults_holds(fake: FakeModel, capsys: Capture) -> None:
+    expected = SamplingParams(
+        max_new_tokens=20, temperature=0.8, top_p=0.9, top_k=40, repetition_penalty=1.1, repetition_window=64
+    )
+    assert used_params(fake, capsys)[0].strip() == str(expected)
+
+
+def test_the_command_line_goes_before_the_model_and_the_model_before_the_table(
+    fake: FakeModel, capsys: Capture
+) -> None:
+    fake.sampling_defaults = {"temperature": 0.6, "top_p": 0.95}
+    shown, told = used_params(fake, capsys, "--top-p", "0.9")
+    assert "temperature=0.6" in shown
+    assert "top_p=0.9," in shown
+    assert "top_k=40" in shown
+    assert told.splitlines()[0] == "from the model: temperature 0.6 (--no-generation-config ignores them)"
+    shown, told = used_params(fake, capsys, "--no-generation-config")
+    assert "temperature=0.8" in shown
+    assert "from the model" not in told
+
+
+def test_off_is_zero_for_top_k_and_minus_one_for_the_window(fake: FakeModel, capsys: Capture) -> None:
+    shown, _ = used_params(fake, capsys, "--top-k", "0", "--repetition-window", "-1")
+    assert "top_k=None" in shown
+    assert "repetition_window=None" in shown
+
+
+# Loading
+
+
+@pytest.fixture
+def loaded_with(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What `LLM` was made with, by the last command."""
+    given: dict[str, Any] = {}
+
+    class FakeLLM(FakeModel):
+        def __init__(self, model: str, **values: Any) -> None:
+            super().__init__()
+            values.pop("on_progress")(1, 3)
+            given.update(values, model=model)
+
+    monkeypatch.setattr("infer.llm.LLM", FakeLLM)
+    return given
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_the_model_is_loaded_as_the_options_say(
+    command: str, loaded_with: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    assert main([command, "-q"]) == 0
+    assert loaded_with == {
+        "model": "smollm2", "device": "cpu", "dtype": "auto", "weights": "auto", "precision": "exact", "capture": True,
+        "max_seq_len": 2048, "threads": None,
+    }  # fmt: skip
+    options = ["--model", "m", "--precision", "fast", "--weights", "q8", "--no-capture", "--threads", "3"]
+    assert main([command, "-q", *options, "--max-seq-len", "99", "--dtype", "float16"]) == 0
+    assert loaded_with == {
+        "model": "m", "device": "cpu", "dtype": "float16", "weights": "q8", "precision": "fast", "capture": False,
+        "max_seq_len": 99, "threads": 3,
+    }  # fmt: skip
+
+
+def test_loading_shows_a_bar_on_a_terminal_alone(
+    loaded_with: dict[str, Any], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["generate", "-q"]) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with Spinner("loading m") as spinner:
+        spinner.progress(1, 4)
+        time.sleep(0.25)
+    assert "loading m █████                25 %" in capsys.readouterr().err
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "--top-p", "1.5"], r"top_p must be in \(0, 1\], got 1.5"),
+        (["generate", "--temperature", "nan"], "temperature must be in"),
+        (["generate", "-n", "0"], "max_new_tokens must be at least 1"),
+        (["generate", "--top-k", "many"], "'many' is not a valid integer"),
+        (["generate", "--tempature", "1"], "Did you mean.*--temperature"),
+        (["generate", "--logit-bias", "x=1"], "not ID=VALUE"),
+        (["generate", "--logit-bias", "1=nan"], "logit_bias"),
+        (["generate", "--prompt-file", "/no/such"], "/no/such cannot be read: No such file"),
+        (["generate", "--prompt-file", "/"], "cannot be read"),
+        (["generate", "--prompt", "a", "--prompt-file", "b"], "both"),
+        (["generate", "--system", "a"], "--chat"),
+        (["generate", "--backend", "tpu"], "'tpu' is not one of"),
+        (["generate", "--precision", "vague"], "--precision.*'vague' is not one of"),
+        (["chat", "--weights", "q3"], "--weights.*'q3' is not one of"),
+        (["bench", "-n", "0"], "-n.*0 is not in the range"),
+        (["generate", "extra"], "unexpected extra argument"),
+        (["generte"], "did you mean 'generate'"),
+        (["--nonsense"], "No such option"),
+        (["generate", "--prompt", "too long"], "the context holds 100"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    fake: FakeModel, capsys: Capture, arguments: list[str], message: str
+) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert re.search(message, captured.err)
+    assert captured.err.startswith("infer: ")
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_a_prompt_that_is_not_utf8_is_bad_input(fake: FakeModel, capsys: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "prompt"
+    path.write_bytes(b"abc\xff")
+    assert main(["generate", "--prompt-file", str(path)]) == 2
+    assert "not UTF-8: byte 3" in capsys.readouterr().err
+
+
+def test_our_own_failure_is_status_1_and_verbose_shows_the_traceback(fake: FakeModel, capsys: Capture) -> None:
+    assert main(["generate", "--prompt", "broken"]) == 1
+    assert capsys.readouterr().err == "infer: our own failure, RuntimeError: the model fell over (-v shows where)\n"
+    assert main(["generate", "--prompt", "broken", "-v"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_the_models_bad_defaults_are_named(fake: FakeModel, capsys: Capture) -> None:
+    fake.sampling_defaults = {"temperature": 9.0}
+    assert main(["generate"]) == 2
+    assert "from the model's own defaults: temperature" in capsys.readouterr().err
+
+
+# Signals and pipes
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_they_were() -> Any:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("command", ["generate", "json"])
+def test_a_signal_ends_quietly_and_keeps_the_text(number: signal.Signals, status: int, command: str) -> None:
+    options = ["generate", "--prompt", "slow"] + (["--json"] if command == "json" else [])
+    process = subprocess.Popen([*FAKE, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    begin = os.read(process.stdout.fileno(), 100) if command == "generate" else b""
+    time.sleep(0 if command == "generate" else 2)
+    process.send_signal(number)
+    rest, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors) == (status, b"")
+    if command == "json":
+        assert json.loads(rest)["stop_reason"] == "cancelled"
+    else:
+        assert (begin + rest).startswith(b"echo: ")
+
+
+def test_a_closed_pipe_ends_quietly() -> None:
+    process = subprocess.Popen(
+        [*FAKE, "generate", "--prompt", "slow"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(4)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(timeout=20) == 141
+    process.stderr.close()
+
+
+# Chat
+
+
+def test_a_piped_chat_prints_answers_alone() -> None:
+    done = run_fake("chat", "-q", text='one\ntwo \\\nlines\n"""\nx\ny\n"""\n//slash\n\n')
+    assert done.returncode == 0
+    assert done.stdout.split("\n") == [
+        "echo: 1 one ",
+        "echo: 3 two ",
+        "lines ",
+        "echo: 5 x",
+        "y ",
+        "echo: 7 /slash ",
+        "",
+    ]
+
+
+def test_an_error_keeps_the_session() -> None:
+    done = run_fake(
+        "chat", text="one\n/set temperature 9\n/nope\n/hlep\ntoo long\n/set top_pp 1\nthree\n/quit\nnever\n"
+    )
+    assert done.stdout == "echo: 1 one \necho: 3 three \n"
+    told = done.stderr
+    for part in (
+        "infer: temperature must be in [0, 2], got 9",
+        "infer: no command /nope",
+        "did you mean /help",
+        "no longer fits",
+        "did you mean top_p",
+    ):
+        assert part in told
+    assert "Traceback" not in told
+    assert done.returncode == 0
+
+
+def make_session() -> ChatSession:
+    return ChatSession(FakeModel(), "fake", SamplingParams())
+
+
+def test_set_changes_any_parameter_or_nothing() -> None:
+    session = make_session()
+    for line in ("temperature 0.7", "top-k 5", "max_tokens 9", "stop ###", "seed 4", "ignore_eos true"):
+        run_command(session, f"/set {line}")
+    assert session.params == SamplingParams(
+        temperature=0.7, top_k=5, max_new_tokens=9, stop="###", seed=4, ignore_eos=True
+    )
+    run_command(session, "/set seed off")
+    before = session.params
+    for line in ("temperature hot", "top_p 3", "nothing 1", "temperature", "seed -1"):
+        with pytest.raises(InvalidRequestError):
+            run_command(session, f"/set {line}")
+    assert session.params is before
+    assert before.seed is None
+    assert "temperature = 0.7" in run_command(session, "/set")
+
+
+def test_a_conversation_is_saved_and_loaded(tmp_path: Path) -> None:
+    session, path = make_session(), tmp_path / "talk.json"
+    run_command(session, "/system be brief")
+    session.answer("one", lambda text: None)
+    session.params = SamplingParams(
+        temperature=0.5, stop=["é"], logit_bias={3: -float("inf")}, choice=["b", "a"], stop_token_ids=[5]
+    )
+    run_command(session, f"/save {path}")
+    loaded = make_session()
+    assert "3 messages" in run_command(loaded, f"/load {path}")
+    assert (loaded.messages, loaded.params) == (session.messages, session.params)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["talk.json"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "{", "[]", "{}", "\udcff", "[" * 100_000, '{"format": "infer-chat", "version": 2}',
+        '{"format": "infer-chat", "version": 1, "messages": [1], "params": {}}',
+        '{"format": "infer-chat", "version": 1, "messages": [{"role": "x", "content": "a"}], "params": {}}',
+        '{"format": "infer-chat", "version": 1, "messages": [], "params": {"top_p": 5}}',
+        '{"format": "infer-chat", "version": 1, "messages": [], "params": {"nope": 5}}',
+        '{"format": "infer-chat", "version": 1, "messages": [], "params": null}',
+    ],
+)  # fmt: skip
+def test_a_bad_file_changes_nothing(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "talk.json"
+    path.write_text(content, encoding="utf-8", errors="surrogateescape")
+    session = make_session()
+    session.answer("one", lambda text: None)
+    messages, params = session.messages, session.params
+    for name in (path, tmp_path, tmp_path / "none"):
+        with pytest.raises(InvalidRequestError):
+            run_command(session, f"/load {name}")
+    assert session.messages is messages
+    assert session.params is params
+
+
+def test_a_save_that_fails_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, path = make_session(), tmp_path / "talk.json"
+    run_command(session, f"/save {path}")
+    old = path.read_bytes()
+
+    def fail(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(InvalidRequestError, match="No space left"):
+        run_command(session, f"/save {path}")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["talk.json"]
+    assert path.read_bytes() == old
+    with pytest.raises(InvalidRequestError, match="cannot be written"):
+        run_command(session, f"/save {tmp_path}/no/such/folder")
+
+
+def test_reset_forgets_all_but_the_system_message() -> None:
+    session = make_session()
+    run_command(session, "/system be brief")
+    session.answer("one", lambda text: None)
+    run_command(session, "/reset")
+    assert session.messages == [{"role": "system", "content": "be brief"}]
+    run_command(session, "/system none")
+    assert session.messages == []
+
+
+def test_stats_and_help_say_what_there_is() -> None:
+    session = make_session()
+    assert run_command(session, "/stats") == "(no answer yet)"
+    session.answer("one", lambda text: None)
+    assert "answers 1, 3 tokens" in run_command(session, "/stats")
+    assert "/set NAME VALUE" in run_command(session, "/help")
+
+
+def test_in_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves() -> None:
+    parent, child = pty.openpty()
+    # The child makes the terminal its own, so that Ctrl-C reaches it as from a keyboard.
+    own_terminal = "import fcntl, runpy, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"
+    program = f"{own_terminal}; runpy.run_path({FAKE[1]!r}, run_name='__main__')"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "chat"],
+        stdin=child,
+        stdout=child,
+        stderr=child,
+        start_new_session=True,
+        env=os.environ | {"TERM": "xterm"},
+    )
+    os.close(child)
+    try:
+        screen = Screen(parent)
+        screen.until("> ")
+        os.write(parent, b"slow\n")
+        screen.until("echo: 1 slow")
+        os.write(parent, b"\x03")
+        screen.until("(stopped)")
+        screen.until("> ")
+        os.write(parent, b"two\n")
+        screen.until("echo: 3 two")
+        screen.until("> ")
+        os.write(parent, b"half a thought")
+        screen.until("half a thought")
+        time.sleep(0.5)  # a signal between readline's prompt and its wait is seen only at the next key
+        os.write(parent, b"\x03")
+        screen.until("/quit leaves")
+        screen.until("> ")
+        os.write(parent, b"\x04")
+        assert process.wait(timeout=20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(parent)

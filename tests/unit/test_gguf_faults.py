@@ -1,0 +1,241 @@
+"""Claims about GGUF files that break a rule: refused with the reason, at once, and never with another exception."""
+
+import struct
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import gguf
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gguf_files import (
+    ONE,
+    TWO,
+    U32,
+    VOCAB,
+    key_value,
+    random_tensors,
+    raw_file,
+    read_bytes,
+    tensor_entry,
+    text,
+    write_model,
+)  # fmt: skip
+from infer.checkpoint import open_checkpoint
+from infer.errors import ModelError, ModelFormatError, UnsupportedModelError
+
+HUGE = 2**64 - 1
+
+FAULTS: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "expected at least 24 bytes, got 0"),
+    "shorter than its header": (b"GGUF\3\0\0\0", "expected at least 24 bytes, got 8"),
+    "bad magic": (raw_file(magic=b"GGML"), "magic at byte 0: expected b'GGUF', got b'GGML'"),
+    "version 1": (raw_file(version=struct.pack("<I", 1)), "version at byte 4: expected 2 or 3, got 1"),
+    "version 4": (raw_file(version=struct.pack("<I", 4)), "expected 2 or 3, got 4"),
+    "big-endian": (raw_file(version=struct.pack(">I", 3)), "it is big-endian"),
+    "tensor count of 2⁶⁴ − 1": (raw_file(num_tensors=HUGE), "tensor count at byte 8: expected at most 65536"),
+    "more tensors than bytes": (raw_file(num_tensors=60_000), "60000 need 1980000 bytes or more, 0 remain"),
+    "key-value count of 2⁶⁴ − 1": (raw_file(num_values=HUGE), "key-value count at byte 16: expected at most 65536"),
+    "more key-values than bytes": (raw_file(num_values=5), "5 need 70 bytes or more, 0 remain"),
+    "empty key": (raw_file((key_value("", 4, U32) + b"..",)), "a key at byte 24: is empty"),
+    "key that is not UTF-8": (raw_file((key_value(b"\xff\xfe", 4, U32),)), "a key at byte 32: is not UTF-8"),
+    "key of 65,537 bytes": (raw_file((key_value("k" * 65_537, 4, U32),)), "a string of 65537 bytes"),
+    "key of 2⁶⁴ − 1 bytes": (raw_file((struct.pack("<Q", HUGE) + bytes(20),)), f"a string of {HUGE} bytes"),
+    "duplicate key": (raw_file((key_value("k", 4, U32),) * 2), "key 'k' at byte 41: appears twice"),
+    "unknown value type": (raw_file((key_value("k", 13, U32),)), "13 is not a value type"),
+    "value beyond the end": (raw_file((key_value("key", 10, U32),)), "key 'key' at byte 39: needs 8 bytes, 4 remain"),
+    "bool of 2": (raw_file((key_value("k", 7, b"\2"),)), "a bool is 0 or 1, got 2"),
+    "bool of 2 in an array": (
+        raw_file((key_value("k", 9, struct.pack("<IQ", 7, 2) + b"\1\2"),)),
+        "key 'k' at byte 50: a bool is 0 or 1, got 2",
+    ),
+    "string that is not UTF-8": (raw_file((key_value("k", 8, text(b"ab\xff")),)), "key 'k' at byte 47: is not UTF-8"),
+    "string of 2⁶⁴ − 1 bytes": (raw_file((key_value("k", 8, struct.pack("<Q", HUGE)),)), f"a string of {HUGE} bytes"),
+    "array of 2⁶⁴ − 1 numbers": (
+        raw_file((key_value("k", 9, struct.pack("<IQ", 4, HUGE)),)),
+        f"expected at most 4194304, got {HUGE}",
+    ),
+    "more numbers than bytes": (
+        raw_file((key_value("k", 9, struct.pack("<IQ", 4, 9)),)),
+        "9 need 36 bytes or more, 0 remain",
+    ),
+    "array of two million strings": (
+        raw_file((key_value("k", 9, struct.pack("<IQ", 8, 2_000_000)),)),
+        "expected at most 1000000, got 2000000",
+    ),
+    "more strings than bytes": (
+        raw_file((key_value("k", 9, struct.pack("<IQ", 8, 9)),)),
+        "9 need 72 bytes or more, 0 remain",
+    ),
+    "string in an array beyond the end": (
+        raw_file((key_value("k", 9, struct.pack("<IQ", 8, 1) + struct.pack("<Q", HUGE)),)),
+        f"a string of {HUGE} bytes",
+    ),
+    "strings that use up the bytes": (
+        raw_file((key_value("k", 9, struct.pack("<IQ", 8, 2) + text("12345678")),)),
+        "string 1 of 2 begins beyond the end",
+    ),
+    "string in an array that is not UTF-8": (
+        raw_file((key_value("k", 9, struct.pack("<IQ", 8, 2) + text("a") + text(b"\xff")),)),
+        "string 1 is not UTF-8",
+    ),
+    "array of arrays": (raw_file((key_value("k", 9, struct.pack("<IQ", 9, 0)),)), "arrays of arrays are not read"),
+    "no dimensions": (raw_file((), (tensor_entry("abcdefghi", (), 0, 0),), bytes(32)), "1 to 4 dimensions, got 0"),
+    "five dimensions": (raw_file((), (tensor_entry("a", (1,) * 5, 0, 0),), bytes(32)), "1 to 4 dimensions, got 5"),
+    "no elements": (raw_file((), (tensor_entry("a", (8, 0), 0, 0),), bytes(32)), "has no elements"),
+    "a product that overflows": (
+        raw_file((), (tensor_entry("a", (2**32, 2**32), 0, 0),), bytes(32)),
+        f"{2**66} bytes at 0 of the data do not fit",
+    ),
+    "an offset that wraps": (raw_file((), (tensor_entry("a", (8,), 0, HUGE),), bytes(32)), f"32 bytes at {HUGE} of"),
+    "unknown tensor type": (raw_file((), (tensor_entry("a", (8,), 99, 0),), bytes(32)), "99 is not a tensor type"),
+    "row that is no multiple of its block": (
+        raw_file((), (tensor_entry("a", (40,), 2, 0),), bytes(64)),
+        "a row of 40 is not a multiple of Q4_0's block of 32",
+    ),
+    "duplicate tensor": (raw_file((), (ONE, ONE), bytes(32)), "tensor 'a': appears twice"),
+    "empty tensor name": (raw_file((), (tensor_entry("", (8,), 0, 0) + bytes(1),), bytes(32)), "a tensor's name"),
+    "overlap": (raw_file((), (ONE, tensor_entry("b", (8,), 0, 0)), bytes(64)), "overlaps the tensor before it"),
+    "hole": (raw_file((), (ONE, tensor_entry("b", (8,), 0, 64)), bytes(96)), "leaves a hole before it"),
+    "hole at the start": (raw_file((), (tensor_entry("a", (8,), 0, 32),), bytes(64)), "leaves a hole before it"),
+    "misaligned": (raw_file((), (tensor_entry("a", (8,), 0, 4),), bytes(64)), "is not a multiple of 32"),
+    "truncated data": (raw_file((), (ONE, TWO), bytes(63)), "truncated: expected 160 bytes, got 159"),
+    "trailing bytes": (raw_file((), (ONE,), bytes(33)), "trailing bytes: expected 96 bytes, got 97"),
+    "trailing bytes without tensors": (raw_file((key_value("k", 4, U32),)) + bytes(40), "trailing bytes"),
+    **{
+        f"alignment {alignment}": (
+            raw_file((key_value("general.alignment", 4, struct.pack("<I", alignment)),), (ONE,), bytes(32)),
+            f"expected a power of two from 8 to 65536, got {alignment}",
+        )
+        for alignment in (0, 1, 13, 2**31)
+    },
+    "alignment that is a string": (
+        raw_file((key_value("general.alignment", 8, text("32")),), (ONE,), bytes(32)),
+        "got '32'",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_file_is_refused_with_the_reason_and_at_once(tmp_path: Path, fault: str) -> None:
+    content, reason = FAULTS[fault]
+    start = time.process_time()
+    with pytest.raises(ModelFormatError) as caught:
+        read_bytes(tmp_path, content)
+    assert time.process_time() - start < 0.1
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_type_of_ggml_that_we_do_not_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"tensor 'a' is IQ4_XS; we run F32, .*Q6_K"):
+        read_bytes(tmp_path, raw_file((), (tensor_entry("a", (256,), 23, 0),), bytes(136)))
+
+
+def test_heads_that_do_not_divide_the_rows_are_refused(tmp_path: Path) -> None:
+    tensors = random_tensors("llama")
+    tensors["blk.0.attn_q.weight"] = tensors["blk.0.attn_q.weight"][:60]
+    with pytest.raises(ModelFormatError, match="expected rows for 4 heads"):
+        open_checkpoint(write_model(tmp_path / "m.gguf", "llama", tensors))
+
+
+def test_two_names_for_one_weight_are_refused(tmp_path: Path) -> None:
+    tensors = random_tensors("llama")
+    tensors["model.norm.weight"] = tensors["output_norm.weight"]
+    with pytest.raises(ModelFormatError, match=r"is the same weight as 'output_norm\.weight'"):
+        open_checkpoint(write_model(tmp_path / "m.gguf", "llama", tensors))
+
+
+def test_a_vocabulary_without_weights_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelFormatError, match="holds a vocabulary only"):
+        open_checkpoint(write_model(tmp_path / "m.gguf", tensors={}))
+
+
+def test_a_long_name_is_cut_in_the_message(tmp_path: Path) -> None:
+    with pytest.raises(ModelFormatError) as caught:
+        read_bytes(tmp_path, raw_file((key_value("k" * 60_000, 4, U32),) * 2))
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("architecture", ["", "\nlama", "l" * 1000])
+def test_an_architecture_that_is_no_name_is_refused(tmp_path: Path, architecture: str) -> None:
+    content = raw_file((key_value("general.architecture", 8, text(architecture)),), (ONE,), bytes(32))
+    (tmp_path / "m.gguf").write_bytes(content)
+    with pytest.raises(ModelFormatError, match=r"general\.architecture: expected a name, got '") as caught:
+        open_checkpoint(tmp_path / "m.gguf")
+    assert len(str(caught.value)) < 200
+
+
+def test_a_part_of_a_split_model_says_how_to_join_it(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", extend=lambda writer: writer.add_uint16("split.count", 3))
+    with pytest.raises(UnsupportedModelError, match="llama-gguf-split --merge"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("llama.rope.dimension_count", 2**31, "expected an integer from 1 to 2147483647, got 2147483648"),
+        ("llama.vocab_size", 0, "expected an integer from 1"),
+        ("llama.attention.value_length", 8, "different length"),
+    ],
+)
+def test_hyperparameters_out_of_range_are_refused(tmp_path: Path, key: str, value: int, reason: str) -> None:
+    path = write_model(tmp_path / "m.gguf", extend=lambda writer: writer.add_uint32(key, value))
+    with pytest.raises(ModelError, match=reason):
+        open_checkpoint(path)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A small model with a vocabulary."""
+
+    def extend(writer: gguf.GGUFWriter) -> None:
+        writer.add_token_list([f"t{i}" for i in range(VOCAB)])
+        writer.add_token_scores([0.5] * VOCAB)
+        writer.add_add_bos_token(True)
+
+    return write_model(tmp_path_factory.mktemp("gguf") / "m.gguf", extend=extend).read_bytes()
+
+
+def read_everything(path: Path) -> None:
+    """Loads or raises ModelError, within a second."""
+    start = time.process_time()
+    with suppress(ModelError):
+        for weight in open_checkpoint(path).weights.values():
+            assert weight.data.numel() > 0
+    assert time.process_time() - start < 1
+
+
+anywhere = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@anywhere
+@given(fraction=st.floats(0, 1, exclude_max=True))
+def test_a_file_truncated_anywhere_is_refused(good: bytes, tmp_path: Path, fraction: float) -> None:
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(good[: int(fraction * len(good))])
+    with pytest.raises(ModelFormatError):
+        open_checkpoint(path)
+
+
+@anywhere
+@given(fraction=st.floats(0, 1, exclude_max=True), value=st.integers(0, 255))
+def test_any_byte_of_the_header_may_change_without_another_exception(
+    good: bytes, tmp_path: Path, fraction: float, value: int
+) -> None:
+    header_bytes = len(good) - sum(values.nbytes for values in random_tensors("llama").values())
+    position = int(fraction * header_bytes)
+    path = tmp_path / "flipped.gguf"
+    path.write_bytes(good[:position] + bytes([value]) + good[position + 1 :])
+    read_everything(path)
+
+
+@anywhere
+@given(content=st.binary(max_size=200))
+def test_random_bytes_after_a_good_start_are_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "random.gguf"
+    path.write_bytes(raw_file(num_tensors=1, num_values=2) + content)
+    read_everything(path)

@@ -1,0 +1,172 @@
+"""The rules of the house that neither ruff, mypy nor import-linter sees: each test is one of them."""
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from jaxtyping import TypeCheckError
+
+import infer
+from shapes import SOURCE, checked_modules
+
+ROOT = SOURCE.parents[1]
+SOURCES = sorted(SOURCE.rglob("*.py"))
+FAMILIES = ("llama", "smollm", "qwen", "gemma", "mistral", "phi")
+TEXT_SUFFIXES = {".py", ".md", ".toml", ".yml", ".yaml", ".txt", ".sh", ""}
+
+# What a function may import: a heavy dependency that most programs never need, loaded on its first use.
+LAZY_DEPENDENCIES = {"huggingface_hub", "llguidance", "readline", "rich", "torch", "triton", "uvicorn", "xgrammar"}
+# Modules that answer --help, or are imported, before torch is: they may load the rest of infer late.
+LAZY_FRONT = ("__init__.py", "cli/")
+
+
+def syntax_trees() -> Iterator[tuple[str, ast.Module]]:
+    for path in SOURCES:
+        yield path.relative_to(SOURCE).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("module", ["infer", "infer.params", "infer.results", "infer.errors", "infer.cli"])
+def test_light_modules_do_not_load_torch(module: str) -> None:
+    assert run_python(f"import sys, {module}; print('torch' in sys.modules)").strip() == "False"
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_the_command_answers_without_torch(option: str) -> None:
+    code = f"""
+import sys
+from infer.cli import main
+sys.argv = ["infer", {option!r}]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+assert "torch" not in sys.modules
+"""
+    assert run_python(code).strip()
+
+
+def test_a_wrong_shape_is_caught_at_the_call() -> None:
+    from infer.batch import Step
+
+    tokens = torch.zeros(3, dtype=torch.int64)
+    assert len(Step(tokens, tokens, tokens, tokens[:1]).tokens) == 3
+    with pytest.raises(TypeCheckError):
+        Step(tokens, tokens[:2], tokens, tokens[:1])
+    with pytest.raises(TypeCheckError):
+        Step(tokens.float(), tokens, tokens, tokens[:1])
+
+
+def test_every_module_but_compiled_kernels_is_checked() -> None:
+    unchecked = [
+        name
+        for name, _ in syntax_trees()
+        if not any(f"infer.{name.removesuffix('.py').replace('/', '.')}".startswith(m) for m in checked_modules())
+    ]
+    allowed = ("__init__.py", "__main__.py", "kernels/__init__.py", "kernels/cpu", "kernels/gpu")
+    assert [name for name in unchecked if not name.startswith(allowed)] == []
+
+
+def test_the_transformer_names_no_family() -> None:
+    for name in ("model/transformer.py", "ops.py", "architecture.py"):
+        text = (SOURCE / name).read_text(encoding="utf-8").lower()
+        assert [family for family in FAMILIES if family in text] == [], name
+
+
+def test_no_hasattr_global_or_type_checking() -> None:
+    found = []
+    for name, tree in syntax_trees():
+        for node in ast.walk(tree):
+            called = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else None
+            if isinstance(node, ast.Global) or called in ("hasattr", "TYPE_CHECKING"):
+                found.append(f"{name}:{node.lineno}")
+    assert found == []
+
+
+def test_functions_import_only_heavy_dependencies() -> None:
+    found = []
+    for name, tree in syntax_trees():
+        for function in ast.walk(tree):
+            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            for node in ast.walk(function):
+                for module in imported_modules(node):
+                    is_lazy_front = name.startswith(LAZY_FRONT) and module.startswith("infer.")
+                    if module.split(".")[0] not in LAZY_DEPENDENCIES and not is_lazy_front:
+                        found.append(f"{name}:{function.name} imports {module}")
+    assert found == []
+
+
+def imported_modules(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or "."] if isinstance(node, ast.ImportFrom) else []
+
+
+def test_only_ops_and_tests_know_kernel_modules() -> None:
+    def knows_kernels(tree: ast.Module) -> bool:
+        modules = [module for node in ast.walk(tree) for module in imported_modules(node)]
+        return any(module.startswith("infer.kernels") for module in modules)
+
+    allowed = ("kernels/", "capture/", "ops.py")
+    assert [name for name, tree in syntax_trees() if not name.startswith(allowed) and knows_kernels(tree)] == []
+
+
+def test_kernel_modules_export_every_op() -> None:
+    ops = importlib.import_module("infer.ops")
+    reference = importlib.import_module("infer.kernels.reference")
+    tree = ast.parse((SOURCE / "ops.py").read_text(encoding="utf-8"))
+    called = {
+        node.func.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Call)
+    } & {name for name in vars(ops) if not name.startswith("_")}
+    assert "attend" in called
+    for module in {reference, ops.kernels(torch.device("cpu"))}:
+        assert sorted(called - set(vars(module))) == [], module.__name__
+
+
+def test_no_test_asserts_a_time() -> None:
+    found = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Assert) and re.search(r"perf_counter|monotonic\(|time\.time\(", ast.unparse(node)):
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert found == []
+
+
+def test_files_name_no_registry_and_no_path_of_this_machine() -> None:
+    options = ("--index" + "-url", "--find" + "-links", "--reg" + "istry")
+    here = (f"{ROOT}/", f"{Path.home()}/")
+    pattern = re.compile("|".join(map(re.escape, (*options, *here))))
+    found = []
+    for path in project_files():
+        if path.suffix in TEXT_SUFFIXES:
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            found += [f"{path.relative_to(ROOT)}:{i}" for i, line in enumerate(lines, 1) if pattern.search(line)]
+    assert found == []
+
+
+def project_files() -> list[Path]:
+    folders = ("src", "tests", "benchmarks", "examples", "scripts", "docs", ".ci")
+    below = [
+        p for folder in folders for p in (ROOT / folder).rglob("*") if p.is_file() and "__pycache__" not in p.parts
+    ]
+    return sorted(below + [p for p in ROOT.iterdir() if p.is_file()])
+
+
+def test_the_stub_for_type_checkers_lists_every_public_name() -> None:
+    stub = ast.parse((SOURCE / "__init__.pyi").read_text())
+    names = {alias.asname for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert names == set(infer.__all__)

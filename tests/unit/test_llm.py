@@ -1,0 +1,240 @@
+"""`LLM` on a tiny random model: what a program sees, captured or not, whole or streamed."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+
+from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
+from infer import LLM, InvalidRequestError, ModelError, SamplingParams, generate, load_model, load_tokenizer
+from infer.errors import ContextLengthError
+from infer.params import UnknownParameterError
+from tiny import TINY, Tiny, make_tiny
+
+CONTEXT = 200
+GREEDY = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.9, top_k=40, top_p=0.9, repetition_penalty=1.2, seed=7, max_new_tokens=40)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        bos_token_id=None,
+        eos_token_id=256,
+    )
+    make_tiny(Tiny("bytes", config), folder)
+    write_byte_tokenizer(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_k": 20, "eos_token_id": 256}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(folder)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_capture_and_cache_change_no_token(llm: LLM, folder: Path, params: SamplingParams) -> None:
+    expected = llm.generate("once upon", params).token_ids
+    assert LLM(folder, capture=False).generate("once upon", params).token_ids == expected
+    model, _ = load_model(folder)
+    tokenizer = load_tokenizer(folder)
+    prompt_ids = tokenizer.encode("once upon")
+    for values in ({"use_cache": False}, {"prefill_chunk": 3}, {"capture": False, "prefill_chunk": 1}):
+        assert generate(model, tokenizer, prompt_ids, params, **values).token_ids == expected
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_the_number_of_threads_changes_no_token(folder: Path, threads: int) -> None:
+    before = torch.get_num_threads()
+    try:
+        texts = {LLM(folder, threads=count).generate("once", GREEDY).text for count in (1, threads)}
+    finally:
+        torch.set_num_threads(before)
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_streamed_pieces_joined_are_the_text(llm: LLM, params: SamplingParams) -> None:
+    stream = llm.stream("abc", params)
+    pieces = list(stream)
+    assert "".join(piece.text for piece in pieces) == stream.result.text == llm.generate("abc", params).text
+    assert [piece.token_id for piece in pieces] == stream.result.token_ids
+
+
+def test_a_stop_inside_a_chain_leaves_no_trace(llm: LLM) -> None:
+    """The tokens a chain computed past the stop are gone: from ids, text and cache, so the next answer is the same."""
+    whole = llm.generate("abc", GREEDY)
+    for count in (1, 3, 5, 11):
+        stopped = llm.generate("abc", SamplingParams(temperature=0, stop_token_ids=[whole.token_ids[count]]))
+        first = whole.token_ids.index(whole.token_ids[count])
+        assert stopped.token_ids == whole.token_ids[: first + 1]
+    assert llm.generate("abc", GREEDY).token_ids == whole.token_ids
+
+
+def test_a_callback_that_cancels_ends_a_chain_at_once(llm: LLM) -> None:
+    seen: list[int] = []
+
+    def on_token(token_id: int, text: str) -> bool:
+        seen.append(token_id)
+        return len(seen) < 4
+
+    result = llm.generate("abc", GREEDY, on_token=on_token)
+    assert (result.finish_reason, result.stop_reason, len(seen)) == ("abort", "cancelled", 4)
+    assert result.token_ids == seen
+
+
+def test_two_streams_and_an_answer_do_not_disturb_each_other(llm: LLM) -> None:
+    expected = [llm.generate(prompt, GREEDY).text for prompt in ("one", "two", "three")]
+    first, second = llm.stream("one", GREEDY), llm.stream("two", GREEDY)
+    texts = ["", ""]
+    for left, right in zip(first, second, strict=True):
+        texts[0] += left.text
+        texts[1] += right.text
+    assert [*texts, llm.generate("three", GREEDY).text] == expected
+
+
+def test_answers_from_several_threads_are_those_of_one(llm: LLM) -> None:
+    prompts = [f"prompt {index}" for index in range(4)]
+    expected = {prompt: llm.generate(prompt, SAMPLED).text for prompt in prompts}
+    got: dict[str, str] = {}
+
+    def answer(prompt: str) -> None:
+        got[prompt] = llm.generate(prompt, SAMPLED).text
+
+    threads = [threading.Thread(target=answer, args=(prompt,)) for prompt in prompts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == expected
+
+
+def test_logits_are_those_that_generate_sees(llm: LLM) -> None:
+    result = llm.generate("abc", GREEDY)
+    logits = llm.logits([*b"abc", *result.token_ids])
+    assert logits.shape == (43, VOCAB_SIZE)
+    assert logits.argmax(-1)[2:-1].tolist() == result.token_ids
+
+
+def test_the_models_own_sampling_defaults_are_taken_without_params(llm: LLM) -> None:
+    assert llm.sampling_defaults == {"temperature": 0.6, "top_k": 20}
+
+
+def test_a_generation_fills_the_context_and_says_so(llm: LLM) -> None:
+    result = llm.generate([1] * 190, SamplingParams(temperature=0, max_new_tokens=None, ignore_eos=True))
+    assert (result.generated_tokens, result.finish_reason, result.stop_reason) == (10, "length", "context")
+
+
+def test_a_prompt_longer_than_the_context_names_both_lengths(llm: LLM) -> None:
+    with pytest.raises(ContextLengthError, match=r"200 tokens.*holds 200"):
+        llm.generate([1] * CONTEXT)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [("", "empty"), ([1, 258], "from 0 to 257, got 258"), ([-1], "got -1"), ("\ud800", "surrogate")],
+)
+def test_a_bad_prompt_is_one_clear_line(llm: LLM, prompt: str | list[int], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        llm.generate(prompt, GREEDY)
+    assert "\n" not in str(caught.value)
+
+
+def test_chat_without_a_template_says_what_to_do(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="chat template"):
+        llm.chat([{"role": "user", "content": "hi"}])
+
+
+def test_ids_that_a_request_names_must_be_in_the_vocabulary(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="logit_bias"):
+        llm.generate("a", SamplingParams(logit_bias={999: 1.0}))
+
+
+def test_constrained_decoding_is_refused_not_ignored(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="json_schema"):
+        llm.generate("a", SamplingParams(json_schema="{}"))
+    with pytest.raises(UnknownParameterError, match="did you mean temperature"):
+        SamplingParams(temprature=1.0)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"dtype": "int8"}, "dtype must be"),
+        ({"device": "tpu"}, "device must be"),
+        ({"max_seq_len": 100_000}, "max_seq_len must be"),
+        ({"threads": 0}, "threads must be"),
+        ({"precision": "best"}, "precision must be"),
+        ({"weights": "q2"}, "weights must be"),
+        ({"weights": "q8", "dtype": "float32"}, "contradict"),
+    ],
+)
+def test_a_bad_setting_is_one_clear_line(folder: Path, values: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        LLM(folder, **values)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "q8", "q4"])
+def test_weights_quantised_at_load_stay_close(llm: LLM, folder: Path, weights: str) -> None:
+    token_ids = list(b"the quick brown fox jumps over the lazy dog")
+    expected, logits = llm.logits(token_ids), LLM(folder, weights=weights).logits(token_ids)  # type: ignore[arg-type]
+    spread = {"bf16": 0.02, "q8": 0.05, "q4": 0.4}[weights]
+    error = float((expected - logits).std() / expected.std())
+    assert 1e-6 < error < spread
+
+
+def test_tensors_that_do_not_fit_the_config_are_all_named(folder: Path, tmp_path: Path) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 96, "num_hidden_layers": 3}))
+    with pytest.raises(ModelError) as caught:
+        LLM(tmp_path)
+    message = str(caught.value)
+    assert "model.layers.2.self_attn.q_proj.weight" in message
+    assert "model.layers.0.mlp.gate_proj.weight has shape (128, 64), the config asks for (96, 64)" in message
+    assert "\n" not in message
+
+
+def test_an_unknown_architecture_is_named_with_those_that_are_known(folder: Path, tmp_path: Path) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
+    with pytest.raises(ModelError, match=r"'mamba' is not supported.*gemma3_text, llama, qwen3"):
+        LLM(tmp_path)
+
+
+def test_ids_that_only_the_embedding_has_are_never_said(folder: Path, tmp_path: Path) -> None:
+    """As in Qwen3, whose embedding is padded: greedy, chained or sampled, the padding's logits count for nothing."""
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        padding = 100 * tensors[name].abs().max() * torch.ones(6, 64) * torch.tensor([1, -1, 1, -1, 1, -1])[:, None]
+        tensors[name] = torch.cat([tensors[name], padding.to(tensors[name].dtype)])
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": VOCAB_SIZE + 6}))
+    padded, plain = LLM(tmp_path), LLM(folder)
+    assert max(padded.logits([*b"abc"]).argmax(-1)) >= VOCAB_SIZE
+    for params in (GREEDY, SAMPLED):
+        assert padded.generate("abc", params).token_ids == plain.generate("abc", params).token_ids
+
+
+def test_every_tiny_family_is_distinct() -> None:
+    assert len({tiny.name for tiny in TINY}) == len(TINY)

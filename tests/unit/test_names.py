@@ -1,0 +1,98 @@
+"""Claims about tensor names: both worlds' names become ours, one for one thing."""
+
+import pytest
+
+from infer.checkpoint.names import is_norm, names_from_gguf, names_from_hugging_face
+
+PROJECTIONS = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+}
+TOP = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+LAYER = "model.layers.7."
+LLAMA_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
+GEMMA_NORMS = {
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "mlp_norm",
+    "post_feedforward_layernorm": "post_mlp_norm",
+}
+GGUF_NORMS = {
+    "attn_norm": "attention_norm",
+    "post_attention_norm": "post_attention_norm",
+    "ffn_norm": "mlp_norm",
+    "post_ffw_norm": "post_mlp_norm",
+}
+
+
+def test_ggufs_names_become_ours() -> None:
+    expected = TOP | {f"blk.7.{stored}.weight": f"{LAYER}{ours}.weight" for stored, ours in PROJECTIONS.items()}
+    expected |= {f"blk.7.{stored}.weight": f"{LAYER}{ours}.weight" for stored, ours in GGUF_NORMS.items()}
+    expected["blk.7.attn_q.bias"] = f"{LAYER}self_attn.q_proj.bias"
+    assert names_from_gguf(expected) == expected
+
+
+@pytest.mark.parametrize("norms", [LLAMA_NORMS, GEMMA_NORMS], ids=["llama", "gemma"])
+def test_the_norm_after_attention_is_told_from_the_norm_before_the_mlp(norms: dict[str, str]) -> None:
+    expected = {f"{LAYER}{stored}.weight": f"{LAYER}{ours}.weight" for stored, ours in norms.items()}
+    assert names_from_hugging_face(expected) == expected
+
+
+@pytest.mark.parametrize("prefix", ["model.", "model.language_model.", "language_model.model."])
+def test_the_text_part_of_a_multimodal_model_has_the_same_names(prefix: str) -> None:
+    ours = [*PROJECTIONS.values(), *GEMMA_NORMS]
+    stored = [f"{prefix}embed_tokens.weight", f"{prefix}norm.weight"]
+    stored += [f"{prefix}layers.7.{name}.weight" for name in ours]
+    expected = ["model.embed_tokens.weight", "model.norm.weight"]
+    expected += [f"{LAYER}{GEMMA_NORMS.get(name, name)}.weight" for name in ours]
+    assert list(names_from_hugging_face(stored).values()) == expected
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "language_model.lm_head.weight"])
+def test_the_head_has_one_name(name: str) -> None:
+    assert names_from_hugging_face([name]) == {name: "lm_head.weight"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.weight",
+        "model.vision_tower.vision_model.post_layernorm.weight",
+        "model.visual.blocks.0.norm1.weight",
+        "multi_modal_projector.mm_input_projection_weight",
+        "model.multi_modal_projector.mm_soft_emb_norm.weight",
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+    ],
+)
+def test_what_is_no_weight_of_the_text_network_is_skipped(name: str) -> None:
+    assert names_from_hugging_face([name]) == {}
+
+
+def test_ropes_factors_are_no_weight() -> None:
+    assert names_from_gguf(["rope_freqs.weight"]) == {}
+
+
+@pytest.mark.parametrize(
+    "name", ["blk.0.ssm_in.weight", "blk.00.attn_q.weight", "blk.-1.attn_q.weight", "blk.0.attn_q"]
+)
+def test_a_name_that_we_do_not_know_is_kept_to_be_reported(name: str) -> None:
+    assert names_from_gguf([name]) == {name: name}
+    assert names_from_hugging_face([name]) == {name: name}
+
+
+def test_norms_are_known_by_name() -> None:
+    norms = [f"{LAYER}{name}.weight" for name in (*GGUF_NORMS.values(), "self_attn.q_norm", "self_attn.k_norm")]
+    assert all(is_norm(name) for name in (*norms, "model.norm.weight"))
+    others = [f"{LAYER}{name}.weight" for name in PROJECTIONS.values() if not name.endswith("norm")]
+    assert not any(is_norm(name) for name in (*others, "model.embed_tokens.weight", f"{LAYER}self_attn.q_proj.bias"))

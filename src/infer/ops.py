@@ -5,8 +5,9 @@ norm → gate · up; down → residual), with embed before and head after. `kern
 each means; every other kernel module exports the same names and agrees with it.
 """
 
+import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Literal
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -63,6 +65,14 @@ def prepare(projection: Projection, device: torch.device, precision: Precision =
     """
     prepared: Projection = kernels(device).prepare(projection, device, precision)
     return prepared
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeroed memory. On a CPU the system gives its pages when they are first written: torch.zeros writes them all."""
+    if device.type != "cpu":
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(tuple(shape))
 
 
 def set_num_threads(num_threads: int) -> None:

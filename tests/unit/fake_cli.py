@@ -21,6 +21,7 @@ class FakeModel:
     """Says `echo: PROMPT`, a word a token, and shows its parameters where the prompt says "params"."""
 
     max_seq_len = 100
+    can_chat = True
 
     def __init__(self, sampling_defaults: dict[str, Any] | None = None) -> None:
         self.sampling_defaults = sampling_defaults or {}

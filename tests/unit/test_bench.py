@@ -129,7 +129,7 @@ def test_a_label_names_a_layer_and_a_kind(label: str, expected: tuple[str, str])
 
 
 def test_a_profile_has_every_operation_and_layer(llm: LLM) -> None:
-    for found in profile(llm, WORKLOAD):
+    for found in profile(llm, WORKLOAD, read_bytes=READ_BYTES):
         assert {operation.kind for operation in found.operations} == {
             *("embed", "qkv", "attend", "output", "gate_up", "down", "head", "norm")
         }
@@ -138,19 +138,19 @@ def test_a_profile_has_every_operation_and_layer(llm: LLM) -> None:
 
 
 def test_operations_and_layers_add_up_to_the_same_time(llm: LLM) -> None:
-    for found in profile(llm, WORKLOAD):
+    for found in profile(llm, WORKLOAD, read_bytes=READ_BYTES):
         assert sum(seconds for _, seconds in found.layers) == pytest.approx(found.seconds)
 
 
 def test_a_decode_steps_operations_read_what_the_step_reads(llm: LLM) -> None:
-    _, decode = profile(llm, WORKLOAD)
+    _, decode = profile(llm, WORKLOAD, read_bytes=READ_BYTES)
     expected = sum(weight_bytes_by_kind(llm.model).values()) + kv_bytes(llm.model, 12)
     assert sum(operation.num_bytes for operation in decode.operations) == expected
 
 
 def test_a_prefills_times_and_multiplications_are_a_tokens(llm: LLM) -> None:
     model, commands = llm.model, [("L0.qkv.matmul F32", 8.0), ("L0.attend.chunks", 4.0), ("head.matmul F32", 2.0)]
-    one, four = (summarize(model, "prefill", commands, count, 0) for count in (1, 4))
+    one, four = (summarize(model, "prefill", commands, count, 0, 1e9) for count in (1, 4))
     assert four.seconds == one.seconds / 4
     flops = [{operation.kind: operation.num_flops for operation in found.operations} for found in (one, four)]
     assert flops[1]["qkv"] == flops[0]["qkv"] == 2 * 2 * 64 * (4 + 2 + 2) * 16
@@ -169,13 +169,23 @@ def test_a_bar_is_exact_to_an_eighth_of_a_character(share: float, expected: str)
     assert bar(share, 4) == expected
 
 
+def test_a_decode_step_is_shown_beside_the_limit(llm: LLM) -> None:
+    commands = [("L0.qkv.matmul F32", 1e-5), ("L0.qkv.normalize", 2e-5)]
+    found = summarize(llm.model, "decode", commands, 1, 12, 1e12)
+    qkv = next(operation for operation in found.operations if operation.kind == "qkv")
+    lines = list(profile_lines(found, 100))
+    assert "the limit is 1000.0 GB/s" in lines[1]
+    assert f"{qkv.num_bytes / qkv.seconds / 1e12:.1%}" in lines[-3]
+    assert lines[-4].split()[:2] == ["norm", "1"]
+
+
 def test_columns_rise_with_their_values() -> None:
     assert columns([0.0, 1.0, 2.0, 4.0], 4.0) == "▁▃▅█"
 
 
-@pytest.mark.parametrize("width", [70, 120])
+@pytest.mark.parametrize("width", [80, 120])
 def test_a_picture_fills_the_terminal_and_no_more(llm: LLM, width: int) -> None:
-    for found in profile(llm, WORKLOAD):
+    for found in profile(llm, WORKLOAD, read_bytes=READ_BYTES):
         lines = list(profile_lines(found, width))
         assert max(len(line) for line in lines) == width
         assert any("L0" in line and "L1" in line for line in lines)

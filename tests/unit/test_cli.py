@@ -494,3 +494,12 @@ def test_in_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves() -> None:
         process.kill()
         process.wait()
         os.close(parent)
+
+
+def test_a_chat_with_a_model_that_has_no_template_ends_before_the_first_question(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(FakeModel, "can_chat", False)
+    monkeypatch.setattr(commands, "load_model", lambda context, options: FakeModel())
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        commands.infer.main(["chat"], standalone_mode=False)

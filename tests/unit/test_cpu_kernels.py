@@ -80,7 +80,7 @@ def test_cpu_exports_every_name_of_reference() -> None:
 
 
 @pytest.mark.parametrize("type_", TYPES)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     rows=st.integers(1, 70),
     blocks=st.integers(1, 3),

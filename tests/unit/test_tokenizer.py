@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from infer.checkpoint.gguf import read_gguf
 from infer.errors import InvalidRequestError, ModelFormatError, UnsupportedModelError
 from infer.tokenizer import Tokenizer
 from infer.tokenizer.gguf_tokenizer import PRE_TOKENIZERS, TokenType, _find_splits
@@ -281,10 +282,7 @@ def folder(name: str) -> Path:
 def gguf_metadata(path: Path) -> dict[str, Any]:
     if not path.is_file():
         pytest.skip(f"{path} is absent")
-    import gguf
-
-    fields = gguf.GGUFReader(path).fields
-    return {name: field.contents() for name, field in fields.items() if name.startswith("tokenizer.")}
+    return read_gguf(path).metadata
 
 
 def smollm2_gguf() -> Path:

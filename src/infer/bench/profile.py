@@ -13,13 +13,22 @@ from typing import Any, final
 import torch
 
 from infer import ops
-from infer.bench.speed import OnProgress, Workload, kv_bytes, make_prompt, projections_by_kind, weight_bytes_by_kind
+from infer.bench.speed import (
+    Memory,
+    OnProgress,
+    Workload,
+    kv_bytes,
+    make_prompt,
+    projections_by_kind,
+    weight_bytes_by_kind,
+)
 from infer.context import PREFILL_CHUNK, CachedContext
 from infer.llm import LLM
 from infer.model.transformer import Transformer
 
 CALIBRATION_TOKENS = 256  # a step that is long beside what Python adds to it
 PREFILL_STEPS, DECODE_STEPS = 3, 32
+_Cycles = list[tuple[str, int]]  # a step's commands: label, cycles
 NORMS = ("normalize", "post_norm")  # commands of several operations, shown as one
 
 
@@ -45,6 +54,7 @@ class Profile:
     context: int
     operations: tuple[Operation, ...]
     layers: tuple[tuple[str, float], ...]
+    read_bandwidth: float  # bytes per second that as many threads read, measured before and after
 
     @property
     def seconds(self) -> float:
@@ -61,33 +71,46 @@ class Profile:
 
 @torch.inference_mode()
 def profile(
-    llm: LLM, workload: Workload, on_progress: OnProgress = lambda done, total: None
+    llm: LLM,
+    workload: Workload,
+    on_progress: OnProgress = lambda done, total: None,
+    *,
+    read_bytes: int | None = None,
 ) -> tuple[Profile, Profile]:
-    """Of the prefill and of a decode step, without its sampling.
+    """Of the prefill and of a decode step, without its sampling; bandwidth as in `measure`.
 
     Raises InvalidRequestError for a device whose steps are not recorded as a table.
     """
     model, num_parts = llm.model, PREFILL_STEPS + DECODE_STEPS
-    with ops.threads_for(model.device):
+    prompt = make_prompt(model, max(workload.prompt_tokens, workload.depth), seed=0)
+    prefill_steps, decode_steps = list[_Cycles](), list[_Cycles]()
+    with Memory(ops.num_threads(model.device), read_bytes) as memory, ops.threads_for(model.device):
         context = CachedContext(model, workload.max_seq_len)
-        prompt = make_prompt(model, max(workload.prompt_tokens, workload.depth), seed=0)
         seconds_per_cycle = _calibrate(context, prompt[:CALIBRATION_TOKENS])
-        prefill_steps, decode_steps = [], []
         for step in range(PREFILL_STEPS):
             prefill_steps.append(context.profile(prompt[: workload.prompt_tokens]))
             on_progress(step + 1, num_parts)
         for start in range(0, workload.depth, PREFILL_CHUNK):
             context.extend(prompt[start : min(start + PREFILL_CHUNK, workload.depth)])
+        rates = [memory.read_rate()]
         for step in range(DECODE_STEPS):
             decode_steps.append(context.profile(prompt[:1]))
             on_progress(PREFILL_STEPS + step + 1, num_parts)
-    times = [_seconds_by_label(steps, seconds_per_cycle) for steps in (prefill_steps, decode_steps)]
-    prefill = summarize(model, "prefill", times[0], workload.prompt_tokens, 0)
-    return prefill, summarize(model, "decode", times[1], 1, workload.depth)
+        rates.append(memory.read_rate())
+    prefill, decode = (_seconds_by_label(steps, seconds_per_cycle) for steps in (prefill_steps, decode_steps))
+    return (
+        summarize(model, "prefill", prefill, workload.prompt_tokens, 0, max(rates)),
+        summarize(model, "decode", decode, 1, workload.depth, max(rates)),
+    )
 
 
 def summarize(
-    model: Transformer, name: str, seconds_by_command: Sequence[tuple[str, float]], num_tokens: int, context: int
+    model: Transformer,
+    name: str,
+    seconds_by_command: Sequence[tuple[str, float]],
+    num_tokens: int,
+    context: int,
+    read_bandwidth: float,
 ) -> Profile:
     """Sums over the commands of a step of `num_tokens` tokens, in the order in which they first run."""
     calls, seconds, layers = Counter[str](), defaultdict[str, float](float), defaultdict[str, float](float)
@@ -103,7 +126,7 @@ def summarize(
     operations = [
         Operation(kind, calls[kind], seconds[kind], num_bytes.get(kind, 0), num_flops.get(kind, 0)) for kind in calls
     ]
-    return Profile(name, num_tokens, context, tuple(operations), tuple(layers.items()))
+    return Profile(name, num_tokens, context, tuple(operations), tuple(layers.items()), read_bandwidth)
 
 
 def split_label(label: str) -> tuple[str, str]:
@@ -137,7 +160,7 @@ def _calibrate(context: CachedContext, token_ids: Sequence[int]) -> float:
     return min(rates)
 
 
-def _seconds_by_label(steps: Sequence[Sequence[tuple[str, int]]], seconds_per_cycle: float) -> list[tuple[str, float]]:
+def _seconds_by_label(steps: Sequence[_Cycles], seconds_per_cycle: float) -> list[tuple[str, float]]:
     """Each command's median over the steps."""
     labels = [label for label, _ in steps[0]]
     cycles = [median(spent) for spent in zip(*([spent for _, spent in step] for step in steps), strict=True)]

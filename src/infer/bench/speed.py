@@ -24,8 +24,8 @@ from infer.params import SamplingParams
 from infer.results import GenerationTiming, percentile
 from infer.weights import Projection
 
-READ_BYTES = 512 << 20  # by all threads together; larger than any cache
-SMALLEST_BUFFER = 64 << 20  # of one thread among many
+READ_BYTES = 512 << 20  # by all threads together, more if they are many; larger than any cache
+BYTES_PER_THREAD, PIECES_PER_THREAD = 32 << 20, 16
 
 OnProgress = Callable[[int, int], None]
 
@@ -92,9 +92,12 @@ def measure(
     workload: Workload,
     on_progress: OnProgress = lambda done, total: None,
     *,
-    read_bytes: int = READ_BYTES,
+    read_bytes: int | None = None,
 ) -> Speed:
-    """One warm-up, then the repeats with bandwidth measured before, between and after them, over `read_bytes`."""
+    """One warm-up, then the repeats with bandwidth measured before, between and after them.
+
+    `read_bytes` is what that reads; None is more than the caches hold.
+    """
     prefill, decode = list[GenerationTiming](), list[GenerationTiming]()
     num_parts = workload.repeats + 1
     _run(llm, workload, seed=0)
@@ -182,11 +185,12 @@ def kv_bytes(model: Transformer, context: int) -> int:
 
 @final
 class Memory:
-    """Buffers of float32, one for each thread, and threads that sum them as fast as memory gives them."""
+    """A buffer in pieces, and threads that sum them as fast as memory gives them, each taking the next free piece."""
 
-    def __init__(self, threads: int, num_bytes: int = READ_BYTES) -> None:
-        each = max(num_bytes // threads, min(num_bytes, SMALLEST_BUFFER))
-        self._buffers = [torch.ones(each // 4) for _ in range(threads)]
+    def __init__(self, threads: int, num_bytes: int | None = None) -> None:
+        total = num_bytes or max(READ_BYTES, threads * BYTES_PER_THREAD)
+        self._buffer = torch.ones(total // 4)
+        self._pieces = self._buffer.chunk(threads * PIECES_PER_THREAD)
         self._threads = ThreadPoolExecutor(threads)
 
     def __enter__(self) -> Self:
@@ -195,15 +199,14 @@ class Memory:
     def __exit__(self, *error: object) -> None:
         self._threads.shutdown()
 
-    def read_rate(self, tries: int = 3) -> float:
+    def read_rate(self, tries: int = 5) -> float:
         """Bytes per second that all threads read together: the best of the tries."""
-        num_bytes = sum(buffer.nbytes for buffer in self._buffers)
         rates = []
         with ops.threads_for(torch.device("cpu")):  # one of torch's threads for each of ours
             for _ in range(tries):
                 started = time.perf_counter()
-                list(self._threads.map(torch.sum, self._buffers))
-                rates.append(num_bytes / (time.perf_counter() - started))
+                list(self._threads.map(torch.sum, self._pieces))
+                rates.append(self._buffer.nbytes / (time.perf_counter() - started))
         return max(rates)
 
 

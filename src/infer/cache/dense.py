@@ -31,8 +31,8 @@ class DenseCache(KVCache):
         self._keys, self._values = [], []
         for layer in layers:
             heads, dim = layer.num_kv_heads, layer.head_dim
-            self._keys.append(torch.zeros((num_rows, heads, blocks, dim, LANES), dtype=dtype, device=device))
-            self._values.append(torch.zeros((num_rows, heads, blocks * LANES, dim), dtype=dtype, device=device))
+            self._keys.append(ops.zeros((num_rows, heads, blocks, dim, LANES), dtype, device))
+            self._values.append(ops.zeros((num_rows, heads, blocks * LANES, dim), dtype, device))
 
     @property
     def capacity(self) -> int:

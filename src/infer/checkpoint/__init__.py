@@ -4,6 +4,7 @@ Opening reads headers only; weights are views of the mapped files, in the types 
 those of `names`, and what a format does to weights (GGUF's order of q's and k's rows, Gemma's w for 1 + w) is undone.
 """
 
+import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +18,7 @@ from infer.checkpoint.config import (
     generation_config_from_gguf,
 )
 from infer.checkpoint.gguf import GGUFFile, read_gguf
+from infer.checkpoint.mapped import release_pages
 from infer.checkpoint.names import is_norm, names_from_gguf, names_from_hugging_face
 from infer.checkpoint.resolve import resolve
 from infer.checkpoint.safetensors import read_safetensors_folder
@@ -39,6 +41,12 @@ class Checkpoint:
     metadata: Mapping[str, Any] = field(repr=False)  # GGUF's key-values, for the tokenizer; {} for a folder
     weights: Mapping[str, StoredWeight] = field(repr=False)
     generation_config: Mapping[str, Any]  # {} if the model has none
+    contents: tuple[mmap.mmap, ...] = field(default=(), repr=False)  # the mapped files of the weights
+
+    def release_pages(self) -> None:
+        """Give the memory of weights that were read back to the system; they can be read again at any time."""
+        for content in self.contents:
+            release_pages(content)
 
 
 def open_checkpoint(model_id: str | Path) -> Checkpoint:
@@ -60,7 +68,8 @@ def _open_folder(folder: Path) -> Checkpoint:
         tensor = tensors[stored]
         tensor.check_supported()
         makers[name] = partial(_plain, tensor.weight, len(tensor.shape), added if is_norm(name) else 0.0)
-    return Checkpoint(folder, config, {}, LazyWeights(makers), generation_config_from_folder(folder))
+    contents = tuple({id(tensor.content): tensor.content for tensor in tensors.values()}.values())
+    return Checkpoint(folder, config, {}, LazyWeights(makers), generation_config_from_folder(folder), contents)
 
 
 def _open_gguf(path: Path) -> Checkpoint:
@@ -76,7 +85,8 @@ def _open_gguf(path: Path) -> Checkpoint:
             _check_heads(file, stored, heads[projection])
             make = partial(_in_half_order, make, heads[projection])
         makers[name] = make
-    return Checkpoint(path, config, file.metadata, LazyWeights(makers), generation_config_from_gguf(file))
+    generation_config = generation_config_from_gguf(file)
+    return Checkpoint(path, config, file.metadata, LazyWeights(makers), generation_config, (file.content,))
 
 
 def _plain(make: Callable[[], StoredWeight], num_dimensions: int, added: float = 0.0) -> StoredWeight:

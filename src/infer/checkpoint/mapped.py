@@ -5,6 +5,7 @@ The map is private: writing to a tensor would change this process's copy of a pa
 
 import mmap
 import stat
+import sys
 from math import prod
 from pathlib import Path
 
@@ -44,3 +45,9 @@ def view_floats(content: mmap.mmap, type: str, offset: int, shape: tuple[int, ..
 
 def view_rows(content: mmap.mmap, offset: int, rows: int, row_bytes: int) -> UInt8[Tensor, "rows bytes"]:
     return torch.frombuffer(content, dtype=torch.uint8, count=rows * row_bytes, offset=offset).reshape(rows, row_bytes)
+
+
+def release_pages(content: mmap.mmap) -> None:
+    """Take the file's pages out of this process's memory. Views stay valid: what they touch is read again."""
+    if sys.platform == "linux":
+        content.madvise(mmap.MADV_DONTNEED)

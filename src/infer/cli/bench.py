@@ -77,14 +77,16 @@ def profile_lines(found: Profile, width: int) -> Iterator[str]:
     each = "a token" if found.num_tokens == 1 else f"a token, {1e3 * found.seconds * found.num_tokens:.1f} ms in all"
     where = f"of {found.num_tokens}" if found.num_tokens > 1 else f"at {found.context}"
     yield f"{found.name} {where}: {1e6 * found.seconds:.1f} µs {each}, {found.num_calls} commands"
+    if found.num_tokens == 1:
+        yield f"  the limit is {found.read_bandwidth / 1e9:.1f} GB/s, read by as many threads before and after"
     reads = found.num_tokens == 1
-    rates = f"{'MB':>8}{'GB/s':>8}" if reads else f"{'MFLOP':>8}{'GFLOP/s':>8}"
+    rates = f"{'MB':>8}{'GB/s':>8}{'of limit':>10}" if reads else f"{'MFLOP':>8}{'GFLOP/s':>8}"
     yield f"  {'operation':<10}{'calls':>6}{'µs/token':>10}{'share':>8}{rates}"
-    room = max(8, width - 54)
+    room = max(8, width - (64 if reads else 54))
     longest = max(operation.seconds for operation in found.operations)
     for operation in sorted(found.operations, key=lambda operation: -operation.seconds):
         share = operation.seconds / found.seconds
-        numbers = f"{operation.calls:>6}{1e6 * operation.seconds:>10.1f}{share:>8.1%}{_rate(operation, reads)}"
+        numbers = f"{operation.calls:>6}{1e6 * operation.seconds:>10.1f}{share:>8.1%}{_rate(operation, found)}"
         yield f"  {operation.kind:<10}{numbers}  {bar(operation.seconds / longest, room)}"
     layers = [(name, seconds) for name, seconds in found.layers if name[0] == "L"]
     if layers:
@@ -95,11 +97,15 @@ def profile_lines(found: Profile, width: int) -> Iterator[str]:
             yield f"  {part[0][0]:>4} {columns([seconds for _, seconds in part], max(times))} {part[-1][0]}"
 
 
-def _rate(operation: Operation, reads: bool) -> str:
+def _rate(operation: Operation, found: Profile) -> str:
+    """What is read, how fast, and the share of the limit; of a prefill, where reading is shared, multiplications."""
+    reads = found.num_tokens == 1
     amount = operation.num_bytes if reads else operation.num_flops
     if not amount:
-        return f"{'–':>8}{'–':>8}"
-    return f"{amount / 1e6:>8.2f}{amount / operation.seconds / 1e9:>8.1f}"
+        return f"{'–':>8}{'–':>8}" + (f"{'–':>10}" if reads else "")
+    rate = amount / operation.seconds
+    share = f"{rate / found.read_bandwidth:>10.1%}" if reads else ""
+    return f"{amount / 1e6:>8.2f}{rate / 1e9:>8.1f}{share}"
 
 
 def columns(values: Sequence[float], highest: float) -> str:

@@ -182,6 +182,11 @@ def chat(context: click.Context, /, **options: Any) -> None:
     from infer.cli.chat import ChatSession, converse
 
     model = load_model(context, options)
+    if not model.can_chat:
+        raise InvalidRequestError(
+            f"the model {options['model']} has no chat template: continue plain text with infer generate, or take an "
+            "instruct version of the model"
+        )
     params = merge_params(table, model_defaults(model, options), given, quiet=options["quiet"])
     session = ChatSession(model, options["model"], params, system=options["system"])
     invocation.exit_status = converse(session, quiet=options["quiet"])

@@ -19,6 +19,9 @@ class Model(Protocol):
     @property
     def max_seq_len(self) -> int: ...
 
+    @property
+    def can_chat(self) -> bool: ...
+
     def generate(
         self,
         prompt: str | Sequence[int],

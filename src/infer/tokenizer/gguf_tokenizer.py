@@ -21,7 +21,7 @@ Hashes = npt.NDArray[np.uint64]
 _SPACE_MARK = "▁"
 _HASH_BASE = 0x9E3779B97F4A7C15
 _HASH_MIX = 0xD6E8FEB86659FD93
-_BITMAP_BITS = 22
+_SLOT_BITS = 22
 
 
 class TokenType(IntEnum):
@@ -183,11 +183,14 @@ def _derive_merges(texts: list[str], scores: Sequence[float], types: list[int]) 
     Runs of whitespace and tags that the trainer was given come before all that it learnt; they have no score.
     """
     splits = _find_splits(texts)
-    type_of = np.asarray(types)[splits.whole]
+    type_of = np.asarray(types)
     is_given = type_of == TokenType.USER_DEFINED
-    score_of = np.where(is_given, np.inf, np.asarray(scores, dtype=np.float64)[splits.whole])
-    order = np.lexsort((splits.whole, -splits.right_lengths, -splits.left_lengths, -score_of))
-    order = order[(is_given | (type_of == TokenType.NORMAL))[order]]
+    _, rank = np.unique(np.where(is_given, -np.inf, -np.asarray(scores, dtype=np.float64)), return_inverse=True)
+    longest = int(max(splits.left_lengths.max(initial=0), splits.right_lengths.max(initial=0))) + 1
+    # `whole` grows from row to row, so that a stable sort settles the rest.
+    key = (rank[splits.whole] * longest - splits.left_lengths) * longest - splits.right_lengths
+    order = np.argsort(key, kind="stable")
+    order = order[(is_given | (type_of == TokenType.NORMAL))[splits.whole[order]]]
     lefts = map(texts.__getitem__, splits.left[order].tolist())
     rights = map(texts.__getitem__, splits.right[order].tolist())
     return list(zip(lefts, rights, strict=True))
@@ -207,7 +210,8 @@ def _find_splits(texts: list[str]) -> _Splits:
     """All of them, in a few passes over the vocabulary's characters.
 
     A text's hash is `sum(character × base^place)` modulo 2⁶⁴, so those of all beginnings and ends are differences of
-    running sums. A bitmap sorts out most of Gemma's 2 million; the others are looked up among the sorted hashes.
+    running sums. A table with one token for each of a few million slots sorts out most of Gemma's 2 million and finds
+    most of the others; those whose slot another token holds are looked up among the sorted hashes.
     """
     lengths = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
     characters = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
@@ -222,19 +226,25 @@ def _find_splits(texts: list[str]) -> _Splits:
     hashes = sums[ends] - sums[ends - lengths]
     heads = sums[1:] - sums[ends - lengths][ids]
     tails = (hashes[ids] - heads) * _powers(pow(_HASH_BASE, -1, 2**64), longest)[places + 1]
-    bitmap = np.zeros(2**_BITMAP_BITS, dtype=np.bool_)
-    bitmap[_slot(hashes)] = True
-    found = np.flatnonzero((places + 1 < lengths[ids]) & bitmap[_slot(heads)])
-    found = found[bitmap[_slot(tails[found])]]
-    by_hash = np.argsort(hashes)
-    left, right = (
-        by_hash[np.searchsorted(hashes, wanted[found], sorter=by_hash).clip(max=len(texts) - 1)]
-        for wanted in (heads, tails)
-    )
+    holder = np.full(2**_SLOT_BITS, -1, dtype=np.int32)
+    holder[_slot(hashes)] = np.arange(len(texts))
+    found = np.flatnonzero((places + 1 < lengths[ids]) & (holder[_slot(heads)] >= 0))
+    found = found[holder[_slot(tails[found])] >= 0]
+    left, right = (_look_up(wanted[found], hashes, holder) for wanted in (heads, tails))
     left_lengths, right_lengths = places[found] + 1, lengths[ids[found]] - places[found] - 1
     exact = (hashes[left] == heads[found]) & (hashes[right] == tails[found])
     exact &= (lengths[left] == left_lengths) & (lengths[right] == right_lengths)
     return _Splits(*(column[exact] for column in (ids[found], left, right, left_lengths, right_lengths)))
+
+
+def _look_up(wanted: Hashes, hashes: Hashes, holder: npt.NDArray[np.int32]) -> Integers:
+    """The token of each hash, if there is one; the slot of each is held by some token."""
+    found = holder[_slot(wanted)].astype(np.int64)
+    others = np.flatnonzero(hashes[found] != wanted)
+    by_hash = np.argsort(hashes)
+    at = np.searchsorted(hashes, wanted[others], sorter=by_hash).clip(max=len(hashes) - 1)
+    found[others] = by_hash[at]
+    return found
 
 
 def _powers(base: int, largest: int) -> Hashes:
@@ -242,7 +252,7 @@ def _powers(base: int, largest: int) -> Hashes:
 
 
 def _slot(hashes: Hashes) -> Hashes:
-    return (hashes * np.uint64(_HASH_MIX)) >> np.uint64(64 - _BITMAP_BITS)
+    return (hashes * np.uint64(_HASH_MIX)) >> np.uint64(64 - _SLOT_BITS)
 
 
 def _make_bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> models.BPE:

@@ -211,7 +211,7 @@ def _first_seen(position, window):  # type: ignore[no-untyped-def]
 def _scores(kind, columns, size, q, keys, dim, first, end, out):  # type: ignore[no-untyped-def]
     """Scores of positions [first, end) of a chunk, multiples of 16, as [column, 256]."""
     at, block_bytes = first, dim * LANES * size
-    blocks = 4 if columns == 1 else 2
+    blocks = 2 if columns == 8 else 4  # as many sums as fit the registers
     while end - at >= blocks * LANES:
         score_tile(kind, columns, blocks, q, keys + at // LANES * block_bytes, dim, out + 4 * at, 4 * CHUNK)
         at += blocks * LANES
@@ -225,9 +225,10 @@ def _values(kind, columns, size, p, values, dim, first, end, out, out_stride):  
     """out[column] = Σ p × values over positions [first, end) of a chunk."""
     start, count, at = values + first * dim * size, end - first, 0
     p += 4 * first
-    while dim - at >= 4 * LANES:
-        value_tile(kind, columns, 4, p, 4 * CHUNK, start + at * size, dim, count, out + 4 * at, out_stride)
-        at += 4 * LANES
+    vectors = 2 if columns == 8 else 4
+    while dim - at >= vectors * LANES:
+        value_tile(kind, columns, vectors, p, 4 * CHUNK, start + at * size, dim, count, out + 4 * at, out_stride)
+        at += vectors * LANES
     while dim - at >= LANES:
         value_tile(kind, columns, 1, p, 4 * CHUNK, start + at * size, dim, count, out + 4 * at, out_stride)
         at += LANES
@@ -247,105 +248,145 @@ def _half(kind, at):  # type: ignore[no-untyped-def]
     return simd.f16_value(simd.load_u16(at)) if kind == "F16" else simd.bf16_value(simd.load_u16(at))
 
 
+@njit(inline="always")
+def _chunk_at(args, row, kv, chunk, size):  # type: ignore[no-untyped-def]
+    """Where a chunk's keys and values of a head lie."""
+    skipped = chunk * CHUNK * args.dim * size
+    keys = args.keys + row * args.key_strides[0] + kv * args.key_strides[1] + skipped
+    return keys, args.values + row * args.value_strides[0] + kv * args.value_strides[1] + skipped
+
+
+@njit(inline="always")
+def _seen_of_chunk(chunk, window, position):  # type: ignore[no-untyped-def]
+    """The positions [low, high) of a chunk that a query sees."""
+    return max(0, _first_seen(position, window) - chunk * CHUNK), min(CHUNK, position + 1 - chunk * CHUNK)
+
+
+@njit(inline="always")
+def _same_position(kind, columns, size, dim, cached, q, low, high, scores, out, out_stride):  # type: ignore[no-untyped-def]
+    """Partials of a few heads that share keys, for one token."""
+    first, end = low // LANES * LANES, (high + LANES - 1) // LANES * LANES
+    _scores(kind, columns, size, q, cached[0], dim, first, end, scores)
+    for column in range(columns):
+        m, part = _softmax_part(scores + 4 * CHUNK * column, first, end, low, high)
+        store_scalar_f32(out + column * out_stride + 4 * dim, m)
+        store_scalar_f32(out + column * out_stride + 4 * dim + 4, part)
+    _values(kind, columns, size, scores, cached[1], dim, first, high, out, out_stride)
+
+
+def make_attend_few(kind: str) -> Callable[..., None]:
+    """Partials of (token, chunk, head), shared out. Neighbours with the same keys go together."""
+    size = CACHE_BYTES[kind]
+
+    def attend_few(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
+        args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
+        tokens, dim, heads, window = state.num_tokens, args.dim, args.num_heads, args.window
+        if tokens > SPLIT_TOKENS:
+            return
+        group, stride = heads // args.num_kv_heads, 4 * (dim + LANES) * args.num_chunks
+        queries = args.queries + (thread * args.private_bytes if tokens == 1 else 0)
+        scores = simd.stack(_SCORE_BYTES)
+        total = 0
+        for token in range(tokens):
+            position = load_i64(state.positions + 8 * token)
+            total += (position // CHUNK + 1 - _first_seen(position, window) // CHUNK) * heads
+        begin, stop, item = total * thread // num_threads, total * (thread + 1) // num_threads, 0
+        for token in range(tokens):
+            position, row = load_i64(state.positions + 8 * token), load_i64(state.rows + 8 * token)
+            for chunk in range(_first_seen(position, window) // CHUNK, position // CHUNK + 1):
+                low, high = _seen_of_chunk(chunk, window, position)
+                head, last = max(0, begin - item), min(heads, stop - item)
+                item += heads
+                while head < last:
+                    kv = head // group
+                    count = min(last, (kv + 1) * group) - head
+                    cached = _chunk_at(args, row, kv, chunk, size)
+                    q = queries + 4 * dim * ((kv * tokens + token) * group + head % group)
+                    out = args.partials + (token * heads + head) * stride + chunk * 4 * (dim + LANES)
+                    if count >= 4:
+                        _same_position(kind, 4, size, dim, cached, q, low, high, scores, out, stride)
+                        head += 4
+                    elif count >= 2:
+                        _same_position(kind, 2, size, dim, cached, q, low, high, scores, out, stride)
+                        head += 2
+                    else:
+                        _same_position(kind, 1, size, dim, cached, q, low, high, scores, out, stride)
+                        head += 1
+
+    return attend_few
+
+
+@njit(inline="always")
+def _consecutive(kind, width, args, size, chunk, cached, position, column, q, scores, sums, results):  # type: ignore[no-untyped-def]
+    """Merge a chunk into the results of `width` queries from `column` on, whose first token is at `position`."""
+    dim, group, window = args.dim, args.num_heads // args.num_kv_heads, args.window
+    partial_bytes = 4 * (dim + LANES)
+    low, _ = _seen_of_chunk(chunk, window, position + column // group)
+    _, high = _seen_of_chunk(chunk, window, position + (column + width - 1) // group)
+    if low >= high:
+        return
+    first, end = low // LANES * LANES, (high + LANES - 1) // LANES * LANES
+    _scores(kind, width, size, q, cached[0], dim, first, end, scores)
+    for i in range(width):
+        seen, bound = _seen_of_chunk(chunk, window, position + (column + i) // group)
+        m, part = _softmax_part(scores + 4 * CHUNK * i, first, end, seen, bound)
+        store_scalar_f32(sums + i * partial_bytes + 4 * dim, m)
+        store_scalar_f32(sums + i * partial_bytes + 4 * dim + 4, part)
+    _values(kind, width, size, scores, cached[1], dim, first, high, sums, partial_bytes)
+    for i in range(width):
+        _merge(results + i * partial_bytes, sums + i * partial_bytes, dim)
+
+
+@njit(inline="always")
+def _run_length(state, token):  # type: ignore[no-untyped-def]
+    """How many tokens from here on are of one row."""
+    row, run = load_i64(state.rows + 8 * token), 1
+    while token + run < state.num_tokens and load_i64(state.rows + 8 * (token + run)) == row:
+        run += 1
+    return row, run
+
+
 def make_attend(kind: str) -> Callable[..., None]:
-    """A few tokens: partials of (token, chunk, head), shared out. Many: results of 64 queries at a time, shared out."""
+    """Many tokens: results of 64 queries at a time, shared out; a query's chunks are merged in order."""
     size = CACHE_BYTES[kind]
 
     def attend(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
-        tokens, dim, kv_heads, heads, window = (
-            state.num_tokens,
-            args.dim,
-            args.num_kv_heads,
-            args.num_heads,
-            args.window,
-        )
-        group = heads // kv_heads
-        queries = args.queries + (thread * args.private_bytes if tokens == 1 else 0)
-        scores = simd.stack(_SCORE_BYTES)
-        partial_bytes = 4 * (dim + LANES)
+        tokens, dim, kv_heads, heads = state.num_tokens, args.dim, args.num_kv_heads, args.num_heads
         if tokens <= SPLIT_TOKENS:
-            total = 0
-            for token in range(tokens):
-                position = load_i64(state.positions + 8 * token)
-                total += (position // CHUNK + 1 - _first_seen(position, window) // CHUNK) * heads
-            begin, stop, item = total * thread // num_threads, total * (thread + 1) // num_threads, 0
-            for token in range(tokens):
-                position, row = load_i64(state.positions + 8 * token), load_i64(state.rows + 8 * token)
-                seen = _first_seen(position, window)
-                for chunk in range(seen // CHUNK, position // CHUNK + 1):
-                    start = chunk * CHUNK
-                    low, high = max(0, seen - start), min(CHUNK, position + 1 - start)
-                    first, end = low // LANES * LANES, (high + LANES - 1) // LANES * LANES
-                    for head in range(heads):
-                        item += 1
-                        if item <= begin or item > stop:
-                            continue
-                        kv = head // group
-                        keys = args.keys + row * args.key_strides[0] + kv * args.key_strides[1] + start * dim * size
-                        values = args.values + row * args.value_strides[0] + kv * args.value_strides[1]
-                        values += start * dim * size
-                        q = queries + 4 * dim * ((kv * tokens + token) * group + head % group)
-                        partial = args.partials + ((token * heads + head) * args.num_chunks + chunk) * partial_bytes
-                        _scores(kind, 1, size, q, keys, dim, first, end, scores)
-                        m, part = _softmax_part(scores, first, end, low, high)
-                        _values(kind, 1, size, scores, values, dim, first, high, partial, partial_bytes)
-                        store_scalar_f32(partial + 4 * dim, m)
-                        store_scalar_f32(partial + 4 * dim + 4, part)
             return
-        sums = simd.stack(_SUM_BYTES)
-        results = simd.stack(_RESULT_BYTES)
+        group, partial_bytes = heads // kv_heads, 4 * (dim + LANES)
+        scores, sums, results = simd.stack(_SCORE_BYTES), simd.stack(_SUM_BYTES), simd.stack(_RESULT_BYTES)
         token, item = 0, 0
         while token < tokens:
-            row, run_position, run = load_i64(state.rows + 8 * token), load_i64(state.positions + 8 * token), 1
-            while token + run < tokens and load_i64(state.rows + 8 * (token + run)) == row:
-                run += 1
+            row, run = _run_length(state, token)
+            run_position = load_i64(state.positions + 8 * token)
             for kv in range(kv_heads):
-                for start_column in range(0, run * group, _COLUMNS_PER_ITEM):
+                for start in range(0, run * group, _COLUMNS_PER_ITEM):
                     item += 1
                     if item % num_threads != thread:
                         continue
-                    count = min(_COLUMNS_PER_ITEM, run * group - start_column)
-                    q = queries + 4 * dim * ((kv * tokens + token) * group + start_column)
+                    count = min(_COLUMNS_PER_ITEM, run * group - start)
+                    q = args.queries + 4 * dim * ((kv * tokens + token) * group + start)
                     for column in range(count):
                         _clear(results + column * partial_bytes, dim)
-                    first_position = run_position + start_column // group
-                    last_position = run_position + (start_column + count - 1) // group
-                    for chunk in range(_first_seen(first_position, window) // CHUNK, last_position // CHUNK + 1):
-                        start = chunk * CHUNK
-                        keys = args.keys + row * args.key_strides[0] + kv * args.key_strides[1] + start * dim * size
-                        values = args.values + row * args.value_strides[0] + kv * args.value_strides[1]
-                        values += start * dim * size
-                        column = 0
-                        while column < count:
-                            width = _COLUMNS if count - column >= _COLUMNS else 1
-                            left = run_position + (start_column + column) // group
-                            right = run_position + (start_column + column + width - 1) // group
-                            low = max(0, _first_seen(left, window) - start)
-                            high = min(CHUNK, right + 1 - start)
-                            if low < high:
-                                first, end = low // LANES * LANES, (high + LANES - 1) // LANES * LANES
-                                at = q + 4 * dim * column
-                                if width == _COLUMNS:
-                                    _scores(kind, 8, size, at, keys, dim, first, end, scores)
-                                else:
-                                    _scores(kind, 1, size, at, keys, dim, first, end, scores)
-                                for i in range(width):
-                                    position = run_position + (start_column + column + i) // group
-                                    seen = max(0, _first_seen(position, window) - start)
-                                    bound = min(CHUNK, position + 1 - start)
-                                    m, part = _softmax_part(scores + 4 * CHUNK * i, first, end, seen, bound)
-                                    store_scalar_f32(sums + i * partial_bytes + 4 * dim, m)
-                                    store_scalar_f32(sums + i * partial_bytes + 4 * dim + 4, part)
-                                if width == _COLUMNS:
-                                    _values(kind, 8, size, scores, values, dim, first, high, sums, partial_bytes)
-                                else:
-                                    _values(kind, 1, size, scores, values, dim, first, high, sums, partial_bytes)
-                                for i in range(width):
-                                    _merge(results + (column + i) * partial_bytes, sums + i * partial_bytes, dim)
-                            column += width
+                    left, right = run_position + start // group, run_position + (start + count - 1) // group
+                    for chunk in range(_first_seen(left, args.window) // CHUNK, right // CHUNK + 1):
+                        cached, at = _chunk_at(args, row, kv, chunk, size), 0
+                        while at < count:
+                            index, to, query = start + at, results + at * partial_bytes, q + 4 * dim * at
+                            if count - at >= _COLUMNS:
+                                _consecutive(
+                                    kind, 8, args, size, chunk, cached, run_position, index, query, scores, sums, to
+                                )
+                                at += _COLUMNS
+                            else:
+                                _consecutive(
+                                    kind, 1, args, size, chunk, cached, run_position, index, query, scores, sums, to
+                                )
+                                at += 1
                     for column in range(count):
-                        index = start_column + column
+                        index = start + column
                         out = args.out + 4 * dim * ((token + index // group) * heads + kv * group + index % group)
                         _divide(results + column * partial_bytes, dim, out)
             token += run

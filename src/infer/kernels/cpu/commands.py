@@ -18,6 +18,7 @@ from infer.kernels.cpu.tiles import activation_bytes
 from infer.weights import Heads, Norm, Projection, Weight
 
 _CACHED_ACTIVATIONS = 1 << 19  # bytes of activations that should stay in a core's cache while weights stream by
+_GROUPS_PER_THREAD = 8  # from here on, threads share out pairs of groups, which a tile does at once
 _KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -115,8 +116,10 @@ def attend(run: Run, qkv: Tensor, heads: Heads, keys: Tensor, values: Tensor) ->
     keeps = (qkv, heads, keys, values, out, queries, partials)
     rotate = compiled_address(f"rotate_{kind}", lambda: attention.make_rotate(kind), attention.ATTEND)
     walk = compiled_address(f"attend_{kind}", lambda: attention.make_attend(kind), attention.ATTEND)
+    few = compiled_address(f"attend_few_{kind}", lambda: attention.make_attend_few(kind), attention.ATTEND)
     finish = compiled_address("finish_attend", attention.make_finish, attention.ATTEND)
     run.append(rotate, arguments, BARRIER_IF_MANY, "rotate", keeps)
+    run.append(few, arguments, NO_BARRIER, "chunks", keeps)
     run.append(walk, arguments, BARRIER, "chunks", keeps)
     run.append(finish, arguments, BARRIER, "merge", keeps)
     if features % BLOCK == 0:
@@ -230,7 +233,8 @@ def _matmul(
     arguments = np.zeros(1, matmul.MATMUL)
     arguments["first_weights"], arguments["second_weights"] = weight.data_at(), second_weights
     arguments["group_bytes"], arguments["num_groups"] = weight.group_bytes, num_groups
-    arguments["groups_per_unit"] = 2 if second_weights and num_groups % 2 == 0 else 1
+    pairs = num_groups % 2 == 0 if second_weights else num_groups >= _GROUPS_PER_THREAD * run.max_threads
+    arguments["groups_per_unit"] = 2 if pairs else 1
     arguments["num_records"], arguments["of_wanted"] = num_records, of_wanted
     arguments["activations"], arguments["private_bytes"] = source
     panels = max(1, _CACHED_ACTIVATIONS // token_bytes // activations.PANEL)

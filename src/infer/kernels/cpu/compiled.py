@@ -6,6 +6,7 @@ the sources and the machine, so nothing stale or foreign is ever loaded and proc
 the same bytes twice.
 """
 
+import ctypes
 import hashlib
 import os
 import sys
@@ -25,37 +26,93 @@ from numba.np.numpy_support import from_dtype
 from infer.kernels.cpu.state import STATE
 
 _lock = threading.RLock()
-_compiled: dict[str, Any] = {}
+_address_by_name: dict[str, int] = {}
 _cold_names: list[str] = []
+
+# The wrapper that Numba puts around a command has a path for errors, which no command takes, and it calls these.
+_NEVER_CALLED = frozenset(
+    {"NRT_Free", "NRT_MemInfo_call_dtor", "numba_do_raise", "numba_gil_ensure", "numba_gil_release"}
+    | {"numba_runtime_build_excinfo_struct", "numba_unpickle"}
+)
 
 
 def compiled_address(name: str, make: Callable[[], Callable[..., None]], arguments: np.dtype) -> int:
     """The address of the command `name`, whose Python source `make` returns."""
     with _lock:
-        if name not in _compiled:
-            _compiled[name] = _compile(name, make(), arguments)
-        address: int = _compiled[name].address
-        return address
+        if name not in _address_by_name:
+            _address_by_name[name] = _try_load(name) or _compile(name, make(), arguments)
+        return _address_by_name[name]
 
 
-def _compile(name: str, function: Callable[..., None], arguments: np.dtype) -> Any:
+@cache
+def _engine() -> llvm.ExecutionEngine:
+    """What links object files into the process. Numba's own loader first sets up its compiler, for 0.6 s."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    for symbol in _NEVER_CALLED:
+        if not llvm.address_of_symbol(symbol):
+            llvm.add_symbol(symbol, ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p).value)
+    machine = llvm.Target.from_default_triple().create_target_machine(codemodel="jitdefault", jit=True)
+    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+
+
+def _try_load(name: str) -> int | None:
+    """From the file `NAME.o`: a digest of the rest, the symbol, the object code. None if it is absent or damaged."""
+    folder = cache_folder()
+    try:
+        content = b"" if folder is None else (folder / f"{name}.o").read_bytes()
+    except OSError:
+        return None
+    digest, _, rest = content.partition(b"\n")
+    symbol, _, code = rest.partition(b"\n")
+    if digest != hashlib.sha256(rest).hexdigest().encode():
+        return None
+    _engine().add_object_file(llvm.ObjectFileRef.from_data(code))
+    _engine().finalize_object()
+    return int(_engine().get_function_address(symbol.decode()))
+
+
+def _compile(name: str, function: Callable[..., None], arguments: np.dtype) -> int:
+    _announce(name)
     function.__name__ = function.__qualname__ = name
     signature = types.void(
         types.CPointer(from_dtype(arguments)), types.CPointer(from_dtype(STATE)), types.intp, types.intp
     )
-    folder = cache_folder()
-    if folder is None or not any(folder.rglob(f"*{name}-*.nbi")):
-        _announce(name)
-    given = config.CACHE_DIR
-    config.CACHE_DIR = given if folder is None else str(folder)
+    command = cfunc(signature, nopython=True, error_model="numpy")(function)
+    _kept.append(command)
+    _save(name, command)
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\x1b[K")
+    return int(command.address)
+
+
+_kept: list[Any] = []  # code that was compiled here lives as long as its Python object
+
+
+def _save(name: str, command: Any) -> None:
+    folder, library = cache_folder(), command._library
+    _, _, (code, _) = library.serialize_using_object_code()
+    declared = [function.name for function in library._final_module.functions if function.is_declaration]
+    if folder is None or library.has_dynamic_globals or not all(map(_is_found_anywhere, declared)):
+        return
+    rest = command.native_name.encode() + b"\n" + code
+    partial = folder / f"{name}.{os.getpid()}.partial"
     try:
-        return cfunc(signature, nopython=True, error_model="numpy", cache=folder is not None)(function)
+        partial.write_bytes(hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest)
+        partial.replace(folder / f"{name}.o")
     except OSError:  # the disk is full, or the folder went away
-        return cfunc(signature, nopython=True, error_model="numpy")(function)
-    finally:
-        config.CACHE_DIR = given
-        if _cold_names and sys.stderr.isatty():
-            sys.stderr.write("\r\x1b[K")
+        partial.unlink(missing_ok=True)
+
+
+def _is_found_anywhere(symbol: str) -> bool:
+    """Whether another process will find it: LLVM ends a process that loads code with an unknown symbol."""
+    if symbol.startswith("llvm.") or symbol in _NEVER_CALLED:
+        return True
+    try:
+        ctypes.CDLL(None)[symbol]
+    except AttributeError:
+        return False
+    return True
 
 
 def _announce(name: str) -> None:

@@ -133,8 +133,13 @@ class PackedWeight(Weight):
 
 
 def allocate(num_bytes: int) -> Tensor:
-    """Zeroed pages of their own, huge ones where the system has them: weights are read end to end."""
-    pages = mmap.mmap(-1, max(num_bytes, 1))
+    """Pages that are zero until they are written, huge ones where the system has them: weights are read end to end.
+
+    Neighbouring allocations share huge pages, so that small weights waste nothing.
+    """
     if sys.platform == "linux":
+        pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         pages.madvise(mmap.MADV_HUGEPAGE)
+    else:
+        pages = mmap.mmap(-1, max(num_bytes, 1))
     return torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes)

@@ -40,9 +40,16 @@ MATMUL = np.dtype(
 )
 
 
+@njit(inline="always")
+def _tile_weights(args, unit, groups, index):  # type: ignore[no-untyped-def]
+    weights = args.first_weights if index < groups else args.second_weights
+    return weights + (unit * args.groups_per_unit + index % groups) * args.group_bytes
+
+
 def make_matmul(layout: Layout, planes: int, instruction_set: InstructionSet) -> Callable[..., None]:
     type_, isa, record_bytes = layout.type, instruction_set.name, activation_bytes(layout, planes)
-    eight, four = 8 in instruction_set.columns, 4 in instruction_set.columns
+    four = 4 in instruction_set.columns
+    eight = four and planes == 2 and not layout.is_float  # one plane is faster with four
 
     def matmul(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
@@ -60,29 +67,31 @@ def make_matmul(layout: Layout, planes: int, instruction_set: InstructionSet) ->
                     width = min(PANEL, num_tokens - panel)
                     stride = width * record_bytes
                     panel_at = activations + panel * num_records * record_bytes
-                    for index in range(num_tiles):
-                        group = unit * args.groups_per_unit + index % groups
-                        weights = args.first_weights if index < groups else args.second_weights
-                        weights += group * args.group_bytes
-                        out = buffer + _HEADER + index * _TILE_BYTES
-                        column = 0
-                        if eight:
-                            while width - column >= 8:
+                    for index in range(0, num_tiles, 2):
+                        weights = _tile_weights(args, unit, groups, index)
+                        out, column = buffer + _HEADER + index * _TILE_BYTES, 0
+                        if index + 1 < num_tiles:
+                            pair = _tile_weights(args, unit, groups, index + 1)
+                            while eight and width - column >= 8:
                                 at, to = panel_at + column * record_bytes, out + column * 64
-                                tile(type_, planes, isa, 8, weights, at, stride, num_records, to)
+                                tile(type_, planes, isa, 8, weights, pair, at, stride, num_records, to, _TILE_BYTES)
                                 column += 8
-                        if four:
-                            while width - column >= 4:
+                            while four and width - column >= 4:
                                 at, to = panel_at + column * record_bytes, out + column * 64
-                                tile(type_, planes, isa, 4, weights, at, stride, num_records, to)
+                                tile(type_, planes, isa, 4, weights, pair, at, stride, num_records, to, _TILE_BYTES)
                                 column += 4
-                        while width - column >= 2:
+                            while width - column >= 1:
+                                at, to = panel_at + column * record_bytes, out + column * 64
+                                tile(type_, planes, isa, 1, weights, pair, at, stride, num_records, to, _TILE_BYTES)
+                                column += 1
+                        while four and width - column >= 4:
                             at, to = panel_at + column * record_bytes, out + column * 64
-                            tile(type_, planes, isa, 2, weights, at, stride, num_records, to)
-                            column += 2
-                        if width - column >= 1:
+                            tile(type_, planes, isa, 4, weights, 0, at, stride, num_records, to, _TILE_BYTES)
+                            column += 4
+                        while width - column >= 1:
                             at, to = panel_at + column * record_bytes, out + column * 64
-                            tile(type_, planes, isa, 1, weights, at, stride, num_records, to)
+                            tile(type_, planes, isa, 1, weights, 0, at, stride, num_records, to, _TILE_BYTES)
+                            column += 1
                     simd.store_i64(buffer, panel)
                     simd.store_i64(buffer + 8, width)
                     simd.store_i64(buffer + 16, groups)

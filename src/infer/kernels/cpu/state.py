@@ -19,7 +19,8 @@ STATE = np.dtype(
         ("num_generated", np.int64),
         ("padding", np.int64, 8),
         ("barrier", np.int64),  # arrivals so far, on a cache line of its own
-        ("barrier_padding", np.int64, 15),
+        ("dismissed", np.int64),  # the arrivals behind which thread 0 goes on alone, or 0
+        ("barrier_padding", np.int64, 14),
         ("stalls", np.int64),  # cycles that threads lost in long waits
         ("stalls_padding", np.int64, 7),
     ]

@@ -1,10 +1,11 @@
 """A team of threads that walks dispatch tables: asleep when idle, one of them when the machine is busy.
 
 Between two walks a worker spins for a moment, so that the next one starts within a microsecond; then it sleeps in a
-semaphore of Python's and costs nothing. When the threads lose much time waiting at barriers (others use the cores),
-the next walks run with one thread for a while: results do not depend on the number of threads, to the bit.
+semaphore of Python's and costs nothing. How many of the threads walk is up to `pace`: results do not depend on it, to
+the bit. A team that is replaced sends its workers home; whoever still holds it walks with one thread.
 """
 
+import atexit
 import ctypes
 import os
 import sys
@@ -20,13 +21,13 @@ from numba import carray
 
 from infer.kernels.cpu import simd
 from infer.kernels.cpu.compiled import compiled_address
+from infer.kernels.cpu.pace import Choice, Outcome, Pace
 from infer.kernels.cpu.state import field_offset
 from infer.kernels.cpu.table import Walk, walk_address
 
 MAX_THREADS = 256
 _SPINS_AFTER_WALK = 3000  # pauses, some 100 µs
-_BAD_SHARE = 0.25  # of the threads' time lost in long waits
-_FIRST_REST, _LONGEST_REST = 0.05, 1.0  # seconds with one thread before the team is tried again
+_LARGE_STEP = 16  # tokens; a larger one costs in proportion to them
 
 JOB = np.dtype(
     [
@@ -129,18 +130,36 @@ class Team:
             _FUNCTION(compiled_address(make.__name__[5:], make, JOB)) for make in (make_serve, make_announce, make_lead)
         )
         self._walk = walk_address()
+        self._pace = Pace(self.num_threads)
         self._semaphores: list[threading.Semaphore] = []
-        self._rest, self._rest_until = _FIRST_REST, 0.0
+        self._workers: list[threading.Thread] = []
+        self._is_closed = False
+        self._cycles, self._seconds = 0, 0.0  # of all walks: the clock's rate
 
     def run(self, walk: Walk, state: npt.NDArray[Any], num_threads: int | None = None) -> None:
-        """Walk a table. `num_threads` insists; None is the team's size, or fewer while the machine is busy."""
+        """Walk a table. `num_threads` insists; None is the team's size, or one while the machine is busy."""
         with self._lock:
-            chosen = num_threads or (1 if time.monotonic() < self._rest_until else self.num_threads)
-            chosen = min(chosen, self.num_threads)
-            state["barrier"], state["stalls"] = 0, 0
-            self._launch(walk, state, chosen)
-            if num_threads is None and chosen > 1:
-                self._consider(float(state["stalls"][0]), float(self._job["cycles"][0]) * chosen)
+            started = time.perf_counter()
+            choice = self._pace.choose(started) if num_threads is None else Choice(min(num_threads, self.num_threads))
+            if self._is_closed:
+                choice = Choice(1)
+            state["barrier"], state["dismissed"], state["stalls"] = 0, 0, 0
+            rate = self._cycles / self._seconds if self._seconds else 0.0
+            walk.arguments["patience"] = int(choice.patience_seconds * rate)
+            self._launch(walk, state, choice.num_threads)
+            ended = time.perf_counter()
+            self._cycles, self._seconds = self._cycles + int(self._job["cycles"][0]), self._seconds + ended - started
+            if num_threads is None and self.num_threads > 1:
+                self._learn(walk, state, choice, ended, ended - started)
+
+    def close(self) -> None:
+        """Behind the walk that runs, if any: the workers leave."""
+        with self._lock:
+            self._is_closed = True
+            for semaphore in self._semaphores:
+                semaphore.release()
+        for worker in self._workers:
+            worker.join()
 
     def _launch(self, walk: Walk, state: npt.NDArray[Any], num_threads: int) -> None:
         job = self._job[0]
@@ -153,23 +172,26 @@ class Team:
                 self._semaphores[thread].release()
         self._lead(self._job.ctypes.data, 0, 0, _SPINS_AFTER_WALK)
 
-    def _consider(self, lost: float, spent: float) -> None:
-        if lost > _BAD_SHARE * spent:
-            self._rest_until = time.monotonic() + self._rest
-            self._rest = min(2 * self._rest, _LONGEST_REST)
-        else:
-            self._rest = _FIRST_REST
+    def _learn(self, walk: Walk, state: npt.NDArray[Any], choice: Choice, ended: float, seconds: float) -> None:
+        tokens = max(int(state["num_tokens"][0]), int(state["num_wanted"][0]))
+        units, class_ = int(walk.arguments["walked"][0]), tokens
+        if tokens > _LARGE_STEP:
+            units, class_ = units * tokens, _LARGE_STEP + tokens.bit_length()
+        lost = float(state["stalls"][0]) * self._seconds / max(1, self._cycles)
+        dismissed = bool(state["dismissed"][0])
+        self._pace.learn((walk.serial, class_), choice, Outcome(ended, seconds, lost, seconds / units, dismissed))
 
     def _start_workers(self) -> None:
         while len(self._semaphores) < self.num_threads:
             thread = len(self._semaphores)
             self._semaphores.append(threading.Semaphore(0))
             if thread > 0:
-                name = f"infer-{thread}"
-                threading.Thread(target=self._work, args=(thread,), name=name, daemon=True).start()
+                worker = threading.Thread(target=self._work, args=(thread,), name=f"infer-{thread}", daemon=True)
+                self._workers.append(worker)
+                worker.start()
 
     def _work(self, thread: int) -> None:
-        while True:
+        while not self._is_closed:
             self._serve(self._job.ctypes.data, 0, thread, _SPINS_AFTER_WALK)
             self._semaphores[thread].acquire()
 
@@ -181,27 +203,50 @@ def aligned(count: int, dtype: np.dtype) -> npt.NDArray[Any]:
     return raw[start : start + count * dtype.itemsize].view(dtype)
 
 
-_teams: dict[str, Team] = {}  # under "current"; emptied in a forked child, whose workers do not exist
-_teams_lock = threading.Lock()
-os.register_at_fork(after_in_child=_teams.clear)
+@final
+class CurrentTeam:
+    """The process's team, and the number of threads that was asked for."""
+
+    def __init__(self) -> None:
+        self._requested: int | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """In a forked child the workers do not exist, and a thread that held the lock may not either."""
+        self._lock = threading.Lock()
+        self._team: Team | None = None
+
+    def get(self) -> Team:
+        with self._lock:
+            if self._team is None:
+                self._team = Team(self._requested or default_num_threads())
+            return self._team
+
+    def replace(self, num_threads: int | None) -> None:
+        with self._lock:
+            self._requested = num_threads
+            replaced, self._team = self._team, None
+        if replaced is not None:
+            replaced.close()
+
+    def close(self) -> None:
+        """Before the interpreter takes away what the workers use."""
+        self.replace(1)
+
+
+_current = CurrentTeam()
+os.register_at_fork(after_in_child=_current.forget)
+atexit.register(_current.close)
 
 
 def team() -> Team:
     """The process's team, created on first use with `default_num_threads()` or what `set_num_threads` said."""
-    with _teams_lock:
-        if "current" not in _teams:
-            _teams["current"] = Team(_requested.get("num_threads") or default_num_threads())
-        return _teams["current"]
-
-
-_requested: dict[str, int] = {}
+    return _current.get()
 
 
 def set_num_threads(num_threads: int) -> None:
-    """For all that runs from now on."""
-    with _teams_lock:
-        _requested["num_threads"] = num_threads
-        _teams.clear()
+    """For all that runs from now on. Returns when the walk that runs, if any, has ended."""
+    _current.replace(num_threads)
 
 
 def default_num_threads() -> int:

@@ -1,4 +1,7 @@
-"""The inner loop: 16 rows of a packed weight × `columns` tokens of activations, in registers.
+"""The inner loop: one or two groups of 16 rows of a packed weight × `columns` tokens of activations, in registers.
+
+Two groups share each broadcast activation: on an Ice Lake Xeon a dot with a broadcast from memory runs once a cycle,
+one between registers twice.
 
 For each record of 32 inputs, row r, token t, with activation a = s × A (A an integer of 16 or 8 bits):
 
@@ -82,33 +85,61 @@ _NEAREST_CACHE = 3
 
 
 class Tile:
-    """One tile of a block type being emitted; `sums` are the columns' running float vectors."""
+    """One tile of a block type being emitted; `sums[group][column]` are its running float vectors."""
 
-    def __init__(self, b: Builder, layout: Layout, planes: int, instruction_set: str, columns: int) -> None:
+    def __init__(
+        self, b: Builder, layout: Layout, planes: int, instruction_set: str, groups: int, columns: int
+    ) -> None:
         self.b, self.layout, self.planes, self.instruction_set = b, layout, planes, instruction_set
         self.columns = range(columns)
         self.activation_bytes = activation_bytes(layout, planes)
-        self.sums = [cgutils.alloca_once_value(b, constant(F32X16, 0.0)) for _ in self.columns]
+        self.sums = [[cgutils.alloca_once_value(b, constant(F32X16, 0.0)) for _ in self.columns] for _ in range(groups)]
 
-    def record(self, weights: Value, activations: Value, super_scale: Value, super_minimum: Value) -> None:
-        """Add the products of one record to the sums."""
-        b, layout = self.b, self.layout
+    def record(self, weights: list[Value], activations: Value, supers: list[tuple[Value, Value]]) -> None:
+        """Add the products of one record of each group to the sums."""
         if len(self.columns) <= 2:
-            self.prefetch(weights)
-        low = [self.low(weights, j) for j in range(4 if layout.low_bits == 4 else 8)]
-        scales, minimum = self.scales(weights, super_scale, super_minimum)
-        totals = [self.start(activations, column) for column in self.columns]
-        for quad in range(8):
-            weight = self.quad(low, weights, quad)
+            for where in weights:
+                self.prefetch(where)
+        quads = [self.quads(where) for where in weights]
+        scales = [self.scales(where, *of_super) for where, of_super in zip(weights, supers, strict=True)]
+        dots = self.dots(activations, quads)
+        for group, (scale, minimum) in enumerate(scales):
             for column in self.columns:
-                for plane in range(self.planes):
+                self.finish(activations, group, column, dots[group][column], scale, minimum)
+
+    def dots(self, activations: Value, quads: list[list[Value]]) -> list[list[list[Value]]]:
+        """Σ q A by group and column, whole or by halves. 256 × the high plane's sum is where the low one's starts."""
+        b, parts = self.b, max(1, self.layout.scales_per_record)
+        totals = [[[constant(I32X16, 0)] * parts for _ in self.columns] for _ in quads]
+        for plane in range(self.planes):
+            if plane:
+                totals = [[[b.shl(x, constant(I32X16, 8)) for x in y] for y in chains] for chains in totals]
+            if plane == self.planes - 1 and self.layout.offset:
+                totals = [[self.less_offset(activations, c, x) for c, x in enumerate(chains)] for chains in totals]
+            for quad in range(8):
+                for column in self.columns:
                     at = column * self.activation_bytes + BLOCK * plane + 4 * quad
                     four = load(b, simd.offset(b, activations, at), I32, 4)
-                    chain = totals[column][plane]
-                    half = quad // 4
-                    chain[half] = dot4(b, self.instruction_set, chain[half], weight, four)
-        for column in self.columns:
-            self.finish(activations, column, totals[column], scales, minimum)
+                    part = quad * parts // 8
+                    for chains, weight in zip(totals, quads, strict=True):
+                        chains[column][part] = dot4(b, self.instruction_set, chains[column][part], weight[quad], four)
+        return totals
+
+    def quads(self, weights: Value) -> list[Value]:
+        low = [self.low(weights, j) for j in range(4 if self.layout.low_bits == 4 else 8)]
+        return [self.quad(low, weights, quad) for quad in range(8)]
+
+    def less_offset(self, activations: Value, column: int, totals: list[Value]) -> list[Value]:
+        """totals − offset ΣA"""
+        b, shift = self.b, self.layout.offset.bit_length() - 1
+        at = (column + 1) * self.activation_bytes - 8
+        sums = [load(b, simd.offset(b, activations, at + 4 * half), I32, 4) for half in range(2)]
+        if len(totals) == 1:
+            sums = [b.add(*sums)]
+        return [
+            b.add(total, simd.splat(b, b.shl(one, constant(I32, shift))))
+            for total, one in zip(totals, sums, strict=True)
+        ]
 
     def prefetch(self, weights: Value) -> None:
         """Ask for what lies some pages ahead: the core's own prefetcher stops at the end of each page."""
@@ -154,66 +185,71 @@ class Tile:
         minimum = b.sitofp(b.zext(load(b, minimum_at, bytes_, 16), I32X16), F32X16)
         return scales, b.fneg(b.fmul(minimum, super_minimum))
 
-    def start(self, activations: Value, column: int) -> list[list[Value]]:
-        """Integer sums by plane and half, the low plane's starting from −offset ΣA."""
-        b, offset = self.b, self.layout.offset
-        zero = constant(I32X16, 0)
-        chains = [[zero, zero] for _ in range(self.planes)]
-        if offset:
-            at = (column + 1) * self.activation_bytes - 8
-            for half in range(2):
-                minus_sum = simd.splat(b, load(b, simd.offset(b, activations, at + 4 * half), I32, 4))
-                chains[-1][half] = b.shl(minus_sum, constant(I32X16, offset.bit_length() - 1))
-        return chains
-
-    def finish(self, activations: Value, column: int, chains: Any, scales: list[Value], minimum: Value) -> None:
+    def finish(
+        self, activations: Value, group: int, column: int, dots: list[Value], scales: list[Value], minimum: Value
+    ) -> None:
         b = self.b
         end = (column + 1) * self.activation_bytes
         scale = simd.splat(b, load(b, simd.offset(b, activations, end - 16), F32, 4))
-        planes = [[b.add(*halves)] if len(scales) == 1 else halves for halves in chains]
-        total = b.load(self.sums[column])
-        for part, weight_scale in enumerate(scales):
-            dots = planes[-1][part]
-            if self.planes == 2:
-                dots = b.add(b.shl(planes[0][part], constant(I32X16, 8)), dots)
-            total = simd.fma(b, b.fmul(weight_scale, scale), b.sitofp(dots, F32X16), total)
+        total = b.load(self.sums[group][column])
+        for dot, weight_scale in zip(dots, scales, strict=True):
+            total = simd.fma(b, b.fmul(weight_scale, scale), b.sitofp(dot, F32X16), total)
         if minimum is not None:
             scaled_sum = simd.splat(b, load(b, simd.offset(b, activations, end - 12), F32, 4))
             total = simd.fma(b, minimum, scaled_sum, total)
-        b.store(total, self.sums[column])
+        b.store(total, self.sums[group][column])
 
 
-def emit_block_tile(tile: Tile, weights: Value, activations: Value, stride: Value, num_records: Value) -> list[Value]:
+def emit_block_tile(
+    tile: Tile, weights: list[Value], activations: Value, stride: Value, num_records: Value
+) -> list[list[Value]]:
     b, layout = tile.b, tile.layout
     per_super = constant(I64, layout.records_per_super)
     with cgutils.for_range(b, b.sdiv(num_records, per_super)) as outer:
-        base = b.add(weights, b.mul(outer.index, constant(I64, layout.super_bytes)))
-        nested = layout.scales_per_record
-        scale = simd.load_f16(b, base) if nested else None
-        minimum = simd.load_f16(b, simd.offset(b, base, 2 * LANES)) if nested and layout.has_minimum else None
+        past = b.mul(outer.index, constant(I64, layout.super_bytes))
+        bases = [b.add(where, past) for where in weights]
+        supers = [_super_scales(b, layout, base) for base in bases]
         first = b.mul(outer.index, per_super)
         with cgutils.for_range(b, per_super) as inner:
-            record = b.add(base, b.mul(inner.index, constant(I64, layout.record_bytes)))
+            record = simd.offset(b, b.mul(inner.index, constant(I64, layout.record_bytes)), layout.super_header)
             at = b.add(activations, b.mul(b.add(first, inner.index), stride))
-            tile.record(simd.offset(b, record, layout.super_header), at, scale, minimum)
-    return [b.load(total) for total in tile.sums]
+            tile.record([b.add(base, record) for base in bases], at, supers)
+    return [[b.load(total) for total in sums] for sums in tile.sums]
+
+
+def _super_scales(b: Builder, layout: Layout, base: Value) -> tuple[Value, Value]:
+    if not layout.scales_per_record:
+        return None, None
+    return simd.load_f16(b, base), simd.load_f16(b, simd.offset(b, base, 2 * LANES)) if layout.has_minimum else None
 
 
 def emit_float_tile(
-    b: Builder, layout: Layout, columns: int, weights: Value, activations: Value, stride: Value, num_records: Value
-) -> list[Value]:
+    b: Builder,
+    layout: Layout,
+    columns: int,
+    weights: list[Value],
+    activations: Value,
+    stride: Value,
+    num_records: Value,
+) -> list[list[Value]]:
     """Even and odd inputs in a chain each, added at the end."""
-    sums = [[cgutils.alloca_once_value(b, constant(F32X16, 0.0)) for _ in range(columns)] for _ in range(2)]
+    zero = constant(F32X16, 0.0)
+    sums = [[[cgutils.alloca_once_value(b, zero) for _ in range(columns)] for _ in weights] for _ in range(2)]
     with cgutils.for_range(b, num_records) as loop:
-        record = b.add(weights, b.mul(loop.index, constant(I64, layout.record_bytes)))
+        past = b.mul(loop.index, constant(I64, layout.record_bytes))
         inputs = b.add(activations, b.mul(loop.index, stride))
         for i in range(UNIT):
-            weight = _load_float(b, layout, simd.offset(b, record, i * layout.record_bytes // UNIT))
+            at = simd.offset(b, past, i * layout.record_bytes // UNIT)
+            values = [_load_float(b, layout, b.add(where, at)) for where in weights]
             for column in range(columns):
                 x = simd.splat(b, load(b, simd.offset(b, inputs, 4 * (UNIT * column + i)), F32, 4))
-                total = sums[i % 2][column]
-                b.store(simd.fma(b, weight, x, b.load(total)), total)
-    return [b.fadd(b.load(even), b.load(odd)) for even, odd in zip(*sums, strict=True)]
+                for group, weight in enumerate(values):
+                    total = sums[i % 2][group][column]
+                    b.store(simd.fma(b, weight, x, b.load(total)), total)
+    return [
+        [b.fadd(b.load(even), b.load(odd)) for even, odd in zip(*chains, strict=True)]
+        for chains in zip(*sums, strict=True)
+    ]
 
 
 def _load_float(b: Builder, layout: Layout, where: Value) -> Value:
@@ -230,26 +266,36 @@ def tile(
     planes: Any,
     instruction_set: Any,
     columns: Any,
-    weights: Any,
+    first_weights: Any,
+    second_weights: Any,
     activations: Any,
     stride: Any,
     num_records: Any,
     out: Any,
+    out_stride: Any,
 ) -> Any:
-    """out[column] = 16 rows × the column's activations. The first four arguments are compile-time constants."""
+    """out[group][column] = 16 rows × the column's activations. `second_weights` literally 0: one group, else two.
+
+    The first four arguments are compile-time constants.
+    """
     layout, width = LAYOUTS[type_.literal_value], columns.literal_value
     num_planes, name = planes.literal_value, instruction_set.literal_value
+    num_groups = 1 if isinstance(second_weights, types.Literal) else 2
 
     def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Any:
-        *_, weights, activations, stride, num_records, out = arguments
+        *_, first, second, activations, stride, num_records, out, out_stride = arguments
+        weights = [first, second][:num_groups]
         if layout.is_float:
             sums = emit_float_tile(b, layout, width, weights, activations, stride, num_records)
         else:
-            one = Tile(b, layout, num_planes, name, width)
+            one = Tile(b, layout, num_planes, name, num_groups, width)
             sums = emit_block_tile(one, weights, activations, stride, num_records)
-        for column, total in enumerate(sums):
-            simd.store_f32(b, simd.offset(b, out, COLUMN_BYTES * column), total)
+        for group, totals in enumerate(sums):
+            to = b.add(out, b.mul(out_stride, constant(I64, group)))
+            for column, total in enumerate(totals):
+                simd.store_f32(b, simd.offset(b, to, COLUMN_BYTES * column), total)
         return context.get_dummy_value()
 
+    second = second_weights if num_groups == 1 else types.int64
     numbers = (types.int64,) * 5
-    return types.void(type_, planes, instruction_set, columns, *numbers), emit
+    return types.void(type_, planes, instruction_set, columns, types.int64, second, *numbers), emit

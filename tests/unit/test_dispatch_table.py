@@ -1,0 +1,96 @@
+"""The dispatch table and its walk: rows, labels, barriers, repeats, profile."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from numba import carray
+
+from infer.kernels.cpu import simd
+from infer.kernels.cpu.compiled import compiled_address
+from infer.kernels.cpu.state import STATE
+from infer.kernels.cpu.table import BARRIER, BARRIER_IF_MANY, NO_BARRIER, Command, DispatchTable, Walk
+from infer.kernels.cpu.threads import Team, aligned
+
+TALLY = np.dtype([("count", np.int64), ("stop", np.int64), ("last", np.int64)])
+
+
+def make_tally() -> Callable[..., None]:
+    """Thread 0 counts, and sets `stop` at the last one."""
+
+    def tally(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
+        args = carray(args_at, 1)[0]
+        if thread == 0:
+            args.count += 1
+            if args.count == args.last:
+                simd.store_i64(args.stop, 1)
+
+    return tally
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Team]:
+    three = Team(3)
+    yield three
+    three.close()
+
+
+class Tally:
+    def __init__(self, barriers: list[int]) -> None:
+        self.arguments, self.stop, self.state = np.zeros(1, TALLY), np.zeros(1, np.int64), aligned(1, STATE)
+        self.arguments["stop"] = self.stop.ctypes.data
+        address = compiled_address("tally_of_tests", make_tally, TALLY)
+        self.table = DispatchTable(
+            [Command(address, self.arguments, barrier, f"L{index}.tally") for index, barrier in enumerate(barriers)]
+        )
+        self.walk = Walk(self.table)
+        self.walk.arguments["stop"] = self.stop.ctypes.data
+
+    @property
+    def count(self) -> int:
+        return int(self.arguments["count"][0])
+
+
+def test_each_row_has_its_label_and_its_commands_code_arguments_and_barrier() -> None:
+    table = Tally([NO_BARRIER, BARRIER, BARRIER_IF_MANY]).table
+    assert table.labels == ["L0.tally", "L1.tally", "L2.tally"]
+    for row, command in zip(table.rows().tolist(), table.commands, strict=True):
+        assert row == [command.function, command.arguments.ctypes.data, command.barrier]
+
+
+def test_an_empty_table_is_walked_to_no_effect(three: Team) -> None:
+    walk, state = Walk(DispatchTable()), aligned(1, STATE)
+    three.run(walk, state, 3)
+    assert walk.rows.shape == (0, 3)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize(("num_tokens", "num_barriers"), [(1, 2), (2, 3)])
+def test_threads_meet_at_the_barriers_that_the_number_of_tokens_asks_for(
+    three: Team, num_threads: int, num_tokens: int, num_barriers: int
+) -> None:
+    tally = Tally([NO_BARRIER, BARRIER, BARRIER_IF_MANY, BARRIER])
+    tally.state["num_tokens"] = num_tokens
+    tally.walk.arguments["repeats"] = 5
+    three.run(tally.walk, tally.state, num_threads)
+    assert tally.count == 20
+    meetings = 5 * (num_barriers + 1)  # the last of a repeat is where all look at the stop
+    assert tally.state["barrier"][0] == (meetings * num_threads if num_threads > 1 else 0)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_stop_ends_the_chain_behind_its_repeat(three: Team, num_threads: int) -> None:
+    tally = Tally([BARRIER, BARRIER])
+    tally.arguments["last"], tally.walk.arguments["repeats"] = 5, 100
+    three.run(tally.walk, tally.state, num_threads)
+    assert tally.count == 6
+    assert tally.walk.arguments["walked"][0] == 3
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_profile_has_a_time_for_every_label(three: Team, num_threads: int) -> None:
+    tally = Tally([BARRIER, NO_BARRIER, BARRIER_IF_MANY])
+    times = np.zeros(len(tally.table.labels), np.int64)
+    tally.walk.arguments["times"] = times.ctypes.data
+    three.run(tally.walk, tally.state, num_threads)
+    assert (times > 0).all()

@@ -1,0 +1,160 @@
+"""What packing keeps: every value to the bit, and the memory that the file's own blocks take."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infer import ops
+from infer.architecture import Rope
+from infer.kernels.cpu.layouts import LAYOUTS, PackedWeight
+from infer.kernels.cpu.threads import set_num_threads
+from infer.kernels.reference import dense
+from infer.model.rope import make_rope_table
+from infer.weights import Norm, Projection, StoredWeight
+
+CPU = torch.device("cpu")
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+TYPES = sorted(LAYOUTS)
+HALVES_AT = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2],
+             "Q6_K": [208]}  # fmt: skip
+EXTREMES = (0.0, -0.0, 6e-8, -6e-8, 5e-5, -0.37, 1.0, 65504.0, -65504.0)  # 6e-8 is the least f16
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _three_threads() -> None:
+    set_num_threads(3)
+
+
+def make_weight(type_: str, rows: int, columns: int, seed: int, scales: tuple[float, ...]) -> StoredWeight:
+    """Random bits in every field, with scales and minimums (in float types: values) drawn from `scales`."""
+    rng = np.random.default_rng(seed)
+    if type_ in FLOATS:
+        values = rng.standard_normal((rows, columns)) * rng.choice(scales, (rows, 1)) / 8
+        return StoredWeight(type_, (rows, columns), torch.from_numpy(values.astype(np.float32)).to(FLOATS[type_]))
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_]]
+    content = rng.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
+    for at in HALVES_AT[type_]:
+        halves = rng.choice(np.array(scales), (rows, columns // block, 1)).astype(np.float16)
+        content[:, :, at : at + 2] = halves.view(np.uint8)
+    return StoredWeight(type_, (rows, columns), torch.from_numpy(content.reshape(rows, -1)))
+
+
+def columns_of(type_: str) -> list[int]:
+    if type_ in FLOATS:
+        return [32, 40, 64, 288]
+    return [256, 512] if LAYOUTS[type_].scales_per_record else [32, 64, 256, 288]
+
+
+def packed(*weights: StoredWeight) -> tuple[PackedWeight, ...]:
+    parts = ops.prepare(Projection(weights), CPU).parts
+    assert all(isinstance(part, PackedWeight) for part in parts)
+    return tuple(part for part in parts if isinstance(part, PackedWeight))
+
+
+def unpacked(weight: PackedWeight) -> torch.Tensor:
+    return ops.embed(weight, torch.arange(weight.out_features), 1.0)
+
+
+def assert_same_values(actual: torch.Tensor, weight: StoredWeight) -> None:
+    """Equal to the bit, but for the sign of a zero."""
+    assert torch.equal(actual, dense(weight).float())
+
+
+@pytest.mark.parametrize("type_", TYPES)
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.sampled_from([1, 2, 15, 16, 17, 31, 48, 75]),
+    choice=st.integers(0, 3),
+    scales=st.lists(st.sampled_from(EXTREMES), min_size=1, max_size=4),
+    seed=st.integers(0, 2**31),
+)
+def test_unpacking_gives_the_dequantised_values(
+    type_: str, rows: int, choice: int, scales: list[float], seed: int
+) -> None:
+    widths = columns_of(type_)
+    weight = make_weight(type_, rows, widths[choice % len(widths)], seed, tuple(scales))
+    (only,) = packed(weight)
+    assert only.shape == weight.shape
+    assert_same_values(unpacked(only), weight)
+
+
+@pytest.mark.parametrize("type_", TYPES)
+def test_a_unit_vector_picks_a_column(type_: str) -> None:
+    for columns in columns_of(type_):
+        weight = make_weight(type_, 37, columns, 1, (0.01, -0.02))
+        zero = torch.zeros(columns, 37)
+        actual = ops.project_add(zero, torch.eye(columns), Projection(packed(weight)), None)
+        expected = dense(weight).float()
+        largest = float(expected.abs().max())
+        assert torch.allclose(actual.T, expected, rtol=0, atol=2e-4 * largest), columns
+
+
+@pytest.mark.parametrize("type_", TYPES)
+def test_neighbours_of_one_type_become_one(type_: str) -> None:
+    columns = 512
+    weights = [make_weight(type_, rows, columns, rows, (0.5, -3.0)) for rows in (32, 16, 48)]
+    (only,) = packed(*weights)
+    assert only.out_features == 96
+    start = 0
+    for weight in weights:
+        assert_same_values(unpacked(only)[start : start + weight.out_features], weight)
+        start += weight.out_features
+
+
+@given(
+    parts=st.lists(st.tuples(st.sampled_from(TYPES), st.sampled_from([1, 16, 17, 32])), min_size=1, max_size=5),
+    seed=st.integers(0, 2**31),
+)
+@settings(max_examples=40, deadline=None)
+def test_parts_of_any_types_and_sizes_keep_their_rows_in_order(parts: list[tuple[str, int]], seed: int) -> None:
+    weights = [make_weight(type_, rows, 256, seed + i, (0.1, -7.0)) for i, (type_, rows) in enumerate(parts)]
+    rows = torch.cat([unpacked(part) for part in packed(*weights)])
+    assert torch.equal(rows, torch.cat([dense(weight).float() for weight in weights]))
+
+
+def test_types_without_a_layout_become_float32() -> None:
+    weight = StoredWeight("Q2_K", (18, 256), torch.randint(0, 256, (18, 84), dtype=torch.uint8))
+    weight.data[:, 80:] = torch.from_numpy(np.array([0.5, 0.25], np.float16).view(np.uint8))
+    (only,) = packed(weight)
+    assert only.layout.type == "F32"
+    assert_same_values(unpacked(only), weight)
+
+
+def test_rows_that_are_strided_in_memory_are_packed_as_they_are() -> None:
+    whole = make_weight("Q4_1", 64, 64, 5, (0.5,))
+    every_second = StoredWeight("Q4_1", (32, 64), whole.data[::2])
+    (only,) = packed(every_second)
+    assert_same_values(unpacked(only), every_second)
+
+
+@pytest.mark.parametrize("type_", TYPES)
+def test_packed_weights_take_the_bytes_of_the_stored_ones(type_: str) -> None:
+    weight = make_weight(type_, 64, 512, 0, (1.0,))
+    (only,) = packed(weight)
+    # The 6-bit scales and minimums of Q4_K and Q5_K (12 bytes for 8 pairs) lie as bytes.
+    growth = {"Q4_K": 148 / 144, "Q5_K": 180 / 176}.get(type_, 1.0)
+    assert only.num_bytes == pytest.approx(growth * weight.num_bytes, rel=1e-9)
+
+
+def test_rows_beyond_the_last_are_padding_of_zeros() -> None:
+    (only,) = packed(make_weight("F32", 17, 32, 0, (1.0,)))
+    assert only.num_groups == 2
+    second = only.data[only.group_bytes :].view(torch.float32).reshape(32, 16)
+    assert second[:, 1:].count_nonzero() == 0
+
+
+def test_a_norm_of_ones_leaves_the_product_of_a_packed_identity() -> None:
+    identity = StoredWeight("F32", (64, 64), torch.eye(64))
+    x = torch.nn.functional.normalize(torch.randn(3, 64)) * 8  # its root mean square is 1
+    actual = ops.norm_project(x, Norm(torch.ones(64), 0.0), Projection(packed(identity)))
+    assert torch.allclose(actual, x, rtol=1e-5, atol=1e-6)
+
+
+def test_a_rope_table_holds_the_cosine_and_sine_of_each_angle() -> None:
+    table = make_rope_table(Rope(dim=8, theta=100.0), 50, CPU)
+    angles = np.arange(50)[:, None] * 100.0 ** (-np.arange(0, 8, 2) / 8)
+    assert np.allclose(table.cos, np.cos(angles), atol=1e-5)
+    assert np.allclose(table.sin, np.sin(angles), atol=1e-5)

@@ -1,0 +1,310 @@
+"""The team of threads and its pace: idle, forked, replaced, contended, and at the interpreter's end."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numba import carray
+
+from infer.kernels.cpu import simd, threads
+from infer.kernels.cpu.compiled import compiled_address
+from infer.kernels.cpu.pace import Outcome, Pace
+from infer.kernels.cpu.state import STATE
+from infer.kernels.cpu.table import BARRIER, Command, DispatchTable, Walk
+from infer.kernels.cpu.threads import Team, aligned, default_num_threads, set_num_threads, team
+
+PARTS = np.dtype([("sums", np.int64), ("num_rows", np.int64)])
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="hardware: Linux only")
+
+
+def make_count() -> Callable[..., None]:
+    """Each thread adds to its share of the rows: row r gets r more, exactly once a walk."""
+
+    def count(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
+        args = carray(args_at, 1)[0]
+        for row in range(args.num_rows * thread // num_threads, args.num_rows * (thread + 1) // num_threads):
+            at = args.sums + 8 * row
+            simd.store_i64(at, simd.load_i64(at) + row)
+
+    return count
+
+
+class Counter:
+    """A walk whose result shows whether each part of it ran once."""
+
+    def __init__(self, num_commands: int = 20, repeats: int = 1, num_rows: int = 50) -> None:
+        self.sums, self.arguments = np.zeros(num_rows, np.int64), np.zeros(1, PARTS)
+        self.arguments["sums"], self.arguments["num_rows"] = self.sums.ctypes.data, num_rows
+        address = compiled_address("count_of_tests", make_count, PARTS)
+        self.times = num_commands * repeats
+        self.walk = Walk(DispatchTable([Command(address, self.arguments, BARRIER, "count")] * num_commands))
+        self.walk.arguments["repeats"] = repeats
+        self.state = aligned(1, STATE)
+        self.state["num_tokens"] = 1
+        self.num_walks = 0
+
+    def run(self, team: Team, num_threads: int | None = None) -> None:
+        team.run(self.walk, self.state, num_threads)
+        self.num_walks += 1
+
+    def is_right(self) -> bool:
+        return bool((self.sums == np.arange(len(self.sums)) * self.times * self.num_walks).all())
+
+
+COLD = "infer: compiling CPU kernels, once per machine\n"
+SCRIPT = f"""
+import os, sys, threading, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_threads import Counter
+from infer.kernels.cpu.threads import set_num_threads, team, default_num_threads
+set_num_threads(3)
+counter = Counter()
+"""
+
+
+def run_script(code: str, *, prefix: tuple[str, ...] = (), **environment: str) -> str:
+    done = subprocess.run(
+        [*prefix, sys.executable, "-c", SCRIPT + code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr in ("", COLD)
+    return done.stdout
+
+
+def worker_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("infer-")]
+
+
+def test_each_part_of_a_walk_runs_once_whatever_the_number_of_threads() -> None:
+    many = Team(5)
+    counter = Counter()
+    for num_threads in (1, 2, 5, None, 9):
+        counter.run(many, num_threads)
+        assert counter.is_right()
+    many.close()
+
+
+def test_an_idle_team_uses_no_processor_time() -> None:
+    three = Team(3)
+    Counter().run(three, 3)
+    time.sleep(0.05)
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.1
+    three.close()
+
+
+def test_a_dismissed_team_leaves_the_rest_to_thread_0() -> None:
+    three = Team(3)
+    counter = Counter(num_commands=200, repeats=20)
+    stalls = counter.walk.arguments
+    dismissed = 0
+    for _ in range(30):
+        three._cycles, three._seconds = 1000, 1.0  # a clock so slow that any wait is beyond patience
+        counter.run(three)
+        three._pace = threads.Pace(3)
+        dismissed += bool(counter.state["dismissed"][0])
+        assert counter.is_right()
+    assert stalls["walked"][0] == 20
+    three.close()
+
+
+def test_walks_of_several_python_threads_do_not_mix() -> None:
+    three = Team(3)
+    counters = [Counter() for _ in range(4)]
+
+    def walk_often(counter: Counter) -> None:
+        for _ in range(50):
+            counter.run(three)
+
+    callers = [threading.Thread(target=walk_often, args=(counter,)) for counter in counters]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert [counter.is_right() for counter in counters] == [True] * 4
+    three.close()
+
+
+def test_the_number_of_threads_may_change_while_walks_run() -> None:
+    set_num_threads(2)
+    counters = [Counter() for _ in range(2)]
+    end = threading.Event()
+
+    def walk_on(counter: Counter) -> None:
+        while not end.is_set():
+            counter.run(team())
+
+    callers = [threading.Thread(target=walk_on, args=(counter,)) for counter in counters]
+    for caller in callers:
+        caller.start()
+    for num_threads in [3, 1, 4, 2] * 5:
+        set_num_threads(num_threads)
+        time.sleep(0.002)
+    end.set()
+    for caller in callers:
+        caller.join()
+    assert all(counter.is_right() and counter.num_walks for counter in counters)
+    set_num_threads(1)
+    assert worker_threads() == []
+
+
+def test_a_replaced_team_still_walks_but_has_no_workers() -> None:
+    set_num_threads(3)
+    old, counter = team(), Counter()
+    counter.run(old, 3)
+    assert len(worker_threads()) == 2
+    set_num_threads(2)
+    assert worker_threads() == []
+    counter.run(old, 3)
+    assert counter.is_right()
+    assert worker_threads() == []
+
+
+@needs_linux
+def test_a_forked_child_gets_a_team_of_its_own() -> None:
+    run_script("""
+counter.run(team(), 3)
+child = os.fork()
+if child == 0:
+    counter.run(team(), 3)
+    os._exit(0 if counter.is_right() else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+counter.run(team(), 3)
+assert counter.is_right()
+""")
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.1])
+def test_the_interpreter_ends_cleanly_whether_workers_spin_or_sleep(pause: float) -> None:
+    assert run_script(f"counter.run(team(), 3); time.sleep({pause}); print(counter.is_right())") == "True\n"
+
+
+def test_the_interpreter_ends_cleanly_while_another_thread_walks() -> None:
+    run_script("""
+def walk_on():
+    while True:
+        counter.run(team())
+threading.Thread(target=walk_on, daemon=True).start()
+time.sleep(0.05)
+""")
+
+
+@needs_linux
+def test_the_default_respects_the_affinity() -> None:
+    one = str(min(os.sched_getaffinity(0)))
+    assert run_script("print(default_num_threads())", prefix=("taskset", "-c", one)) == "1\n"
+
+
+@pytest.mark.parametrize(
+    ("text_by_name", "quota"),
+    [
+        ({"cpu.max": "150000 100000\n"}, 1),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu.max": "400000 100000\n"}, 4),
+        ({"cpu.max": "max 100000\n"}, threads.MAX_THREADS),
+        ({"cpu.cfs_quota_us": "300000\n", "cpu.cfs_period_us": "100000\n"}, 3),
+        ({"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}, threads.MAX_THREADS),
+        ({}, threads.MAX_THREADS),
+    ],
+)
+def test_the_default_respects_the_quota_of_the_cgroup(
+    text_by_name: dict[str, str], quota: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_text(path: Path) -> str:
+        if path.name not in text_by_name:
+            raise FileNotFoundError(path)
+        return text_by_name[path.name]
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert threads._quota() == quota
+    assert 1 <= default_num_threads() <= quota
+
+
+@pytest.mark.slow
+def test_processes_that_start_together_with_a_cold_cache_both_work(tmp_path: Path) -> None:
+    environment = {**os.environ, "INFER_CACHE": str(tmp_path)}
+    code = SCRIPT + "counter.run(team(), 3)\nsys.exit(0 if counter.is_right() else 1)"
+    both = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
+    assert [process.wait(60) for process in both] == [0, 0]
+    assert run_script("counter.run(team(), 3); print(counter.is_right())", INFER_CACHE=str(tmp_path)) == "True\n"
+
+
+@pytest.mark.slow
+def test_a_cache_folder_that_cannot_be_written_does_no_harm(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code = SCRIPT + "counter.run(team(), 3)\nsys.exit(0 if counter.is_right() else 1)"
+    environment = {**os.environ, "INFER_CACHE": str(tmp_path / "file")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, COLD)
+
+
+class Machine:
+    """A clock and a cost for each number of threads, instead of a machine."""
+
+    def __init__(self, alone: float, together: float, lost_share: float) -> None:
+        self.alone, self.together, self.lost_share = alone, together, lost_share
+        self.now, self.num_trials, self.seconds_alone = 0.0, 0, 0.0
+
+    def run(self, pace: Pace, seconds: float, kinds: int = 1) -> float:
+        """Walks per second. Every walk is of another kind where `kinds` is 0."""
+        end, begun, walks = self.now + seconds, self.now, 0
+        while self.now < end:
+            choice = pace.choose(self.now)
+            cost = self.alone if choice.num_threads == 1 else self.together
+            lost = 0.0 if choice.num_threads == 1 else self.lost_share * cost * choice.num_threads
+            self.now += cost
+            self.num_trials += choice.is_trial
+            walks += 1
+            kind = (walks % kinds if kinds else walks, 1)
+            pace.learn(kind, choice, Outcome(self.now, cost, lost, cost))
+        return walks / (self.now - begun)
+
+
+def test_a_calm_machine_is_never_tried_with_one_thread() -> None:
+    machine = Machine(alone=0.04, together=0.02, lost_share=0.05)
+    assert machine.run(Pace(2), 30) == pytest.approx(50, rel=1e-3)
+    assert machine.num_trials == 0
+
+
+@pytest.mark.parametrize("slowdown", [1.1, 2, 10])
+@pytest.mark.parametrize("kinds", [1, 3])
+def test_beside_a_busy_neighbour_the_team_keeps_the_speed_of_one_thread(slowdown: float, kinds: int) -> None:
+    machine = Machine(alone=0.04, together=0.04 * slowdown, lost_share=0.4)
+    pace = Pace(2)
+    machine.run(pace, 10, kinds)
+    assert machine.run(pace, 100, kinds) >= 0.97 / machine.alone
+
+
+def test_a_team_that_waits_much_and_is_still_faster_stays() -> None:
+    machine = Machine(alone=0.4, together=0.02, lost_share=0.5)
+    pace = Pace(32)
+    machine.run(pace, 10)
+    assert machine.run(pace, 100) >= 0.97 / machine.together
+    assert not pace.is_alone
+
+
+@pytest.mark.parametrize("kinds", [0, 1])
+def test_the_team_comes_back_soon_after_the_neighbour_left(kinds: int) -> None:
+    machine, pace = Machine(alone=0.04, together=0.2, lost_share=0.6), Pace(2)
+    machine.run(pace, 60, kinds)
+    assert pace.is_alone
+    machine.together, machine.lost_share = 0.02, 0.05
+    machine.run(pace, 10, kinds)
+    assert not pace.is_alone
+
+
+def test_walks_that_compare_with_nothing_are_judged_by_their_waits() -> None:
+    machine, pace = Machine(alone=0.04, together=0.1, lost_share=0.4), Pace(2)
+    assert machine.run(pace, 60, kinds=0) >= 0.9 / machine.alone

@@ -24,6 +24,7 @@ from infer.architecture import Activation
 from infer.batch import Step
 from infer.weights import Heads, Norm, Projection, Weight
 
+_CACHE_LINE = 64
 Precision = Literal["exact", "fast"]
 
 _MODULE_BY_DEVICE = {"cpu": "infer.kernels.cpu", "cuda": "infer.kernels.reference"}
@@ -68,11 +69,15 @@ def prepare(projection: Projection, device: torch.device, precision: Precision =
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeroed memory. On a CPU the system gives its pages when they are first written: torch.zeros writes them all."""
+    """Zeroed memory. On a CPU it begins on a cache line, and the system gives its pages when they are first written:
+    torch.zeros writes them all.
+    """
     if device.type != "cpu":
         return torch.zeros(tuple(shape), dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(tuple(shape))
+    raw = np.zeros(num_bytes + _CACHE_LINE, np.uint8)
+    start = -raw.ctypes.data % _CACHE_LINE
+    return torch.from_numpy(raw[start : start + num_bytes]).view(dtype).view(tuple(shape))
 
 
 def set_num_threads(num_threads: int) -> None:

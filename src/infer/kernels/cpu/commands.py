@@ -233,7 +233,7 @@ def _matmul(
     arguments = np.zeros(1, matmul.MATMUL)
     arguments["first_weights"], arguments["second_weights"] = weight.data_at(), second_weights
     arguments["group_bytes"], arguments["num_groups"] = weight.group_bytes, num_groups
-    pairs = num_groups % 2 == 0 if second_weights else num_groups >= _GROUPS_PER_THREAD * run.max_threads
+    pairs = num_groups % 2 == 0 if second_weights else num_groups >= _GROUPS_PER_THREAD * run.num_threads
     arguments["groups_per_unit"] = 2 if pairs else 1
     arguments["num_records"], arguments["of_wanted"] = num_records, of_wanted
     arguments["activations"], arguments["private_bytes"] = source

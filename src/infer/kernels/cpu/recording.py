@@ -5,12 +5,14 @@ workspace whose buffers the layers share (one for each role and size), and slots
 arrays. So one builder serves both.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, final
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from infer.batch import Step
 from infer.errors import InvalidRequestError
 from infer.kernels.cpu.state import STATE
 from infer.kernels.cpu.table import Command, DispatchTable, Walk
-from infer.kernels.cpu.threads import aligned, team
+from infer.kernels.cpu.threads import MAX_THREADS, aligned, team
 
 Arguments = npt.NDArray[Any]
 
@@ -31,7 +33,8 @@ class Run(ABC):
         self.capacity, self.wanted_capacity = capacity, wanted_capacity
         self.table = DispatchTable()
         self.state = aligned(1, STATE)
-        self.max_threads = team().num_threads
+        self.num_threads = team().num_threads  # to share work by
+        self.max_threads = MAX_THREADS  # to size scratch by: a later team may be larger
         self.label = ""
 
     def append(self, function: int, arguments: Arguments, barrier: int, name: str, *keeps: Any) -> None:
@@ -84,7 +87,8 @@ class Recording(Run):
     def tensor(self, role: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         key = (role, shape, dtype)
         if key not in self._workspace:
-            self._workspace[key] = torch.zeros(shape, dtype=dtype)
+            raw = aligned(math.prod(shape) * dtype.itemsize, np.dtype(np.uint8))  # pages come when they are written
+            self._workspace[key] = torch.from_numpy(raw).view(dtype).view(shape)
         return self._workspace[key]
 
     def produced(self, x: Tensor, arguments: Arguments) -> None:

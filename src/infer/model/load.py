@@ -46,19 +46,20 @@ def load_transformer(
     positions = max_seq_len or architecture.max_positions
     ropes = {layer.rope for layer in architecture.layers if layer.rope is not None}
     rope_tables = {rope: make_rope_table(rope, positions, device) for rope in ropes}
+    embedding = maker.projection("model.embed_tokens")
+    head = embedding if architecture.tied_embeddings else maker.projection("lm_head")
     blocks = []
     for index, layer in enumerate(architecture.layers):
         blocks.append(maker.block(index, layer, rope_tables))
         if on_progress is not None:
             on_progress(index + 1, len(architecture.layers))
-    embedding = maker.projection("model.embed_tokens")
     on_cpu = device.type == "cpu"
     return Transformer(
         architecture=architecture,
         embedding=embedding,
         blocks=tuple(blocks),
         norm=maker.norm("model.norm"),
-        head=embedding if architecture.tied_embeddings else maker.projection("lm_head"),
+        head=head,
         max_seq_len=positions,
         device=device,
         dtype=torch.float32 if on_cpu else dtype or torch.bfloat16,

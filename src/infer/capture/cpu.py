@@ -16,11 +16,12 @@ from torch import Tensor
 
 from infer.batch import Step
 from infer.errors import InvalidRequestError
-from infer.kernels.cpu import greedy
 from infer.kernels.cpu.compiled import compiled_address
 from infer.kernels.cpu.recording import record
+from infer.kernels.cpu.records import MAX_THREADS, SAMPLE
+from infer.kernels.cpu.state import field_offset
 from infer.kernels.cpu.table import BARRIER, Command, DispatchTable, Walk
-from infer.kernels.cpu.threads import MAX_THREADS, team
+from infer.kernels.cpu.threads import team
 
 Forward = Callable[[Step], Tensor]
 
@@ -111,13 +112,13 @@ class Chain:
 
     def __init__(self, table: DispatchTable, logits: Tensor) -> None:
         wanted, vocab = logits.shape
-        self._arguments = np.zeros(1, greedy.SAMPLE)
+        self._arguments = np.zeros(1, SAMPLE)
         self._found = np.zeros((wanted, MAX_THREADS), np.int64)
         self._ended = np.zeros(wanted, np.int64)
         self._arguments["logits"], self._arguments["vocab"] = logits.data_ptr(), vocab
         self._arguments["found"], self._arguments["ended"] = self._found.ctypes.data, self._ended.ctypes.data
-        sample = compiled_address("sample_greedy", greedy.make_sample, greedy.SAMPLE)
-        advance = compiled_address("advance", greedy.make_advance, greedy.SAMPLE)
+        sample = compiled_address(".greedy:make_sample", SAMPLE)
+        advance = compiled_address(".greedy:make_advance", SAMPLE)
         self.table = DispatchTable(
             [
                 *table.commands,
@@ -126,7 +127,7 @@ class Chain:
             ]
         )
         self._walk = Walk(self.table)
-        self._walk.arguments["stop"] = self._arguments.ctypes.data + greedy.STOP_OFFSET
+        self._walk.arguments["stop"] = self._arguments.ctypes.data + field_offset(SAMPLE, "stop")
 
     def run(
         self, state: npt.NDArray[Any], num_rows: int, count: int, stop_ids: Sequence[int], num_threads: int | None

@@ -9,25 +9,9 @@ import numpy as np
 from numba import carray, njit
 
 from infer.kernels.cpu import simd
-from infer.kernels.cpu.simd import LANES, load_f32, load_i64, load_scalar_f32, splat_f32, store_i64
-from infer.kernels.cpu.state import field_offset
-from infer.kernels.cpu.threads import MAX_THREADS
-
-SAMPLE = np.dtype(
-    [
-        ("logits", np.int64),  # f32 [wanted, vocab]
-        ("vocab", np.int64),
-        ("found", np.int64),  # int64 [wanted, threads]: the best of each thread's part
-        ("sampled", np.int64),  # int64 [wanted]
-        ("generated", np.int64),  # int64 [repeats, wanted]
-        ("num_generated", np.int64),
-        ("stop", np.int64),  # 1: end the chain after this step
-        ("stop_ids", np.int64),
-        ("num_stop_ids", np.int64),
-        ("ended", np.int64),  # int64 [wanted]: rows that met a stop id
-    ]
-)
-STOP_OFFSET = field_offset(SAMPLE, "stop")
+from infer.kernels.cpu.layouts import LANES
+from infer.kernels.cpu.records import MAX_THREADS
+from infer.kernels.cpu.simd import load_f32, load_i64, load_scalar_f32, splat_f32, store_i64
 
 
 @njit

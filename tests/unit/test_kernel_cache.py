@@ -2,6 +2,8 @@
 
 import ctypes
 import os
+import pty
+import re
 import subprocess
 import sys
 import time
@@ -15,6 +17,7 @@ from numba import carray
 from infer.kernels.cpu import compiled, images, kernel_cache, simd
 from infer.kernels.cpu.compiled import Kernel
 from infer.kernels.cpu.compiler import compile_command
+from infer.progress import StatusLine
 
 FOLDER = Path(__file__).parent
 SUM = np.dtype([("values", np.int64), ("count", np.int64), ("total", np.int64)])
@@ -44,6 +47,15 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
         timeout=120,
         check=False,
     )
+
+
+COMPILE = """
+import sys
+import numpy as np
+from infer.kernels.cpu.compiled import compiled_address
+for step in (1, 2, 3):
+    compiled_address("test_kernel_cache:make_sum", np.dtype([("values", "i8"), ("count", "i8"), ("total", "i8")]), step)
+"""
 
 
 def make_sum(step: int) -> Callable[..., None]:
@@ -207,3 +219,48 @@ with compiled._lock:
     print("free")
 """)
     assert (done.returncode, done.stdout, done.stderr) == (0, "free\n", "")
+
+
+def stderr_on_a_terminal(code: str, **environment: str) -> str:
+    parent, child = pty.openpty()
+    with subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **environment}, cwd=FOLDER, stderr=child):
+        os.close(child)
+        shown = b""
+        try:
+            while piece := os.read(parent, 4096):
+                shown += piece
+        except OSError:  # Linux ends a terminal that nobody writes to any more in this way
+            pass
+        os.close(parent)
+    return shown.decode()
+
+
+def test_compiling_shows_one_line_with_a_bar_and_removes_it(tmp_path: Path) -> None:
+    shown = stderr_on_a_terminal(COMPILE, INFER_CACHE=str(tmp_path))
+    assert "\n" not in shown
+    assert re.findall(r"once per machine (█*) *(\d+) %", shown) == [("", "0"), ("█", "5"), ("██", "10")]
+    assert shown.endswith("%\x1b[K\r\x1b[K")
+    assert max(len(line) for line in re.split(r"\r|\x1b\[K", shown)) < 80
+    assert stderr_on_a_terminal(COMPILE, INFER_CACHE=str(tmp_path)) == ""
+    warm = run(COMPILE, INFER_CACHE=str(tmp_path))
+    assert (warm.returncode, warm.stderr) == (0, "")
+
+
+def test_without_a_terminal_compiling_is_one_line_in_all(tmp_path: Path) -> None:
+    cold = run(COMPILE, INFER_CACHE=str(tmp_path))
+    assert (cold.returncode, cold.stderr) == (0, "infer: compiling CPU kernels, once per machine\n")
+
+
+def test_the_newest_of_several_has_the_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    first = StatusLine()
+    first.show("a")
+    second = StatusLine()
+    second.show("b")
+    first.show("c")
+    second.close()
+    first.show("d")
+    first.close()
+    assert capsys.readouterr().err == "\ra\x1b[K\rb\x1b[K\r\x1b[K\rd\x1b[K\r\x1b[K"

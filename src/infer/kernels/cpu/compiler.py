@@ -1,7 +1,8 @@
 """Numba, and LLVM as a linker: loaded by processes that must compile, or that cannot map an image."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, final
@@ -14,8 +15,10 @@ from numba.np.numpy_support import from_dtype
 
 from infer.kernels.cpu.images import NEVER_CALLED, never_called_address, symbol_address
 from infer.kernels.cpu.state import STATE
+from infer.progress import PROGRESS_WIDTH, StatusLine, bar
 
-_cold_names: list[str] = []
+_COMPILING = "infer: compiling CPU kernels, once per machine"
+_USUAL = 20  # kernels of a model whose matrices have two types: what a bar takes for the whole
 _kept: list[Any] = []  # code that was compiled here lives as long as its Python object
 
 
@@ -28,16 +31,14 @@ class Compiled:
 
 
 def compile_command(name: str, make: Callable[[], Callable[..., None]], arguments: np.dtype[Any]) -> Compiled:
-    _announce(name)
-    function = make()
-    function.__name__ = function.__qualname__ = name
     signature = types.void(
         types.CPointer(from_dtype(arguments)), types.CPointer(from_dtype(STATE)), types.intp, types.intp
     )
-    command = cfunc(signature, nopython=True, error_model="numpy")(function)
+    with _announced():
+        function = make()
+        function.__name__ = function.__qualname__ = name
+        command = cfunc(signature, nopython=True, error_model="numpy")(function)
     _kept.append(command)
-    if sys.stderr.isatty():
-        sys.stderr.write("\r\x1b[K")
     library = command._library
     declared = [function.name for function in library._final_module.functions if function.is_declaration]
     code = None
@@ -51,13 +52,20 @@ def _is_found_anywhere(symbol: str) -> bool:
     return symbol.startswith("llvm.") or symbol_address(symbol) is not None
 
 
-def _announce(name: str) -> None:
-    _cold_names.append(name)
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\rinfer: compiling CPU kernels, once per machine {'▪' * len(_cold_names)} {name}\x1b[K")
-    elif len(_cold_names) == 1:
-        sys.stderr.write("infer: compiling CPU kernels, once per machine\n")
-    sys.stderr.flush()
+@contextmanager
+def _announced() -> Iterator[None]:
+    """On a terminal a bar while it lasts, elsewhere one line in all."""
+    num_done = len(_kept)
+    share = num_done / max(_USUAL, num_done + 1)
+    if not sys.stderr.isatty() and not num_done:
+        sys.stderr.write(f"{_COMPILING}\n")
+        sys.stderr.flush()
+    line = StatusLine()
+    try:
+        line.show(f"{_COMPILING} {bar(share, PROGRESS_WIDTH):<{PROGRESS_WIDTH}} {int(100 * share)} %")
+        yield
+    finally:
+        line.close()
 
 
 def link(symbol: str, code: bytes) -> int:

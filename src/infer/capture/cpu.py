@@ -19,7 +19,6 @@ from infer.errors import InvalidRequestError
 from infer.kernels.cpu import sampling
 from infer.kernels.cpu.compiled import compiled_address
 from infer.kernels.cpu.recording import Recording, record
-from infer.kernels.cpu.sample_advance import make_advance
 from infer.kernels.cpu.sample_rows import SAMPLE, bind
 from infer.kernels.cpu.state import field_offset
 from infer.kernels.cpu.table import BARRIER, Command, DispatchTable, Walk
@@ -126,7 +125,7 @@ class Chain:
         self._arguments, keeps = bind(logits, rows, history, None, positions, 1)
         self._ended = np.zeros(len(rows), np.int64)
         self._arguments["ended"] = self._ended.ctypes.data
-        advance = compiled_address("sample_advance", make_advance, SAMPLE)
+        advance = compiled_address(".sample_advance:make_advance", SAMPLE)
         self.table = DispatchTable(
             [
                 *recording.table.commands,

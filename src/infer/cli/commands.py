@@ -16,7 +16,7 @@ from click.core import ParameterSource
 
 from infer import __version__
 from infer.cli.model import Model
-from infer.cli.terminal import Spinner, TextWriter, cancel_on_signal, exit_on_signal
+from infer.cli.terminal import Spinner, TextWriter, cancel_on_signal, exit_on_signal, keeping_garbage
 from infer.errors import InvalidRequestError
 from infer.params import PARAMETER_NAMES, SamplingParams
 from infer.results import GenerationResult
@@ -247,7 +247,8 @@ def bench(context: click.Context, /, **options: Any) -> None:
 
 def load_model(context: click.Context, options: Mapping[str, Any]) -> Model:
     """The LLM that the options ask for. A default context longer than the model's own is cut to it."""
-    with exit_on_signal(), Spinner(f"loading {options['model']}", shown=not options["quiet"]) as spinner:
+    spinner = Spinner(f"loading {options['model']}", shown=not options["quiet"])
+    with exit_on_signal(), keeping_garbage(), spinner:
         from infer.llm import LLM
 
         def load(max_seq_len: int | None) -> LLM:

@@ -12,32 +12,15 @@ import numpy as np
 from numba import carray, njit
 
 from infer.kernels.cpu import simd
-from infer.kernels.cpu.activations import PANEL, quantize_block, record_address
-from infer.kernels.cpu.isa import InstructionSet
-from infer.kernels.cpu.layouts import BLOCK, Layout
-from infer.kernels.cpu.simd import LANES, load_f32, load_i64, load_scalar_f32, splat_f32, store_f32, store_scalar_f32
-from infer.kernels.cpu.tiles import activation_bytes, tile
+from infer.kernels.cpu.activations import quantize_block, record_address
+from infer.kernels.cpu.isa import COLUMNS
+from infer.kernels.cpu.layouts import BLOCK, LANES, LAYOUTS, PANEL
+from infer.kernels.cpu.simd import load_f32, load_i64, load_scalar_f32, splat_f32, store_f32, store_scalar_f32
+from infer.kernels.cpu.tiles import tile
 
 _TILE_BYTES = 4 * LANES * PANEL  # a buffer's part for one group: [16 tokens, 16 rows] f32
 _HEADER = 64  # in front of it: first token, number of tokens, number of groups
 _BUFFER_BYTES = _HEADER + 4 * _TILE_BYTES
-
-MATMUL = np.dtype(
-    [
-        ("first_weights", np.int64),  # the groups of the projection, or of gate
-        ("second_weights", np.int64),  # 0, or the groups of up
-        ("group_bytes", np.int64),
-        ("num_groups", np.int64),
-        ("groups_per_unit", np.int64),
-        ("num_records", np.int64),
-        ("activations", np.int64),
-        ("private_bytes", np.int64),  # not 0: a single token's activations lie at activations + thread × this
-        ("of_wanted", np.int64),
-        ("tokens_per_block", np.int64),  # activations that stay in the cache while the weights stream by
-        ("epilogue", np.int64),
-        ("epilogue_arguments", np.int64),
-    ]
-)
 
 
 @njit(inline="always")
@@ -46,9 +29,9 @@ def _tile_weights(args, unit, groups, index):  # type: ignore[no-untyped-def]
     return weights + (unit * args.groups_per_unit + index % groups) * args.group_bytes
 
 
-def make_matmul(layout: Layout, planes: int, instruction_set: InstructionSet) -> Callable[..., None]:
-    type_, isa, record_bytes = layout.type, instruction_set.name, activation_bytes(layout, planes)
-    four = 4 in instruction_set.columns
+def make_matmul(type_: str, planes: int, isa: str) -> Callable[..., None]:
+    layout, four = LAYOUTS[type_], 4 in COLUMNS[isa]
+    record_bytes = layout.activation_bytes(planes)
     eight = four and planes == 2 and not layout.is_float  # one plane is faster with four
 
     def matmul(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
@@ -100,19 +83,6 @@ def make_matmul(layout: Layout, planes: int, instruction_set: InstructionSet) ->
                     simd.call_command(args.epilogue, arguments, state_address, buffer, first_row)
 
     return matmul
-
-
-EPILOGUE = np.dtype(
-    [
-        ("out", np.int64),  # f32 [tokens, row_stride]; 0: not wanted
-        ("row_stride", np.int64),
-        ("first_column", np.int64),
-        ("num_columns", np.int64),
-        ("bias", np.int64),  # f32 [num_columns] or 0; of gate when gating, up's behind it
-        ("quantized", np.int64),  # gating only: activation records of what goes to `out`, or 0
-        ("planes", np.int64),
-    ]
-)
 
 
 @njit(inline="always")

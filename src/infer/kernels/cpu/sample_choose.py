@@ -5,6 +5,8 @@ from collections.abc import Callable
 import numpy as np
 from numba import carray, njit
 
+from infer.kernels.cpu.layouts import LANES
+from infer.kernels.cpu.records import MAX_THREADS
 from infer.kernels.cpu.sample_math import (
     equal_to,
     gumbel_of,
@@ -28,7 +30,6 @@ from infer.kernels.cpu.sample_narrow import (
 from infer.kernels.cpu.sample_scan import NOTHING, is_below_minimum, masked_bits, masks_of, part, position_of
 from infer.kernels.cpu.sample_select import keep_largest
 from infer.kernels.cpu.simd import (
-    LANES,
     load_f32,
     load_i64,
     load_scalar_f32,
@@ -40,7 +41,6 @@ from infer.kernels.cpu.simd import (
     store_scalar_f32,
     store_u32,
 )
-from infer.kernels.cpu.threads import MAX_THREADS
 from infer.sampling import sampler
 
 _NOT_A_NUMBER, _NOTHING_ALLOWED = sampler.NOT_A_NUMBER, sampler.NOTHING_ALLOWED

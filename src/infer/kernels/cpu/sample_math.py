@@ -8,6 +8,7 @@ from llvmlite.ir import IRBuilder as Builder
 from numba import types
 from numba.core import cgutils
 
+from infer.kernels.cpu.layouts import LANES
 from infer.kernels.cpu.simd import (
     F32,
     F32X16,
@@ -15,7 +16,6 @@ from infer.kernels.cpu.simd import (
     I32,
     I32X16,
     I64,
-    LANES,
     Value,
     Vector,
     address,

@@ -11,6 +11,8 @@ from collections.abc import Callable
 import numpy as np
 from numba import carray, njit
 
+from infer.kernels.cpu.layouts import LANES
+from infer.kernels.cpu.records import MAX_THREADS
 from infer.kernels.cpu.sample_math import (
     add_i64,
     at_least,
@@ -33,7 +35,6 @@ from infer.kernels.cpu.sample_math import (
 from infer.kernels.cpu.sample_scan import LARGEST, NOTHING, logits_of, masked_bits, masks_of, part, position_of
 from infer.kernels.cpu.sample_select import find_threshold, value_of
 from infer.kernels.cpu.simd import (
-    LANES,
     exp_scalar,
     load_f32,
     load_i64,
@@ -48,7 +49,6 @@ from infer.kernels.cpu.simd import (
     store_i64,
     store_scalar_f32,
 )
-from infer.kernels.cpu.threads import MAX_THREADS
 from infer.sampling import noise
 
 _MAX_NOISE = np.float32(noise.MAX_NOISE)

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from infer.kernels.cpu.simd import LANES
-from infer.kernels.cpu.threads import MAX_THREADS
+from infer.kernels.cpu.layouts import LANES
+from infer.kernels.cpu.records import MAX_THREADS
 from infer.sampling.history import History
 from infer.sampling.rows import Rows
 

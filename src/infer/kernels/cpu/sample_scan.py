@@ -9,9 +9,9 @@ from collections.abc import Callable
 import numpy as np
 from numba import carray, njit
 
+from infer.kernels.cpu.layouts import LANES
 from infer.kernels.cpu.sample_math import keep_bits, load_f32_upto, load_f64, load_i32
 from infer.kernels.cpu.simd import (
-    LANES,
     load_f32,
     load_i64,
     load_scalar_f32,

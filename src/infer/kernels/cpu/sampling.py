@@ -4,7 +4,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infer.kernels.cpu import sample_choose, sample_narrow, sample_scan
 from infer.kernels.cpu.compiled import compiled_address
 from infer.kernels.cpu.recording import scope
 from infer.kernels.cpu.sample_rows import SAMPLE, Arguments, bind
@@ -34,8 +33,8 @@ def choose_tokens(
 
 def commands(arguments: Arguments, keeps: object) -> list[Command]:
     """Scan, narrow, choose: `sampled` holds a token or a negative code for each of the step's wanted logits."""
-    makers = (sample_scan.make_scan, sample_narrow.make_narrow, sample_choose.make_choose)
+    makers = (".sample_scan:make_scan", ".sample_narrow:make_narrow", ".sample_choose:make_choose")
     return [
-        Command(compiled_address(f"sample_{make.__name__[5:]}", make, SAMPLE), arguments, BARRIER, name, (keeps,))
-        for make, name in zip(makers, ("sample.scan", "sample.narrow", "sample.choose"), strict=True)
+        Command(compiled_address(maker, SAMPLE), arguments, BARRIER, f"sample.{maker.rpartition('_')[2]}", (keeps,))
+        for maker in makers
     ]

@@ -1,6 +1,7 @@
 """Batches to sample from, what the single-row reference makes of each row alone, and hypothesis strategies for them."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -112,6 +113,39 @@ def reference_token(row: Row, end_ids: frozenset[int] = frozenset()) -> int:
 def same_bits(a: Tensor, b: Tensor) -> bool:
     bytes_of_a, bytes_of_b = (x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b))
     return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(bytes_of_a, bytes_of_b)
+
+
+# Histories
+
+
+def tables(history: History, slot: int) -> dict[str, Any]:
+    """What a kernel reads of a slot."""
+    length = int(history.lengths[slot])
+    return {
+        "length": length,
+        "prompt": int(history.num_prompt_tokens[slot]),
+        "tokens": history.tokens[slot, :length].tolist(),
+        "previous": history.previous[slot, :length].tolist(),
+        "last": history.last[slot].tolist(),
+        "counts": history.counts[slot].tolist(),
+    }
+
+
+def tables_of(token_ids: list[int], num_prompt_tokens: int, vocab_size: int) -> dict[str, Any]:
+    """The same from the list itself."""
+
+    def last_before(end: int, token_id: int) -> int:
+        return max((i for i in range(end) if token_ids[i] == token_id), default=-1)
+
+    count = Counter(token_ids[num_prompt_tokens:])
+    return {
+        "length": len(token_ids),
+        "prompt": num_prompt_tokens,
+        "tokens": token_ids,
+        "previous": [last_before(i, token_id) for i, token_id in enumerate(token_ids)],
+        "last": [last_before(len(token_ids), token_id) for token_id in range(vocab_size)],
+        "counts": [count[token_id] for token_id in range(vocab_size)],
+    }
 
 
 # Logits

@@ -243,7 +243,7 @@ def many_rows(draw: st.DrawFn) -> tuple[list[Row], list[int]]:
     """2 to 64 rows and an order of them."""
     count = draw(st.sampled_from([2, 3, 7, 16, 33, 64]))
     vocab_size = draw(st.sampled_from([1, 5, 33, 300]))
-    pool = list(ON.values()) + [EVERYTHING, {}, {"temperature": 0.0}]
+    pool = [*ON.values(), EVERYTHING, {}, {"temperature": 0.0}]
     if vocab_size <= 7:
         pool = [values for values in pool if not {"allowed_token_ids", "logit_bias", "stop_token_ids"} & set(values)]
     seed = draw(st.integers(0, 2**32 - 1))

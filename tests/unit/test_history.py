@@ -1,8 +1,5 @@
 """Claims about the history: its tables say what a list of ids says, forwards, backwards and after a new beginning."""
 
-from collections import Counter
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,39 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from infer.errors import InvalidRequestError
 from infer.sampling.history import History
 from infer.sampling.rows import WHOLE_HISTORY
+from sampling_cases import tables, tables_of
 
 CAPACITY, NUM_SLOTS = 24, 3
 WINDOWS = (0, 1, 2, 5, CAPACITY, WHOLE_HISTORY)
-
-
-def tables(history: History, slot: int) -> dict[str, Any]:
-    """What a kernel reads of a slot."""
-    length = int(history.lengths[slot])
-    return {
-        "length": length,
-        "prompt": int(history.num_prompt_tokens[slot]),
-        "tokens": history.tokens[slot, :length].tolist(),
-        "previous": history.previous[slot, :length].tolist(),
-        "last": history.last[slot].tolist(),
-        "counts": history.counts[slot].tolist(),
-    }
-
-
-def tables_of(token_ids: list[int], num_prompt_tokens: int, vocab_size: int) -> dict[str, Any]:
-    """The same from the list itself."""
-
-    def last_before(end: int, token_id: int) -> int:
-        return max((i for i in range(end) if token_ids[i] == token_id), default=-1)
-
-    count = Counter(token_ids[num_prompt_tokens:])
-    return {
-        "length": len(token_ids),
-        "prompt": num_prompt_tokens,
-        "tokens": token_ids,
-        "previous": [last_before(i, token_id) for i, token_id in enumerate(token_ids)],
-        "last": [last_before(len(token_ids), token_id) for token_id in range(vocab_size)],
-        "counts": [count[token_id] for token_id in range(vocab_size)],
-    }
 
 
 class HistoryMachine(RuleBasedStateMachine):

@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import final
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -14,6 +13,8 @@ from infer.cache.dense import DenseCache
 from infer.capture.cpu import CapturedForward
 from infer.errors import InvalidRequestError
 from infer.model.transformer import Transformer
+from infer.sampling.history import History
+from infer.sampling.rows import Rows
 
 PREFILL_CHUNK = 512  # tokens per forward of a prompt: a cancel is seen between two chunks
 
@@ -28,10 +29,12 @@ class Context(ABC):
         """Append tokens whose logits nobody wants: all but the last chunk of a prompt."""
         self.extend(token_ids)
 
-    def chain(self, token_id: int, count: int, stop_ids: Collection[int]) -> list[int]:
-        """The greedy tokens after this one, up to `count` or a stop id, without a return to Python; [] if it cannot.
+    def chain(
+        self, token_id: int, count: int, rows: Rows, history: History | None, stop_ids: Collection[int]
+    ) -> list[int]:
+        """The tokens sampled after this one, up to `count` or a stop id, without a return to Python; [] if it cannot.
 
-        The last of them is not part of the sequence yet, as after any sampling.
+        The last of them is not part of the sequence yet, as after any sampling; it may be the code of a failed row.
         """
         return []
 
@@ -64,15 +67,13 @@ class CachedContext(Context):
         self._cache.commit([len(step.tokens)])
         return logits
 
-    def chain(self, token_id: int, count: int, stop_ids: Collection[int]) -> list[int]:
+    def chain(
+        self, token_id: int, count: int, rows: Rows, history: History | None, stop_ids: Collection[int]
+    ) -> list[int]:
         if self._captured is None:
             return []
-        position = torch.tensor([self._cache.lengths[0]])
-        token_ids = self._captured.run_chain(
-            torch.tensor([token_id]), position, torch.tensor([0]), count, tuple(stop_ids)
-        )[:, 0].tolist()
-        if token_ids[-1] < 0:  # NaN among its logits: `extend` will find it again and say so
-            token_ids.pop()
+        step = Step.of([token_id], self._cache.lengths[0])
+        token_ids: list[int] = self._captured.run_chain(step, count, rows, history, tuple(stop_ids))[:, 0].tolist()
         self._cache.commit([len(token_ids)])
         return token_ids
 

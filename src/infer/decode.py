@@ -9,7 +9,6 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from typing import Self, final
 
 import torch
@@ -21,10 +20,10 @@ from infer.generation import Generation
 from infer.model.transformer import Transformer
 from infer.params import CONSTRAINTS, SamplingParams
 from infer.results import GenerationResult, GenerationTiming, Piece
-from infer.sampling.reference import LogitsError
+from infer.sampling.sampler import message_of
 from infer.tokenizer import Tokenizer
 
-CHAIN = 8  # greedy tokens per return to Python
+CHAIN = 8  # tokens per return to Python
 
 OnToken = Callable[[int, str], bool | None]
 
@@ -72,13 +71,12 @@ def decode(
     clock = Clock(device)
     pending: Sequence[int] = generation.prompt_token_ids
     while generation.finish_reason is None:
-        try:
-            with ops.threads_for(device):
-                token_ids = _launch(generation, context, pending, prefill_chunk, chain, cancel, clock)
-        except LogitsError as error:
-            generation.fail("logits", str(error))
-            break
+        with ops.threads_for(device):
+            token_ids = _launch(generation, context, pending, prefill_chunk, chain, cancel, clock)
         for index, token_id in enumerate(token_ids):
+            if token_id < 0:
+                generation.fail("logits", message_of(token_id))
+                break
             yield generation.accept(token_id)
             if cancel is not None and cancel.is_set():
                 generation.cancel()
@@ -103,7 +101,8 @@ def _launch(
     started = clock.now()
     count = min(chain, generation.chain_room)
     if len(pending) == 1 and count > 1:
-        token_ids = _chain(generation, context, pending[0], count)
+        rows, history = generation.rows, generation.history
+        token_ids = context.chain(pending[0], count, rows, history, generation.stop_ids)
         if token_ids:
             elapsed = clock.now() - started
             for _ in token_ids:
@@ -121,14 +120,6 @@ def _launch(
     token_id = generation.sample(logits)
     clock.add(computed - started, clock.now() - computed)
     return [token_id]
-
-
-def _chain(generation: Generation, context: Context, token_id: int, count: int) -> list[int]:
-    """A chain of greedy tokens, up to one that the embedding has and the vocabulary lacks: those are never said."""
-    token_ids = context.chain(token_id, count, generation.stop_ids)
-    known = list(takewhile(lambda token_id: token_id < generation.tokenizer.vocab_size, token_ids))
-    context.drop(len(token_ids) - len(known))
-    return known
 
 
 @final
@@ -199,7 +190,7 @@ def begin(
             raise InvalidRequestError(f"{name}: constrained decoding is not supported yet")
     if params.seed is None:
         params = replace(params, seed=secrets.randbits(64))
-    return Generation(tokenizer, token_ids, params, model.max_seq_len)
+    return Generation(tokenizer, token_ids, params, model.max_seq_len, model.device)
 
 
 def check_prompt(model: Transformer, tokenizer: Tokenizer, token_ids: Sequence[int], *, room: int) -> list[int]:

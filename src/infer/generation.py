@@ -6,12 +6,15 @@
 from dataclasses import dataclass, field
 from typing import final
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from infer import ops
 from infer.params import SamplingParams
 from infer.results import FinishReason, GenerationResult, GenerationTiming, Piece, TokenLogprob
-from infer.sampling.reference import log_probabilities, process_logits, sample_token
+from infer.sampling.history import History
+from infer.sampling.rows import Rows
 from infer.tokenizer import StopStrings, Tokenizer
 
 
@@ -24,6 +27,7 @@ class Generation:
     prompt_token_ids: list[int]
     params: SamplingParams
     max_total_tokens: int
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -41,28 +45,37 @@ class Generation:
         self._limit, self._limit_name = (
             (room, "context") if asked is None or asked > room else (asked, "max_new_tokens")
         )
+        num_prompt_tokens, vocab_size = len(self.prompt_token_ids), self.tokenizer.vocab_size
+        self.rows = Rows.pack(
+            [self.params],
+            vocab_size,
+            num_prompt_tokens=[num_prompt_tokens],
+            end_ids=self.tokenizer.eos_token_ids,
+            device=self.device,
+        )
+        self.history: History | None = None
+        if self.rows.has_penalty:
+            self.history = History(1, num_prompt_tokens + self._limit, vocab_size, self.device)
+            self.history.begin(0, self.prompt_token_ids)
 
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 
     @property
     def chain_room(self) -> int:
-        """How many tokens may follow that are plain argmax, nothing asked of their logits but the largest."""
-        return self._limit - len(self.token_ids) if is_plain_greedy(self.params) else 0
-
-    @property
-    def history(self) -> list[int]:
-        return self.prompt_token_ids + self.token_ids
+        """How many tokens may follow of which nothing is asked but what they are."""
+        return self._limit - len(self.token_ids) if self.params.logprobs is None else 0
 
     def sample(self, logits: Float[Tensor, "vocab"]) -> int:
-        """The next token id; raises LogitsError. Ids that the embedding has beyond the vocabulary are never chosen."""
-        logits = logits[: self.tokenizer.vocab_size]
-        history, start, eos_ids = self.history, len(self.prompt_token_ids), self.tokenizer.eos_token_ids
-        token_id = sample_token(logits, history, self.params, num_prompt_tokens=start, eos_token_ids=eos_ids)
-        if self.params.logprobs is not None:
-            if self.params.logprobs_mode == "processed":
-                logits = process_logits(logits, history, self.params, num_prompt_tokens=start, eos_token_ids=eos_ids)
-            self.logprobs.append(log_probabilities(logits, self.params.logprobs, token_id))
+        """The next token id, or the code of a failed row. Ids that the embedding has beyond the vocabulary are never
+        chosen."""
+        position = torch.tensor([len(self.prompt_token_ids) + len(self.token_ids)], device=self.device)
+        sampled = ops.sample(logits[None, : self.rows.vocab_size], self.rows, self.history, position)
+        token_id = int(sampled.token_ids[0])
+        if token_id >= 0 and self.params.logprobs is not None:
+            self.logprobs.append(sampled.logprob_of(0, self.params.logprobs))
+        if token_id >= 0 and self.history is not None:
+            self.history.append(torch.tensor([0], device=self.device), sampled.token_ids)
         return token_id
 
     def accept(self, token_id: int) -> Piece:
@@ -114,19 +127,3 @@ class Generation:
             logprobs=self.logprobs if self.params.logprobs is not None else None,
             timing=timing,
         )
-
-
-def is_plain_greedy(params: SamplingParams) -> bool:
-    """Whether every token is the argmax of the raw logits, and nothing else is asked of them."""
-    neutral = SamplingParams(temperature=0)
-    names = (
-        "temperature",
-        "repetition_penalty",
-        "frequency_penalty",
-        "presence_penalty",
-        "logit_bias",
-        "allowed_token_ids",
-        "min_new_tokens",
-        "logprobs",
-    )
-    return all(getattr(params, name) == getattr(neutral, name) for name in names)

@@ -1,6 +1,7 @@
 """Every op of `kernels.cpu` against `kernels.reference`, and what the CPU path guarantees to the bit."""
 
 import inspect
+import math
 import os
 import subprocess
 import sys
@@ -23,6 +24,11 @@ from infer.kernels import cpu, reference
 from infer.kernels.cpu.isa import instruction_set
 from infer.kernels.cpu.layouts import LAYOUTS
 from infer.kernels.cpu.threads import set_num_threads
+from infer.params import SamplingParams
+from infer.sampling import sampler
+from infer.sampling.history import History
+from infer.sampling.reference import sample_token
+from infer.sampling.rows import Rows
 from infer.weights import Heads, Norm, Projection, RopeTable, StoredWeight
 
 CPU = torch.device("cpu")
@@ -276,20 +282,60 @@ def test_a_recording_gives_the_bits_of_the_ops_one_by_one(tiny: Tiny, num_thread
         assert torch.equal(prefill(tiny, lambda step: captured.run(step, num_threads), sizes), expected)
 
 
-def test_a_chain_gives_the_tokens_of_single_steps(tiny: Tiny) -> None:
+CHAINED = [
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=0.8, seed=1),
+    SamplingParams(temperature=1.3, top_k=40, top_p=0.9, min_p=0.01, seed=2),
+    SamplingParams(temperature=0, repetition_penalty=1.3, repetition_window=16),
+    SamplingParams(temperature=0.9, repetition_penalty=1.1, frequency_penalty=0.3, presence_penalty=-0.5, seed=3),
+    SamplingParams(temperature=0.7, logit_bias={5: 3.0, 7: -math.inf}, min_new_tokens=90, stop_token_ids=[11], seed=4),
+    SamplingParams(temperature=1.0, allowed_token_ids=range(0, 300, 3), temperature_last=True, top_p=0.8, seed=5),
+]
+
+
+def single_steps(tiny: Tiny, params: SamplingParams, count: int) -> list[int]:
+    """By the definition, one forward at a time."""
+    context = [7]
+    for position in range(count):
+        logits = tiny.forward(Step.of(context[-1:], position))[0]
+        context.append(sample_token(logits, context, params, num_prompt_tokens=1))
+    return context[1:]
+
+
+def begin_rows(params: list[SamplingParams], capacity: int = 200) -> tuple[Rows, History]:
+    rows = Rows.pack(params, 300, num_prompt_tokens=[1] * len(params))
+    history = History(len(rows.penalised), capacity, 300)
+    for slot in range(history.num_slots):
+        history.begin(slot, [7])
+    return rows, history
+
+
+@pytest.mark.parametrize("params", CHAINED, ids=range(len(CHAINED)))
+def test_a_chain_gives_the_tokens_of_single_steps(tiny: Tiny, params: SamplingParams) -> None:
     captured = CapturedForward(tiny.forward, capacity=64)
-    token, expected = 7, []
-    for position in range(100):
-        logits = tiny.forward(Step.of([token], position))
-        token = int(logits.argmax())
-        expected.append(token)
-    start = (torch.tensor([7]), torch.tensor([0]), torch.tensor([0]))
-    assert captured.run_chain(*start, 100).flatten().tolist() == expected
-    first = expected.index(expected[20])
-    assert captured.run_chain(*start, 100, stop_ids=[expected[20], 299]).flatten().tolist()[-1] == expected[20]
-    assert len(captured.run_chain(*start, 100, stop_ids=[expected[20]])) == first + 1
-    two = captured.run_chain(torch.tensor([7, 7]), torch.tensor([0, 0]), torch.tensor([0, 2]), 50)
-    assert two.T.tolist() == [expected[:50]] * 2
+    expected = single_steps(tiny, params, 100)
+    start = Step.of([7])
+    assert captured.run_chain(start, 100, *begin_rows([params])).flatten().tolist() == expected
+    stopped = captured.run_chain(start, 100, *begin_rows([params]), stop_ids=[expected[20], 299]).flatten().tolist()
+    assert stopped == expected[: len(stopped)]
+    assert stopped[-1] in (expected[20], 299)
+    rows, history = begin_rows([params])
+    first = captured.run_chain(start, 40, rows, history).flatten().tolist()
+    then = captured.run_chain(Step.of(first[-1:], 40), 60, rows, history).flatten().tolist()
+    assert first + then == expected
+
+
+def test_a_chain_of_rows_gives_each_row_its_own_tokens(tiny: Tiny) -> None:
+    captured = CapturedForward(tiny.forward, capacity=64)
+    params = CHAINED[:4]
+    together = captured.run_chain(Step.join([Step.of([7], row=row) for row in range(4)]), 50, *begin_rows(params))
+    assert together.T.tolist() == [single_steps(tiny, row, 50) for row in params]
+
+
+def test_a_row_that_fails_ends_the_chain_with_its_code(tiny: Tiny) -> None:
+    captured = CapturedForward(tiny.forward, capacity=64)
+    rows, history = begin_rows([SamplingParams(temperature=0, allowed_token_ids=[3], logit_bias={3: -math.inf})])
+    assert captured.run_chain(Step.of([7]), 10, rows, history).tolist() == [[sampler.NOTHING_ALLOWED]]
 
 
 def test_labels_name_the_layer_and_the_op(tiny: Tiny) -> None:

@@ -54,7 +54,7 @@ STAGES: dict[str, Callable[[Tensor], Tensor]] = {
     "presence": lambda row: apply_presence_penalty(row, [0, 0], -1.5),
     "bias": lambda row: apply_logit_bias(row, {0: 5.0}),
     "huge bias": lambda row: apply_logit_bias(row, {0: 1e300}),
-    "forcing bias": lambda row: apply_logit_bias(row, {int(row.argmax()): INF}),  # forcing a banned id leaves nothing
+    "forcing bias": lambda row: apply_logit_bias(row, dict.fromkeys(range(len(row)), INF)),
     "allowed": lambda row: keep_allowed(row, range(len(row))),
 }
 

@@ -16,11 +16,16 @@ from torch import Tensor
 
 from infer.batch import Step
 from infer.errors import InvalidRequestError
-from infer.kernels.cpu import greedy
+from infer.kernels.cpu import sampling
 from infer.kernels.cpu.compiled import compiled_address
-from infer.kernels.cpu.recording import record
+from infer.kernels.cpu.recording import Recording, record
+from infer.kernels.cpu.sample_advance import make_advance
+from infer.kernels.cpu.sample_rows import SAMPLE, bind
+from infer.kernels.cpu.state import field_offset
 from infer.kernels.cpu.table import BARRIER, Command, DispatchTable, Walk
-from infer.kernels.cpu.threads import MAX_THREADS, team
+from infer.kernels.cpu.threads import team
+from infer.sampling.history import History
+from infer.sampling.rows import Rows
 
 Forward = Callable[[Step], Tensor]
 
@@ -53,20 +58,26 @@ class CapturedForward:
 
     def run_chain(
         self,
-        tokens: Int[Tensor, "rows"],
-        positions: Int[Tensor, "rows"],
-        rows: Int[Tensor, "rows"],
+        step: Step,
         count: int,
+        rows: Rows,
+        history: History | None = None,
         stop_ids: Sequence[int] = (),
         num_threads: int | None = None,
     ) -> Int[Tensor, "steps rows"]:
-        """Up to `count` greedy steps without a return to Python; fewer if every row met one of stop_ids."""
-        if len(tokens) > self.wanted_capacity:
-            raise InvalidRequestError(f"a chain takes up to {self.wanted_capacity} rows, got {len(tokens)}")
-        self._fill(Step(tokens, positions, rows, torch.arange(len(tokens))))
-        if self._chain is None:
-            self._chain = Chain(self.table, self._logits)
-        return self._chain.run(self._recording.state, len(tokens), count, stop_ids, num_threads)
+        """Up to `count` sampled steps without a return to Python, from a step of one token a row, all wanted.
+
+        Fewer if every row met one of stop_ids; the last may hold a negative code, where a row failed. `history` has
+        seen the step's tokens and sees what is sampled.
+        """
+        if len(step.tokens) > self.wanted_capacity:
+            raise InvalidRequestError(f"a chain takes up to {self.wanted_capacity} rows, got {len(step.tokens)}")
+        if not len(step.tokens) == len(step.wanted) == len(rows):
+            raise InvalidRequestError(f"a chain takes one wanted token for each of {len(rows)} rows")
+        self._fill(step)
+        if self._chain is None or self._chain.rows is not rows or self._chain.history is not history:
+            self._chain = Chain(self._recording, self._logits, rows, history)
+        return self._chain.run(self._recording.state, count, stop_ids, num_threads)
 
     def profile(self, step: Step, num_threads: int | None = None) -> list[tuple[str, int]]:
         """Each command's label and the cycles that thread 0 spent in it, barrier included."""
@@ -107,31 +118,29 @@ class CapturedForward:
 
 @final
 class Chain:
-    """The table with the sampler's two commands behind it: `sample`, then `advance`. Walked once per token."""
+    """The table with the sampler's commands behind it, for rows of parameters. Walked once per token."""
 
-    def __init__(self, table: DispatchTable, logits: Tensor) -> None:
-        wanted, vocab = logits.shape
-        self._arguments = np.zeros(1, greedy.SAMPLE)
-        self._found = np.zeros((wanted, MAX_THREADS), np.int64)
-        self._ended = np.zeros(wanted, np.int64)
-        self._arguments["logits"], self._arguments["vocab"] = logits.data_ptr(), vocab
-        self._arguments["found"], self._arguments["ended"] = self._found.ctypes.data, self._ended.ctypes.data
-        sample = compiled_address("sample_greedy", greedy.make_sample, greedy.SAMPLE)
-        advance = compiled_address("advance", greedy.make_advance, greedy.SAMPLE)
+    def __init__(self, recording: Recording, logits: Tensor, rows: Rows, history: History | None) -> None:
+        positions = recording.step.positions.data_ptr()
+        self.rows, self.history = rows, history
+        self._arguments, keeps = bind(logits, rows, history, None, positions, 1)
+        self._ended = np.zeros(len(rows), np.int64)
+        self._arguments["ended"] = self._ended.ctypes.data
+        advance = compiled_address("sample_advance", make_advance, SAMPLE)
         self.table = DispatchTable(
             [
-                *table.commands,
-                Command(sample, self._arguments, BARRIER, "sample", (logits,)),
-                Command(advance, self._arguments, BARRIER, "advance"),
+                *recording.table.commands,
+                *sampling.commands(self._arguments, keeps),
+                Command(advance, self._arguments, BARRIER, "sample.advance"),
             ]
         )
         self._walk = Walk(self.table)
-        self._walk.arguments["stop"] = self._arguments.ctypes.data + greedy.STOP_OFFSET
+        self._walk.arguments["stop"] = self._arguments.ctypes.data + field_offset(SAMPLE, "stop")
 
     def run(
-        self, state: npt.NDArray[Any], num_rows: int, count: int, stop_ids: Sequence[int], num_threads: int | None
+        self, state: npt.NDArray[Any], count: int, stop_ids: Sequence[int], num_threads: int | None
     ) -> Int[Tensor, "steps rows"]:
-        generated, stops = np.zeros((count, num_rows), np.int64), np.array(stop_ids, np.int64)
+        generated, stops = np.zeros((count, len(self.rows)), np.int64), np.array(stop_ids, np.int64)
         arguments = self._arguments
         arguments["generated"], arguments["num_generated"], arguments["stop"] = generated.ctypes.data, 0, 0
         arguments["stop_ids"], arguments["num_stop_ids"] = stops.ctypes.data, len(stops)

@@ -27,7 +27,7 @@ from infer.errors import InvalidRequestError
 from infer.results import TokenLogprob
 from infer.sampling.history import History
 from infer.sampling.noise import gumbel_rows
-from infer.sampling.reference import NO_TOKEN_ALLOWED, LogitsError
+from infer.sampling.reference import NO_TOKEN_ALLOWED
 from infer.sampling.rows import Rows, num_mask_words, unpack_bits
 from infer.sampling.weight import WEIGHT_BITS, target, weights
 
@@ -48,7 +48,7 @@ _LARGEST = torch.finfo(torch.float32).max
 class Sampled:
     """One token a row. The log-probabilities are None unless a row asked for them, and hold garbage for failed rows."""
 
-    token_ids: Int[Tensor, "rows"]  # a negative code where the row failed: `check` names it
+    token_ids: Int[Tensor, "rows"]  # a negative code where the row failed: `message_of` says why
     logprobs: Float[Tensor, "rows"] | None = None
     ranks: Int[Tensor, "rows"] | None = None  # 1 is the likeliest
     top_ids: Int[Tensor, "rows alternatives"] | None = None
@@ -68,11 +68,9 @@ class Sampled:
         )
 
 
-def check(token_id: int) -> int:
-    """The token. Raises LogitsError for the code of a failed row."""
-    if token_id < 0:
-        raise LogitsError(_MESSAGES[token_id])
-    return token_id
+def message_of(code: int) -> str:
+    """Why a row failed that got this code in place of a token."""
+    return _MESSAGES[code]
 
 
 def sample(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from infer.errors import InvalidRequestError
 from infer.params import SamplingParams
+from infer.sampling import sampler
 from infer.sampling.rows import (
     WHOLE_HISTORY,
     Rows,
@@ -19,6 +20,7 @@ from infer.sampling.rows import (
     unpack_bits,
     uses_history,
 )
+from infer.sampling.weight import target
 
 INF = math.inf
 few = settings(max_examples=40, deadline=None)
@@ -125,6 +127,15 @@ def test_a_divisor_is_never_a_denormal_or_zero(value: float) -> None:
     rows = pack({"temperature": value, "repetition_penalty": value})
     tiny = torch.finfo(torch.float32).tiny
     assert (float(rows.temperature[0]), float(rows.repetition_penalty[0])) == (tiny, tiny)
+
+
+@pytest.mark.parametrize("top_p", [1e-300, 1e-9, 1e-7, 1.5e-7])
+def test_a_vanishing_top_p_keeps_the_likeliest_token_and_a_goal_above_nothing(top_p: float) -> None:
+    rows = pack({"top_p": top_p}, vocab_size=1000)
+    goal = target(torch.tensor([1 << 42]), rows.top_p)
+    assert 0 < float(goal[0]) < 1 << 42
+    kept = sampler.process(torch.zeros(1, 1000), rows, None, torch.zeros(1, dtype=torch.int64)) > -INF
+    assert kept.nonzero().tolist() == [[0, 0]]
 
 
 # What is refused

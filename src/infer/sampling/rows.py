@@ -20,6 +20,7 @@ from infer.params import SamplingParams
 from infer.sampling.noise import signed
 
 WHOLE_HISTORY = 1 << 62  # the repetition window that is off
+SMALLEST_TOP_P = 2e-7  # keeps the likeliest token alone, as anything below does; less the margin of `weight`, above 0
 MASK_BITS = 32  # tokens per word of a packed mask, the lowest bit first
 _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
@@ -87,7 +88,7 @@ class Rows:
             vocab_size=vocab_size,
             temperature=column((_divisor(r.temperature) if r.temperature else 0.0 for r in params), f32),
             top_k=column((r.top_k if r.top_k and r.top_k < vocab_size else 0 for r in params), i64),
-            top_p=column((r.top_p for r in params), f64),
+            top_p=column((max(r.top_p, SMALLEST_TOP_P) for r in params), f64),
             log_min_p=column((math.log(r.min_p) if r.min_p else -math.inf for r in params), f32),
             repetition_penalty=column((_divisor(r.repetition_penalty) for r in params), f32),
             repetition_window=column(

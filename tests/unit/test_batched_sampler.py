@@ -413,6 +413,23 @@ def test_the_minimum_length_is_lifted_where_masks_and_bias_leave_nothing_but_the
     assert choose_from(choose, [finished, biased, going_on], frozenset([3])) == [3, 3, 4]
 
 
+@pytest.mark.parametrize(
+    "choose",
+    [
+        sampler.choose_tokens,
+        pytest.param(
+            ops.choose_tokens, marks=pytest.mark.xfail(reason="_choose_end scales by max(temperature, 1e-30)")
+        ),
+    ],
+    ids=IMPLEMENTATIONS,
+)
+def test_lifted_ends_are_filtered_at_any_temperature(choose: Choose) -> None:
+    ends = row(torch.tensor([0.4, 0.3, 5.0]), min_new_tokens=50, temperature=1e-37, min_p=0.05, top_k=2)
+    rows = [replace(ends, allowed=frozenset([0, 1]), context=())]
+    rows = [replace(each, num_prompt_tokens=0) for each in rows]
+    assert choose_from(choose, rows, frozenset([0, 1])) == [0]
+
+
 def test_the_minimum_length_counts_the_output_only() -> None:
     def is_banned(min_new_tokens: int) -> bool:
         return bool(processed([row(plain_logits(), min_new_tokens=min_new_tokens)], frozenset([3]))[0, 3] == -INF)

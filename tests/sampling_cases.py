@@ -150,6 +150,7 @@ def tables_of(token_ids: list[int], num_prompt_tokens: int, vocab_size: int) -> 
 
 # Logits
 
+VOCAB_SIZES = (1, 2, 3, 5, 8, 31, 32, 33, 64, 100, 257, 1000, 5000)
 STYLES = ("normal", "wide", "ties", "constant", "extreme", "banned", "denormal", "peaked", "equal zeros")
 
 
@@ -233,9 +234,11 @@ def row_of(draw: st.DrawFn, vocab_size: int, has_grammar: bool) -> Row:
 
 
 @st.composite
-def batches_of_rows(draw: st.DrawFn, max_rows: int = 6) -> tuple[list[Row], frozenset[int]]:
+def batches_of_rows(
+    draw: st.DrawFn, max_rows: int = 6, vocab_sizes: Sequence[int] = VOCAB_SIZES
+) -> tuple[list[Row], frozenset[int]]:
     """Rows of one vocabulary and one float type, and the model's EOS ids."""
-    vocab_size = draw(st.sampled_from([1, 2, 3, 5, 8, 31, 32, 33, 64, 100, 257, 1000, 5000]))
+    vocab_size = draw(st.sampled_from(vocab_sizes))
     has_grammar = draw(st.booleans())
     rows = draw(st.lists(row_of(vocab_size, has_grammar), min_size=1, max_size=max_rows))
     dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.float16, torch.bfloat16]))

@@ -130,6 +130,17 @@ def test_every_row_of_a_batch_gets_the_token_of_the_reference(
     assert choose_from(choose, rows, end_ids) == [reference_token(each, end_ids) for each in rows]
 
 
+@implementations
+@settings(some, max_examples=15)
+@given(batches_of_rows(max_rows=3, vocab_sizes=(16_383, 16_385, 20_011, 33_000)))
+def test_rows_of_large_vocabularies_get_the_token_of_the_reference(
+    choose: Choose, drawn: tuple[list[Row], frozenset[int]]
+) -> None:
+    """More than 16,384 words are more than a vector to each of the compiled sampler's groups."""
+    rows, end_ids = drawn
+    assert choose_from(choose, rows, end_ids) == [reference_token(each, end_ids) for each in rows]
+
+
 @cache
 def real_rows(vocab_size: int, dtype: torch.dtype) -> tuple[list[Row], list[int]]:
     """Rows with real knobs, and the reference's tokens."""

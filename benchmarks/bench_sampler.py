@@ -50,6 +50,7 @@ REPORTS = Path(__file__).parent / "reports"
 TEXT = Path(__file__).parent / "precision_text.txt"
 MODEL_BY_VOCABULARY = {49_152: "smollm2", 262_144: "gemma3-270m"}
 CONTEXT_TOKENS, PROMPT_TOKENS = 1000, 500
+SETTLE_SECONDS = 0.02
 SECONDS_PER_TURN = 0.02  # a side repeats within its turn until this is over
 
 READ, OURS, RECORDED, DEFINITION = "one read", "infer", "infer, recorded", "torch, definition"
@@ -67,7 +68,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "repetition_penalty": 1.1,
         "frequency_penalty": 0.2,
         "presence_penalty": 0.1,
-        "logit_bias": {17: 2.0, 1000: -1.0, 40_000: -float("inf")},
+        "logit_bias": {17: 2.0, 1000: -1.0, 40_000: -100.0},
     },
 }
 
@@ -250,8 +251,15 @@ class Finding:
         return median(self.rounds)
 
 
+def settle() -> None:
+    """Let the threads of the side before go to sleep: ours and torch's wait for work awake, each in the other's way."""
+    time.sleep(SETTLE_SECONDS)
+
+
 def turn(choose: Choose) -> float:
-    """Seconds of a call: the median over a turn."""
+    """Seconds of a call: the median over a turn, behind one call that does not count."""
+    settle()
+    choose()
     times: list[float] = []
     while sum(times) < SECONDS_PER_TURN or len(times) < 3:
         started = time.perf_counter()
@@ -263,6 +271,8 @@ def turn(choose: Choose) -> float:
 
 
 def recorded_turn(recorded: Recorded) -> tuple[float, list[float]]:
+    settle()
+    recorded.measure()
     found: list[tuple[float, list[float]]] = []
     while sum(seconds for seconds, _ in found) < SECONDS_PER_TURN or len(found) < 3:
         found.append(recorded.measure())

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, final, get_args
 
@@ -15,13 +16,14 @@ from infer.batch import Step
 from infer.checkpoint import Checkpoint, open_checkpoint
 from infer.context import PREFILL_CHUNK, CachedContext, make_cache
 from infer.decode import OnToken, Stream, begin, check_prompt
-from infer.errors import InvalidRequestError, ModelError
+from infer.errors import InferError, InvalidRequestError, ModelError
 from infer.model.families import make_architecture
 from infer.model.load import FloatsAs, OnProgress, load_transformer
 from infer.model.transformer import Transformer
 from infer.ops import Precision
 from infer.params import SamplingParams
-from infer.results import GenerationResult
+from infer.results import GenerationResult, SampleTrace
+from infer.sampling import trace
 from infer.tokenizer import Tokenizer
 
 DEFAULT_MAX_SEQ_LEN = 8192  # of a model made for more, unless asked for
@@ -118,15 +120,69 @@ class LLM:
         token_ids = self.tokenizer.encode_chat(messages, **template_variables)
         return self.generate(token_ids, params, on_token=on_token, cancel=cancel)
 
+    def sample_trace(
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        step: int = 1,
+        num_candidates: int = 10,
+    ) -> SampleTrace:
+        """How the token of this step (1 follows the prompt) is sampled, stage by stage: the one `generate` gives.
+
+        A prompt of messages is rendered as `chat` does. Raises InvalidRequestError where the answer ends before.
+        """
+        if step < 1:
+            raise InvalidRequestError(f"step must be at least 1, the first token after the prompt, got {step}")
+        params = SamplingParams(**self.sampling_defaults) if params is None else params
+        params = replace(params, max_new_tokens=step, min_new_tokens=min(params.min_new_tokens, step))
+        token_ids = check_prompt(self.model, self.tokenizer, self._encode(prompt), room=1)
+        result = self.generate(token_ids, params)
+        if result.error is not None:
+            raise InvalidRequestError(f"the generation ended early: {result.error}")
+        if len(result.token_ids) < step:
+            why = f"{result.finish_reason}, {result.stop_reason!r}"
+            raise InvalidRequestError(
+                f"step must be at most {len(result.token_ids)}, where the answer ends ({why}), got {step}"
+            )
+        context = token_ids + result.token_ids[: step - 1]
+        found = trace.sample_trace(
+            self.logits(context, last=1)[0, : self.tokenizer.vocab_size],
+            replace(params, seed=result.seed),
+            context,
+            num_prompt_tokens=len(token_ids),
+            eos_token_ids=self.tokenizer.eos_token_ids,
+            num_candidates=num_candidates,
+        )
+        if found.token_id != result.token_ids[-1]:
+            raise InferError(f"the trace ends in token {found.token_id}, the answer in {result.token_ids[-1]}")
+        texts = self.tokenizer.token_bytes
+        return replace(
+            found,
+            text_before=self.tokenizer.decode(context, skip_special_tokens=False),
+            candidates=tuple(
+                replace(candidate, text=texts[candidate.token_id].decode("utf-8", errors="backslashreplace"))
+                for candidate in found.candidates
+            ),
+        )
+
+    def _encode(self, prompt: Prompt | Sequence[Message]) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        messages = [each for each in prompt if isinstance(each, Mapping)]
+        ids = [each for each in prompt if not isinstance(each, Mapping)]
+        return self.tokenizer.encode_chat(messages) if messages else ids
+
     @torch.inference_mode()
-    def logits(self, token_ids: Sequence[int]) -> Float[Tensor, "tokens vocab"]:
-        """float32 logits after every token, for evaluation: `[tokens, vocab]` takes 4 bytes × vocab a token."""
+    def logits(self, token_ids: Sequence[int], *, last: int | None = None) -> Float[Tensor, "tokens vocab"]:
+        """float32 logits after every token, or after the last few: `[tokens, vocab]` takes 4 bytes × vocab a token."""
         token_ids = check_prompt(self.model, self.tokenizer, token_ids, room=0)
         cache = make_cache(self.model, len(token_ids))
+        first = 0 if last is None else max(len(token_ids) - last, 0)
         chunks = []
         for start in range(0, len(token_ids), PREFILL_CHUNK):
             chunk = token_ids[start : start + PREFILL_CHUNK]
-            step = Step.of(chunk, start, wanted=range(len(chunk))).to(self.model.device)
+            step = Step.of(chunk, start, wanted=range(max(first - start, 0), len(chunk))).to(self.model.device)
             chunks.append(self.model.forward(step, cache))
             cache.commit([len(chunk)])
         return torch.cat(chunks)

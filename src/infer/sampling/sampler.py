@@ -27,7 +27,7 @@ from infer.errors import InvalidRequestError
 from infer.results import TokenLogprob
 from infer.sampling.history import History
 from infer.sampling.noise import gumbel_rows
-from infer.sampling.reference import NO_TOKEN_ALLOWED
+from infer.sampling.reference import NO_TOKEN_ALLOWED, LogitsError
 from infer.sampling.rows import Rows, num_mask_words, unpack_bits
 from infer.sampling.weight import WEIGHT_BITS, target, weights
 
@@ -71,6 +71,13 @@ class Sampled:
 def message_of(code: int) -> str:
     """Why a row failed that got this code in place of a token."""
     return _MESSAGES[code]
+
+
+def check(token_id: int) -> int:
+    """The token. Raises LogitsError for the code of a failed row."""
+    if token_id < 0:
+        raise LogitsError(message_of(token_id))
+    return token_id
 
 
 def sample(

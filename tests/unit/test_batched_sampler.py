@@ -36,7 +36,7 @@ from sampling_cases import (
 )
 
 some = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-many = settings(some, max_examples=120)
+many = settings(some, max_examples=80)
 implementations = pytest.mark.parametrize("choose", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 
 EVERYTHING = {

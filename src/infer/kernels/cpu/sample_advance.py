@@ -1,11 +1,16 @@
-"""Behind the sampler in a chain: the tokens become the next step's input, and part of what their rows have seen."""
+"""What stands around the sampler in a table: in a chain `advance`, which makes of its tokens the next step's input;
+in a step that verifies drafts `accept`, once for each entry, and before all of them `await_mask`.
+"""
 
 from collections.abc import Callable
 
+import numpy as np
 from numba import carray, njit
 
 from infer.kernels.cpu.sample_math import load_i32
-from infer.kernels.cpu.simd import load_i64, store_i32, store_i64
+from infer.kernels.cpu.simd import atomic_load, load_i64, pause, store_i32, store_i64, yield_thread
+
+_NUM_SPINS = 200
 
 
 @njit
@@ -51,3 +56,46 @@ def make_advance() -> Callable[..., None]:
             args.stop = 1
 
     return advance
+
+
+def make_accept() -> Callable[..., None]:
+    """A row goes on to its next entry while what was sampled is what was drafted, and ends with its first surprise."""
+
+    def accept(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
+        args = carray(args_at, 1)[0]
+        if thread != 0:
+            return
+        for row in range(args.num_rows):
+            alive = args.alive + 8 * row
+            if load_i64(alive) == 0:
+                continue
+            token = load_i64(args.sampled + 8 * row)
+            store_i64(args.generated + 8 * (args.entry * args.num_rows + row), token)
+            store_i64(args.counts_sampled + 8 * row, args.entry + 1)
+            draft = np.int64(-1)
+            if args.entry < load_i64(args.num_drafts + 8 * row):
+                draft = load_i64(args.drafts + 8 * (args.draft_stride * row + args.entry))
+            if token >= 0:
+                _remember(args, row, token)
+            if token < 0 or token != draft:
+                store_i64(alive, 0)
+
+    return accept
+
+
+def make_await_mask() -> Callable[..., None]:
+    """Wait until another thread has filled the grammars' masks, which it does while the forward runs."""
+
+    def await_mask(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
+        args = carray(args_at, 1)[0]
+        if thread != 0 or args.mask_ready == 0:
+            return
+        spins = 0
+        while atomic_load(args.mask_ready) == 0:
+            spins += 1
+            if spins < _NUM_SPINS:
+                pause()
+            else:
+                yield_thread()
+
+    return await_mask

@@ -25,7 +25,7 @@ from infer.kernels.cpu.sample_narrow import (
     scaled_scalar,
     scaling,
 )
-from infer.kernels.cpu.sample_scan import NOTHING, is_below_minimum, masked_bits, masks_of, part
+from infer.kernels.cpu.sample_scan import NOTHING, is_below_minimum, masked_bits, masks_of, part, position_of
 from infer.kernels.cpu.sample_select import keep_largest
 from infer.kernels.cpu.simd import (
     LANES,
@@ -150,8 +150,7 @@ def _choose_candidate(args, row, count, total, largest, temperature):  # type: i
     """The token among the candidates, whose values are scaled for the filters."""
     peak = scaled_scalar(largest, filter_scale(args, row, temperature, largest))
     count = _filter(args, row, count, total, peak)
-    position = load_i64(args.positions + 8 * row) + args.position_offset
-    key = key_of(load_i64(args.seed + 8 * row), position)
+    key = key_of(load_i64(args.seed + 8 * row), position_of(args, row))
     scale = np.float32(0), np.float32(1)
     if load_u8(args.temperature_last + row) != 0:
         scale = scaling(temperature, largest)
@@ -175,8 +174,10 @@ def _choose_end(args, row, temperature):  # type: ignore[no-untyped-def]
 
 def make_choose() -> Callable[..., None]:
     def choose(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
-        args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
-        for row in range(thread, state.num_wanted, num_threads):
+        args = carray(args_at, 1)[0]
+        for row in range(thread, args.num_rows, num_threads):
+            if load_i64(args.alive + 8 * row) == 0:
+                continue
             largest, temperature = row_largest(args, row), load_scalar_f32(args.temperature + 4 * row)
             if largest != largest:
                 token = np.int64(_NOT_A_NUMBER)

@@ -30,7 +30,7 @@ from infer.kernels.cpu.sample_math import (
     sum_i64,
     weights,
 )
-from infer.kernels.cpu.sample_scan import LARGEST, NOTHING, masked_bits, masks_of, part
+from infer.kernels.cpu.sample_scan import LARGEST, NOTHING, logits_of, masked_bits, masks_of, part, position_of
 from infer.kernels.cpu.sample_select import find_threshold, value_of
 from infer.kernels.cpu.simd import (
     LANES,
@@ -290,10 +290,12 @@ def filter_scale(args, row, temperature, largest):  # type: ignore[no-untyped-de
 
 def make_narrow() -> Callable[..., None]:
     def narrow(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
-        args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
+        args = carray(args_at, 1)[0]
         first, end = part(args, thread, num_threads)
-        for row in range(state.num_wanted):
-            logits = args.logits + 4 * args.row_stride * row
+        for row in range(args.num_rows):
+            if load_i64(args.alive + 8 * row) == 0:
+                continue
+            logits = logits_of(args, row)
             largest, masks = row_largest(args, row), masks_of(args, row)
             temperature = load_scalar_f32(args.temperature + 4 * row)
             slot = row * MAX_THREADS + thread
@@ -305,8 +307,7 @@ def make_narrow() -> Callable[..., None]:
                 scale = filter_scale(args, row, temperature, largest)
                 _narrow_filtered(args, row, logits, first, end, thread, scale, masks, largest)
             else:
-                position = load_i64(args.positions + 8 * row) + args.position_offset
-                key = key_of(load_i64(args.seed + 8 * row), position)
+                key = key_of(load_i64(args.seed + 8 * row), position_of(args, row))
                 scale = scaling(temperature, largest)
                 best, best_id = _search(args, row, logits, first, end, scale, key, masks)
                 store_i64(args.found + 8 * slot, best_id)

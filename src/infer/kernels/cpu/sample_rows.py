@@ -16,7 +16,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from infer.kernels.cpu.simd import LANES
-from infer.kernels.cpu.threads import MAX_THREADS, aligned
+from infer.kernels.cpu.threads import MAX_THREADS
 from infer.sampling.history import History
 from infer.sampling.rows import Rows
 
@@ -60,13 +60,17 @@ SAMPLE = np.dtype(
     [
         ("logits", np.int64),  # f32 [rows, row_stride]
         ("row_stride", np.int64),
+        ("num_rows", np.int64),
+        ("starts", np.int64),  # int64 [rows]: where each row's logits begin, one line for each of its entries
+        ("entry", np.int64),  # which of them: 0, or the number of drafts before it
+        ("alive", np.int64),  # int64 [rows]: 0 where a row samples nothing (any more)
         ("vocab", np.int64),
         ("num_groups", np.int64),
         ("group_vectors", np.int64),
         ("padded", np.int64),  # groups × their size
         ("mask_words", np.int64),
-        ("allowed", np.int64),  # int32 [rows, mask_words], or 0
-        ("positions", np.int64),  # int64 [rows]
+        ("allowed", np.int64),  # int32 [lines of logits, mask_words], or 0
+        ("positions", np.int64),  # int64 [rows], of entry 0
         ("position_offset", np.int64),  # added to them: a chain's are those of the tokens before
         ("capacity", np.int64),  # of a history slot
         ("prompt_lengths", np.int64),  # int64 [slots]
@@ -74,12 +78,17 @@ SAMPLE = np.dtype(
         *((name, np.int64) for name in _COLUMNS),
         *((name, np.int64) for name in _HISTORY),
         *((name, np.int64) for name, _ in _SCRATCH),
-        ("generated", np.int64),  # int64 [repeats, rows]: a chain's tokens
+        ("generated", np.int64),  # int64 [repeats or entries, rows]: what was sampled
         ("num_generated", np.int64),
         ("stop", np.int64),  # 1: end the chain after this step
         ("stop_ids", np.int64),
         ("num_stop_ids", np.int64),
         ("ended", np.int64),  # int64 [rows]: rows that met a stop id
+        ("drafts", np.int64),  # int64 [rows, draft_stride]
+        ("draft_stride", np.int64),
+        ("num_drafts", np.int64),  # int64 [rows]
+        ("counts_sampled", np.int64),  # int64 [rows]: how many tokens a verified step gave
+        ("mask_ready", np.int64),  # int64: not 0 when another thread has filled `allowed`
     ]
 )
 
@@ -119,9 +128,11 @@ def bind(
     scratch = [_uncleared(sizes.get(name, num_rows * MAX_THREADS), dtype) for name, dtype in _SCRATCH]
     for (name, _), memory in zip(_SCRATCH, scratch, strict=True):
         arguments[name] = memory.ctypes.data
-    sampled = aligned(max(1, num_rows), np.dtype(np.int64))
-    arguments["sampled"] = sampled.ctypes.data
-    return arguments, (logits, rows, history, allowed, columns, scratch, sampled)
+    own = np.stack([np.arange(num_rows), np.ones(num_rows), np.zeros(num_rows)]).astype(np.int64)
+    arguments["num_rows"] = num_rows
+    for name, line in zip(("starts", "alive", "sampled"), own, strict=True):
+        arguments[name] = line.ctypes.data
+    return arguments, (logits, rows, history, allowed, columns, scratch, own, own[2])
 
 
 def _uncleared(count: int, dtype: np.dtype) -> Arguments:

@@ -33,6 +33,17 @@ def part(args, thread, num_threads):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
+def logits_of(args, row):  # type: ignore[no-untyped-def]
+    return args.logits + 4 * args.row_stride * (load_i64(args.starts + 8 * row) + args.entry)
+
+
+@njit(inline="always")
+def position_of(args, row):  # type: ignore[no-untyped-def]
+    """How many tokens stand before the one to sample."""
+    return load_i64(args.positions + 8 * row) + args.position_offset + args.entry
+
+
+@njit(inline="always")
 def _is_finite(x):  # type: ignore[no-untyped-def]
     return x >= -LARGEST and x <= LARGEST
 
@@ -88,8 +99,7 @@ def _penalise(args, row, logits, begin, end):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def is_below_minimum(args, row):  # type: ignore[no-untyped-def]
-    position = load_i64(args.positions + 8 * row) + args.position_offset
-    return position - load_i64(args.num_prompt_tokens + 8 * row) < load_i64(args.min_new_tokens + 8 * row)
+    return position_of(args, row) - load_i64(args.num_prompt_tokens + 8 * row) < load_i64(args.min_new_tokens + 8 * row)
 
 
 @njit
@@ -113,7 +123,7 @@ def masks_of(args, row):  # type: ignore[no-untyped-def]
     if index >= 0:
         own = args.masks + words * index
     if args.allowed != 0:
-        allowed = args.allowed + words * row
+        allowed = args.allowed + words * (load_i64(args.starts + 8 * row) + args.entry)
     return own, allowed
 
 
@@ -133,11 +143,13 @@ def make_scan() -> Callable[..., None]:
     """A group with NaN or +inf has NaN for its largest."""
 
     def scan(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
-        args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
+        args = carray(args_at, 1)[0]
         first, end = part(args, thread, num_threads)
         group_size = LANES * args.group_vectors
-        for row in range(state.num_wanted):
-            logits = args.logits + 4 * args.row_stride * row
+        for row in range(args.num_rows):
+            if load_i64(args.alive + 8 * row) == 0:
+                continue
+            logits = logits_of(args, row)
             begin, stop = group_size * first, min(group_size * end, args.vocab)
             _add_biases(args, row, logits, begin, stop)
             _penalise(args, row, logits, begin, stop)

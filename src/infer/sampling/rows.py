@@ -20,6 +20,7 @@ from infer.params import SamplingParams
 from infer.sampling.noise import signed
 
 WHOLE_HISTORY = 1 << 62  # the repetition window that is off
+SMALLEST_TOP_P = 2e-7  # keeps the likeliest token alone, as anything below does; less the margin of `weight`, above 0
 MASK_BITS = 32  # tokens per word of a packed mask, the lowest bit first
 _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
@@ -87,18 +88,18 @@ class Rows:
             vocab_size=vocab_size,
             temperature=column((_divisor(r.temperature) if r.temperature else 0.0 for r in params), f32),
             top_k=column((r.top_k if r.top_k and r.top_k < vocab_size else 0 for r in params), i64),
-            top_p=column((r.top_p for r in params), f64),
+            top_p=column((max(r.top_p, SMALLEST_TOP_P) for r in params), f64),
             log_min_p=column((math.log(r.min_p) if r.min_p else -math.inf for r in params), f32),
             repetition_penalty=column((_divisor(r.repetition_penalty) for r in params), f32),
             repetition_window=column(
-                (WHOLE_HISTORY if r.repetition_window is None else r.repetition_window for r in params), i64
+                (WHOLE_HISTORY if r.repetition_window is None else _count(r.repetition_window) for r in params), i64
             ),
             frequency_penalty=column((r.frequency_penalty for r in params), f32),
             presence_penalty=column((r.presence_penalty for r in params), f32),
             temperature_last=column((r.temperature_last for r in params), torch.bool),
             seed=column((signed(r.seed or 0) for r in params), i64),
             num_prompt_tokens=column(prompts, i64),
-            min_new_tokens=column((r.min_new_tokens for r in params), i64),
+            min_new_tokens=column((_count(r.min_new_tokens) for r in params), i64),
             history_slot=column(
                 (slot if uses_history(row) else -1 for slot, row in zip(slots, params, strict=True)), i64
             ),
@@ -263,6 +264,11 @@ def _divisor(value: float) -> float:
     return min(max(value, _SMALLEST), _LARGEST)
 
 
+def _count(value: int) -> int:
+    """As far as a column holds it, which is further than any context."""
+    return min(value, WHOLE_HISTORY)
+
+
 def _allowed(params: SamplingParams) -> Collection[int] | None:
     """What `allowed_token_ids` and biases of +inf leave, None for everything."""
     forced = {token_id for token_id, bias in (params.logit_bias or {}).items() if bias == math.inf}
@@ -277,4 +283,4 @@ def _finite_biases(params: SamplingParams) -> list[tuple[int, float]]:
 
 
 def _end_ids(params: SamplingParams, end_ids: Collection[int], vocab_size: int) -> list[int]:
-    return sorted(i for i in {*end_ids, *(params.stop_token_ids or ())} if i < vocab_size)
+    return sorted(i for i in {*end_ids, *(params.stop_token_ids or ())} if 0 <= i < vocab_size)

@@ -424,16 +424,7 @@ def test_the_minimum_length_is_lifted_where_masks_and_bias_leave_nothing_but_the
     assert choose_from(choose, [finished, biased, going_on], frozenset([3])) == [3, 3, 4]
 
 
-@pytest.mark.parametrize(
-    "choose",
-    [
-        sampler.choose_tokens,
-        pytest.param(
-            ops.choose_tokens, marks=pytest.mark.xfail(reason="_choose_end scales by max(temperature, 1e-30)")
-        ),
-    ],
-    ids=IMPLEMENTATIONS,
-)
+@pytest.mark.parametrize("choose", [sampler.choose_tokens, ops.choose_tokens], ids=IMPLEMENTATIONS)
 def test_lifted_ends_are_filtered_at_any_temperature(choose: Choose) -> None:
     ends = row(torch.tensor([0.4, 0.3, 5.0]), min_new_tokens=50, temperature=1e-37, min_p=0.05, top_k=2)
     rows = [replace(ends, allowed=frozenset([0, 1]), context=())]

@@ -163,7 +163,7 @@ def _choose_end(args, row, temperature):  # type: ignore[no-untyped-def]
     values, ids = args.values + 4 * args.padded * row, args.ids + 4 * args.padded * row
     if count == 0:
         return np.int64(_NOTHING_ALLOWED)
-    scale = filter_scale(args, row, max(temperature, np.float32(1e-30)), largest)
+    scale = filter_scale(args, row, temperature if temperature != 0 else np.float32(1), largest)
     for i in range(count):
         value = load_scalar_f32(values + 4 * i)
         if temperature == 0 and value == largest:

@@ -1,7 +1,7 @@
 """`LLM`: a model, its tokenizer and its cache behind the few calls that most programs need."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, final, get_args
@@ -14,8 +14,9 @@ from infer import ops
 from infer.architecture import Architecture
 from infer.batch import Step
 from infer.checkpoint import Checkpoint, open_checkpoint
+from infer.constraint import grammar_of, make_compiler
 from infer.context import PREFILL_CHUNK, CachedContext, make_cache
-from infer.decode import OnToken, Stream, begin, check_prompt
+from infer.decode import Batch, OnPrefill, OnToken, Stream, begin, check_prompt, run_all
 from infer.errors import InferError, InvalidRequestError, ModelError
 from infer.model.families import make_architecture
 from infer.model.load import FloatsAs, OnProgress, load_transformer
@@ -23,9 +24,13 @@ from infer.model.transformer import Transformer
 from infer.ops import Precision
 from infer.params import SamplingParams
 from infer.results import GenerationResult, SampleTrace
+from infer.running import Running
 from infer.sampling import trace
 from infer.tokenizer import Tokenizer
 
+BATCH_SIZE = 8  # prompts in one step
+NUM_DRAFT_TOKENS = 8
+MAX_DRAFT_TOKENS = 32
 DEFAULT_MAX_SEQ_LEN = 8192  # of a model made for more, unless asked for
 
 Message = Mapping[str, Any]
@@ -66,6 +71,7 @@ class LLM:
         self.sampling_defaults = sampling_defaults(checkpoint.generation_config)
         self.model = _load(checkpoint, self.tokenizer, device, dtype, weights, precision, max_seq_len, on_progress)
         self._capture = capture
+        self._compiler = make_compiler(self.tokenizer)
         self._idle: list[CachedContext] = []
 
     @property
@@ -88,24 +94,93 @@ class LLM:
         *,
         on_token: OnToken | None = None,
         cancel: threading.Event | None = None,
+        speculation: str | None = None,
+        num_draft_tokens: int = NUM_DRAFT_TOKENS,
     ) -> GenerationResult:
         """The whole answer. `params` None takes the model's own sampling defaults.
 
         `on_token(token_id, text)` sees each token as it comes and cancels by returning False, `cancel` from another
-        thread; both end with finish_reason "abort".
+        thread; both end with finish_reason "abort". For `speculation` see `stream`.
         """
-        return self.stream(prompt, params, cancel=cancel).run(on_token)
+        stream = self.stream(prompt, params, cancel=cancel, speculation=speculation, num_draft_tokens=num_draft_tokens)
+        return stream.run(on_token)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, cancel: threading.Event | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        cancel: threading.Event | None = None,
+        speculation: str | None = None,
+        num_draft_tokens: int = NUM_DRAFT_TOKENS,
+        prefill_chunk: int = PREFILL_CHUNK,
+        on_prefill: OnPrefill | None = None,
     ) -> Stream:
-        """Pieces of text as they come; `.result` is there when they end."""
-        if params is None:
-            params = SamplingParams(**self.sampling_defaults)
+        """Pieces of text as they come; `.result` is there when they end.
+
+        `speculation="ngram"` verifies guesses of up to `num_draft_tokens` in one step: the same tokens, sooner where
+        the text repeats. A prompt is run `prefill_chunk` tokens at a time, after each of which
+        `on_prefill(done, total)` is called and `cancel` looked at.
+        """
+        if not 1 <= prefill_chunk <= PREFILL_CHUNK:
+            raise InvalidRequestError(f"prefill_chunk must be in [1, {PREFILL_CHUNK}], got {prefill_chunk}")
+        running = self._begin(prompt, params, 0, speculation, num_draft_tokens, cancel)
+        context = self._take_context()
+        batch = Batch(context, self.model.device, prefill_chunk=prefill_chunk)
+        return Stream(running, batch, on_prefill=on_prefill, on_end=lambda: self._give_back(context))
+
+    def generate_all(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        batch_size: int = BATCH_SIZE,
+        speculation: str | None = None,
+        num_draft_tokens: int = NUM_DRAFT_TOKENS,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> list[GenerationResult]:
+        """The answers to several prompts, in their order, up to `batch_size` of them in one step.
+
+        Each is what `generate` gives for its prompt and parameters, one set for all or one a prompt. An answer that
+        ends makes room for the next prompt. All are checked before the first begins.
+        """
+        if batch_size < 1:
+            raise InvalidRequestError(f"batch_size must be at least 1, got {batch_size}")
+        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise InvalidRequestError(f"params must be one or one a prompt: {len(prompts)} prompts, {len(each)} params")
+        waiting = []
+        for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
+            try:
+                waiting.append(self._begin(prompt, own, 0, speculation, num_draft_tokens, None))
+            except InvalidRequestError as error:
+                raise type(error)(f"prompt {index}: {error}") from error
+        return run_all(self.model, waiting, batch_size, on_progress, capture=self._capture)
+
+    def _begin(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        row: int,
+        speculation: str | None,
+        num_draft_tokens: int,
+        cancel: threading.Event | None,
+    ) -> Running:
+        if speculation not in (None, "ngram"):
+            raise InvalidRequestError(f"speculation must be 'ngram' or None, got {speculation!r}")
+        if not 1 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
+            raise InvalidRequestError(f"num_draft_tokens must be in [1, {MAX_DRAFT_TOKENS}], got {num_draft_tokens}")
+        params = SamplingParams(**self.sampling_defaults) if params is None else params
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         generation = begin(self.model, self.tokenizer, token_ids, params)
-        context = self._take_context()
-        return Stream(generation, context, self.model.device, cancel=cancel, on_end=lambda: self._give_back(context))
+        grammar = grammar_of(params)
+        return Running(
+            generation,
+            row=row,
+            constraint=None if grammar is None else self._compiler.compile(grammar),
+            num_draft_tokens=num_draft_tokens if speculation else 0,
+            cancel=cancel,
+        )
 
     def chat(
         self,

@@ -93,6 +93,20 @@ class GenerationTiming:
         }
 
 
+@dataclass(slots=True)
+class GenerationStats:
+    """What the loop did for one generation. A step is one forward; a chain is several without a return to Python."""
+
+    prefill_steps: int = 0  # that only filled the cache
+    single_steps: int = 0  # that gave one token, or verified drafts
+    chains: int = 0
+    chain_tokens: int = 0
+    drafts_proposed: int = 0
+    drafts_accepted: int = 0
+    masks_filled: int = 0
+    tokens_forced: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
     """One finished sequence. `token_ids` holds every generated token, `text` ends before the stop string."""
@@ -108,6 +122,7 @@ class GenerationResult:
     logprobs: list[TokenLogprob] | None = None  # one per generated token, where asked for
     grammar_complete: bool | None = None  # None without a grammar
     reused_tokens: int = 0  # prompt tokens that were in the cache already
+    stats: GenerationStats = field(default_factory=GenerationStats)
     error: str | None = None  # what went wrong, where finish_reason is "error"
 
     @property

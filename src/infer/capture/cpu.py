@@ -6,7 +6,7 @@ what it computes is what the same ops compute one by one, to the bit.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, final
+from typing import final
 
 import numpy as np
 import numpy.typing as npt
@@ -15,13 +15,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from infer.batch import Step
+from infer.capture.sampled import Chain, Verifier
 from infer.errors import InvalidRequestError
-from infer.kernels.cpu import sampling
-from infer.kernels.cpu.compiled import compiled_address
-from infer.kernels.cpu.recording import Recording, record
-from infer.kernels.cpu.sample_rows import SAMPLE, bind
-from infer.kernels.cpu.state import field_offset
-from infer.kernels.cpu.table import BARRIER, Command, DispatchTable, Walk
+from infer.kernels.cpu.recording import record
+from infer.kernels.cpu.table import Walk
 from infer.kernels.cpu.threads import team
 from infer.sampling.history import History
 from infer.sampling.rows import Rows
@@ -43,6 +40,7 @@ class CapturedForward:
         self.table = self._recording.table
         self._walk = Walk(self.table)
         self._chain: Chain | None = None
+        self._verifiers: dict[int, Verifier] = {}
 
     def run(self, step: Step, num_threads: int | None = None) -> Float[Tensor, "wanted vocab"]:
         """The wanted logits, in a buffer that the next run overwrites if they fit one piece."""
@@ -74,9 +72,40 @@ class CapturedForward:
         if not len(step.tokens) == len(step.wanted) == len(rows):
             raise InvalidRequestError(f"a chain takes one wanted token for each of {len(rows)} rows")
         self._fill(step)
-        if self._chain is None or self._chain.rows is not rows or self._chain.history is not history:
-            self._chain = Chain(self._recording, self._logits, rows, history)
-        return self._chain.run(self._recording.state, count, stop_ids, num_threads)
+        chain = self._chain
+        if chain is None or chain.rows is not rows or chain.history is not history:
+            chain = self._chain = Chain(self._recording, self._logits, rows, history)
+        return chain.run(self._recording.state, count, stop_ids, num_threads)
+
+    def run_verified(
+        self,
+        step: Step,
+        positions: Sequence[int],
+        drafts: Sequence[Sequence[int]],
+        is_wanted: Sequence[bool],
+        rows: Rows,
+        history: History | None = None,
+        masks: Int[Tensor, "lines words"] | None = None,
+        mask_ready: npt.NDArray[np.int64] | None = None,
+        num_threads: int | None = None,
+    ) -> list[list[int]]:
+        """A step of any tokens, and for each wanted row what is sampled behind it: `Verifier.run`.
+
+        A wanted row's last tokens are its drafts; its wanted lines are the one before them and theirs. `positions` is
+        how many tokens stand before the first to be sampled.
+        """
+        if len(step.tokens) > self.capacity or len(step.wanted) > self.wanted_capacity:
+            raise InvalidRequestError(
+                f"a step takes up to {self.capacity} tokens and {self.wanted_capacity} wanted ones, "
+                f"got {len(step.tokens)} and {len(step.wanted)}"
+            )
+        self._fill(step)
+        num_entries = 1 + max(map(len, drafts))
+        verifier = self._verifiers.get(num_entries)
+        if verifier is None or verifier.rows is not rows or verifier.history is not history:
+            verifier = Verifier(self._recording, self._logits, rows, history, num_entries)
+            self._verifiers[num_entries] = verifier
+        return verifier.run(self._recording.state, positions, drafts, is_wanted, masks, mask_ready, num_threads)
 
     def profile(self, step: Step, num_threads: int | None = None) -> list[tuple[str, int]]:
         """Each command's label and the cycles that thread 0 spent in it, barrier included."""
@@ -113,37 +142,3 @@ class CapturedForward:
             tokens, positions, rows = (x[start:end] for x in (step.tokens, step.positions, step.rows))
             yield Step(tokens, positions, rows, torch.tensor([index - start for index in mine], dtype=torch.int64))
             start = end
-
-
-@final
-class Chain:
-    """The table with the sampler's commands behind it, for rows of parameters. Walked once per token."""
-
-    def __init__(self, recording: Recording, logits: Tensor, rows: Rows, history: History | None) -> None:
-        positions = recording.step.positions.data_ptr()
-        self.rows, self.history = rows, history
-        self._arguments, keeps = bind(logits, rows, history, None, positions, 1)
-        self._ended = np.zeros(len(rows), np.int64)
-        self._arguments["ended"] = self._ended.ctypes.data
-        advance = compiled_address(".sample_advance:make_advance", SAMPLE)
-        self.table = DispatchTable(
-            [
-                *recording.table.commands,
-                *sampling.commands(self._arguments, keeps),
-                Command(advance, self._arguments, BARRIER, "sample.advance"),
-            ]
-        )
-        self._walk = Walk(self.table)
-        self._walk.arguments["stop"] = self._arguments.ctypes.data + field_offset(SAMPLE, "stop")
-
-    def run(
-        self, state: npt.NDArray[Any], count: int, stop_ids: Sequence[int], num_threads: int | None
-    ) -> Int[Tensor, "steps rows"]:
-        generated, stops = np.zeros((count, len(self.rows)), np.int64), np.array(stop_ids, np.int64)
-        arguments = self._arguments
-        arguments["generated"], arguments["num_generated"], arguments["stop"] = generated.ctypes.data, 0, 0
-        arguments["stop_ids"], arguments["num_stop_ids"] = stops.ctypes.data, len(stops)
-        self._ended[:] = 0
-        self._walk.arguments["repeats"] = count
-        team().run(self._walk, state, num_threads)
-        return torch.from_numpy(generated[: int(arguments["num_generated"][0])])

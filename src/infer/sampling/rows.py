@@ -62,11 +62,13 @@ class Rows:
         *,
         num_prompt_tokens: Sequence[int] | None = None,
         end_ids: Collection[int] = (),
+        slots: Sequence[int] | None = None,
         device: torch.device | str = "cpu",
     ) -> Self:
         """One row per entry of params, each of which must carry a seed unless it is greedy.
 
-        `end_ids` are the model's EOS ids. Rows with a penalty get history slots 0, 1, … in order. Raises
+        `end_ids` are the model's EOS ids. Rows with a penalty have the history slots of their entries in `slots`, by
+        default 0, 1, … in order. Raises
         InvalidRequestError for a token id outside the vocabulary or a missing seed.
         """
         prompts = [0] * len(params) if num_prompt_tokens is None else list(num_prompt_tokens)
@@ -79,7 +81,8 @@ class Rows:
             return torch.tensor(list(values), dtype=dtype, device=device)
 
         f32, f64, i64 = torch.float32, torch.float64, torch.int64
-        slots = list(accumulate((uses_history(row) for row in params), initial=-1))[1:]
+        if slots is None:
+            slots = list(accumulate((uses_history(row) for row in params), initial=-1))[1:]
         allowed = [_allowed(row) for row in params]
         masked = list(accumulate((ids is not None for ids in allowed), initial=-1))[1:]
         biases = [_finite_biases(row) for row in params]

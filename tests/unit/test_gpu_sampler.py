@@ -288,6 +288,23 @@ def test_a_token_does_not_depend_on_the_other_rows() -> None:
         assert token.tolist() == together[i : i + 1]
 
 
+@pytest.mark.parametrize("name", ["repetition_penalty", "frequency_penalty", "presence_penalty"])
+def test_penalties_decide_between_tokens_seen_never_once_and_twice(name: str) -> None:
+    """Greedy over near ties: token 3 stands in the prompt, 5 once and 9 twice in the output, 11 nowhere."""
+    leads = [0.0, 0.5, 1.0, 1.2, 1.5, 2.0, 2.2, 3.0]
+    logits = torch.full((len(leads) * 3, 40), -9.0)
+    for row, (lead, token) in enumerate((lead, token) for lead in leads for token in (3, 5, 9)):
+        logits[row, 11], logits[row, token] = 2.0, 2.0 + lead
+    rows = Rows.pack([SamplingParams(temperature=0.0, **{name: 1.5})] * len(logits), 40)
+    history = History(len(logits), 8, 40)
+    for slot in range(len(logits)):
+        history.begin(slot, [3, 4, 5, 9, 9], num_prompt_tokens=2)
+    positions = torch.full((len(logits),), 5)
+    expected = sampler.choose_tokens(logits, rows, history, positions).tolist()
+    assert set(expected) == {3, 5, 9, 11}
+    assert choose_by(SMALL, logits, rows, history, positions).tolist() == expected
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_every_float_is_sampled_as_its_float32(dtype: torch.dtype) -> None:
     logits, rows, history, positions, allowed = drawn_batch(8, 6, 300)

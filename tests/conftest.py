@@ -11,6 +11,7 @@ import shapes
 HARDWARE = "hardware: "  # a skip whose reason begins so is allowed in CI
 
 shapes.install()
+os.environ["TRITON_INTERPRET"] = "1"  # before Triton is first imported: the kernels for GPUs run on the CPU
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,7 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Literal
 
@@ -31,7 +33,7 @@ from infer.weights import Heads, Norm, Projection, Weight
 _CACHE_LINE = 64
 Precision = Literal["exact", "fast"]
 
-_MODULE_BY_DEVICE = {"cpu": "infer.kernels.cpu", "cuda": "infer.kernels.reference"}
+_MODULE_BY_DEVICE = {"cpu": "infer.kernels.cpu", "cuda": "infer.kernels.gpu"}
 _forced: ContextVar[str | None] = ContextVar("infer_kernels", default=None)
 
 
@@ -58,8 +60,17 @@ def using(name: str) -> Iterator[None]:
 
 
 def kernels(device: torch.device) -> ModuleType:
-    """The kernel module that serves a device."""
-    return import_module(_forced.get() or _MODULE_BY_DEVICE[device.type])
+    """The kernel module that serves a device. On CUDA it is plain torch where Triton is not installed."""
+    name = _forced.get()
+    if name is None:
+        has_kernels = device.type != "cuda" or _has_triton()
+        name = _MODULE_BY_DEVICE[device.type] if has_kernels else "infer.kernels.reference"
+    return import_module(name)
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def prepare(projection: Projection, device: torch.device, precision: Precision = "exact") -> Projection:

@@ -42,6 +42,10 @@ def test_light_modules_do_not_load_torch(module: str) -> None:
     assert run_python(f"import sys, {module}; print('torch' in sys.modules)").strip() == "False"
 
 
+def test_triton_is_loaded_by_the_kernels_for_gpus_alone() -> None:
+    assert run_python("import sys, infer.llm, infer.ops; print('triton' in sys.modules)").strip() == "False"
+
+
 @pytest.mark.parametrize("option", ["--help", "--version"])
 def test_the_command_answers_without_torch(option: str) -> None:
     code = f"""
@@ -133,7 +137,7 @@ def test_kernel_modules_export_every_op() -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Call)
     } & {name for name in vars(ops) if not name.startswith("_")}
     assert "attend" in called
-    for module in {reference, ops.kernels(torch.device("cpu"))}:
+    for module in (reference, ops.kernels(torch.device("cpu")), importlib.import_module("infer.kernels.gpu")):
         assert sorted(called - set(vars(module))) == [], module.__name__
 
 

@@ -1,0 +1,9 @@
+"""Kernels in Triton for CUDA: what each op has of its own so far; the others are `reference`'s, taken by name.
+
+Importing it loads Triton. With TRITON_INTERPRET=1 set before that, the same kernels run on CPU tensors, slowly.
+"""
+
+from infer.kernels.gpu.sampler import choose_tokens
+from infer.kernels.reference import attend, embed, head, norm_gate, norm_project, prepare, project_add
+
+__all__ = ["attend", "choose_tokens", "embed", "head", "norm_gate", "norm_project", "prepare", "project_add"]

@@ -1,0 +1,438 @@
+"""Claims about the sampler's kernels for GPUs, in Triton's interpreter: exactly the tokens of `sampling.sampler`."""
+
+import json
+import math
+import os
+import random
+import re
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from infer import ops
+from infer.errors import InvalidRequestError
+from infer.params import SamplingParams
+from infer.sampling import noise, sampler, weight
+from infer.sampling.history import History
+from infer.sampling.rows import Rows, num_mask_words
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+
+import triton.language as tl  # noqa: E402 - there may be no Triton
+from triton.runtime import interpreter  # noqa: E402
+
+from infer.kernels import gpu  # noqa: E402
+from infer.kernels.gpu.noise import ROUGH_ERROR, gumbel_of, hash_tokens, rough_gumbel  # noqa: E402
+from infer.kernels.gpu.order import key_of, logit_of  # noqa: E402
+from infer.kernels.gpu.sampler import EXACT, Tiling, choose_by, tiling_of  # noqa: E402
+from infer.kernels.gpu.weight import weights  # noqa: E402
+
+HERE = Path(__file__).parent
+
+EDGES = [0, 1, 2, 2**24 - 1, 2**24, 2**26 - 1, 2**26, 2**26 + 1, 2**31 - 1, 2**31, 2**32 - 257, 2**32 - 2, 2**32 - 1]
+SQRT_HALF = round((1 - math.sqrt(0.5)) * 2**32)
+
+# Small enough that rows of a few hundred words have several blocks, and more chunks than a tile holds.
+SMALL = Tiling(block=256, chunk=4, capacity=32)
+WIDE = Tiling(block=512, chunk=8, capacity=1024)
+WHOLE = Tiling(block=512, chunk=256, capacity=256)  # no room for two chunks: nearly every filter reads the whole row
+TILINGS = [SMALL, WIDE, WHOLE]
+
+
+@pytest.fixture(autouse=True)
+def _quick_and_quiet_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """It prepares the language anew at each call of a device function, half of its time: once a launch is enough.
+    NumPy's warnings of arithmetic with infinities mean nothing to a kernel."""
+    prepare, is_prepared = interpreter._patch_lang, [False]
+
+    def prepare_once(function: Any) -> Any:
+        if is_prepared[0]:
+            return None
+        scope = prepare(function)
+        restore, is_prepared[0] = scope.restore, True
+
+        def restore_all() -> None:
+            is_prepared[0] = False
+            restore()
+
+        scope.restore = restore_all
+        return scope
+
+    monkeypatch.setattr(interpreter, "_patch_lang", prepare_once)
+    with np.errstate(all="ignore"):
+        yield
+
+
+@triton.jit
+def noise_kernel(hashes, exact, rough, SIZE: tl.constexpr):
+    i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    h = tl.load(hashes + i).to(tl.uint32)
+    tl.store(exact + i, gumbel_of(h))
+    tl.store(rough + i, rough_gumbel(h))
+
+
+@triton.jit
+def row_noise_kernel(seeds, positions, out, SIZE: tl.constexpr):
+    row, ids = tl.program_id(0), tl.arange(0, SIZE)
+    h = hash_tokens(tl.load(seeds + row), tl.load(positions + row), ids)
+    tl.store(out + row * SIZE + ids, gumbel_of(h))
+
+
+@triton.jit
+def weight_kernel(logits, largest, out, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    tl.store(out + i, weights(tl.load(logits + i), tl.load(largest)))
+
+
+@triton.jit
+def key_kernel(logits, keys, back, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    key = key_of(tl.load(logits + i))
+    tl.store(keys + i, key)
+    tl.store(back + i, logit_of(key))
+
+
+def test_noise_has_the_bits_of_the_definition_and_rough_noise_is_near() -> None:
+    generator = random.Random(0)
+    near = [*range(SQRT_HALF - 100, SQRT_HALF + 100), *range(2**26 - 50, 2**26 + 50)]
+    words = EDGES + near + [generator.getrandbits(32) for _ in range(2**15 - len(EDGES + near))]
+    hashes = torch.tensor(words)
+    exact, rough = torch.empty(len(words)), torch.empty(len(words))
+    noise_kernel[(len(words) // 4096,)](hashes, exact, rough, SIZE=4096, **EXACT)
+    assert torch.equal(exact, noise.gumbel_of(hashes.to(torch.int32)))
+    assert float((rough - exact).abs().max()) < ROUGH_ERROR.value / 3
+
+
+def test_noise_of_rows_has_the_bits_of_the_definition() -> None:
+    seeds = [0, 1, 42, 2**63 - 1, 2**63, 2**64 - 1]
+    positions = [7, 0, 131_071, 2**31, 1, 100_000]
+    out = torch.empty(len(seeds), 512)
+    row_noise_kernel[(len(seeds),)](
+        torch.tensor([noise.signed(seed) for seed in seeds]), torch.tensor(positions), out, SIZE=512, **EXACT
+    )
+    expected = [noise.gumbel(seed, position, 512) for seed, position in zip(seeds, positions, strict=True)]
+    assert torch.equal(out, torch.stack(expected))
+
+
+def test_weights_have_the_bits_of_the_definition() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.cat([-torch.rand(2000, generator=generator) * 40, torch.tensor([0.0, -0.0, -32.0, -31.99, -1e30])])
+    logits = torch.cat([logits, torch.full((2048 - len(logits),), -math.inf)]) + 3.3
+    out = torch.empty(2048, dtype=torch.int64)
+    weight_kernel[(1,)](logits, logits.max(), out, SIZE=2048, **EXACT)
+    assert torch.equal(out, weight.weights(logits, logits.max()))
+
+
+def test_keys_are_in_the_order_of_the_logits() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = [-math.inf, math.inf, 0.0, -0.0, 1e-45, -1e-45, 3.4e38, -3.4e38, 1.0, -1.0]
+    logits = torch.cat([torch.tensor(values), torch.randn(246, generator=generator) * 10])
+    keys, back = torch.empty(256, dtype=torch.int32), torch.empty(256)
+    key_kernel[(1,)](logits, keys, back, SIZE=256)
+    assert torch.equal(back, logits)
+    assert torch.equal(keys[:, None] < keys, logits[:, None] < logits)
+    assert int(keys.min()) > -(2**31)
+
+
+def drawn_params(generator: random.Random, vocab_size: int) -> SamplingParams:
+    """Each knob on in about a third of the rows."""
+
+    def maybe(value: Any, off: Any) -> Any:
+        return value if generator.random() < 0.35 else off
+
+    def ids(most: int) -> list[int]:
+        return [generator.randrange(vocab_size) for _ in range(generator.randint(1, most))]
+
+    bias = {i: generator.choice([-math.inf, math.inf, 1e30, -3e38, 5.5, -2.25, 0.0]) for i in ids(5)}
+    minimum = maybe(generator.randint(1, 40), 0)
+    return SamplingParams(
+        temperature=generator.choice([0.0, 1.0, 0.7, 0.01, 2.0, 1e-38]),
+        top_k=maybe(generator.choice([1, 2, 5, 20, 50, 300, vocab_size]), None),
+        top_p=maybe(generator.choice([1e-9, 0.1, 0.5, 0.8, 0.9, 0.999]), 1.0),
+        min_p=maybe(generator.choice([1e-6, 0.05, 0.3, 0.99]), 0.0),
+        repetition_penalty=maybe(generator.choice([0.5, 1.3, 1e-30, 1e30]), 1.0),
+        repetition_window=maybe(generator.randint(0, 30), None),
+        frequency_penalty=maybe(generator.uniform(-2, 2), 0.0),
+        presence_penalty=maybe(generator.uniform(-2, 2), 0.0),
+        logit_bias=maybe(bias, None),
+        allowed_token_ids=maybe(sorted(set(ids(vocab_size))), None),
+        max_new_tokens=100,
+        min_new_tokens=minimum,
+        stop_token_ids=maybe(ids(3), None),
+        temperature_last=generator.random() < 0.3,
+        seed=generator.getrandbits(64),
+    )
+
+
+def drawn_logits(generator: random.Random, num_rows: int, vocab_size: int) -> Tensor:
+    """Rows of every kind: smooth, peaked, flat, tied, extreme, banned, with zeros of both signs, faulty."""
+    torch_generator = torch.Generator().manual_seed(generator.getrandbits(32))
+    logits = torch.randn(num_rows, vocab_size, generator=torch_generator)
+    for row in logits:
+        kind = generator.randrange(10)
+        row *= (2.0, 8.0, 0.01, 2.0, 1e37, 3.0, 1.0, 30.0, 2.0, 2.0)[kind]
+        if kind == 3:
+            row.copy_(row.round())
+        elif kind == 5:
+            row[torch.rand(vocab_size, generator=torch_generator) < 0.8] = -math.inf
+        elif kind == 6:
+            row.copy_(row.sign() * 0.0)
+        elif kind == 8:
+            row[generator.randrange(vocab_size)] = generator.choice([math.nan, math.inf, -math.inf, 3.4e38])
+        elif kind == 9:
+            row.copy_(row.bfloat16().float())
+    return logits
+
+
+def drawn_batch(seed: int, num_rows: int, vocab_size: int) -> tuple[Tensor, Rows, History, Tensor, Tensor | None]:
+    generator = random.Random(seed)
+    params = [drawn_params(generator, vocab_size) for _ in range(num_rows)]
+    prompts = [generator.randint(0, 20) for _ in range(num_rows)]
+    contexts = [
+        [generator.randrange(min(vocab_size, 60)) for _ in range(prompt + generator.randint(0, 30))]
+        for prompt in prompts
+    ]
+    rows = Rows.pack(params, vocab_size, num_prompt_tokens=prompts, end_ids=[0, vocab_size // 2])
+    history = History(num_rows, 64, vocab_size)
+    for slot, context, prompt in zip(rows.history_slot.tolist(), contexts, prompts, strict=True):
+        if slot >= 0:
+            history.begin(slot, context, prompt)
+    positions = torch.tensor([len(context) for context in contexts])
+    allowed = None
+    if generator.random() < 0.5:
+        words = [
+            [-1 if is_free else generator.randint(-(2**31), 2**31 - 1) for _ in range(num_mask_words(vocab_size))]
+            for is_free in (generator.random() < 0.5 for _ in range(num_rows))
+        ]
+        allowed = torch.tensor(words, dtype=torch.int32)
+    return drawn_logits(generator, num_rows, vocab_size), rows, history, positions, allowed
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([1, 2, 31, 33, 130, 257, 600]), st.sampled_from(TILINGS))
+def test_tokens_are_those_of_the_definition(seed: int, vocab_size: int, tiling: Tiling) -> None:
+    batch = drawn_batch(seed, 5, vocab_size)
+    assert choose_by(tiling, *batch).tolist() == sampler.choose_tokens(*batch).tolist()
+
+
+@pytest.mark.parametrize(("seed", "vocab_size"), [(1, 1000), (2, 5000), (4, 4097)])
+def test_tokens_of_larger_vocabularies_are_those_of_the_definition(seed: int, vocab_size: int) -> None:
+    batch = drawn_batch(seed, 8, vocab_size)
+    with ops.using("gpu"):
+        assert ops.choose_tokens(*batch).tolist() == sampler.choose_tokens(*batch).tolist()
+
+
+@pytest.mark.parametrize("tiling", [SMALL, WIDE], ids=["small", "wide"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(seed=1),
+        SamplingParams(seed=1, temperature=0.6),
+        SamplingParams(seed=1, top_k=7),
+        SamplingParams(seed=1, top_p=0.9),
+        SamplingParams(seed=1, top_p=0.5, temperature=2.0, temperature_last=True),
+        SamplingParams(seed=1, top_k=20, top_p=0.7),
+        SamplingParams(seed=1, min_p=0.2),
+        SamplingParams(seed=1, top_k=30, top_p=0.95, min_p=0.05, temperature=1.5),
+    ],
+    ids=lambda params: "-".join(
+        name for name in ("top_k", "top_p", "min_p") if getattr(params, name) not in (None, 1, 0)
+    ),
+)
+def test_many_draws_of_tied_logits_are_those_of_the_definition(params: SamplingParams, tiling: Tiling) -> None:
+    """Tokens drawn at 5 positions over a few distinct logits: a kept set that is wrong in one id shows."""
+    generator = torch.Generator().manual_seed(5)
+    logits = (torch.randn(5, 300, generator=generator) * 1.5).round()
+    rows = Rows.pack([params] * 5, 300)
+    positions = torch.arange(5)
+    expected = sampler.choose_tokens(logits, rows, None, positions)
+    assert choose_by(tiling, logits, rows, None, positions).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("tiling", TILINGS, ids=["small", "wide", "whole"])
+@pytest.mark.parametrize(("top_k", "top_p"), [(k, 1.0) for k in (1, 2, 3, 5, 8)] + [(None, p) for p in (0.2, 0.6, 0.8)])
+def test_kept_sets_end_at_the_smallest_ids_among_equals(top_k: int | None, top_p: float, tiling: Tiling) -> None:
+    """Only one token is kept beyond the definition's set, or one is missing: at some position it would win."""
+    logits = torch.full((12, 70), -3.0)
+    logits[:, [3, 9, 33, 40, 69]] = 2.0
+    logits[:, [4, 20, 50]] = 2.5
+    rows = Rows.pack([SamplingParams(seed=9, top_k=top_k, top_p=top_p)] * 12, 70)
+    positions = torch.arange(12)
+    expected = sampler.choose_tokens(logits, rows, None, positions)
+    assert choose_by(tiling, logits, rows, None, positions).tolist() == expected.tolist()
+
+
+def test_a_token_does_not_depend_on_the_other_rows() -> None:
+    logits, rows, history, positions, _ = drawn_batch(77, 8, 200)
+    together = choose_by(SMALL, logits, rows, history, positions).tolist()
+    generator = random.Random(77)
+    params = [drawn_params(generator, 200) for _ in range(8)]
+    prompts = rows.num_prompt_tokens.tolist()
+    for i in range(8):
+        alone = Rows.pack([params[i]], 200, num_prompt_tokens=[prompts[i]], end_ids=[0, 100])
+        own = History(1, 64, 200)
+        slot = int(rows.history_slot[i])
+        if slot >= 0:
+            own.begin(0, history.tokens[slot, : int(history.lengths[slot])].tolist(), prompts[i])
+        token = choose_by(SMALL, logits[i : i + 1], alone, own, positions[i : i + 1])
+        assert token.tolist() == together[i : i + 1]
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "frequency_penalty", "presence_penalty"])
+def test_penalties_decide_between_tokens_seen_never_once_and_twice(name: str) -> None:
+    """Greedy over near ties: token 3 stands in the prompt, 5 once and 9 twice in the output, 11 nowhere."""
+    leads = [0.0, 0.5, 1.0, 1.2, 1.5, 2.0, 2.2, 3.0]
+    logits = torch.full((len(leads) * 3, 40), -9.0)
+    for row, (lead, token) in enumerate((lead, token) for lead in leads for token in (3, 5, 9)):
+        logits[row, 11], logits[row, token] = 2.0, 2.0 + lead
+    rows = Rows.pack([SamplingParams(temperature=0.0, **{name: 1.5})] * len(logits), 40)
+    history = History(len(logits), 8, 40)
+    for slot in range(len(logits)):
+        history.begin(slot, [3, 4, 5, 9, 9], num_prompt_tokens=2)
+    positions = torch.full((len(logits),), 5)
+    expected = sampler.choose_tokens(logits, rows, history, positions).tolist()
+    assert set(expected) == {3, 5, 9, 11}
+    assert choose_by(SMALL, logits, rows, history, positions).tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_every_float_is_sampled_as_its_float32(dtype: torch.dtype) -> None:
+    logits, rows, history, positions, allowed = drawn_batch(8, 6, 300)
+    wide = torch.stack([logits, logits], dim=2).to(dtype)[:, :, 0]
+    expected = sampler.choose_tokens(wide, rows, history, positions, allowed)
+    assert choose_by(SMALL, wide, rows, history, positions, allowed).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 4}, {"top_p": 0.5}, {"min_p": 0.1}], ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_row_that_cannot_be_sampled_gets_its_code_and_the_others_a_token(
+    filters: dict[str, Any], temperature: float
+) -> None:
+    logits = torch.zeros(5, 200)
+    logits[0, 150], logits[1, 3], logits[2] = math.nan, math.inf, -math.inf
+    banned = dict.fromkeys(range(200), -math.inf)
+    params = [SamplingParams(seed=i, temperature=temperature, **filters) for i in range(4)]
+    params.append(SamplingParams(seed=4, temperature=temperature, logit_bias=banned, **filters))
+    rows, positions = Rows.pack(params, 200), torch.arange(5)
+    tokens = choose_by(SMALL, logits, rows, None, positions).tolist()
+    assert tokens == sampler.choose_tokens(logits, rows, None, positions).tolist()
+    assert tokens[:3] == [-1, -1, -2]
+    assert tokens[3] >= 0
+    assert tokens[4] == -2
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 2}, {"top_p": 0.5}], ids=str)
+def test_the_end_is_chosen_below_the_minimum_length_where_nothing_else_is_allowed(filters: dict[str, Any]) -> None:
+    params = SamplingParams(
+        seed=0, allowed_token_ids=[7, 150], stop_token_ids=[7, 150], min_new_tokens=5, max_new_tokens=9, **filters
+    )
+    rows = Rows.pack([params] * 8, 200)
+    logits, positions = torch.randn(8, 200, generator=torch.Generator().manual_seed(2)), torch.arange(8)
+    tokens = choose_by(SMALL, logits, rows, None, positions).tolist()
+    assert tokens == sampler.choose_tokens(logits, rows, None, positions).tolist()
+    assert set(tokens) <= {7, 150}
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.99}, {"min_p": 0.5}], ids=str)
+def test_a_temperature_that_overflows_the_logits_shifts_them_first(filters: dict[str, Any], is_last: bool) -> None:
+    logits = torch.randn(6, 200, generator=torch.Generator().manual_seed(3)) * 1e38
+    logits[3:] = logits[3:].abs() * -1
+    logits[5, 20:40] = logits[5].max()
+    params = [SamplingParams(seed=i, temperature=0.1, temperature_last=is_last, **filters) for i in range(6)]
+    rows, positions = Rows.pack(params, 200), torch.arange(6)
+    expected = sampler.choose_tokens(logits, rows, None, positions).tolist()
+    assert choose_by(SMALL, logits, rows, None, positions).tolist() == expected
+
+
+def test_scores_too_near_for_rough_noise_are_decided_by_exact_noise() -> None:
+    """All tokens but two are out of reach; the second is raised by the float32 that ties it with the first, or less."""
+    ids, rounds = torch.tensor([10, 90]), 40
+    positions = torch.arange(rounds)
+    logits = torch.full((rounds, 128), -1e4)
+    for row in range(rounds):
+        first, second = noise.gumbel_at(7, row, ids).tolist()
+        logits[row, ids] = torch.tensor([1.0, 1.0 + first - second + (row - rounds // 2) * 1e-7])
+    rows = Rows.pack([SamplingParams(seed=7)] * rounds, 128)
+    expected = sampler.choose_tokens(logits, rows, None, positions).tolist()
+    assert set(expected) == {10, 90}
+    assert choose_by(SMALL, logits, rows, None, positions).tolist() == expected
+
+
+def test_wrong_shapes_are_an_error_before_a_kernel_reads_past_them() -> None:
+    rows = Rows.pack([SamplingParams(seed=1)], 50)
+    logits, positions = torch.zeros(1, 50), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(InvalidRequestError, match="logits"):
+        gpu.choose_tokens(logits[:, :49], rows, None, positions)
+    with pytest.raises(InvalidRequestError, match="allowed"):
+        gpu.choose_tokens(logits, rows, None, positions, torch.zeros(1, 1, dtype=torch.int32))
+    penalised = Rows.pack([SamplingParams(seed=1, presence_penalty=1.0)], 50)
+    with pytest.raises(InvalidRequestError, match="history"):
+        gpu.choose_tokens(logits, penalised, None, positions)
+
+
+def test_a_batch_of_no_rows_has_no_tokens() -> None:
+    assert choose_by(SMALL, torch.zeros(0, 9), Rows.pack([], 9), None, torch.zeros(0).long()).tolist() == []
+
+
+@pytest.mark.parametrize("vocab_size", [1, 33, 49_152, 128_256, 262_144, 600_000])
+def test_every_vocabulary_has_a_tiling_that_one_program_can_search(vocab_size: int) -> None:
+    tiling = tiling_of(vocab_size)
+    assert triton.cdiv(vocab_size, tiling.chunk) <= 16_384
+    assert tiling.block % tiling.chunk == 0
+    assert tiling.capacity % tiling.chunk == 0
+
+
+def run_compiled(*command: str, cache: Path) -> subprocess.CompletedProcess[str]:
+    """A program that does not inherit the interpreter."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def test_kernels_compile_for_cuda_without_fusing_what_must_round(tmp_path: Path) -> None:
+    """The interpreter cannot show what a compiler does: constants in full precision, true division, no fma."""
+    assembly = json.loads(run_compiled(str(HERE / "gpu_compiler.py"), cache=tmp_path).stdout)
+    for name, code in assembly.items():
+        assert "fma.rn.f64" not in code, name
+        assert "div.full" not in code or name == "score_blocks", name  # rough scores alone may divide roughly
+        assert "ftz" not in code.replace("lg2.approx.ftz", ""), name
+        assert ("fma.rn.f32" in code) == (name == "score_blocks"), name
+    for name, literal_of, constants in (
+        ("weigh_blocks", double_literal, (weight.LOG2_E, weight.LN2_HIGH, weight.LN2_LOW, weight.TAYLOR[0])),
+        ("choose_plain", single_literal, (*noise.LOG_COEFFICIENTS[:3], noise.LN2_LOW)),
+    ):
+        for constant in constants:
+            literals = (literal_of(constant), literal_of(-constant))  # x − y × c is x + y × −c
+            assert any(literal in assembly[name].upper() for literal in literals), (name, constant)
+    assert len(re.findall(r"fma\.rn\.f32", assembly["score_blocks"])) == 2 * num_rough_tokens(assembly["score_blocks"])
+
+
+def num_rough_tokens(code: str) -> int:
+    """Per thread. Each takes two rough logarithms, and fuses in two places that are meant."""
+    return len(re.findall(r"lg2\.approx", code)) // 2
+
+
+def double_literal(value: float) -> str:
+    return "0D" + struct.pack(">d", value).hex().upper()
+
+
+def single_literal(value: float) -> str:
+    return "0F" + struct.pack(">f", value).hex().upper()
+
+
+def test_a_gpu_gives_the_tokens_of_torch(tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("hardware: there is no CUDA GPU")
+    run_compiled(str(HERE.parents[1] / "benchmarks" / "check_gpu.py"), "--no-timing", cache=tmp_path)

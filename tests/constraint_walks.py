@@ -45,7 +45,9 @@ def walk(constraint: Constraint, tokenizer: Tokenizer, vocab_size: int, rng: ran
     """The text of random choices; now and then goes back some tokens and on as before, or elsewhere."""
     written: list[int] = []
     closers = closers_of(tokenizer)
-    while not constraint.done and len(written) < most:
+    for _ in range(most):
+        if constraint.done:
+            break
         bits = allowed_bits(constraint, vocab_size)
         if written and rng.random() < 0.1:
             back = rng.randint(1, len(written))
@@ -107,7 +109,7 @@ def _random_string(rng: random.Random, wide: bool) -> dict[str, Any]:
     options: list[dict[str, Any]] = [{}]
     if wide:
         options += [{"minLength": least}, {"minLength": least, "maxLength": least + 4}]
-        options += [{"pattern": "^[a-z]{2,5}$"}, {"pattern": "[0-9]x"}, {"format": "date"}, {"format": "uuid"}]
+        options += [{"pattern": "^[a-z]{2,5}$"}, {"pattern": "^[0-9]{1,3}x?$"}, {"format": "date"}, {"format": "uuid"}]
     return {"type": "string", **rng.choice(options)}
 
 

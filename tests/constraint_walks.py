@@ -50,9 +50,10 @@ def walk(constraint: Constraint, tokenizer: Tokenizer, vocab_size: int, rng: ran
             break
         bits = allowed_bits(constraint, vocab_size)
         if written and rng.random() < 0.1:
-            back = rng.randint(1, len(written))
+            goes_elsewhere = rng.random() < 0.2
+            back = rng.randint(1, min(len(written), 4) if goes_elsewhere else len(written))
             constraint.rollback(back)
-            again = written[-back:] if rng.random() < 0.8 else []
+            again = [] if goes_elsewhere else written[-back:]
             assert constraint.accept(again) == len(again)
             del written[len(written) - back + len(again) :]
             if again:

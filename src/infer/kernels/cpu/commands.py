@@ -11,6 +11,7 @@ from infer.kernels.cpu.attention_tiles import CACHE_BYTES
 from infer.kernels.cpu.compiled import compiled_address
 from infer.kernels.cpu.isa import instruction_set
 from infer.kernels.cpu.layouts import BLOCK, PackedWeight
+from infer.kernels.cpu.matrix_tiles import unpacked_bytes
 from infer.kernels.cpu.recording import Arguments, Run
 from infer.kernels.cpu.simd import LANES
 from infer.kernels.cpu.table import BARRIER, BARRIER_IF_MANY, NO_BARRIER
@@ -240,9 +241,16 @@ def _matmul(
     panels = max(1, _CACHED_ACTIVATIONS // token_bytes // activations.PANEL)
     arguments["tokens_per_block"] = panels * activations.PANEL
     arguments["epilogue"], arguments["epilogue_arguments"] = epilogue[0], epilogue[1].ctypes.data
+    keeps: list[object] = [weight, epilogue[1]]
+    if chosen.has_matrices and not layout.is_float and run.capacity >= activations.PANEL:
+        tiles = int(arguments["groups_per_unit"][0]) * (2 if second_weights else 1)
+        num_bytes = tiles * num_records * unpacked_bytes(layout)
+        unpacked = run.tensor("unpacked weights", run.max_threads, num_bytes, dtype=torch.uint8)
+        arguments["unpacked"], arguments["unpacked_bytes"] = unpacked.data_ptr(), num_bytes
+        keeps.append(unpacked)
     name = f"matmul_{layout.type}_{planes}_{chosen.name}"
     function = compiled_address(name, lambda: matmul.make_matmul(layout, planes, chosen), matmul.MATMUL)
-    run.append(function, arguments, barrier, f"matmul {layout.type}", weight, epilogue[1])
+    run.append(function, arguments, barrier, f"matmul {layout.type}", *keeps)
 
 
 def _packed(weight: Weight) -> PackedWeight:

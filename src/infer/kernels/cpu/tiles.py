@@ -208,7 +208,7 @@ def emit_block_tile(
     with cgutils.for_range(b, b.sdiv(num_records, per_super)) as outer:
         past = b.mul(outer.index, constant(I64, layout.super_bytes))
         bases = [b.add(where, past) for where in weights]
-        supers = [_super_scales(b, layout, base) for base in bases]
+        supers = [super_scales(b, layout, base) for base in bases]
         first = b.mul(outer.index, per_super)
         with cgutils.for_range(b, per_super) as inner:
             record = simd.offset(b, b.mul(inner.index, constant(I64, layout.record_bytes)), layout.super_header)
@@ -217,7 +217,7 @@ def emit_block_tile(
     return [[b.load(total) for total in sums] for sums in tile.sums]
 
 
-def _super_scales(b: Builder, layout: Layout, base: Value) -> tuple[Value, Value]:
+def super_scales(b: Builder, layout: Layout, base: Value) -> tuple[Value, Value]:
     if not layout.scales_per_record:
         return None, None
     return simd.load_f16(b, base), simd.load_f16(b, simd.offset(b, base, 2 * LANES)) if layout.has_minimum else None

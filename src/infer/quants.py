@@ -90,7 +90,7 @@ def quantize_fitted(values: Float[Tensor, "rows columns"]) -> UInt8[Tensor, "row
     best of all is kept, in the halves that are stored. Columns are a multiple of 32.
     """
     blocks = values.reshape(-1, BLOCK_TYPES["Q4_1"].block_size)
-    packed = [_fit(part.float()) for part in blocks.split(_FIT_BLOCKS)]
+    packed = [_fit(part.float()) for part in torch.split(blocks, _FIT_BLOCKS)]
     return torch.cat(packed).reshape(len(values), -1)
 
 

@@ -35,6 +35,7 @@ INSTRUCTION_SETS = (  # best first
     InstructionSet("avx512vnni", ("avx512vnni", "avx512bw"), (8, 4, 2, 1)),
     InstructionSet("avxvnni", ("avxvnni",), (2, 1)),
     InstructionSet("avx2", ("avx2",), (2, 1)),
+    InstructionSet("neon", ("dotprod",), (4, 2, 1)),  # of AArch64
     InstructionSet("portable", (), (2, 1)),
 )
 

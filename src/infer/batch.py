@@ -17,6 +17,27 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class Part:
+    """What one row brings to a step: tokens that its cache has not, of which the last `num_drafts` are guesses.
+
+    Wanted are the logits behind the last known token and behind each draft, or none in the midst of a prompt.
+    """
+
+    row: int
+    token_ids: Sequence[int]
+    num_drafts: int = 0
+    is_wanted: bool = True
+
+    @property
+    def num_lines(self) -> int:
+        return self.num_drafts + 1 if self.is_wanted else 0
+
+    @property
+    def drafts(self) -> Sequence[int]:
+        return self.token_ids[len(self.token_ids) - self.num_drafts :]
+
+
+@dataclass(frozen=True)
 class Step:
     """One forward. A row's tokens are contiguous and its positions increase by one."""
 
@@ -47,6 +68,21 @@ class Step:
             positions=torch.cat([s.positions for s in steps]),
             rows=torch.cat([s.rows for s in steps]),
             wanted=torch.cat([s.wanted + offset for s, offset in zip(steps, offsets, strict=False)]),
+        )
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[Part], starts: Sequence[int]) -> Self:
+        """Several rows' parts, each from its row's position in `starts` on."""
+        return cls.join(
+            [
+                cls.of(
+                    part.token_ids,
+                    start,
+                    row=part.row,
+                    wanted=range(len(part.token_ids) - part.num_lines, len(part.token_ids)),
+                )
+                for part, start in zip(parts, starts, strict=True)
+            ]
         )
 
     def to(self, device: torch.device) -> "Step":

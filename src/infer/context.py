@@ -1,105 +1,253 @@
-"""Where the logits of a growing sequence come from: a cache, captured or not, or everything computed again."""
+"""Rows of tokens that grow, and what is sampled behind them: from a cache, captured or not, or computed all again.
 
+What a context runs is provisional: `commit` says how many of a part's tokens stay.
+"""
+
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from typing import final
+from dataclasses import dataclass
+from typing import Any, final
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from infer import ops
-from infer.batch import Step
+from infer.batch import Part, Step
 from infer.cache.dense import DenseCache
 from infer.capture.cpu import CapturedForward
 from infer.errors import InvalidRequestError
 from infer.model.transformer import Transformer
+from infer.results import TokenLogprob
+from infer.sampling.history import History
+from infer.sampling.rows import Rows
+from infer.sampling.sampler import Sampled
 
 PREFILL_CHUNK = 512  # tokens per forward of a prompt: a cancel is seen between two chunks
+MAX_LINES = 64  # logits of one step: rows and their drafts
+
+
+@final
+@dataclass
+class Masks:
+    """The grammars' masks of one step, a line for each of its logits, filled by another thread while the step runs."""
+
+    words: Int[Tensor, "lines words"]
+    is_ready: npt.NDArray[np.int64]  # one number: 1 when all are filled
+    wait: Any  # () → None: returns when they are
+
+
+@final
+@dataclass
+class Drawn:
+    """What one part gave: the drafts that were right and the token behind them, or the code of a failed row."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprob]
 
 
 class Context(ABC):
-    """A sequence that grows and gives the logits after its last token."""
+    """Rows of tokens, each with its own length."""
+
+    @property
+    @abstractmethod
+    def lengths(self) -> Sequence[int]:
+        """Tokens that each row holds: the next one's position."""
 
     @abstractmethod
-    def extend(self, token_ids: Sequence[int]) -> Float[Tensor, "vocab"]: ...
+    def forward(self, parts: Sequence[Part]) -> Float[Tensor, "lines vocab"]:
+        """Run the parts provisionally: the logits of their lines, part after part."""
 
-    def feed(self, token_ids: Sequence[int]) -> None:
-        """Append tokens whose logits nobody wants: all but the last chunk of a prompt."""
-        self.extend(token_ids)
+    @abstractmethod
+    def commit(self, row: int, count: int) -> None:
+        """Keep the first `count` tokens of the row's part."""
 
-    def chain(self, token_id: int, count: int, stop_ids: Collection[int]) -> list[int]:
-        """The greedy tokens after this one, up to `count` or a stop id, without a return to Python; [] if it cannot.
+    @abstractmethod
+    def truncate(self, row: int, length: int) -> None:
+        """Forget the row's tokens from position `length` on."""
 
-        The last of them is not part of the sequence yet, as after any sampling.
+    def chain(
+        self,
+        tokens: Sequence[tuple[int, int]],
+        count: int,
+        rows: Rows,
+        history: History | None,
+        stop_ids: Collection[int],
+    ) -> list[list[int]]:
+        """The tokens sampled after each (row, token), up to `count` or until all met a stop id. [] if it cannot.
+
+        They are committed but for the last, as after any sampling; the last may be the code of a failed row.
         """
         return []
 
-    def drop(self, count: int) -> None:
-        """Take back the last tokens of a chain."""
-        if count:
-            raise InvalidRequestError(f"this context has no chain to take {count} tokens back from")
+    def sample(
+        self, parts: Sequence[Part], rows: Rows, history: History | None, masks: Masks | None = None
+    ) -> tuple[list[Drawn], float]:
+        """Run the parts, entry i of `rows` being part i's, and sample behind the wanted ones while drafts are right.
+
+        `history` sees what is sampled. Also the seconds that sampling took, 0 where it is part of the forward.
+        """
+        positions = [self.lengths[part.row] + len(part.token_ids) - part.num_drafts for part in parts]
+        logits = self.forward(parts)[:, : rows.vocab_size]
+        if masks is not None:
+            masks.wait()
+        started = time.perf_counter()
+        drawn = verify(logits, parts, positions, rows, history, None if masks is None else masks.words)
+        return drawn, time.perf_counter() - started
+
+
+def verify(
+    logits: Float[Tensor, "lines vocab"],
+    parts: Sequence[Part],
+    positions: Sequence[int],
+    rows: Rows,
+    history: History | None,
+    masks: Int[Tensor, "lines words"] | None,
+) -> list[Drawn]:
+    """Sample line by line: a part goes on to its next line while what was sampled is what was drafted."""
+    drawn = [Drawn([], []) for _ in parts]
+    starts = np.cumsum([0, *(part.num_lines for part in parts)]).tolist()
+    alive = [index for index, part in enumerate(parts) if part.is_wanted]
+    entry = 0
+    while alive:
+        # Every row takes part, those that are through with any line: their tokens are not looked at.
+        lines = torch.full((len(parts),), starts[alive[0]] + entry, device=logits.device)
+        for index in alive:
+            lines[index] = starts[index] + entry
+        where = torch.tensor(positions, device=logits.device) + entry
+        sampled = ops.sample(logits[lines], rows, history, where, None if masks is None else masks[lines])
+        token_ids = sampled.token_ids.tolist()
+        for index in alive:
+            _take(drawn[index], sampled, index, rows.num_logprobs[index])
+        _remember(history, rows, [index for index in alive if token_ids[index] >= 0], sampled.token_ids)
+        alive = [
+            index
+            for index in alive
+            if entry < parts[index].num_drafts and token_ids[index] == parts[index].drafts[entry]
+        ]
+        entry += 1
+    return drawn
+
+
+def _take(drawn: Drawn, sampled: Sampled, index: int, num_logprobs: int | None) -> None:
+    token_id = int(sampled.token_ids[index])
+    drawn.token_ids.append(token_id)
+    if num_logprobs is not None and token_id >= 0:
+        drawn.logprobs.append(sampled.logprob_of(index, num_logprobs))
+
+
+def _remember(history: History | None, rows: Rows, indices: Sequence[int], token_ids: Int[Tensor, "rows"]) -> None:
+    if history is None:
+        return
+    index = torch.tensor(indices, dtype=torch.int64, device=rows.device)
+    index = index[rows.history_slot[index] >= 0]
+    history.append(rows.history_slot[index], token_ids[index])
 
 
 @final
 class CachedContext(Context):
-    """Runs each token once; keys and values stay in one row of a cache. Captured, a step is a walk over a table."""
+    """Runs each token once; keys and values stay in a cache. Captured, a step is a walk over a table."""
 
-    def __init__(self, model: Transformer, capacity: int, *, capture: bool = True) -> None:
-        cache = make_cache(model, capacity)
+    def __init__(self, model: Transformer, capacity: int, *, num_rows: int = 1, capture: bool = True) -> None:
+        cache = make_cache(model, capacity, num_rows)
         self._model, self._cache = model, cache
         self._captured: CapturedForward | None = None
         if capture and ops.can_capture(model.device):
-            self._captured = CapturedForward(lambda step: model.forward(step, cache), PREFILL_CHUNK)
+            self._captured = CapturedForward(lambda step: model.forward(step, cache), PREFILL_CHUNK, MAX_LINES)
 
-    def extend(self, token_ids: Sequence[int]) -> Float[Tensor, "vocab"]:
-        return self._run(Step.of(token_ids, self._cache.lengths[0]))[0]
+    @property
+    def lengths(self) -> Sequence[int]:
+        return self._cache.lengths
 
-    def feed(self, token_ids: Sequence[int]) -> None:
-        self._run(Step.of(token_ids, self._cache.lengths[0], wanted=()))
+    def forward(self, parts: Sequence[Part]) -> Float[Tensor, "lines vocab"]:
+        step = self._step(parts).to(self._model.device)
+        return self._model.forward(step, self._cache) if self._captured is None else self._captured.run(step)
 
-    def _run(self, step: Step) -> Float[Tensor, "wanted vocab"]:
-        step = step.to(self._model.device)
-        logits = self._model.forward(step, self._cache) if self._captured is None else self._captured.run(step)
-        self._cache.commit([len(step.tokens)])
-        return logits
+    def commit(self, row: int, count: int) -> None:
+        self._cache.commit([count if index == row else 0 for index in range(len(self.lengths))])
 
-    def chain(self, token_id: int, count: int, stop_ids: Collection[int]) -> list[int]:
-        if self._captured is None:
+    def truncate(self, row: int, length: int) -> None:
+        self._cache.truncate(row, length)
+
+    def chain(
+        self,
+        tokens: Sequence[tuple[int, int]],
+        count: int,
+        rows: Rows,
+        history: History | None,
+        stop_ids: Collection[int],
+    ) -> list[list[int]]:
+        if self._captured is None or len(tokens) > MAX_LINES:
             return []
-        position = torch.tensor([self._cache.lengths[0]])
-        token_ids = self._captured.run_chain(
-            torch.tensor([token_id]), position, torch.tensor([0]), count, tuple(stop_ids)
-        )[:, 0].tolist()
-        if token_ids[-1] < 0:  # NaN among its logits: `extend` will find it again and say so
-            token_ids.pop()
-        self._cache.commit([len(token_ids)])
-        return token_ids
+        step = self._step([Part(row, [token_id]) for row, token_id in tokens])
+        by_step = self._captured.run_chain(step, count, rows, history, tuple(stop_ids))
+        for row, _ in tokens:
+            self.commit(row, len(by_step))
+        chains: list[list[int]] = by_step.T.tolist()
+        return chains
+
+    def sample(
+        self, parts: Sequence[Part], rows: Rows, history: History | None, masks: Masks | None = None
+    ) -> tuple[list[Drawn], float]:
+        captured, num_tokens = self._captured, sum(len(part.token_ids) for part in parts)
+        num_lines = sum(part.num_lines for part in parts)
+        fits = captured is not None and num_tokens <= captured.capacity and num_lines <= captured.wanted_capacity
+        if captured is None or not fits or any(count is not None for count in rows.num_logprobs):
+            return super().sample(parts, rows, history, masks)
+        found = captured.run_verified(
+            self._step(parts),
+            [self.lengths[part.row] + len(part.token_ids) - part.num_drafts for part in parts],
+            [part.drafts for part in parts],
+            [part.is_wanted for part in parts],
+            rows,
+            history,
+            None if masks is None else masks.words,
+            None if masks is None else masks.is_ready,
+        )
+        return [Drawn(token_ids, []) for token_ids in found], 0.0
 
     def profile(self, token_ids: Sequence[int]) -> list[tuple[str, int]]:
-        """Where the time of `extend` goes: each command's label and cycles. The sequence stays as it is."""
+        """Where the time of a step goes: each command's label and cycles. The sequence stays as it is."""
         if self._captured is None:
             raise InvalidRequestError("a profile needs steps that are recorded: they are on a CPU, with capture on")
         return self._captured.profile(Step.of(token_ids, self._cache.lengths[0]))
 
-    def drop(self, count: int) -> None:
-        self._cache.truncate(0, self._cache.lengths[0] - count)
-
     def clear(self) -> None:
-        self._cache.truncate(0, 0)
+        for row in range(len(self.lengths)):
+            self._cache.truncate(row, 0)
+
+    def _step(self, parts: Sequence[Part]) -> Step:
+        return Step.of_parts(parts, [self.lengths[part.row] for part in parts])
 
 
 @final
 class RecomputedContext(Context):
-    """Runs the whole sequence again for every token: slow, and the oracle for every cache."""
+    """Runs the whole row again for every step: slow, and the oracle for every cache. One row."""
 
     def __init__(self, model: Transformer) -> None:
         self._model, self._token_ids = model, list[int]()
+        self._provisional: Sequence[int] = ()
 
-    def extend(self, token_ids: Sequence[int]) -> Float[Tensor, "vocab"]:
-        self._token_ids += token_ids
-        cache = make_cache(self._model, len(self._token_ids))
-        return self._model.forward(Step.of(self._token_ids).to(self._model.device), cache)[0]
+    @property
+    def lengths(self) -> Sequence[int]:
+        return [len(self._token_ids)]
+
+    def forward(self, parts: Sequence[Part]) -> Float[Tensor, "lines vocab"]:
+        (part,) = parts
+        self._provisional = part.token_ids
+        token_ids = [*self._token_ids, *part.token_ids]
+        cache = make_cache(self._model, len(token_ids))
+        step = Step.of(token_ids, wanted=range(len(token_ids) - part.num_lines, len(token_ids)))
+        return self._model.forward(step.to(self._model.device), cache)
+
+    def commit(self, row: int, count: int) -> None:
+        self._token_ids += self._provisional[:count]
+
+    def truncate(self, row: int, length: int) -> None:
+        del self._token_ids[length:]
 
 
 def make_cache(model: Transformer, capacity: int, num_rows: int = 1) -> DenseCache:

@@ -1,6 +1,9 @@
-"""The one loop: forward, sample, accept, commit; then the same again with what was accepted.
+"""The one loop: what each row lacks, a forward, samples, what of them stays; then the same again.
 
-It knows neither text nor caches: a `Generation` is what one request has said, a `Context` where its logits come from.
+A step serves rows that are at different places: chunks of prompts, single tokens, drafts to verify, masked or free.
+Where every row lacks one token and nothing is asked of the next ones, up to `chain` steps run without a return to
+Python, and what they gave beyond a stop is dropped. The loop knows neither text nor caches: a `Running` is what one
+generation has said, a `Context` where its logits come from.
 """
 
 import secrets
@@ -8,127 +11,261 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Self, final
 
+import numpy as np
 import torch
 
 from infer import ops
-from infer.context import PREFILL_CHUNK, CachedContext, Context, RecomputedContext
+from infer.batch import Part
+from infer.constraint import Constraint
+from infer.context import MAX_LINES, PREFILL_CHUNK, CachedContext, Context, Drawn, Masks, RecomputedContext
 from infer.errors import ContextLengthError, InvalidRequestError
 from infer.generation import Generation
 from infer.model.transformer import Transformer
-from infer.params import CONSTRAINTS, SamplingParams
-from infer.results import GenerationResult, GenerationTiming, Piece
-from infer.sampling.reference import LogitsError
+from infer.params import SamplingParams
+from infer.results import GenerationResult, Piece
+from infer.running import Running
+from infer.sampling.history import History
+from infer.sampling.rows import Rows, num_mask_words, uses_history
 from infer.tokenizer import Tokenizer
 
-CHAIN = 8  # greedy tokens per return to Python
+CHAIN = 8  # tokens per return to Python
 
 OnToken = Callable[[int, str], bool | None]
+OnPrefill = Callable[[int, int], None]
 
 
 @final
-@dataclass
-class Clock:
-    """Where the time of a generation goes: the first token's, then each step's forward and sampling."""
+class Batch:
+    """The generations that share a context. Rows that finish leave; new ones may take their places at any time."""
 
-    device: torch.device
-    prefill_time_s: float = 0.0
-    decode_times_s: list[float] = field(default_factory=list)
-    sampling_times_s: list[float] = field(default_factory=list)
-    is_first: bool = True
+    def __init__(
+        self, context: Context, device: torch.device, *, prefill_chunk: int = PREFILL_CHUNK, chain: int = CHAIN
+    ) -> None:
+        self._context, self._device = context, device
+        self._prefill_chunk, self._chain = prefill_chunk, chain
+        self.active: list[Running] = []
+        self._rows: Rows | None = None  # of the active ones, packed when they change
+        self._history: History | None = None
+        self._filler: ThreadPoolExecutor | None = None
 
-    def now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def add(self, running: Running) -> None:
+        """Its row of the context holds `reused_tokens` tokens of its prompt."""
+        generation, row = running.generation, running.row
+        self.active.append(running)
+        self._rows = None
+        if uses_history(running.params):
+            self._history = self._with_room(self._history, row + 1, generation)
+            self._history.begin(row, generation.history, len(generation.prompt_token_ids))
+
+    def step(self) -> Iterator[tuple[Running, Piece]]:
+        """Run one step or chain and yield each token as it is accepted; `active` shrinks by those that finished."""
+        for running in self.active:
+            if not running.is_finished():
+                for token_id in running.force():
+                    self._remember(running, token_id)
+                    yield from self._accept(running, [token_id])
+        self._leave()
+        if not self.active:
+            return
+        started = self._now()
+        with ops.threads_for(self._device), torch.inference_mode():
+            parts = self._plan()
+            chains = self._try_chain(parts)
+            drawn, sampling_s = ([], 0.0) if chains else self._sample(parts)
+        seconds = self._now() - started
+        for index, running in enumerate(self.active):
+            if chains:
+                running.chained(chains[index], seconds)
+                yield from self._settle_chain(running, chains[index])
+            elif not parts[index].is_wanted:
+                self._context.commit(running.row, len(parts[index].token_ids))
+                running.prefilled(len(parts[index].token_ids), seconds)
+            else:
+                running.stepped(parts[index], drawn[index], seconds, sampling_s)
+                running.generation.logprobs += drawn[index].logprobs
+                yield from self._settle(running, parts[index], drawn[index])
+        self._leave()
+
+    def close(self) -> None:
+        if self._filler is not None:
+            self._filler.shutdown()
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
-    def add(self, forward_s: float, sampling_s: float) -> None:
-        if self.is_first:
-            self.prefill_time_s, self.is_first = forward_s + sampling_s, False
-        else:
-            self.decode_times_s.append(forward_s)
-            self.sampling_times_s.append(sampling_s)
+    def _leave(self) -> None:
+        staying = [running for running in self.active if not running.is_finished()]
+        if len(staying) < len(self.active):
+            self.active, self._rows = staying, None
 
-    def timing(self) -> GenerationTiming:
-        return GenerationTiming(self.prefill_time_s, self.decode_times_s, self.sampling_times_s)
+    def _packed(self) -> Rows:
+        if self._rows is None:
+            generations = [running.generation for running in self.active]
+            self._rows = Rows.pack(
+                [generation.params for generation in generations],
+                generations[0].tokenizer.vocab_size,
+                num_prompt_tokens=[len(generation.prompt_token_ids) for generation in generations],
+                end_ids=generations[0].tokenizer.eos_token_ids,
+                slots=[running.row for running in self.active],
+                device=self._device,
+            )
+        return self._rows
+
+    def _with_room(self, history: History | None, num_slots: int, generation: Generation) -> History:
+        num_slots = max(num_slots, len(self._context.lengths))
+        if history is not None and history.capacity >= generation.max_tokens:
+            return history
+        larger = History(num_slots, generation.max_tokens, generation.tokenizer.vocab_size, self._device)
+        for running in self.active[:-1]:
+            if uses_history(running.params):
+                seen = running.generation
+                larger.begin(running.row, seen.history, len(seen.prompt_token_ids))
+        self._rows = None
+        return larger
+
+    def _remember(self, running: Running, token_id: int) -> None:
+        """A token that was not sampled."""
+        if self._history is not None and uses_history(running.params):
+            slot, token = torch.tensor([[running.row], [token_id]], device=self._device)
+            self._history.append(slot, token)
+
+    def _plan(self) -> list[Part]:
+        """A part for each active row. Those that decode come first; what is left of the chunk goes to prompts."""
+        decoding = sum(running.is_decoding for running in self.active)
+        max_drafts = MAX_LINES // len(self.active) - 1
+        budget = max(self._prefill_chunk - decoding, 1)
+        parts = []
+        for running in self.active:
+            part = running.plan(budget, max_drafts)
+            budget -= 0 if running.is_decoding else len(part.token_ids)
+            parts.append(part)
+        return parts
+
+    def _try_chain(self, parts: Sequence[Part]) -> list[list[int]]:
+        if any(part.num_drafts for part in parts) or not all(running.can_chain for running in self.active):
+            return []
+        count = min(running.generation.room for running in self.active)
+        count = min([count, self._chain, *(running.chain_limit for running in self.active)])
+        if count < 2:
+            return []
+        tokens = [(part.row, part.token_ids[0]) for part in parts]
+        stop_ids = frozenset().union(*(running.generation.stop_ids for running in self.active))
+        return self._context.chain(tokens, count, self._packed(), self._history, stop_ids)
+
+    def _sample(self, parts: Sequence[Part]) -> tuple[list[Drawn], float]:
+        masks = self._start_masks(parts)
+        drawn = self._context.sample(parts, self._packed(), self._history, masks)
+        if masks is not None:
+            masks.wait()
+        return drawn
+
+    def _start_masks(self, parts: Sequence[Part]) -> Masks | None:
+        """Let another thread fill the lines of constrained rows while the forward runs."""
+        jobs, start = [], 0
+        num_words = num_mask_words(self._packed().vocab_size)
+        lines = np.full((sum(part.num_lines for part in parts), num_words), -1, np.int32)
+        for running, part in zip(self.active, parts, strict=True):
+            if running.constraint is not None and part.is_wanted:
+                jobs.append((running, lines[start : start + part.num_lines], part.drafts))
+            start += part.num_lines
+        if not jobs:
+            return None
+        if self._filler is None:
+            self._filler = ThreadPoolExecutor(1, thread_name_prefix="infer-masks")
+        is_ready = np.zeros(1, np.int64)
+
+        def fill() -> None:
+            try:
+                for running, masks, drafts in jobs:
+                    running.fill(masks, drafts)
+            finally:
+                is_ready[0] = 1
+
+        return Masks(torch.from_numpy(lines), is_ready, self._filler.submit(fill).result)
+
+    def _accept(self, running: Running, token_ids: Sequence[int]) -> Iterator[tuple[Running, Piece]]:
+        for token_id in token_ids:
+            piece = running.accept(token_id)
+            if piece is None:
+                return
+            yield running, piece
+            if running.is_finished():
+                return
+
+    def _settle_chain(self, running: Running, token_ids: Sequence[int]) -> Iterator[tuple[Running, Piece]]:
+        """The chain has committed all but its last token: what stands behind a stop is taken back."""
+        num_before = len(running.generation.token_ids)
+        yield from self._accept(running, token_ids)
+        num_dropped = len(token_ids) - (len(running.generation.token_ids) - num_before)
+        if num_dropped:
+            self._context.truncate(running.row, self._context.lengths[running.row] - num_dropped)
+        running.pending = list(token_ids[-1:])
+
+    def _settle(self, running: Running, part: Part, drawn: Drawn) -> Iterator[tuple[Running, Piece]]:
+        num_before = len(running.generation.token_ids)
+        num_known = len(part.token_ids) - part.num_drafts
+        try:
+            yield from self._accept(running, drawn.token_ids)
+        finally:
+            num_said = len(running.generation.token_ids) - num_before
+            self._context.commit(running.row, num_known + max(0, num_said - 1))
+            running.pending = drawn.token_ids[max(0, num_said - 1) : num_said]
 
 
-def decode(
-    generation: Generation,
-    context: Context,
+def decode(running: Running, batch: Batch, on_prefill: OnPrefill | None = None) -> Generator[Piece, None, None]:
+    """One generation alone in a batch: each token as it is accepted, to the end."""
+    num_prompt_tokens = len(running.generation.prompt_token_ids)
+    batch.add(running)
+    try:
+        while batch.active:
+            for _, piece in batch.step():
+                yield piece
+            if on_prefill is not None and not running.generation.token_ids:
+                on_prefill(num_prompt_tokens - len(running.pending), num_prompt_tokens)
+    finally:
+        batch.close()
+
+
+def run_all(
+    model: Transformer,
+    waiting: Sequence[Running],
+    num_rows: int,
+    on_progress: Callable[[int, int], None],
     *,
-    device: torch.device,
     prefill_chunk: int = PREFILL_CHUNK,
     chain: int = CHAIN,
-    cancel: threading.Event | None = None,
-) -> Generator[Piece, None, GenerationResult]:
-    """Yield each token as it is accepted; return the result.
-
-    `cancel` is looked at before every forward and after every token; what a chain computed beyond it is dropped.
-    """
-    clock = Clock(device)
-    pending: Sequence[int] = generation.prompt_token_ids
-    while generation.finish_reason is None:
-        try:
-            with ops.threads_for(device):
-                token_ids = _launch(generation, context, pending, prefill_chunk, chain, cancel, clock)
-        except LogitsError as error:
-            generation.fail("logits", str(error))
-            break
-        for index, token_id in enumerate(token_ids):
-            yield generation.accept(token_id)
-            if cancel is not None and cancel.is_set():
-                generation.cancel()
-            if generation.is_finished():
-                context.drop(len(token_ids) - 1 - index)
-                break
-        pending = token_ids[-1:]
-    return generation.result(clock.timing())
-
-
-@torch.inference_mode()
-def _launch(
-    generation: Generation,
-    context: Context,
-    pending: Sequence[int],
-    prefill_chunk: int,
-    chain: int,
-    cancel: threading.Event | None,
-    clock: Clock,
-) -> list[int]:
-    """Run the pending tokens and sample what follows: one token or, where the device can go on alone, a chain."""
-    started = clock.now()
-    count = min(chain, generation.chain_room)
-    if len(pending) == 1 and count > 1:
-        token_ids = _chain(generation, context, pending[0], count)
-        if token_ids:
-            elapsed = clock.now() - started
-            for _ in token_ids:
-                clock.add(elapsed / len(token_ids), 0.0)  # sampling is part of the step
-            return token_ids
-    for start in range(0, len(pending), prefill_chunk):
-        if cancel is not None and cancel.is_set():
-            generation.cancel()
-            return []
-        chunk = pending[start : start + prefill_chunk]
-        if start + prefill_chunk < len(pending):
-            context.feed(chunk)
-    logits = context.extend(chunk)
-    computed = clock.now()
-    token_id = generation.sample(logits)
-    clock.add(computed - started, clock.now() - computed)
-    return [token_id]
-
-
-def _chain(generation: Generation, context: Context, token_id: int, count: int) -> list[int]:
-    """A chain of greedy tokens, up to one that the embedding has and the vocabulary lacks: those are never said."""
-    token_ids = context.chain(token_id, count, generation.stop_ids)
-    known = list(takewhile(lambda token_id: token_id < generation.tokenizer.vocab_size, token_ids))
-    context.drop(len(token_ids) - len(known))
-    return known
+    capture: bool = True,
+) -> list[GenerationResult]:
+    """All of them, up to num_rows at a time: who finishes leaves its row to the next. In their order."""
+    if not waiting:
+        return []
+    num_rows = min(num_rows, len(waiting), MAX_LINES)
+    capacity = max(running.generation.max_tokens for running in waiting)
+    context = CachedContext(model, capacity, num_rows=num_rows, capture=capture)
+    batch = Batch(context, model.device, prefill_chunk=prefill_chunk, chain=chain)
+    free_rows, num_begun = list(range(num_rows)), 0
+    try:
+        while num_begun < len(waiting) or batch.active:
+            while free_rows and num_begun < len(waiting):
+                running = waiting[num_begun]
+                running.row = free_rows.pop()
+                context.truncate(running.row, 0)
+                batch.add(running)
+                num_begun += 1
+            before = list(batch.active)
+            for _ in batch.step():
+                pass
+            free_rows += [running.row for running in before if running not in batch.active]
+            on_progress(num_begun - len(batch.active), len(waiting))
+    finally:
+        batch.close()
+    return [running.result() for running in waiting]
 
 
 @final
@@ -137,16 +274,14 @@ class Stream(Iterator[Piece]):
 
     def __init__(
         self,
-        generation: Generation,
-        context: Context,
-        device: torch.device,
+        running: Running,
+        batch: Batch,
         *,
-        prefill_chunk: int = PREFILL_CHUNK,
-        cancel: threading.Event | None = None,
+        on_prefill: OnPrefill | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        self._generation = generation
-        self._pieces = decode(generation, context, device=device, prefill_chunk=prefill_chunk, cancel=cancel)
+        self._running = running
+        self._pieces = decode(running, batch, on_prefill)
         self._result: GenerationResult | None = None
         self._end = weakref.finalize(self, on_end)
 
@@ -156,14 +291,15 @@ class Stream(Iterator[Piece]):
     def __next__(self) -> Piece:
         try:
             return next(self._pieces)
-        except StopIteration as finished:
-            self._result = self._result or finished.value
+        except StopIteration:
+            if self._running.generation.is_finished():
+                self._result = self._result or self._running.result()
             self.close()
-            raise StopIteration from None
+            raise
 
     def cancel(self) -> None:
         """No further token: finish_reason is "abort", unless the answer had already ended."""
-        self._generation.cancel()
+        self._running.generation.cancel()
 
     def close(self) -> None:
         """Give back what the answer held; happens by itself at its end and when it is dropped."""
@@ -194,9 +330,6 @@ def begin(
     token_ids = check_prompt(model, tokenizer, prompt_token_ids, room=1)
     for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
         _check_ids(name, getattr(params, name) or (), model.architecture.vocab_size)
-    for name in CONSTRAINTS:
-        if getattr(params, name) is not None:
-            raise InvalidRequestError(f"{name}: constrained decoding is not supported yet")
     if params.seed is None:
         params = replace(params, seed=secrets.randbits(64))
     return Generation(tokenizer, token_ids, params, model.max_seq_len)
@@ -240,22 +373,23 @@ def generate(
     on_token: OnToken | None = None,
     cancel: threading.Event | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
+    chain: int = CHAIN,
     capture: bool = True,
+    constraint: Constraint | None = None,
+    num_draft_tokens: int = 0,
 ) -> GenerationResult:
     """Generate from a prompt of ids, with the parameters exactly as given.
 
     `on_token(token_id, text)` sees every token as it comes; returning False cancels. `use_cache=False` runs the whole
-    sequence again for each token, `capture=False` runs its ops one by one: both slower, with the same tokens.
-    `device`, where given, must be the model's.
+    sequence again for each token, `capture=False` runs its ops one by one: both slower, with the same tokens, as with
+    any `prefill_chunk`, `chain` and `num_draft_tokens`. `device`, where given, must be the model's.
     """
     if device is not None and torch.device(device).type != model.device.type:
         raise InvalidRequestError(f"device={device} but the model lies on {model.device}: load it there")
     generation = begin(model, tokenizer, prompt_token_ids, params)
     context: Context = RecomputedContext(model)
-    chunk = model.max_seq_len
     if use_cache:
-        room = model.max_seq_len - len(generation.prompt_token_ids)
-        new_tokens = room if params.max_new_tokens is None else min(params.max_new_tokens, room)
-        context = CachedContext(model, len(generation.prompt_token_ids) + new_tokens, capture=capture)
-        chunk = prefill_chunk
-    return Stream(generation, context, model.device, prefill_chunk=chunk, cancel=cancel).run(on_token)
+        context = CachedContext(model, generation.max_tokens, capture=capture)
+    batch = Batch(context, model.device, prefill_chunk=prefill_chunk, chain=chain)
+    running = Running(generation, constraint=constraint, num_draft_tokens=num_draft_tokens, cancel=cancel)
+    return Stream(running, batch).run(on_token)

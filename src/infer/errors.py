@@ -39,3 +39,7 @@ class ModelFormatError(ModelError):
         self.path, self.field, self.problem, self.offset = Path(path), field, problem, offset
         where = "" if offset is None else f" at byte {offset}"
         super().__init__(f"{Path(path).name}: {field}{where}: {problem}")
+
+
+class ConstraintError(InvalidRequestError):
+    """A grammar that was compiled cannot be followed further: it has become too complex."""

@@ -6,12 +6,8 @@
 from dataclasses import dataclass, field
 from typing import final
 
-from jaxtyping import Float
-from torch import Tensor
-
 from infer.params import SamplingParams
-from infer.results import FinishReason, GenerationResult, GenerationTiming, Piece, TokenLogprob
-from infer.sampling.reference import log_probabilities, process_logits, sample_token
+from infer.results import FinishReason, GenerationResult, GenerationStats, GenerationTiming, Piece, TokenLogprob
 from infer.tokenizer import StopStrings, Tokenizer
 
 
@@ -29,6 +25,8 @@ class Generation:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    grammar_complete: bool | None = None
+    reused_tokens: int = 0
 
     def __post_init__(self) -> None:
         self._texts: list[str] = []
@@ -38,40 +36,36 @@ class Generation:
         self._stop_strings = StopStrings(self.params.stop or (), self.params.include_stop_str_in_output)
         room = self.max_total_tokens - len(self.prompt_token_ids)
         asked = self.params.max_new_tokens
-        self._limit, self._limit_name = (
-            (room, "context") if asked is None or asked > room else (asked, "max_new_tokens")
-        )
+        is_cut = asked is None or asked > room
+        self._limit = room if asked is None or asked > room else asked
+        self._reason: tuple[FinishReason, str] = ("length", "context" if is_cut else "max_new_tokens")
 
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 
     @property
-    def chain_room(self) -> int:
-        """How many tokens may follow that are plain argmax, nothing asked of their logits but the largest."""
-        return self._limit - len(self.token_ids) if is_plain_greedy(self.params) else 0
+    def room(self) -> int:
+        """How many tokens may follow."""
+        return self._limit - len(self.token_ids)
 
     @property
     def history(self) -> list[int]:
         return self.prompt_token_ids + self.token_ids
 
-    def sample(self, logits: Float[Tensor, "vocab"]) -> int:
-        """The next token id; raises LogitsError. Ids that the embedding has beyond the vocabulary are never chosen."""
-        logits = logits[: self.tokenizer.vocab_size]
-        history, start, eos_ids = self.history, len(self.prompt_token_ids), self.tokenizer.eos_token_ids
-        token_id = sample_token(logits, history, self.params, num_prompt_tokens=start, eos_token_ids=eos_ids)
-        if self.params.logprobs is not None:
-            if self.params.logprobs_mode == "processed":
-                logits = process_logits(logits, history, self.params, num_prompt_tokens=start, eos_token_ids=eos_ids)
-            self.logprobs.append(log_probabilities(logits, self.params.logprobs, token_id))
-        return token_id
+    @property
+    def max_tokens(self) -> int:
+        """Prompt and answer, at most."""
+        return len(self.prompt_token_ids) + self._limit
 
-    def accept(self, token_id: int) -> Piece:
-        """Append a token and decide, in this order: end of sequence, stop string, length."""
+    def accept(self, token_id: int, *, is_complete: bool = False) -> Piece:
+        """Append a token and decide, in this order: end of sequence, stop string, complete grammar, length."""
         self.token_ids.append(token_id)
         if token_id in self.stop_ids:
             self.finish("eos", token_id)
             return self._show(token_id, self._detokenizer.flush(), last=True)
         text = self._detokenizer.push(token_id)
+        if is_complete and self.finish_reason is None:
+            self._limit, self._reason = len(self.token_ids), ("stop", "grammar")
         is_last = len(self.token_ids) >= self._limit
         return self._show(token_id, text + self._detokenizer.flush() if is_last else text, last=is_last)
 
@@ -95,11 +89,11 @@ class Generation:
             elif last:
                 text += self._stop_strings.flush()
         if last and self.finish_reason is None:
-            self.finish("length", self._limit_name)
+            self.finish(*self._reason)
         self._texts.append(text)
         return Piece(token_id, text)
 
-    def result(self, timing: GenerationTiming) -> GenerationResult:
+    def result(self, timing: GenerationTiming, stats: GenerationStats) -> GenerationResult:
         if self.finish_reason in ("abort", "error"):  # what was held back is said after all
             self._texts.append(self._stop_strings.flush() + self._detokenizer.flush())
         return GenerationResult(
@@ -111,22 +105,9 @@ class Generation:
             prompt_tokens=len(self.prompt_token_ids),
             generated_tokens=len(self.token_ids),
             seed=self.params.seed,
+            grammar_complete=self.grammar_complete,
+            reused_tokens=self.reused_tokens,
+            stats=stats,
             logprobs=self.logprobs if self.params.logprobs is not None else None,
             timing=timing,
         )
-
-
-def is_plain_greedy(params: SamplingParams) -> bool:
-    """Whether every token is the argmax of the raw logits, and nothing else is asked of them."""
-    neutral = SamplingParams(temperature=0)
-    names = (
-        "temperature",
-        "repetition_penalty",
-        "frequency_penalty",
-        "presence_penalty",
-        "logit_bias",
-        "allowed_token_ids",
-        "min_new_tokens",
-        "logprobs",
-    )
-    return all(getattr(params, name) == getattr(neutral, name) for name in names)

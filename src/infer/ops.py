@@ -22,6 +22,10 @@ from torch import Tensor
 
 from infer.architecture import Activation
 from infer.batch import Step
+from infer.sampling import sampler
+from infer.sampling.history import History
+from infer.sampling.rows import Rows
+from infer.sampling.sampler import Sampled
 from infer.weights import Heads, Norm, Projection, Weight
 
 _CACHE_LINE = 64
@@ -174,3 +178,26 @@ def head(
     """float32 logits of the wanted tokens only: project(norm(x[wanted]))"""
     logits: Tensor = kernels(x.device).head(x, wanted, norm, projection)
     return logits
+
+
+def choose_tokens(
+    logits: Float[Tensor, "rows vocab"],
+    rows: Rows,
+    history: History | None,
+    positions: Int[Tensor, "rows"],
+    allowed: Int[Tensor, "rows words"] | None = None,
+) -> Int[Tensor, "rows"]:
+    """The token of each row by its parameters, history and noise, or a negative code where the row failed."""
+    token_ids: Tensor = kernels(logits.device).choose_tokens(logits, rows, history, positions, allowed)
+    return token_ids
+
+
+def sample(
+    logits: Float[Tensor, "rows vocab"],
+    rows: Rows,
+    history: History | None,
+    positions: Int[Tensor, "rows"],
+    allowed: Int[Tensor, "rows words"] | None = None,
+) -> Sampled:
+    """A token a row by the device's own `choose_tokens`, and log-probabilities where asked for: `sampling.sampler`."""
+    return sampler.sample(logits, rows, history, positions, allowed, choose=choose_tokens)

@@ -1,4 +1,5 @@
-"""What a generation gives back: the tokens, the text, why it ended, and where the time went. Free of torch."""
+"""What a generation gives back: the tokens, the text, why it ended, and where the time went; and how one
+token was sampled. Free of torch."""
 
 import math
 from collections.abc import Sequence
@@ -92,6 +93,20 @@ class GenerationTiming:
         }
 
 
+@dataclass(slots=True)
+class GenerationStats:
+    """What the loop did for one generation. A step is one forward; a chain is several without a return to Python."""
+
+    prefill_steps: int = 0  # that only filled the cache
+    single_steps: int = 0  # that gave one token, or verified drafts
+    chains: int = 0
+    chain_tokens: int = 0
+    drafts_proposed: int = 0
+    drafts_accepted: int = 0
+    masks_filled: int = 0
+    tokens_forced: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
     """One finished sequence. `token_ids` holds every generated token, `text` ends before the stop string."""
@@ -107,6 +122,7 @@ class GenerationResult:
     logprobs: list[TokenLogprob] | None = None  # one per generated token, where asked for
     grammar_complete: bool | None = None  # None without a grammar
     reused_tokens: int = 0  # prompt tokens that were in the cache already
+    stats: GenerationStats = field(default_factory=GenerationStats)
     error: str | None = None  # what went wrong, where finish_reason is "error"
 
     @property
@@ -120,6 +136,53 @@ class GenerationResult:
         if self.logprobs is not None:
             record["logprobs"] = [_logprob_to_json(entry) for entry in self.logprobs]
         return record
+
+
+@dataclass(frozen=True, slots=True)
+class TraceStage:
+    """What one step of the sampler did. A step that only bans moves nothing; one that only reweighs removes nothing."""
+
+    name: str  # as in `sampling.sampler.stages`; the first is "raw"
+    value: int | float | None  # of its parameter, where that is one number
+    num_kept: int  # tokens that are still possible after it
+    removed: float  # probability, before the step, of the tokens that it made impossible
+    moved: float  # probability that changed places among the kept ones: their total variation, renormalised before
+    others: float  # probability, after the step, of all tokens that are no candidates
+
+
+@dataclass(frozen=True, slots=True)
+class TraceCandidate:
+    """One token on its way through the stages: entry i of `logits` and `probabilities` is after stage i."""
+
+    token_id: int
+    text: str  # bytes that are no text by themselves as \\x and two digits
+    rank: int  # by raw logit; 1 is the likeliest
+    logits: tuple[float | None, ...]  # None is impossible
+    probabilities: tuple[float, ...]
+    noise: float | None  # None where nothing was drawn: greedy, or dropped
+    score: float | None  # last logit plus noise: the largest of the vocabulary is chosen; None where dropped
+    dropped_by: str | None  # the stage that made it impossible
+
+
+@dataclass(frozen=True, slots=True)
+class SampleTrace:
+    """How one token was sampled. `candidates` come in the order of their raw logits, the chosen one among them."""
+
+    stages: tuple[TraceStage, ...]
+    candidates: tuple[TraceCandidate, ...]
+    token_id: int  # what was chosen
+    position: int  # how many tokens stand before it
+    step: int  # 1 is the first token after the prompt
+    seed: int | None  # None where greedy
+    text_before: str = ""
+
+    @property
+    def chosen(self) -> TraceCandidate:
+        return next(candidate for candidate in self.candidates if candidate.token_id == self.token_id)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists, dicts, numbers and strings."""
+        return asdict(self)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -1,5 +1,8 @@
 """SmolLM2-135M and Gemma-3-270M against `transformers` on the same weights."""
 
+import platform
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -165,3 +168,20 @@ def test_a_stop_string_cuts_a_real_answer() -> None:
     assert result.finish_reason == "stop"
     assert result.text == baseline.text[: baseline.text.index(stop)]
     assert result.generated_tokens < baseline.generated_tokens
+
+
+def test_a_process_that_finds_its_kernels_answers_without_a_compiler() -> None:
+    code = """
+import sys
+from infer import LLM, SamplingParams
+llm = LLM("smollm2", max_seq_len=128)
+print(llm.generate("Once upon a time", SamplingParams(temperature=0, max_new_tokens=24)).text)
+print(sorted({"numba", "llvmlite"} & set(sys.modules)))
+"""
+    cold, warm = (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False) for _ in range(2)
+    )
+    assert (cold.returncode, warm.returncode, warm.stderr) == (0, 0, "")
+    assert warm.stdout.splitlines()[:-1] == cold.stdout.splitlines()[:-1]
+    if sys.platform == "linux" and platform.machine() == "x86_64":
+        assert warm.stdout.splitlines()[-1] == "[]"

@@ -1,6 +1,7 @@
 """A tokenizer whose token i is byte i; 256 and 257 end the text."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
@@ -10,9 +11,13 @@ EOS, END_OF_TURN = 256, 257
 VOCAB_SIZE = 258
 
 
-def write_byte_tokenizer(folder: Path, **config: str) -> None:
+def write_byte_tokenizer(folder: Path, *, merges: Sequence[tuple[str, str]] = (), **config: str) -> None:
+    """`merges` of ASCII texts, spaces among them, are further tokens: ids follow those of the bytes."""
     alphabet = _byte_alphabet()
-    fast = Tokenizer(BPE(vocab={alphabet[byte]: byte for byte in range(256)}, merges=[]))
+    spelt = [tuple("".join(alphabet[ord(letter)] for letter in part) for part in merge) for merge in merges]
+    vocab = {alphabet[byte]: byte for byte in range(256)}
+    vocab |= {left + right: 256 + index for index, (left, right) in enumerate(spelt)}
+    fast = Tokenizer(BPE(vocab=vocab, merges=spelt))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     fast.decoder = decoders.ByteLevel()
     fast.add_special_tokens([AddedToken("<eos>", special=True), AddedToken("<|im_end|>", special=True)])

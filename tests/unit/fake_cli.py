@@ -14,7 +14,7 @@ from infer.cli import commands, main
 from infer.cli.model import OnToken
 from infer.errors import ContextLengthError
 from infer.params import SamplingParams
-from infer.results import GenerationResult, GenerationTiming
+from infer.results import GenerationResult, GenerationTiming, SampleTrace, TraceCandidate, TraceStage
 
 
 class FakeModel:
@@ -73,6 +73,36 @@ class FakeModel:
         system = "".join(f"[{message['content']}] " for message in messages if message["role"] == "system")
         prompt = f"{system}{len(messages)} {messages[-1]['content']}"
         return self.generate(prompt, params, on_token=on_token, cancel=cancel)
+
+    def sample_trace(
+        self,
+        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        step: int = 1,
+        num_candidates: int = 10,
+    ) -> SampleTrace:
+        """Three tokens, of which top-k drops one; the prompt and the parameters are shown as the text before."""
+        if "long" in prompt:
+            raise ContextLengthError("the prompt has 101 tokens and the context holds 100")
+        assert params is not None
+        said = params if "params" in prompt else prompt
+        values = [("<b>&\n", (0.5, 0.625), 0.1), ("é\x1b[1m", (0.3, 0.375), 1.2), ("深い" * 20, (0.2, 0.0), None)]
+        candidates = [
+            TraceCandidate(
+                token_id=10 + index,
+                text=text,
+                rank=index + 1,
+                logits=(2.0 - index, None if noise is None else 2.0 - index),
+                probabilities=shares,
+                noise=noise,
+                score=None if noise is None else 2.0 - index + noise,
+                dropped_by="top_k" if noise is None else None,
+            )
+            for index, (text, shares, noise) in enumerate(values)
+        ]
+        stages = (TraceStage("raw", None, 3, 0.0, 0.0, 0.0), TraceStage("top_k", 2, 2, 0.2, 0.0, 0.0))
+        return SampleTrace(stages, tuple(candidates), 11, 2 + step, step, 7, text_before=str(said))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from infer.bench.profile import profile, split_label, summarize
 from infer.bench.speed import Memory, Workload, kv_bytes, measure, weight_bytes_by_kind
 from infer.cli import main
 from infer.cli.bench import columns, profile_lines, speed_lines
-from infer.cli.terminal import bar
+from infer.progress import bar
 from tiny import Tiny, make_tiny
 
 WORKLOAD = Workload(prompt_tokens=12, new_tokens=6, repeats=2)

@@ -60,7 +60,8 @@ class Screen:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], ["generate", "--help"], ["chat", "--help"], ["bench", "--help"], []]
+    "arguments",
+    [["--help"], ["--version"], *([name, "--help"] for name in ("generate", "chat", "bench", "sample-trace")), []],
 )
 def test_help_and_version_load_nothing_heavy(arguments: list[str]) -> None:
     program = f"import sys; from infer.cli import main; status = main({arguments}); print(status, *sys.modules)"
@@ -251,6 +252,14 @@ def test_loading_shows_a_bar_on_a_terminal_alone(
         (["chat", "--weights", "q3"], "--weights.*'q3' is not one of"),
         (["bench", "-n", "0"], "-n.*0 is not in the range"),
         (["generate", "extra"], "unexpected extra argument"),
+        (["sample-trace", "a", "--prompt", "b"], "PROMPT and --prompt are both given"),
+        (["sample-trace", "too long"], "the context holds 100"),
+        (["sample-trace", "a", "--top-p", "2"], r"top_p must be in \(0, 1\], got 2"),
+        (["sample-trace", "a", "--step", "0"], "--step.*0 is not in the range"),
+        (["sample-trace", "a", "--num-candidates", "0"], "--num-candidates.*0 is not in the range"),
+        (["sample-trace", "a", "--plot", "b.png"], r"--plot must name a .svg file, got 'b.png': .*rsvg-convert"),
+        (["sample-trace", "a", "--plot", "/no/such/b.svg"], "/no/such/b.svg cannot be written"),
+        (["sample-trace", "a", "-n", "3"], "No such option.*-n"),
         (["generte"], "did you mean 'generate'"),
         (["--nonsense"], "No such option"),
         (["generate", "--prompt", "too long"], "the context holds 100"),
@@ -288,14 +297,6 @@ def test_the_models_bad_defaults_are_named(fake: FakeModel, capsys: Capture) -> 
 
 
 # Signals and pipes
-
-
-@pytest.fixture(autouse=True)
-def _signals_as_they_were() -> Any:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -1,6 +1,7 @@
 """Every op of `kernels.cpu` against `kernels.reference`, and what the CPU path guarantees to the bit."""
 
 import inspect
+import math
 import os
 import subprocess
 import sys
@@ -23,6 +24,11 @@ from infer.kernels import cpu, reference
 from infer.kernels.cpu.isa import INSTRUCTION_SETS, instruction_set, usable_instruction_sets
 from infer.kernels.cpu.layouts import LAYOUTS
 from infer.kernels.cpu.threads import set_num_threads
+from infer.params import SamplingParams
+from infer.sampling import sampler
+from infer.sampling.history import History
+from infer.sampling.reference import sample_token
+from infer.sampling.rows import Rows
 from infer.weights import Heads, Norm, Projection, RopeTable, StoredWeight
 
 CPU = torch.device("cpu")
@@ -167,14 +173,13 @@ def test_a_value_that_is_not_finite_stays_in_its_row_and_shows(value: float) -> 
 def test_a_matrix_unit_gives_the_bits_of_the_vector_unit(
     type_: str, precision: ops.Precision, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sets = usable_instruction_sets()
-    if not sets[0].has_matrices:
+    if "amx" not in usable_instruction_sets():
         pytest.skip("hardware: a CPU with AMX")
     projection = cpu.prepare(Projection((make_weight(type_, 16 * 51 - 3, 768, 3),)), CPU, precision=precision)
     x, residual = torch.randn(37, 768), torch.randn(37, 16 * 51 - 3)
     results = []
-    for instructions in sets[:2]:
-        monkeypatch.setenv("INFER_ISA", instructions.name)
+    for name in ("amx", "avx512vnni"):
+        monkeypatch.setenv("INFER_ISA", name)
         results.append(cpu.project_add(residual.clone(), x, projection, None))
     assert torch.equal(*results)
 
@@ -298,20 +303,60 @@ def test_a_recording_gives_the_bits_of_the_ops_one_by_one(tiny: Tiny, num_thread
         assert torch.equal(prefill(tiny, lambda step: captured.run(step, num_threads), sizes), expected)
 
 
-def test_a_chain_gives_the_tokens_of_single_steps(tiny: Tiny) -> None:
+CHAINED = [
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=0.8, seed=1),
+    SamplingParams(temperature=1.3, top_k=40, top_p=0.9, min_p=0.01, seed=2),
+    SamplingParams(temperature=0, repetition_penalty=1.3, repetition_window=16),
+    SamplingParams(temperature=0.9, repetition_penalty=1.1, frequency_penalty=0.3, presence_penalty=-0.5, seed=3),
+    SamplingParams(temperature=0.7, logit_bias={5: 3.0, 7: -math.inf}, min_new_tokens=90, stop_token_ids=[11], seed=4),
+    SamplingParams(temperature=1.0, allowed_token_ids=range(0, 300, 3), temperature_last=True, top_p=0.8, seed=5),
+]
+
+
+def single_steps(tiny: Tiny, params: SamplingParams, count: int) -> list[int]:
+    """By the definition, one forward at a time."""
+    context = [7]
+    for position in range(count):
+        logits = tiny.forward(Step.of(context[-1:], position))[0]
+        context.append(sample_token(logits, context, params, num_prompt_tokens=1))
+    return context[1:]
+
+
+def begin_rows(params: list[SamplingParams], capacity: int = 200) -> tuple[Rows, History]:
+    rows = Rows.pack(params, 300, num_prompt_tokens=[1] * len(params))
+    history = History(len(rows.penalised), capacity, 300)
+    for slot in range(history.num_slots):
+        history.begin(slot, [7])
+    return rows, history
+
+
+@pytest.mark.parametrize("params", CHAINED, ids=range(len(CHAINED)))
+def test_a_chain_gives_the_tokens_of_single_steps(tiny: Tiny, params: SamplingParams) -> None:
     captured = CapturedForward(tiny.forward, capacity=64)
-    token, expected = 7, []
-    for position in range(100):
-        logits = tiny.forward(Step.of([token], position))
-        token = int(logits.argmax())
-        expected.append(token)
-    start = (torch.tensor([7]), torch.tensor([0]), torch.tensor([0]))
-    assert captured.run_chain(*start, 100).flatten().tolist() == expected
-    first = expected.index(expected[20])
-    assert captured.run_chain(*start, 100, stop_ids=[expected[20], 299]).flatten().tolist()[-1] == expected[20]
-    assert len(captured.run_chain(*start, 100, stop_ids=[expected[20]])) == first + 1
-    two = captured.run_chain(torch.tensor([7, 7]), torch.tensor([0, 0]), torch.tensor([0, 2]), 50)
-    assert two.T.tolist() == [expected[:50]] * 2
+    expected = single_steps(tiny, params, 100)
+    start = Step.of([7])
+    assert captured.run_chain(start, 100, *begin_rows([params])).flatten().tolist() == expected
+    stopped = captured.run_chain(start, 100, *begin_rows([params]), stop_ids=[expected[20], 299]).flatten().tolist()
+    assert stopped == expected[: len(stopped)]
+    assert stopped[-1] in (expected[20], 299)
+    rows, history = begin_rows([params])
+    first = captured.run_chain(start, 40, rows, history).flatten().tolist()
+    then = captured.run_chain(Step.of(first[-1:], 40), 60, rows, history).flatten().tolist()
+    assert first + then == expected
+
+
+def test_a_chain_of_rows_gives_each_row_its_own_tokens(tiny: Tiny) -> None:
+    captured = CapturedForward(tiny.forward, capacity=64)
+    params = CHAINED[:4]
+    together = captured.run_chain(Step.join([Step.of([7], row=row) for row in range(4)]), 50, *begin_rows(params))
+    assert together.T.tolist() == [single_steps(tiny, row, 50) for row in params]
+
+
+def test_a_row_that_fails_ends_the_chain_with_its_code(tiny: Tiny) -> None:
+    captured = CapturedForward(tiny.forward, capacity=64)
+    rows, history = begin_rows([SamplingParams(temperature=0, allowed_token_ids=[3], logit_bias={3: -math.inf})])
+    assert captured.run_chain(Step.of([7]), 10, rows, history).tolist() == [[sampler.NOTHING_ALLOWED]]
 
 
 def test_labels_name_the_layer_and_the_op(tiny: Tiny) -> None:
@@ -354,9 +399,9 @@ def run_in_process(**environment: str) -> tuple[str, list[float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("isa", [known.name for known in INSTRUCTION_SETS[1:]])
+@pytest.mark.parametrize("isa", INSTRUCTION_SETS[1:])
 def test_instruction_sets_give_the_same_bits(isa: str) -> None:
-    if isa not in [known.name for known in usable_instruction_sets()]:
+    if isa not in usable_instruction_sets():
         pytest.skip(f"hardware: a CPU with {isa}")
     assert run_in_process(INFER_ISA=isa)[0] == run_in_process()[0]
 

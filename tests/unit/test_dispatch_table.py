@@ -39,7 +39,7 @@ class Tally:
     def __init__(self, barriers: list[int]) -> None:
         self.arguments, self.stop, self.state = np.zeros(1, TALLY), np.zeros(1, np.int64), aligned(1, STATE)
         self.arguments["stop"] = self.stop.ctypes.data
-        address = compiled_address("tally_of_tests", make_tally, TALLY)
+        address = compiled_address("test_dispatch_table:make_tally", TALLY)
         self.table = DispatchTable(
             [Command(address, self.arguments, barrier, f"L{index}.tally") for index, barrier in enumerate(barriers)]
         )

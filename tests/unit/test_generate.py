@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from byte_tokenizer import END_OF_TURN, EOS, VOCAB_SIZE, write_byte_tokenizer
+from infer.batch import Part
 from infer.context import Context
-from infer.decode import Stream
+from infer.decode import Batch, Stream
 from infer.generation import Generation
 from infer.params import SamplingParams
 from infer.results import GenerationResult, Piece
+from infer.running import Running
 from infer.tokenizer import Tokenizer
 
 
@@ -24,25 +26,63 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.from_folder(folder)
 
 
-class Scripted(Context):
+class Rowwise(Context):
+    """One row without a model: `logits` says what follows each token."""
+
+    def __init__(self) -> None:
+        self.chunks: list[list[int]] = []
+        self._length = 0
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        return [self._length]
+
+    def logits(self, token_ids: Sequence[int]) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, parts: Sequence[Part]) -> Tensor:
+        (part,) = parts
+        self.chunks.append(list(part.token_ids))
+        lines = [self.logits(part.token_ids) for _ in range(part.num_lines)]
+        return torch.stack(lines) if lines else torch.zeros(0, VOCAB_SIZE)
+
+    def commit(self, row: int, count: int) -> None:
+        self._length += count
+
+    def truncate(self, row: int, length: int) -> None:
+        self._length = length
+
+
+class Scripted(Rowwise):
     """Gives logits that make each of the scripted ids the likeliest in turn; then id 0 for ever."""
 
     def __init__(self, script: Sequence[int]) -> None:
+        super().__init__()
         self.script = list(script)
-        self.chunks: list[list[int]] = []
 
-    def extend(self, token_ids: Sequence[int]) -> Tensor:
-        self.chunks.append(list(token_ids))
+    def logits(self, token_ids: Sequence[int]) -> Tensor:
         said = sum(len(chunk) == 1 for chunk in self.chunks[1:])  # prompts here do not end in a chunk of one
         logits = torch.zeros(VOCAB_SIZE)
         logits[self.script[said] if said < len(self.script) else 0] = 10.0
         return logits
 
 
+def make_stream(
+    generation: Generation,
+    context: Context,
+    *,
+    cancel: threading.Event | None = None,
+    prefill_chunk: int = 512,
+    **options: Any,
+) -> Stream:
+    batch = Batch(context, torch.device("cpu"), prefill_chunk=prefill_chunk)
+    return Stream(Running(generation, cancel=cancel), batch, **options)
+
+
 def run(tokenizer: Tokenizer, script: Sequence[int] | bytes, limit: int = 1000, **values: Any) -> GenerationResult:
     params = SamplingParams(**{"temperature": 0.0, "max_new_tokens": 50, "seed": 0} | values)
     generation = Generation(tokenizer, [1, 2, 3], params, limit)
-    return Stream(generation, Scripted(list(script)), torch.device("cpu")).run()
+    return make_stream(generation, Scripted(list(script))).run()
 
 
 def test_greedy_says_the_likeliest_tokens_until_the_length(tokenizer: Tokenizer) -> None:
@@ -69,7 +109,7 @@ def test_a_stop_string_across_tokens_is_cut_and_never_shown(tokenizer: Tokenizer
     seen: list[str] = []
     params = SamplingParams(temperature=0, stop=["END", "\n\n"], seed=0)
     generation = Generation(tokenizer, [1], params, 100)
-    stream = Stream(generation, Scripted(b"one\nEN two END three"), torch.device("cpu"))
+    stream = make_stream(generation, Scripted(b"one\nEN two END three"))
     for piece in stream:
         seen.append(piece.text)
     assert "".join(seen) == stream.result.text == "one\nEN two "
@@ -108,7 +148,7 @@ def test_characters_come_whole(tokenizer: Tokenizer) -> None:
     text = "né 日本 🎉"
     params = SamplingParams(temperature=0, seed=0)
     generation = Generation(tokenizer, [1], params, 100)
-    pieces = list(Stream(generation, Scripted([*text.encode(), EOS]), torch.device("cpu")))
+    pieces = list(make_stream(generation, Scripted([*text.encode(), EOS])))
     assert "".join(piece.text for piece in pieces) == text
     assert not any("�" in piece.text for piece in pieces)
 
@@ -125,7 +165,7 @@ def test_the_callback_sees_every_token_and_false_cancels(tokenizer: Tokenizer) -
         return False if len(seen) == 3 else None
 
     params = SamplingParams(temperature=0, seed=0)
-    stream = Stream(Generation(tokenizer, [1], params, 100), Scripted(b"abcdef"), torch.device("cpu"))
+    stream = make_stream(Generation(tokenizer, [1], params, 100), Scripted(b"abcdef"))
     result = stream.run(on_token)
     assert seen == list(b"abc") == result.token_ids
     assert (result.text, result.finish_reason, result.stop_reason) == ("abc", "abort", "cancelled")
@@ -134,7 +174,7 @@ def test_the_callback_sees_every_token_and_false_cancels(tokenizer: Tokenizer) -
 def test_a_cancel_from_outside_is_seen_within_one_token(tokenizer: Tokenizer) -> None:
     cancel = threading.Event()
     params = SamplingParams(temperature=0, seed=0)
-    stream = Stream(Generation(tokenizer, [1], params, 100), Scripted(b"abcdef"), torch.device("cpu"), cancel=cancel)
+    stream = make_stream(Generation(tokenizer, [1], params, 100), Scripted(b"abcdef"), cancel=cancel)
     assert next(stream) == Piece(ord("a"), "a")
     cancel.set()
     assert list(stream) == []
@@ -144,20 +184,20 @@ def test_a_cancel_from_outside_is_seen_within_one_token(tokenizer: Tokenizer) ->
 def test_a_prompt_runs_in_chunks_and_then_token_by_token(tokenizer: Tokenizer) -> None:
     context = Scripted(b"ab")
     params = SamplingParams(temperature=0, seed=0, max_new_tokens=2)
-    Stream(Generation(tokenizer, list(range(10)), params, 100), context, torch.device("cpu"), prefill_chunk=4).run()
+    make_stream(Generation(tokenizer, list(range(10)), params, 100), context, prefill_chunk=4).run()
     assert context.chunks == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [ord("a")]]
 
 
 def test_the_first_token_is_sampled_like_every_other(tokenizer: Tokenizer) -> None:
     """At temperature 2 a flat row gives many first tokens; a prefill that takes the argmax gives one."""
 
-    class Flat(Context):
-        def extend(self, token_ids: Sequence[int]) -> Tensor:
+    class Flat(Rowwise):
+        def logits(self, token_ids: Sequence[int]) -> Tensor:
             return torch.zeros(VOCAB_SIZE)
 
     def first(seed: int) -> int:
         params = SamplingParams(temperature=2.0, seed=seed, max_new_tokens=1)
-        return Stream(Generation(tokenizer, [1], params, 10), Flat(), torch.device("cpu")).run().token_ids[0]
+        return make_stream(Generation(tokenizer, [1], params, 10), Flat()).run().token_ids[0]
 
     assert len({first(seed) for seed in range(30)}) > 15
     assert [first(seed) for seed in range(5)] == [first(seed) for seed in range(5)]
@@ -165,12 +205,12 @@ def test_the_first_token_is_sampled_like_every_other(tokenizer: Tokenizer) -> No
 
 def test_logits_that_are_nan_end_the_row_with_an_error(tokenizer: Tokenizer) -> None:
     class Broken(Scripted):
-        def extend(self, token_ids: Sequence[int]) -> Tensor:
-            logits = super().extend(token_ids)
+        def logits(self, token_ids: Sequence[int]) -> Tensor:
+            logits = super().logits(token_ids)
             return logits * torch.nan if len(self.chunks) == 3 else logits
 
     params = SamplingParams(temperature=0, seed=0)
-    result = Stream(Generation(tokenizer, [1], params, 100), Broken(b"abcdef"), torch.device("cpu")).run()
+    result = make_stream(Generation(tokenizer, [1], params, 100), Broken(b"abcdef")).run()
     assert (result.text, result.finish_reason) == ("ab", "error")
     assert result.error is not None
     assert "NaN" in result.error
@@ -194,7 +234,7 @@ def test_a_dropped_stream_gives_back_what_it_held(tokenizer: Tokenizer) -> None:
     ended: list[bool] = []
     params = SamplingParams(temperature=0, seed=0)
     generation = Generation(tokenizer, [1], params, 100)
-    stream = Stream(generation, Scripted(b"abc"), torch.device("cpu"), on_end=lambda: ended.append(True))
+    stream = make_stream(generation, Scripted(b"abc"), on_end=lambda: ended.append(True))
     next(stream)
     del stream
     assert ended == [True]

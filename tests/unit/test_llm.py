@@ -163,9 +163,17 @@ def test_ids_that_a_request_names_must_be_in_the_vocabulary(llm: LLM) -> None:
         llm.generate("a", SamplingParams(logit_bias={999: 1.0}))
 
 
-def test_constrained_decoding_is_refused_not_ignored(llm: LLM) -> None:
-    with pytest.raises(InvalidRequestError, match="json_schema"):
-        llm.generate("a", SamplingParams(json_schema="{}"))
+def test_a_grammar_is_kept_and_a_bad_one_is_refused(llm: LLM) -> None:
+    result = llm.generate("a", SamplingParams(choice=["ab", "ba"], temperature=2.0, seed=1))
+    assert result.text in ("ab", "ba")
+    assert (result.finish_reason, result.stop_reason, result.grammar_complete) == ("stop", "grammar", True)
+    cut = llm.generate("a", SamplingParams(regex="[ab]{9}", temperature=0, max_new_tokens=3))
+    assert (cut.finish_reason, cut.grammar_complete) == ("length", False)
+    with pytest.raises(InvalidRequestError, match="regex, column"):
+        llm.generate("a", SamplingParams(regex="(a"))
+
+
+def test_an_unknown_parameter_is_refused() -> None:
     with pytest.raises(UnknownParameterError, match="did you mean temperature"):
         SamplingParams(temprature=1.0)  # type: ignore[call-arg]
 

@@ -54,7 +54,7 @@ STAGES: dict[str, Callable[[Tensor], Tensor]] = {
     "presence": lambda row: apply_presence_penalty(row, [0, 0], -1.5),
     "bias": lambda row: apply_logit_bias(row, {0: 5.0}),
     "huge bias": lambda row: apply_logit_bias(row, {0: 1e300}),
-    "forcing bias": lambda row: apply_logit_bias(row, {0: INF}),
+    "forcing bias": lambda row: apply_logit_bias(row, dict.fromkeys(range(len(row)), INF)),
     "allowed": lambda row: keep_allowed(row, range(len(row))),
 }
 
@@ -297,7 +297,10 @@ def test_bias_bans_and_forces() -> None:
     assert kept_ids(apply_logit_bias(row, {0: -INF})) == [1, 2]
     assert kept_ids(apply_logit_bias(row, {1: INF})) == [1]
     assert apply_logit_bias(row, {1: INF, 2: INF, 0: 9.0}).tolist() == [-INF, 1.0, 2.0, -INF]
-    assert kept_ids(apply_logit_bias(row, {3: INF})) == [0, 1, 2]
+    assert apply_logit_bias(row, {1: INF, 0: 9.0, 2: -INF}).tolist() == [-INF, 1.0, -INF, -INF]
+    assert kept_ids(apply_logit_bias(row, {3: INF})) == []
+    with pytest.raises(LogitsError, match="no token of this row is allowed"):
+        sample_token(row, [], SamplingParams(temperature=0, logit_bias={3: INF}))
     assert sample_token(row, [], SamplingParams(temperature=0, logit_bias={1: INF})) == 1
 
 
@@ -351,7 +354,7 @@ def test_a_finished_grammar_ends_below_the_minimum_length() -> None:
 
 
 def test_a_bias_does_not_bring_back_what_is_banned() -> None:
-    params = SamplingParams(temperature=0, min_new_tokens=1, logit_bias={0: INF, 2: 50.0}, allowed_token_ids=[0, 1])
+    params = SamplingParams(temperature=0, min_new_tokens=1, logit_bias={0: 50.0, 2: 50.0}, allowed_token_ids=[0, 1])
     assert sample_token(torch.zeros(3), [], params, eos_token_ids={0}) == 1
 
 
@@ -467,7 +470,7 @@ def test_a_row_that_cannot_be_sampled_is_a_named_error(values: list[float], temp
 
 
 def test_a_bias_that_bans_everything_is_a_named_error() -> None:
-    with pytest.raises(LogitsError, match="logit_bias bans every token"):
+    with pytest.raises(LogitsError, match="no token of this row is allowed"):
         sample_token(torch.zeros(2), [], SamplingParams(logit_bias={0: -INF, 1: -INF}))
 
 

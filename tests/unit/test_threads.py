@@ -44,7 +44,7 @@ class Counter:
     def __init__(self, num_commands: int = 20, repeats: int = 1, num_rows: int = 50) -> None:
         self.sums, self.arguments = np.zeros(num_rows, np.int64), np.zeros(1, PARTS)
         self.arguments["sums"], self.arguments["num_rows"] = self.sums.ctypes.data, num_rows
-        address = compiled_address("count_of_tests", make_count, PARTS)
+        address = compiled_address("test_threads:make_count", PARTS)
         self.times = num_commands * repeats
         self.walk = Walk(DispatchTable([Command(address, self.arguments, BARRIER, "count")] * num_commands))
         self.walk.arguments["repeats"] = repeats

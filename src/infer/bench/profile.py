@@ -13,6 +13,7 @@ from typing import Any, final
 import torch
 
 from infer import ops
+from infer.batch import Part
 from infer.bench.speed import (
     Memory,
     OnProgress,
@@ -91,7 +92,9 @@ def profile(
             prefill_steps.append(context.profile(prompt[: workload.prompt_tokens]))
             on_progress(step + 1, num_parts)
         for start in range(0, workload.depth, PREFILL_CHUNK):
-            context.extend(prompt[start : min(start + PREFILL_CHUNK, workload.depth)])
+            chunk = prompt[start : min(start + PREFILL_CHUNK, workload.depth)]
+            context.forward([Part(0, chunk, is_wanted=False)])
+            context.commit(0, len(chunk))
         rates = [memory.read_rate()]
         for step in range(DECODE_STEPS):
             decode_steps.append(context.profile(prompt[:1]))

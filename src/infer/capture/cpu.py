@@ -6,7 +6,7 @@ what it computes is what the same ops compute one by one, to the bit.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, final
+from typing import final
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +15,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from infer.batch import Step
+from infer.capture.sampled import Chain, Verifier
 from infer.errors import InvalidRequestError
-from infer.kernels.cpu import greedy
-from infer.kernels.cpu.compiled import compiled_address
 from infer.kernels.cpu.recording import record
-from infer.kernels.cpu.table import BARRIER, Command, DispatchTable, Walk
-from infer.kernels.cpu.threads import MAX_THREADS, team
+from infer.kernels.cpu.table import Walk
+from infer.kernels.cpu.threads import team
+from infer.sampling.history import History
+from infer.sampling.rows import Rows
 
 Forward = Callable[[Step], Tensor]
 
@@ -39,6 +40,7 @@ class CapturedForward:
         self.table = self._recording.table
         self._walk = Walk(self.table)
         self._chain: Chain | None = None
+        self._verifiers: dict[int, Verifier] = {}
 
     def run(self, step: Step, num_threads: int | None = None) -> Float[Tensor, "wanted vocab"]:
         """The wanted logits, in a buffer that the next run overwrites if they fit one piece."""
@@ -53,20 +55,57 @@ class CapturedForward:
 
     def run_chain(
         self,
-        tokens: Int[Tensor, "rows"],
-        positions: Int[Tensor, "rows"],
-        rows: Int[Tensor, "rows"],
+        step: Step,
         count: int,
+        rows: Rows,
+        history: History | None = None,
         stop_ids: Sequence[int] = (),
         num_threads: int | None = None,
     ) -> Int[Tensor, "steps rows"]:
-        """Up to `count` greedy steps without a return to Python; fewer if every row met one of stop_ids."""
-        if len(tokens) > self.wanted_capacity:
-            raise InvalidRequestError(f"a chain takes up to {self.wanted_capacity} rows, got {len(tokens)}")
-        self._fill(Step(tokens, positions, rows, torch.arange(len(tokens))))
-        if self._chain is None:
-            self._chain = Chain(self.table, self._logits)
-        return self._chain.run(self._recording.state, len(tokens), count, stop_ids, num_threads)
+        """Up to `count` sampled steps without a return to Python, from a step of one token a row, all wanted.
+
+        Fewer if every row met one of stop_ids; the last may hold a negative code, where a row failed. `history` has
+        seen the step's tokens and sees what is sampled.
+        """
+        if len(step.tokens) > self.wanted_capacity:
+            raise InvalidRequestError(f"a chain takes up to {self.wanted_capacity} rows, got {len(step.tokens)}")
+        if not len(step.tokens) == len(step.wanted) == len(rows):
+            raise InvalidRequestError(f"a chain takes one wanted token for each of {len(rows)} rows")
+        self._fill(step)
+        chain = self._chain
+        if chain is None or chain.rows is not rows or chain.history is not history:
+            chain = self._chain = Chain(self._recording, self._logits, rows, history)
+        return chain.run(self._recording.state, count, stop_ids, num_threads)
+
+    def run_verified(
+        self,
+        step: Step,
+        positions: Sequence[int],
+        drafts: Sequence[Sequence[int]],
+        is_wanted: Sequence[bool],
+        rows: Rows,
+        history: History | None = None,
+        masks: Int[Tensor, "lines words"] | None = None,
+        mask_ready: npt.NDArray[np.int64] | None = None,
+        num_threads: int | None = None,
+    ) -> list[list[int]]:
+        """A step of any tokens, and for each wanted row what is sampled behind it: `Verifier.run`.
+
+        A wanted row's last tokens are its drafts; its wanted lines are the one before them and theirs. `positions` is
+        how many tokens stand before the first to be sampled.
+        """
+        if len(step.tokens) > self.capacity or len(step.wanted) > self.wanted_capacity:
+            raise InvalidRequestError(
+                f"a step takes up to {self.capacity} tokens and {self.wanted_capacity} wanted ones, "
+                f"got {len(step.tokens)} and {len(step.wanted)}"
+            )
+        self._fill(step)
+        num_entries = 1 + max(map(len, drafts))
+        verifier = self._verifiers.get(num_entries)
+        if verifier is None or verifier.rows is not rows or verifier.history is not history:
+            verifier = Verifier(self._recording, self._logits, rows, history, num_entries)
+            self._verifiers[num_entries] = verifier
+        return verifier.run(self._recording.state, positions, drafts, is_wanted, masks, mask_ready, num_threads)
 
     def profile(self, step: Step, num_threads: int | None = None) -> list[tuple[str, int]]:
         """Each command's label and the cycles that thread 0 spent in it, barrier included."""
@@ -103,39 +142,3 @@ class CapturedForward:
             tokens, positions, rows = (x[start:end] for x in (step.tokens, step.positions, step.rows))
             yield Step(tokens, positions, rows, torch.tensor([index - start for index in mine], dtype=torch.int64))
             start = end
-
-
-@final
-class Chain:
-    """The table with the sampler's two commands behind it: `sample`, then `advance`. Walked once per token."""
-
-    def __init__(self, table: DispatchTable, logits: Tensor) -> None:
-        wanted, vocab = logits.shape
-        self._arguments = np.zeros(1, greedy.SAMPLE)
-        self._found = np.zeros((wanted, MAX_THREADS), np.int64)
-        self._ended = np.zeros(wanted, np.int64)
-        self._arguments["logits"], self._arguments["vocab"] = logits.data_ptr(), vocab
-        self._arguments["found"], self._arguments["ended"] = self._found.ctypes.data, self._ended.ctypes.data
-        sample = compiled_address("sample_greedy", greedy.make_sample, greedy.SAMPLE)
-        advance = compiled_address("advance", greedy.make_advance, greedy.SAMPLE)
-        self.table = DispatchTable(
-            [
-                *table.commands,
-                Command(sample, self._arguments, BARRIER, "sample", (logits,)),
-                Command(advance, self._arguments, BARRIER, "advance"),
-            ]
-        )
-        self._walk = Walk(self.table)
-        self._walk.arguments["stop"] = self._arguments.ctypes.data + greedy.STOP_OFFSET
-
-    def run(
-        self, state: npt.NDArray[Any], num_rows: int, count: int, stop_ids: Sequence[int], num_threads: int | None
-    ) -> Int[Tensor, "steps rows"]:
-        generated, stops = np.zeros((count, num_rows), np.int64), np.array(stop_ids, np.int64)
-        arguments = self._arguments
-        arguments["generated"], arguments["num_generated"], arguments["stop"] = generated.ctypes.data, 0, 0
-        arguments["stop_ids"], arguments["num_stop_ids"] = stops.ctypes.data, len(stops)
-        self._ended[:] = 0
-        self._walk.arguments["repeats"] = count
-        team().run(self._walk, state, num_threads)
-        return torch.from_numpy(generated[: int(arguments["num_generated"][0])])

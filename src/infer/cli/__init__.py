@@ -4,6 +4,7 @@ Exit status: 0, 1 our own failure, 2 bad input, 3 a bad model, 130 Ctrl-C, 141 c
 Help and version answer without loading torch: what is heavy is loaded by the command that needs it.
 """
 
+import gc
 import sys
 import traceback
 from collections.abc import Sequence
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = "" if invocation.verbose else " (-v shows where)"
         status = _fail(f"our own failure, {type(error).__name__}: {error}{hint}", 1)
     ignore_signals()
+    gc.unfreeze()  # what `keeping_garbage` kept: native modules report what is never given back
     return status
 
 

@@ -9,8 +9,9 @@ from typing import Any
 from infer import __version__
 from infer.bench.profile import Operation, Profile, profile
 from infer.bench.speed import Speed, Workload, measure
-from infer.cli.terminal import Spinner, TextWriter, bar
+from infer.cli.terminal import Spinner, TextWriter
 from infer.llm import LLM
+from infer.progress import bar
 
 LEVELS = "▁▂▃▄▅▆▇█"
 

@@ -16,7 +16,7 @@ from click.core import ParameterSource
 
 from infer import __version__
 from infer.cli.model import Model
-from infer.cli.terminal import Spinner, TextWriter, cancel_on_signal, exit_on_signal
+from infer.cli.terminal import Spinner, TextWriter, cancel_on_signal, exit_on_signal, keeping_garbage
 from infer.errors import InvalidRequestError
 from infer.params import PARAMETER_NAMES, SamplingParams
 from infer.results import GenerationResult
@@ -93,11 +93,24 @@ def model_options(function: Function) -> Function:
     return _apply(options, function)
 
 
-def sampling_options(num_tokens: int) -> Callable[[Function], Function]:
-    """All of document 003's table; only the number of tokens differs between commands."""
+def prompt_options(function: Function) -> Function:
     options = [
+        click.option("--prompt", help="[default: 'Hello, world! I am a']"),
+        click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a file; - is stdin."),
+        click.option("--chat", is_flag=True, help="Send the prompt as a user's message, in the model's chat template."),
+        click.option("--system", metavar="TEXT", help="With --chat: a system message before it."),
+    ]
+    return _apply(options, function)
+
+
+def sampling_options(num_tokens: int | None) -> Callable[[Function], Function]:
+    """All of document 003's table; only the number of tokens differs between commands, None for those that fix it."""
+    length = [
         click.option("-n", "--num-tokens", "max_new_tokens", type=int, default=num_tokens, show_default=True,
                      help="Tokens to generate at most."),
+    ]  # fmt: skip
+    options = [
+        *(() if num_tokens is None else length),
         click.option("--temperature", type=float, default=0.8, show_default=True, help="0 is greedy."),
         click.option("--top-p", type=float, default=0.9, show_default=True, help="1 is off."),
         click.option("--top-k", type=int, default=40, show_default=True, help="0 is off."),
@@ -136,10 +149,7 @@ def infer(context: click.Context, /) -> None:
 
 
 @infer.command()
-@click.option("--prompt", help="[default: 'Hello, world! I am a']")
-@click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a file; - is stdin.")
-@click.option("--chat", is_flag=True, help="Send the prompt as a user's message, in the model's chat template.")
-@click.option("--system", metavar="TEXT", help="With --chat: a system message before it.")
+@prompt_options
 @sampling_options(num_tokens=20)
 @model_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of text.")
@@ -193,6 +203,30 @@ def chat(context: click.Context, /, **options: Any) -> None:
 
 
 @infer.command()
+@click.argument("text", metavar="[PROMPT]", required=False)
+@prompt_options
+@click.option("--step", type=AT_LEAST_1, default=1, show_default=True, help="Which token; 1 follows the prompt.")
+@click.option("--num-candidates", type=click.IntRange(1, 50), default=10, show_default=True, help="Tokens to show.")
+@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.svg", help="Draw it as well.")
+@sampling_options(num_tokens=None)
+@model_options
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of a table.")
+@click.pass_context
+def sample_trace(context: click.Context, /, **options: Any) -> None:
+    """Show how one token is sampled: the candidates after each stage, and the probability that it removed."""
+    _invocation(context, options)
+    table, given = _sampling_values(context, options)
+    SamplingParams.from_mapping(table | given)
+    prompt = _prompt(options)
+    from infer.cli.trace import check_plot, run_trace
+
+    check_plot(options["plot"])
+    model = load_model(context, options)
+    params = merge_params(table, model_defaults(model, options), given, quiet=options["quiet"])
+    run_trace(model, prompt, params, options)
+
+
+@infer.command()
 @weight_options
 @click.option("-p", "--prompt-tokens", type=AT_LEAST_1, default=512, show_default=True, help="Tokens to prefill.")
 @click.option("-n", "--num-tokens", type=AT_LEAST_1, default=128, show_default=True, help="Tokens to decode.")
@@ -213,7 +247,8 @@ def bench(context: click.Context, /, **options: Any) -> None:
 
 def load_model(context: click.Context, options: Mapping[str, Any]) -> Model:
     """The LLM that the options ask for. A default context longer than the model's own is cut to it."""
-    with exit_on_signal(), Spinner(f"loading {options['model']}", shown=not options["quiet"]) as spinner:
+    spinner = Spinner(f"loading {options['model']}", shown=not options["quiet"])
+    with exit_on_signal(), keeping_garbage(), spinner:
         from infer.llm import LLM
 
         def load(max_seq_len: int | None) -> LLM:
@@ -276,11 +311,13 @@ def _sampling_values(context: click.Context, options: Mapping[str, Any]) -> tupl
 
 
 def _prompt(options: Mapping[str, Any]) -> str | list[dict[str, str]]:
-    if options["prompt"] is not None and options["prompt_file"] is not None:
-        raise click.UsageError("--prompt and --prompt-file are both given: give one")
+    names = {"text": "PROMPT", "prompt": "--prompt", "prompt_file": "--prompt-file"}
+    given = [name for name in names if options.get(name) is not None]
+    if len(given) > 1:
+        raise click.UsageError(f"{' and '.join(names[name] for name in given)} are both given: give one")
     if options["system"] is not None and not options["chat"]:
         raise click.UsageError("--system needs --chat")
-    text = "Hello, world! I am a" if options["prompt"] is None else options["prompt"]
+    text = options[given[0]] if given else "Hello, world! I am a"
     if options["prompt_file"] is not None:
         text = _read(options["prompt_file"])
     if not options["chat"]:

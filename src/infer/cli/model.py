@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from infer.params import SamplingParams
-from infer.results import GenerationResult
+from infer.results import GenerationResult, SampleTrace
 
 OnToken = Callable[[int, str], bool | None]
 
@@ -40,3 +40,12 @@ class Model(Protocol):
         cancel: threading.Event | None = None,
         **template_variables: Any,
     ) -> GenerationResult: ...
+
+    def sample_trace(
+        self,
+        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        step: int = 1,
+        num_candidates: int = 10,
+    ) -> SampleTrace: ...

@@ -11,6 +11,9 @@ from torch import Tensor
 from infer.architecture import Activation
 from infer.batch import Step
 from infer.quants import dequantize
+from infer.sampling import sampler
+from infer.sampling.history import History
+from infer.sampling.rows import Rows
 from infer.weights import Heads, Norm, Projection, RopeTable, StoredWeight, Weight
 
 
@@ -100,6 +103,16 @@ def head(
     x: Float[Tensor, "tokens hidden"], wanted: Int[Tensor, "wanted"], norm: Norm, projection: Projection
 ) -> Float[Tensor, "wanted vocab"]:
     return project(normalize(x[wanted], norm), projection).float()
+
+
+def choose_tokens(
+    logits: Float[Tensor, "rows vocab"],
+    rows: Rows,
+    history: History | None,
+    positions: Int[Tensor, "rows"],
+    allowed: Int[Tensor, "rows words"] | None = None,
+) -> Int[Tensor, "rows"]:
+    return sampler.choose_tokens(logits, rows, history, positions, allowed)
 
 
 def project(x: Float[Tensor, "*rows in"], projection: Projection) -> Float[Tensor, "*rows out"]:

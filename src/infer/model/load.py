@@ -109,7 +109,9 @@ class _Maker:
         )
 
     def norm(self, name: str) -> Norm:
-        return Norm(dense(self.weights[name + ".weight"]).float().to(self.device), self.architecture.norm_eps)
+        """A copy: a view of the file would bring back the pages around it with every step."""
+        weight = dense(self.weights[name + ".weight"]).to(self.device, torch.float32, copy=True)
+        return Norm(weight, self.architecture.norm_eps)
 
     def projection(self, *names: str) -> Projection:
         parts = tuple(self._weight(name + ".weight") for name in names)

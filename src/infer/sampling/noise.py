@@ -45,7 +45,7 @@ def gumbel(seed: int, position: int, vocab_size: int) -> Float[Tensor, "vocab"]:
 
 def gumbel_at(seed: int, position: int, token_ids: Int[Tensor, "tokens"]) -> Float[Tensor, "tokens"]:
     """The same for chosen token ids only, on their device."""
-    row = torch.tensor([[_signed(seed)], [_signed(position)]], device=token_ids.device)
+    row = torch.tensor([[signed(seed)], [signed(position)]], device=token_ids.device)
     return gumbel_rows(row[0], row[1], token_ids)[0]
 
 
@@ -115,6 +115,6 @@ def _low_word(x: Int[Tensor, "rows"]) -> Int[Tensor, "rows"]:
     return torch.where(word >= 1 << 31, word - (1 << 32), word).to(torch.int32)
 
 
-def _signed(number: int) -> int:
+def signed(number: int) -> int:
     word = number & (1 << 64) - 1
     return word - (1 << 64) if word >= 1 << 63 else word

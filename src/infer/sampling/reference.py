@@ -1,7 +1,7 @@
 """The sampler for one row in plain torch: the definition that every other sampler agrees with.
 
  1. float32; NaN, +inf or nothing finite is a LogitsError; raw log-probabilities are those of these logits
- 2. grammar mask, `allowed_token_ids`, minimum length
+ 2. grammar mask, `allowed_token_ids`, minimum length (lifted where steps 2 and 3 would leave nothing but the end)
  3. `logit_bias`
  4. repetition, then frequency, then presence penalty
  5. greedy (`temperature` 0): argmax
@@ -27,12 +27,11 @@ from infer.errors import InferError, InvalidRequestError
 from infer.params import SamplingParams
 from infer.results import TokenLogprob
 from infer.sampling.noise import gumbel_at
+from infer.sampling.weight import target, weights
 
 Logits = Float[Tensor, "vocab"]
 
-# Sums of probabilities are compared with top_p up to what float32 logits can carry: log 0.5, log 0.3, log 0.2 at
-# top_p = 0.8 keep two tokens.
-TOP_P_TOLERANCE = 1e-7
+NO_TOKEN_ALLOWED = "no token of this row is allowed by the grammar, allowed_token_ids and logit_bias together"
 
 
 class LogitsError(InferError):
@@ -87,12 +86,13 @@ def process_logits(
         raise InvalidRequestError(
             f"num_prompt_tokens must be in [0, {len(context_token_ids)}] (the context), got {num_prompt_tokens}"
         )
-    row = check_logits(logits)
     generated = context_token_ids[num_prompt_tokens:]
-    row = _apply_masks(row, len(generated), params, eos_token_ids, allowed)
+    row = keep_allowed(keep_allowed(check_logits(logits), allowed), params.allowed_token_ids)
     row = apply_logit_bias(row, params.logit_bias)
     if not bool((row > -math.inf).any()):
-        raise LogitsError("logit_bias bans every token of this row that is allowed: no token can be sampled")
+        raise LogitsError(NO_TOKEN_ALLOWED)
+    if len(generated) < params.min_new_tokens:
+        row = ban_ends(row, {*eos_token_ids, *(params.stop_token_ids or ())})
     window = params.repetition_window
     recent = context_token_ids if window is None else context_token_ids[max(len(context_token_ids) - window, 0) :]
     row = apply_repetition_penalty(row, recent, params.repetition_penalty)
@@ -137,22 +137,27 @@ def keep_allowed(logits: Logits, allowed: Bool[Tensor, "vocab"] | Collection[int
 
 
 def apply_logit_bias(logits: Logits, bias_by_id: Mapping[int, float] | None) -> Logits:
-    """logit + bias. −inf bans an id; +inf forces: among ids so forced the choice is by their logits, others are banned.
-
-    A banned id stays banned whatever its bias.
-    """
+    """logit + bias. −inf bans an id; +inf bans all ids but those that have it. A banned id stays banned."""
     if not bias_by_id:
         return logits
-    token_ids = list(bias_by_id)
-    index = _index(logits, token_ids, "logit_bias")
-    biases = torch.tensor([bias_by_id[i] for i in token_ids], dtype=torch.float64, device=logits.device)
+    _index(logits, list(bias_by_id), "logit_bias")
+    forced = [token_id for token_id, bias in bias_by_id.items() if bias == math.inf]
+    if forced:
+        logits = keep_allowed(logits, forced)
+    index = torch.tensor([i for i in bias_by_id if bias_by_id[i] < math.inf], dtype=torch.int64, device=logits.device)
+    biases = torch.tensor([bias_by_id[i] for i in index.tolist()], dtype=torch.float64, device=logits.device)
     values = logits[index]
-    forced = (biases == math.inf) & (values > -math.inf)
-    if bool(forced.any()):
-        return keep_allowed(logits, index[forced].tolist())
-    biases = biases.masked_fill(biases == math.inf, 0.0)
     biased = _keep_finite(values, (values.double() + biases).to(logits.dtype))
     return logits.scatter(0, index, biased.masked_fill(biases == -math.inf, -math.inf))
+
+
+def ban_ends(logits: Logits, end_ids: Collection[int]) -> Logits:
+    """−inf at the ids that end a sequence, unless nothing else is left: a grammar that allows only the end is finished,
+    and ends below the minimum length."""
+    if not end_ids:
+        return logits
+    longer = logits.index_fill(0, _index(logits, sorted(end_ids), "EOS and stop ids"), -math.inf)
+    return longer if bool((longer > -math.inf).any()) else logits
 
 
 def apply_repetition_penalty(logits: Logits, token_ids: Sequence[int], penalty: float) -> Logits:
@@ -185,17 +190,17 @@ def apply_presence_penalty(logits: Logits, generated_token_ids: Sequence[int], p
 
 
 def apply_temperature(logits: Logits, temperature: float) -> Logits:
-    """logits / temperature, for temperature > 0. Where that overflows, the row is shifted first so that it does not."""
+    """logits / temperature, for temperature > 0. Where the largest overflows, the row is shifted first."""
     if temperature == 1.0:
         return logits
     if not temperature > 0:
         raise InvalidRequestError(f"temperature must be above 0 to divide by, got {temperature} (0 is greedy: argmax)")
     divisor = _scalar(logits, temperature)
     wide = logits.to(divisor.dtype)
-    scaled = (wide / divisor).to(logits.dtype)
-    if bool((scaled.isinf() & logits.isfinite()).any()):
-        scaled = _keep_finite(logits, ((wide - wide.max()) / divisor).to(logits.dtype))
-    return scaled
+    largest = wide.max()
+    if bool((largest / divisor).to(logits.dtype).isinf()):
+        wide = wide - torch.where(largest.isinf(), 0.0, largest)
+    return _keep_finite(logits, (wide / divisor).to(logits.dtype))
 
 
 def apply_top_k(logits: Logits, k: int | None) -> Logits:
@@ -215,20 +220,18 @@ def apply_top_k(logits: Logits, k: int | None) -> Logits:
 
 
 def apply_top_p(logits: Logits, p: float) -> Logits:
-    """The fewest largest tokens whose probabilities sum to p or more; the others −inf. Summed in float64."""
+    """The fewest largest tokens whose probabilities sum to p or more; the others −inf. `weight` says how they sum."""
     if p == 1.0:
         return logits
     if not 0 < p <= 1:
         raise InvalidRequestError(f"top_p must be in (0, 1], got {p}")
-    kept = (logits > -math.inf).nonzero()[:, 0]
-    if len(kept) == 0:
+    if not bool((logits > -math.inf).any()):
         return logits
-    ranked, order = logits[kept].double().sort(descending=True, stable=True)
-    # Equal logits weigh the same even where they are infinite, so nothing here is NaN.
-    weights = torch.where(ranked == ranked[0], 1.0, (ranked - ranked[0]).exp())
-    sums = weights.cumsum(0)
-    num_kept = int((sums / sums[-1] < p - TOP_P_TOLERANCE).sum()) + 1
-    return keep_allowed(logits, kept[order[:num_kept]].tolist())
+    ranked, order = logits.float().sort(descending=True, stable=True)
+    sums = weights(ranked, ranked[0]).cumsum(0)
+    goal = target(sums[-1], torch.tensor(p, dtype=torch.float64, device=logits.device))
+    num_kept = int((sums.double() < goal).sum()) + 1
+    return keep_allowed(logits, order[:num_kept].tolist())
 
 
 def apply_min_p(logits: Logits, min_p: float) -> Logits:
@@ -250,24 +253,6 @@ def log_probabilities(logits: Logits, k: int, token_id: int | None = None) -> To
     top_ids = row.sort(descending=True, stable=True).indices[:k].tolist() if k else []
     top = tuple((token, float(logprobs[token])) for token in top_ids)
     return TokenLogprob(token_id=chosen, logprob=float(logprobs[chosen]), rank=int(ahead) + 1, top=top)
-
-
-def _apply_masks(
-    row: Float[Tensor, "vocab"],
-    num_generated: int,
-    params: SamplingParams,
-    eos_token_ids: Collection[int],
-    allowed: Bool[Tensor, "vocab"] | Collection[int] | None,
-) -> Float[Tensor, "vocab"]:
-    row = keep_allowed(keep_allowed(row, allowed), params.allowed_token_ids)
-    if not bool((row > -math.inf).any()):
-        raise LogitsError("no token of this row is allowed by the grammar and allowed_token_ids together")
-    stop_ids = sorted({*eos_token_ids, *(params.stop_token_ids or ())})
-    if num_generated >= params.min_new_tokens or not stop_ids:
-        return row
-    longer = row.index_fill(0, _index(row, stop_ids, "EOS and stop ids"), -math.inf)
-    # A grammar that allows nothing but the end is finished, and ends below the minimum.
-    return longer if bool((longer > -math.inf).any()) else row
 
 
 def _subtract(logits: Logits, index: Int[Tensor, "ids"], amounts: Tensor) -> Logits:

@@ -22,6 +22,7 @@ _SPACE_MARK = "▁"
 _HASH_BASE = 0x9E3779B97F4A7C15
 _HASH_MIX = 0xD6E8FEB86659FD93
 _SLOT_BITS = 22
+_CHUNK = 16_384  # tokens whose arrays stay in a core's cache
 
 
 class TokenType(IntEnum):
@@ -214,27 +215,53 @@ def _find_splits(texts: list[str]) -> _Splits:
     most of the others; those whose slot another token holds are looked up among the sorted hashes.
     """
     lengths = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
+    longest = int(lengths.max(initial=0))
+    powers, inverses = (_powers(base, longest) for base in (_HASH_BASE, pow(_HASH_BASE, -1, 2**64)))
+    starts = range(0, len(texts), _CHUNK)
+    beginnings = [_hash_beginnings(texts[start : start + _CHUNK], start, powers) for start in starts]
+    hashes = np.concatenate([np.zeros(0, np.uint64), *(chunk.hashes for chunk in beginnings)])
+    holder = np.full(2**_SLOT_BITS, -1, dtype=np.int32)
+    holder[_slot(hashes)] = np.arange(len(texts))
+    found: list[tuple[Integers, Integers, Hashes, Hashes]] = []
+    for _, ids, places, heads in beginnings:
+        kept = np.flatnonzero(holder[_slot(heads)] >= 0)
+        ids, places, heads = ids[kept], places[kept], heads[kept]
+        tails = (hashes[ids] - heads) * inverses[places]
+        kept = np.flatnonzero(holder[_slot(tails)] >= 0)
+        found.append((ids[kept], places[kept], heads[kept], tails[kept]))
+    whole, left_lengths = (np.concatenate([np.zeros(0, np.int64), *(chunk[i] for chunk in found)]) for i in (0, 1))
+    wanted = [np.concatenate([np.zeros(0, np.uint64), *(chunk[i] for chunk in found)]) for i in (2, 3)]
+    left, right = (_look_up(of_parts, hashes, holder) for of_parts in wanted)
+    right_lengths = lengths[whole] - left_lengths
+    exact = (hashes[left] == wanted[0]) & (hashes[right] == wanted[1])
+    exact &= (lengths[left] == left_lengths) & (lengths[right] == right_lengths)
+    return _Splits(*(column[exact] for column in (whole, left, right, left_lengths, right_lengths)))
+
+
+class _Beginnings(NamedTuple):
+    """The hashes of some tokens, and of all their beginnings but the whole: `heads[i]` is that of the first `places[i]`
+    characters of token `ids[i]`."""
+
+    hashes: Hashes
+    ids: Integers
+    places: Integers
+    heads: Hashes
+
+
+def _hash_beginnings(texts: list[str], first_id: int, powers: Hashes) -> _Beginnings:
+    lengths = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
     characters = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
     ends = np.cumsum(lengths)
     ids = np.repeat(np.arange(len(texts)), lengths)
     places = np.arange(len(characters)) - (ends - lengths)[ids]
-    longest = int(lengths.max(initial=0))
     mixed = (characters.astype(np.uint64) + np.uint64(1)) * np.uint64(_HASH_MIX)
     mixed ^= mixed >> np.uint64(32)
-    mixed *= _powers(_HASH_BASE, longest)[places]
+    mixed *= powers[places]
     sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed, dtype=np.uint64)])
-    hashes = sums[ends] - sums[ends - lengths]
-    heads = sums[1:] - sums[ends - lengths][ids]
-    tails = (hashes[ids] - heads) * _powers(pow(_HASH_BASE, -1, 2**64), longest)[places + 1]
-    holder = np.full(2**_SLOT_BITS, -1, dtype=np.int32)
-    holder[_slot(hashes)] = np.arange(len(texts))
-    found = np.flatnonzero((places + 1 < lengths[ids]) & (holder[_slot(heads)] >= 0))
-    found = found[holder[_slot(tails[found])] >= 0]
-    left, right = (_look_up(wanted[found], hashes, holder) for wanted in (heads, tails))
-    left_lengths, right_lengths = places[found] + 1, lengths[ids[found]] - places[found] - 1
-    exact = (hashes[left] == heads[found]) & (hashes[right] == tails[found])
-    exact &= (lengths[left] == left_lengths) & (lengths[right] == right_lengths)
-    return _Splits(*(column[exact] for column in (ids[found], left, right, left_lengths, right_lengths)))
+    before = sums[ends - lengths]
+    inner = np.flatnonzero(places + 1 < lengths[ids])
+    heads = sums[inner + 1] - before[ids[inner]]
+    return _Beginnings(sums[ends] - before, ids[inner] + first_id, places[inner] + 1, heads)
 
 
 def _look_up(wanted: Hashes, hashes: Hashes, holder: npt.NDArray[np.int32]) -> Integers:

@@ -12,9 +12,10 @@ from infer.batch import Step
 from infer.kernels.cpu import commands
 from infer.kernels.cpu.packed import prepare
 from infer.kernels.cpu.recording import scope
+from infer.kernels.cpu.sampling import choose_tokens
 from infer.weights import Heads, Norm, Projection, Weight
 
-__all__ = ["attend", "embed", "head", "norm_gate", "norm_project", "prepare", "project_add"]
+__all__ = ["attend", "choose_tokens", "embed", "head", "norm_gate", "norm_project", "prepare", "project_add"]
 
 
 def embed(table: Weight, token_ids: Int[Tensor, "tokens"], scale: float) -> Float[Tensor, "tokens hidden"]:

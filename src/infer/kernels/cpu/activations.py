@@ -13,7 +13,7 @@ import numpy as np
 from numba import carray, njit
 
 from infer.kernels.cpu import simd
-from infer.kernels.cpu.layouts import BLOCK, UNIT
+from infer.kernels.cpu.layouts import BLOCK, PANEL, UNIT
 from infer.kernels.cpu.simd import (
     absolute,
     load_f32,
@@ -32,21 +32,7 @@ from infer.kernels.cpu.simd import (
     sum_i32,
 )
 
-PANEL = 16
 _SMALLEST = np.float32(1e-33)  # a block below this counts as this, so that its scale is a normal number
-
-NORMALIZE = np.dtype(
-    [
-        ("x", np.int64),  # f32 [tokens, features]
-        ("weight", np.int64),  # f32 [features]; 0: quantise only
-        ("eps", np.float32),
-        ("planes", np.int32),  # 0: keep floats
-        ("features", np.int64),
-        ("out", np.int64),
-        ("private_bytes", np.int64),  # not 0: a single token is done by every thread, at out + thread × this
-        ("of_wanted", np.int64),  # only the wanted tokens
-    ]
-)
 
 
 @njit(inline="always")
@@ -144,18 +130,6 @@ def make_normalize() -> Callable[..., None]:
                 _quantize_token(x, args.weight, factor, args, token, num_tokens, out)
 
     return normalize
-
-
-ADD_NORMALIZED = np.dtype(
-    [
-        ("residual", np.int64),  # f32 [tokens, features], changed in place
-        ("y", np.int64),
-        ("weight", np.int64),
-        ("eps", np.float32),
-        ("padding", np.float32),
-        ("features", np.int64),
-    ]
-)
 
 
 def make_add_normalized() -> Callable[..., None]:

@@ -15,10 +15,10 @@ from numba import carray, njit
 
 from infer.kernels.cpu import simd
 from infer.kernels.cpu.activations import inverse_rms, quantize_block, record_address
-from infer.kernels.cpu.attention_tiles import CACHE_BYTES, score_tile, value_tile
-from infer.kernels.cpu.layouts import BLOCK
+from infer.kernels.cpu.attention_tiles import score_tile, value_tile
+from infer.kernels.cpu.layouts import BLOCK, LANES
+from infer.kernels.cpu.records import CACHE_BYTES, CHUNK, MAX_HEAD_DIM, SPLIT_TOKENS
 from infer.kernels.cpu.simd import (
-    LANES,
     load_f32,
     load_i64,
     load_scalar_f32,
@@ -27,9 +27,6 @@ from infer.kernels.cpu.simd import (
     store_scalar_f32,
 )
 
-CHUNK = 256
-SPLIT_TOKENS = 4  # up to this many tokens, the chunks are shared out; beyond, the tokens are
-MAX_HEAD_DIM = 512
 _COLUMNS = 8
 _COLUMNS_PER_ITEM = 64
 _SCORE_BYTES = 4 * _COLUMNS * CHUNK
@@ -37,34 +34,6 @@ _SUM_BYTES = 4 * _COLUMNS * (MAX_HEAD_DIM + LANES)
 _RESULT_BYTES = 4 * _COLUMNS_PER_ITEM * (MAX_HEAD_DIM + LANES)
 _HEAD_BYTES = 4 * (MAX_HEAD_DIM + LANES)
 _NEVER = np.float32(-np.inf)
-
-ATTEND = np.dtype(
-    [
-        ("qkv", np.int64),  # f32 [tokens, (heads + 2 kv_heads) × dim]
-        ("num_heads", np.int64),
-        ("num_kv_heads", np.int64),
-        ("dim", np.int64),
-        ("window", np.int64),  # 0: none
-        ("scale", np.float32),
-        ("eps", np.float32, 2),  # of q's and k's norm
-        ("padding", np.float32),
-        ("norms", np.int64, 2),  # their weights, or 0
-        ("cos", np.int64),  # f32 [positions, half], or 0
-        ("sin", np.int64),
-        ("half", np.int64),
-        ("keys", np.int64),
-        ("values", np.int64),
-        ("key_strides", np.int64, 2),  # bytes from row to row, from kv head to kv head
-        ("value_strides", np.int64, 2),
-        ("queries", np.int64),  # f32, as above
-        ("private_bytes", np.int64),  # a single token's queries lie at queries + thread × this
-        ("partials", np.int64),  # f32 [SPLIT_TOKENS, heads, num_chunks, dim + 16]
-        ("num_chunks", np.int64),
-        ("out", np.int64),  # f32 [tokens, heads × dim]
-        ("quantized", np.int64),  # activation records of out, or 0
-        ("planes", np.int64),
-    ]
-)
 
 
 @njit

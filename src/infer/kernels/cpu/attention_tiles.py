@@ -13,9 +13,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from infer.kernels.cpu import simd
-from infer.kernels.cpu.simd import F32, F32X16, I16X16, I64, LANES, Value, constant, load
-
-CACHE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+from infer.kernels.cpu.layouts import LANES
+from infer.kernels.cpu.records import CACHE_BYTES
+from infer.kernels.cpu.simd import F32, F32X16, I16X16, I64, Value, constant, load
 
 
 def _load_cached(b: Builder, kind: str, where: Value) -> Value:

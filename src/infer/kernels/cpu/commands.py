@@ -6,16 +6,23 @@ from torch import Tensor
 
 from infer.architecture import Activation
 from infer.errors import InvalidRequestError
-from infer.kernels.cpu import activations, attention, matmul, packing
-from infer.kernels.cpu.attention_tiles import CACHE_BYTES
 from infer.kernels.cpu.compiled import compiled_address
-from infer.kernels.cpu.isa import instruction_set
-from infer.kernels.cpu.layouts import BLOCK, PackedWeight
-from infer.kernels.cpu.matrix_tiles import unpacked_bytes
+from infer.kernels.cpu.isa import instruction_set, may_use_matrices
+from infer.kernels.cpu.layouts import BLOCK, LANES, PANEL, PackedWeight
 from infer.kernels.cpu.recording import Arguments, Run
-from infer.kernels.cpu.simd import LANES
+from infer.kernels.cpu.records import (
+    ADD_NORMALIZED,
+    ATTEND,
+    CACHE_BYTES,
+    CHUNK,
+    EMBED,
+    EPILOGUE,
+    MATMUL,
+    MAX_HEAD_DIM,
+    NORMALIZE,
+    SPLIT_TOKENS,
+)
 from infer.kernels.cpu.table import BARRIER, BARRIER_IF_MANY, NO_BARRIER
-from infer.kernels.cpu.tiles import activation_bytes
 from infer.weights import Heads, Norm, Projection, Weight
 
 _CACHED_ACTIVATIONS = 1 << 19  # bytes of activations that should stay in a core's cache while weights stream by
@@ -26,12 +33,11 @@ _KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 def embed(run: Run, table: Weight, scale: float) -> Tensor:
     weight = _packed(table)
     out = run.tensor("x", run.capacity, weight.in_features)
-    arguments = np.zeros(1, packing.EMBED)
+    arguments = np.zeros(1, EMBED)
     arguments["table"], arguments["group_bytes"] = weight.data_at(), weight.group_bytes
     arguments["num_rows"], arguments["in_features"] = weight.shape
     arguments["out"], arguments["scale"] = out.data_ptr(), scale
-    type_ = weight.layout.type
-    function = compiled_address(f"embed_{type_}", lambda: packing.make_embed(type_), packing.EMBED)
+    function = compiled_address(".packing:make_embed", EMBED, weight.layout.type)
     run.append(function, arguments, BARRIER, "rows", weight, out)
     return out
 
@@ -55,10 +61,10 @@ def project_add(run: Run, residual: Tensor, x: Tensor, projection: Projection, p
         return residual
     y = run.tensor("before post norm", run.capacity, projection.out_features)
     _project(run, x, None, projection, y)
-    arguments, weight = np.zeros(1, activations.ADD_NORMALIZED), post_norm.weight.float().contiguous()
+    arguments, weight = np.zeros(1, ADD_NORMALIZED), post_norm.weight.float().contiguous()
     arguments["residual"], arguments["y"], arguments["weight"] = residual.data_ptr(), y.data_ptr(), weight.data_ptr()
     arguments["eps"], arguments["features"] = post_norm.eps, projection.out_features
-    function = compiled_address("add_normalized", activations.make_add_normalized, activations.ADD_NORMALIZED)
+    function = compiled_address(".activations:make_add_normalized", ADD_NORMALIZED)
     run.append(function, arguments, BARRIER, "post_norm", weight, residual)
     return residual
 
@@ -70,18 +76,16 @@ def norm_gate(run: Run, x: Tensor, norm: Norm, gate_up: Projection, activation: 
     if halves is None:
         both = run.tensor("gate and up", run.capacity, 2 * features)
         _project(run, x, norm, gate_up, both)
-        arguments = np.zeros(1, matmul.EPILOGUE)
+        arguments = np.zeros(1, EPILOGUE)
         arguments["out"], arguments["row_stride"], arguments["num_columns"] = out.data_ptr(), both.data_ptr(), features
-        name = f"gate_rows_{activation}"
-        function = compiled_address(name, lambda: matmul.make_gate_rows(activation), matmul.EPILOGUE)
+        function = compiled_address(".matmul:make_gate_rows", EPILOGUE, activation)
         run.append(function, arguments, BARRIER, "gate", both, out)
         return out
     weight, second = halves
     arguments = _epilogue(out, 0, features, gate_up.bias)
     if features % BLOCK == 0:
         run.produced(out, arguments)
-    name = f"gate_{activation}"
-    function = compiled_address(name, lambda: matmul.make_gate(activation), matmul.EPILOGUE)
+    function = compiled_address(".matmul:make_gate", EPILOGUE, activation)
     source = _activations(run, x, norm, weight, of_wanted=False)
     groups = -(-features // LANES)
     _matmul(run, weight, groups, second, source, (function, arguments), BARRIER, of_wanted=False)
@@ -107,18 +111,18 @@ def attend(run: Run, qkv: Tensor, heads: Heads, keys: Tensor, values: Tensor) ->
     _check_rows(qkv)
     out = run.tensor("attended", run.capacity, features)
     queries = run.tensor("queries", max(run.capacity, run.max_threads), features)
-    chunks = -(-values.shape[2] // attention.CHUNK)
-    split = min(run.capacity, attention.SPLIT_TOKENS)
+    chunks = -(-values.shape[2] // CHUNK)
+    split = min(run.capacity, SPLIT_TOKENS)
     partials = run.tensor("partials", split, heads.num_heads, chunks, dim + LANES)
     arguments["qkv"], arguments["out"], arguments["queries"] = qkv.data_ptr(), out.data_ptr(), queries.data_ptr()
     arguments["private_bytes"], arguments["partials"] = 4 * features, partials.data_ptr()
     arguments["num_chunks"] = chunks
     kind = _KINDS[keys.dtype]
     keeps = (qkv, heads, keys, values, out, queries, partials)
-    rotate = compiled_address(f"rotate_{kind}", lambda: attention.make_rotate(kind), attention.ATTEND)
-    walk = compiled_address(f"attend_{kind}", lambda: attention.make_attend(kind), attention.ATTEND)
-    few = compiled_address(f"attend_few_{kind}", lambda: attention.make_attend_few(kind), attention.ATTEND)
-    finish = compiled_address("finish_attend", attention.make_finish, attention.ATTEND)
+    rotate = compiled_address(".attention:make_rotate", ATTEND, kind)
+    walk = compiled_address(".attention:make_attend", ATTEND, kind)
+    few = compiled_address(".attention:make_attend_few", ATTEND, kind)
+    finish = compiled_address(".attention:make_finish", ATTEND)
     run.append(rotate, arguments, BARRIER_IF_MANY, "rotate", keeps)
     run.append(few, arguments, NO_BARRIER, "chunks", keeps)
     run.append(walk, arguments, BARRIER, "chunks", keeps)
@@ -129,14 +133,14 @@ def attend(run: Run, qkv: Tensor, heads: Heads, keys: Tensor, values: Tensor) ->
 
 
 def _attend_arguments(heads: Heads, keys: Tensor, values: Tensor) -> Arguments:
-    if heads.head_dim > attention.MAX_HEAD_DIM:
-        raise InvalidRequestError(f"head_dim must be at most {attention.MAX_HEAD_DIM}, got {heads.head_dim}")
+    if heads.head_dim > MAX_HEAD_DIM:
+        raise InvalidRequestError(f"head_dim must be at most {MAX_HEAD_DIM}, got {heads.head_dim}")
     if keys.dtype not in _KINDS or values.dtype != keys.dtype:
         raise InvalidRequestError(f"a cache must be float32, float16 or bfloat16, got {keys.dtype} and {values.dtype}")
     dim, size = heads.head_dim, CACHE_BYTES[_KINDS[keys.dtype]]
     if keys.stride()[2:] != (dim * LANES, LANES, 1) or values.stride()[2:] != (dim, 1):
         raise InvalidRequestError("a head's keys and values must be contiguous")
-    arguments = np.zeros(1, attention.ATTEND)
+    arguments = np.zeros(1, ATTEND)
     arguments["num_heads"], arguments["num_kv_heads"], arguments["dim"] = heads.num_heads, heads.num_kv_heads, dim
     arguments["window"], arguments["scale"] = heads.window or 0, heads.scale
     for index, norm in enumerate((heads.q_norm, heads.k_norm)):
@@ -168,8 +172,7 @@ def _project(
     of_wanted: bool = False,
 ) -> None:
     """out = project(norm(x)), or out += it."""
-    name, make = ("add", matmul.make_add) if adding else ("store", matmul.make_store)
-    function = compiled_address(name, make, matmul.EPILOGUE)
+    function = compiled_address(".matmul:make_add" if adding else ".matmul:make_store", EPILOGUE)
     sources: dict[tuple[bool, int], tuple[int, int]] = {}
     column = 0
     for index, part in enumerate(projection.parts):
@@ -185,7 +188,7 @@ def _project(
 
 
 def _epilogue(out: Tensor, column: int, num_columns: int, bias: Tensor | None) -> Arguments:
-    arguments = np.zeros(1, matmul.EPILOGUE)
+    arguments = np.zeros(1, EPILOGUE)
     arguments["out"], arguments["row_stride"] = out.data_ptr(), out.shape[1]
     arguments["first_column"], arguments["num_columns"] = column, num_columns
     arguments["bias"] = 0 if bias is None else bias.data_ptr() + 4 * column
@@ -196,14 +199,14 @@ def _activations(run: Run, x: Tensor, norm: Norm | None, weight: PackedWeight, *
     """Where norm(x) lies as activation records, and how far apart the threads' own copies of a single token."""
     _check_rows(x)
     layout, planes = weight.layout, weight.planes
-    token_bytes = layout.num_records(weight.in_features) * activation_bytes(layout, planes)
+    token_bytes = layout.num_records(weight.in_features) * layout.activation_bytes(planes)
     if norm is None and not layout.is_float:
         address = run.quantized(x, planes, run.capacity * token_bytes)
         if address is not None:
             return address, 0
     copies = max(run.wanted_capacity if of_wanted else run.capacity, run.max_threads)
     records = run.tensor("activations", copies * token_bytes, dtype=torch.uint8)
-    arguments = np.zeros(1, activations.NORMALIZE)
+    arguments = np.zeros(1, NORMALIZE)
     arguments["x"], arguments["out"], arguments["features"] = x.data_ptr(), records.data_ptr(), weight.in_features
     arguments["private_bytes"], arguments["of_wanted"] = token_bytes, of_wanted
     arguments["planes"] = 0 if layout.is_float else planes
@@ -212,7 +215,7 @@ def _activations(run: Run, x: Tensor, norm: Norm | None, weight: PackedWeight, *
         scale = norm.weight.float().contiguous()
         arguments["weight"], arguments["eps"] = scale.data_ptr(), norm.eps
         keeps = (x, records, scale)
-    function = compiled_address("normalize", activations.make_normalize, activations.NORMALIZE)
+    function = compiled_address(".activations:make_normalize", NORMALIZE)
     run.append(function, arguments, BARRIER_IF_MANY, "normalize", *keeps)
     return records.data_ptr(), token_bytes
 
@@ -228,28 +231,27 @@ def _matmul(
     *,
     of_wanted: bool,
 ) -> None:
-    layout, planes, chosen = weight.layout, weight.planes, instruction_set()
+    layout, planes = weight.layout, weight.planes
     num_records = layout.num_records(weight.in_features)
-    token_bytes = num_records * activation_bytes(layout, planes)
-    arguments = np.zeros(1, matmul.MATMUL)
+    token_bytes = num_records * layout.activation_bytes(planes)
+    arguments = np.zeros(1, MATMUL)
     arguments["first_weights"], arguments["second_weights"] = weight.data_at(), second_weights
     arguments["group_bytes"], arguments["num_groups"] = weight.group_bytes, num_groups
     pairs = num_groups % 2 == 0 if second_weights else num_groups >= _GROUPS_PER_THREAD * run.num_threads
     arguments["groups_per_unit"] = 2 if pairs else 1
     arguments["num_records"], arguments["of_wanted"] = num_records, of_wanted
     arguments["activations"], arguments["private_bytes"] = source
-    panels = max(1, _CACHED_ACTIVATIONS // token_bytes // activations.PANEL)
-    arguments["tokens_per_block"] = panels * activations.PANEL
+    panels = max(1, _CACHED_ACTIVATIONS // token_bytes // PANEL)
+    arguments["tokens_per_block"] = panels * PANEL
     arguments["epilogue"], arguments["epilogue_arguments"] = epilogue[0], epilogue[1].ctypes.data
     keeps: list[object] = [weight, epilogue[1]]
-    if chosen.has_matrices and not layout.is_float and run.capacity >= activations.PANEL:
+    if may_use_matrices(layout, instruction_set()) and run.capacity >= PANEL:
         tiles = int(arguments["groups_per_unit"][0]) * (2 if second_weights else 1)
-        num_bytes = tiles * num_records * unpacked_bytes(layout)
+        num_bytes = tiles * num_records * layout.unpacked_bytes
         unpacked = run.tensor("unpacked weights", run.max_threads, num_bytes, dtype=torch.uint8)
         arguments["unpacked"], arguments["unpacked_bytes"] = unpacked.data_ptr(), num_bytes
         keeps.append(unpacked)
-    name = f"matmul_{layout.type}_{planes}_{chosen.name}"
-    function = compiled_address(name, lambda: matmul.make_matmul(layout, planes, chosen), matmul.MATMUL)
+    function = compiled_address(".matmul:make_matmul", MATMUL, layout.type, planes, instruction_set())
     run.append(function, arguments, barrier, f"matmul {layout.type}", *keeps)
 
 

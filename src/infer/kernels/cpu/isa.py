@@ -8,72 +8,73 @@ import ctypes
 import os
 import platform
 import sys
-from dataclasses import dataclass
 from functools import cache
-from typing import final
-
-import llvmlite.binding as llvm
-from numba import config
+from importlib import import_module
 
 from infer.errors import InvalidRequestError
+from infer.kernels.cpu import kernel_cache
+from infer.kernels.cpu.layouts import Layout
 
+# Best first. LLVM's names of the features that a set uses, and the tile widths (right-hand sides at once) whose
+# accumulators fit the registers. amx is avx512vnni with `matrix_tiles` for 16 tokens at once.
+_NEEDS = {
+    "amx": frozenset({"amx-int8", "avx512vnni", "avx512bw"}),
+    "avx512vnni": frozenset({"avx512vnni", "avx512bw"}),
+    "avxvnni": frozenset({"avxvnni"}),
+    "avx2": frozenset({"avx2"}),
+    "neon": frozenset({"dotprod"}),  # of AArch64
+    "portable": frozenset[str](),
+}
+INSTRUCTION_SETS = tuple(_NEEDS)
+COLUMNS = {
+    "amx": (8, 4, 2, 1),
+    "avx512vnni": (8, 4, 2, 1),
+    "avxvnni": (2, 1),
+    "avx2": (2, 1),
+    "neon": (4, 2, 1),
+    "portable": (2, 1),
+}
+_FILE = "target-features"
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # of Linux on x86-64
-
-
-@final
-@dataclass(frozen=True)
-class InstructionSet:
-    name: str
-    needs: tuple[str, ...]  # LLVM's names of the features that dot4 uses
-    columns: tuple[int, ...]  # tile widths (right-hand sides at once) whose accumulators fit the registers
-    dot: str = ""  # whose dot4 it uses, if not its own
-    has_matrices: bool = False  # 16 tokens at once through `matrix_tiles`
-
-
-INSTRUCTION_SETS = (  # best first
-    InstructionSet("amx", ("amx-int8", "avx512vnni", "avx512bw"), (8, 4, 2, 1), dot="avx512vnni", has_matrices=True),
-    InstructionSet("avx512vnni", ("avx512vnni", "avx512bw"), (8, 4, 2, 1)),
-    InstructionSet("avxvnni", ("avxvnni",), (2, 1)),
-    InstructionSet("avx2", ("avx2",), (2, 1)),
-    InstructionSet("neon", ("dotprod",), (4, 2, 1)),  # of AArch64
-    InstructionSet("portable", (), (2, 1)),
-)
 
 
 @cache
 def target_features() -> frozenset[str]:
-    """The features that Numba compiles for."""
-    if config.CPU_FEATURES is not None:
-        return frozenset(name[1:] for name in config.CPU_FEATURES.split(",") if name.startswith("+"))
-    if config.CPU_NAME not in (None, "host"):
-        return frozenset()
-    return frozenset(name for name, present in llvm.get_host_cpu_features().items() if present)
+    """The features that Numba compiles for. Only the compiler knows them: kept beside the kernels."""
+    kept = kernel_cache.read(_FILE)
+    if kept is not None:
+        return frozenset(kept.decode().split())
+    features: frozenset[str] = import_module("infer.kernels.cpu.compiler").target_features()
+    kernel_cache.write(_FILE, " ".join(sorted(features)).encode())
+    return features
 
 
-def instruction_set() -> InstructionSet:
+def instruction_set() -> str:
     """Raises InvalidRequestError if $INFER_ISA names a set that does not exist or that this machine lacks."""
     wanted = os.environ.get("INFER_ISA")
     usable = usable_instruction_sets()
     if wanted is None:
         return usable[0]
-    for known in usable:
-        if known.name == wanted:
-            return known
-    names = ", ".join(known.name for known in usable)
-    raise InvalidRequestError(f"INFER_ISA={wanted} is not an instruction set of this machine; it has: {names}")
+    if wanted in usable:
+        return wanted
+    raise InvalidRequestError(
+        f"INFER_ISA={wanted} is not an instruction set of this machine; it has: {', '.join(usable)}"
+    )
 
 
-def usable_instruction_sets() -> list[InstructionSet]:
+def usable_instruction_sets() -> list[str]:
     """Of this machine, best first."""
-    return [known for known in INSTRUCTION_SETS if _is_usable(known)]
+    return [
+        name for name, needs in _NEEDS.items() if target_features() >= needs and (name != "amx" or _has_permission())
+    ]
 
 
-def _is_usable(known: InstructionSet) -> bool:
-    return target_features().issuperset(known.needs) and (not known.has_matrices or _may_use_matrices())
+def may_use_matrices(layout: Layout, isa: str) -> bool:
+    return isa == "amx" and not layout.is_float
 
 
 @cache
-def _may_use_matrices() -> bool:
+def _has_permission() -> bool:
     """Whether the system lets this process, and what it forks, use AMX's registers: Linux wants to be asked."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False

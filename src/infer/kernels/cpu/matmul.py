@@ -13,35 +13,16 @@ import numpy as np
 from numba import carray, njit
 
 from infer.kernels.cpu import simd
-from infer.kernels.cpu.activations import PANEL, quantize_block, record_address
-from infer.kernels.cpu.isa import InstructionSet
-from infer.kernels.cpu.layouts import BLOCK, Layout
-from infer.kernels.cpu.matrix_tiles import SCRATCH_BYTES, configure, matrix_tile, release, unpack, unpacked_bytes
-from infer.kernels.cpu.simd import LANES, load_f32, load_i64, load_scalar_f32, splat_f32, store_f32, store_scalar_f32
-from infer.kernels.cpu.tiles import COLUMN_BYTES, activation_bytes, tile
+from infer.kernels.cpu.activations import quantize_block, record_address
+from infer.kernels.cpu.isa import COLUMNS, may_use_matrices
+from infer.kernels.cpu.layouts import BLOCK, LANES, LAYOUTS, PANEL, Layout
+from infer.kernels.cpu.matrix_tiles import SCRATCH_BYTES, configure, matrix_tile, release, unpack
+from infer.kernels.cpu.simd import load_f32, load_i64, load_scalar_f32, splat_f32, store_f32, store_scalar_f32
+from infer.kernels.cpu.tiles import COLUMN_BYTES, tile
 
 _TILE_BYTES = 4 * LANES * PANEL  # a buffer's part for one group: [16 tokens, 16 rows] f32
 _HEADER = 64  # in front of it: first token, number of tokens, number of groups
 _BUFFER_BYTES = _HEADER + 4 * _TILE_BYTES
-
-MATMUL = np.dtype(
-    [
-        ("first_weights", np.int64),  # the groups of the projection, or of gate
-        ("second_weights", np.int64),  # 0, or the groups of up
-        ("group_bytes", np.int64),
-        ("num_groups", np.int64),
-        ("groups_per_unit", np.int64),
-        ("num_records", np.int64),
-        ("activations", np.int64),
-        ("private_bytes", np.int64),  # not 0: a single token's activations lie at activations + thread × this
-        ("of_wanted", np.int64),
-        ("tokens_per_block", np.int64),  # activations that stay in the cache while the weights stream by
-        ("unpacked", np.int64),  # a unit's weights as `matrix_tiles` take them, at unpacked + thread × unpacked_bytes
-        ("unpacked_bytes", np.int64),
-        ("epilogue", np.int64),
-        ("epilogue_arguments", np.int64),
-    ]
-)
 
 
 @njit(inline="always")
@@ -60,10 +41,9 @@ def _columns(type_, planes, isa, count, weights, pair, panel, done, width, strid
     return done
 
 
-def _make_panel(layout: Layout, planes: int, instruction_set: InstructionSet) -> Any:
+def _make_panel(layout: Layout, planes: int, isa: str) -> Any:
     """A panel of a unit: its tiles of two groups, and of one where they are odd."""
-    type_, isa = layout.type, instruction_set.dot or instruction_set.name
-    four = 4 in instruction_set.columns
+    type_, four = layout.type, 4 in COLUMNS[isa]
     eight = four and planes == 2 and not layout.is_float  # one plane is faster with four
 
     @njit(inline="always")
@@ -88,7 +68,7 @@ def _make_panel(layout: Layout, planes: int, instruction_set: InstructionSet) ->
 
 def _make_matrices(layout: Layout, planes: int) -> tuple[Any, Any]:
     """On the matrix unit: a unit's weights unpacked, and a panel of 16 tokens × its tiles, which are even in number."""
-    type_, record_bytes = layout.type, unpacked_bytes(layout)
+    type_, record_bytes = layout.type, layout.unpacked_bytes
 
     @njit(inline="always")
     def unpack_unit(args, unit, groups, num_tiles, unpacked):  # type: ignore[no-untyped-def]
@@ -107,11 +87,10 @@ def _make_matrices(layout: Layout, planes: int) -> tuple[Any, Any]:
     return unpack_unit, compute
 
 
-def make_matmul(layout: Layout, planes: int, instruction_set: InstructionSet) -> Callable[..., None]:
-    record_bytes = activation_bytes(layout, planes)
-    has_matrices = instruction_set.has_matrices and not layout.is_float
-    compute = _make_panel(layout, planes, instruction_set)
-    type_ = layout.type
+def make_matmul(type_: str, planes: int, isa: str) -> Callable[..., None]:
+    layout = LAYOUTS[type_]
+    record_bytes, has_matrices = layout.activation_bytes(planes), may_use_matrices(layout, isa)
+    compute = _make_panel(layout, planes, isa)
     if has_matrices:
         unpack_unit, compute_matrices = _make_matrices(layout, planes)
 
@@ -149,19 +128,6 @@ def make_matmul(layout: Layout, planes: int, instruction_set: InstructionSet) ->
             release(is_long)
 
     return matmul
-
-
-EPILOGUE = np.dtype(
-    [
-        ("out", np.int64),  # f32 [tokens, row_stride]; 0: not wanted
-        ("row_stride", np.int64),
-        ("first_column", np.int64),
-        ("num_columns", np.int64),
-        ("bias", np.int64),  # f32 [num_columns] or 0; of gate when gating, up's behind it
-        ("quantized", np.int64),  # gating only: activation records of what goes to `out`, or 0
-        ("planes", np.int64),
-    ]
-)
 
 
 @njit(inline="always")

@@ -19,13 +19,13 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from infer.kernels.cpu import simd
-from infer.kernels.cpu.layouts import BLOCK, LAYOUTS, Layout
-from infer.kernels.cpu.simd import F32, F32X16, I8, I32, I32X16, I64, LANES, Value, constant, load, store
-from infer.kernels.cpu.tiles import Tile, activation_bytes, super_scales
+from infer.kernels.cpu.layouts import BLOCK, LANES, LAYOUTS, QUADS_BYTES, Layout
+from infer.kernels.cpu.simd import F32, F32X16, I8, I32, I32X16, I64, Value, constant, load, store
+from infer.kernels.cpu.tiles import Tile, super_scales
 
 TOKENS, GROUPS = 16, 2
 _BATCH = 2  # records that are multiplied before their sums become floats, with one plane and one part; else one
-_QUADS_BYTES, _VECTOR_BYTES, _SUMS_BYTES = 512, 4 * LANES, 4 * LANES * TOKENS
+_VECTOR_BYTES, _SUMS_BYTES = 4 * LANES, 4 * LANES * TOKENS
 SCRATCH_BYTES = 2 * GROUPS * 2 * _SUMS_BYTES  # for one record: two parts, two groups, two planes
 _ACTIVATIONS, _WEIGHTS = (4, 5), (6, 7)  # matrix registers: by plane, by group; 0 to 3 are sums
 
@@ -43,18 +43,9 @@ def _pointer(b: Builder, where: Value) -> Value:
     return b.inttoptr(where, I8.as_pointer())
 
 
-def _parts(layout: Layout) -> int:
-    return max(1, layout.scales_per_record)
-
-
-def unpacked_bytes(layout: Layout) -> int:
-    """Of a record."""
-    return _QUADS_BYTES + _VECTOR_BYTES * (_parts(layout) + layout.has_minimum)
-
-
 def shapes(layout: Layout) -> bytes:
     """The 64 bytes that describe the registers: palette 1, bytes of a row from 16 on, rows from 48 on."""
-    config, parts = bytearray(64), _parts(layout)
+    config, parts = bytearray(64), layout.parts
     config[0] = 1
     for register in range(8):
         is_activation, is_weight = register in _ACTIVATIONS, register in _WEIGHTS
@@ -99,19 +90,19 @@ def unpack(context: Any, type_: Any, weights: Any, num_records: Any, out: Any) -
 
     def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Any:
         _, weights, num_records, out = arguments
-        reader = Tile(b, layout, 1, "avx512vnni", 0, 0)
+        reader = Tile(b, layout, 1, "amx", 0, 0)
         per_super = constant(I64, layout.records_per_super)
         with cgutils.for_range(b, num_records) as loop:
             past = b.mul(b.sdiv(loop.index, per_super), constant(I64, layout.super_bytes))
             base = b.add(weights, past)
             within = b.mul(b.srem(loop.index, per_super), constant(I64, layout.record_bytes))
             where = simd.offset(b, b.add(base, within), layout.super_header)
-            to = b.add(out, b.mul(loop.index, constant(I64, unpacked_bytes(layout))))
+            to = b.add(out, b.mul(loop.index, constant(I64, layout.unpacked_bytes)))
             for quad, values in enumerate(reader.quads(where)):
                 store(b, simd.offset(b, to, 64 * quad), values, 64)
             scales, minimum = reader.scales(where, *super_scales(b, layout, base))
             for index, vector in enumerate(scales if minimum is None else [*scales, minimum]):
-                simd.store_f32(b, simd.offset(b, to, _QUADS_BYTES + _VECTOR_BYTES * index), vector)
+                simd.store_f32(b, simd.offset(b, to, QUADS_BYTES + _VECTOR_BYTES * index), vector)
         return context.get_dummy_value()
 
     return types.void(type_, *(types.int64,) * 3), emit
@@ -121,20 +112,20 @@ class MatrixTile:
     """One tile of a block type being emitted."""
 
     def __init__(self, b: Builder, layout: Layout, planes: int, operands: list[Value]) -> None:
-        self.b, self.layout, self.planes, self.parts = b, layout, planes, _parts(layout)
+        self.b, self.layout, self.planes, self.parts = b, layout, planes, layout.parts
         self.weights = operands[:GROUPS]
         self.activations, self.stride, out, out_stride, self.scratch = operands[GROUPS:]
         self.out = [out, b.add(out, out_stride)]
-        self.record_bytes = activation_bytes(layout, planes)
+        self.record_bytes = layout.activation_bytes(planes)
 
     def multiply(self, index: Value, place: int) -> None:
         """Σ q A of a record into a place of the scratch, by part, group and plane."""
         b, size = self.b, BLOCK // self.parts
-        past = b.mul(index, constant(I64, unpacked_bytes(self.layout)))
+        past = b.mul(index, constant(I64, self.layout.unpacked_bytes))
         inputs = b.add(self.activations, b.mul(index, self.stride))
         for part in range(self.parts):
             for register, where in zip(_WEIGHTS, self.weights, strict=True):
-                at = simd.offset(b, b.add(where, past), part * _QUADS_BYTES // self.parts)
+                at = simd.offset(b, b.add(where, past), part * QUADS_BYTES // self.parts)
                 _call(b, "tileloadd64", _register(register), _pointer(b, at), constant(I64, 64))
             for plane in range(self.planes):
                 at = simd.offset(b, inputs, BLOCK * plane + size * part)
@@ -156,10 +147,10 @@ class MatrixTile:
         return (((place * self.parts + part) * GROUPS + group) * self.planes + plane) * _SUMS_BYTES
 
     def scales(self, first: Value, place: int, group: int) -> tuple[list[Value], Value]:
-        b, size = self.b, unpacked_bytes(self.layout)
+        b, size = self.b, self.layout.unpacked_bytes
         at = b.add(self.weights[group], b.mul(first, constant(I64, size)))
         vectors = [
-            load(b, simd.offset(b, at, place * size + _QUADS_BYTES + _VECTOR_BYTES * index), F32X16, 64)
+            load(b, simd.offset(b, at, place * size + QUADS_BYTES + _VECTOR_BYTES * index), F32X16, 64)
             for index in range(self.parts + self.layout.has_minimum)
         ]
         return vectors[: self.parts], vectors[-1] if self.layout.has_minimum else None

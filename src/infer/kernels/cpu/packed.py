@@ -9,9 +9,8 @@ import torch
 
 from infer.errors import InvalidRequestError
 from infer.kernels.cpu.compiled import compiled_address
-from infer.kernels.cpu.layouts import LAYOUTS, PackedWeight, allocate
-from infer.kernels.cpu.packing import PACK, make_pack
-from infer.kernels.cpu.simd import LANES
+from infer.kernels.cpu.layouts import LANES, LAYOUTS, PackedWeight, allocate
+from infer.kernels.cpu.records import PACK
 from infer.kernels.cpu.state import STATE
 from infer.kernels.cpu.table import NO_BARRIER, Command, DispatchTable, Walk
 from infer.kernels.cpu.threads import aligned, team
@@ -63,7 +62,7 @@ def _pack(weights: Sequence[StoredWeight], planes: int) -> PackedWeight:
     group_bytes = layout.group_bytes(in_features)
     packed = PackedWeight(layout, (rows, in_features), allocate(-(-rows // LANES) * group_bytes), planes)
     table, group = DispatchTable(), 0
-    function = compiled_address(f"pack_{layout.type}", lambda: make_pack(layout.type), PACK)
+    function = compiled_address(".packing:make_pack", PACK, layout.type)
     for weight in weights:
         source = weight.data.contiguous()
         arguments = np.zeros(1, PACK)

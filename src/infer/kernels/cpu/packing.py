@@ -13,9 +13,8 @@ from collections.abc import Callable
 import numpy as np
 from numba import carray, njit
 
-from infer.kernels.cpu.layouts import BLOCK, LAYOUTS
+from infer.kernels.cpu.layouts import BLOCK, LANES, LAYOUTS
 from infer.kernels.cpu.simd import (
-    LANES,
     bf16_value,
     f16_value,
     load_i64,
@@ -27,18 +26,6 @@ from infer.kernels.cpu.simd import (
     store_u8,
     store_u16,
     store_u32,
-)
-
-PACK = np.dtype(
-    [
-        ("source", np.int64),
-        ("source_row_bytes", np.int64),
-        ("rows", np.int64),
-        ("in_features", np.int64),
-        ("out", np.int64),
-        ("group_bytes", np.int64),
-        ("first_group", np.int64),
-    ]
 )
 
 
@@ -198,19 +185,6 @@ def _make_pack_float(width: int, record_bytes: int) -> Callable[..., None]:
                         store_u16(to, load_u16(source + 2 * i))
 
     return pack
-
-
-EMBED = np.dtype(
-    [
-        ("table", np.int64),
-        ("group_bytes", np.int64),
-        ("in_features", np.int64),
-        ("num_rows", np.int64),
-        ("out", np.int64),
-        ("scale", np.float32),
-        ("padding", np.float32),
-    ]
-)
 
 
 def make_embed(type_: str) -> Callable[..., None]:

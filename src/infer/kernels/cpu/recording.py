@@ -19,9 +19,10 @@ from torch import Tensor
 
 from infer.batch import Step
 from infer.errors import InvalidRequestError
+from infer.kernels.cpu.records import MAX_THREADS
 from infer.kernels.cpu.state import STATE
 from infer.kernels.cpu.table import Command, DispatchTable, Walk
-from infer.kernels.cpu.threads import MAX_THREADS, aligned, team
+from infer.kernels.cpu.threads import aligned, team
 
 Arguments = npt.NDArray[Any]
 

@@ -22,8 +22,7 @@ from numba.core.typing.templates import ConcreteTemplate, infer_global
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
 from infer.kernels.cpu.isa import target_features
-
-LANES = 16
+from infer.kernels.cpu.layouts import LANES
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()

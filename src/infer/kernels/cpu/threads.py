@@ -11,108 +11,19 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
-from numba import carray
 
-from infer.kernels.cpu import simd
 from infer.kernels.cpu.compiled import compiled_address
 from infer.kernels.cpu.pace import Choice, Outcome, Pace
-from infer.kernels.cpu.state import field_offset
+from infer.kernels.cpu.records import JOB, MAX_THREADS
 from infer.kernels.cpu.table import Walk, walk_address
 
-MAX_THREADS = 256
 _SPINS_AFTER_WALK = 3000  # pauses, some 100 µs
 _LARGE_STEP = 16  # tokens; a larger one costs in proportion to them
-
-JOB = np.dtype(
-    [
-        ("generation", np.int64),  # 512 × the number of walks so far + threads of the current one
-        ("pad0", np.int64, 7),
-        ("finished", np.int64),  # workers that finished the current one
-        ("pad1", np.int64, 7),
-        ("walk", np.int64),
-        ("arguments", np.int64),
-        ("state", np.int64),
-        ("num_threads", np.int64),
-        ("cycles", np.int64),  # that the walk took
-        ("num_wakes", np.int64),
-        ("pad2", np.int64, 2),
-        ("sleeping", np.int64, MAX_THREADS),
-        ("wakes", np.int64, MAX_THREADS),  # workers whose flag the last launch took, so that it must wake them
-        ("seen", np.int64, MAX_THREADS),  # the generation that a worker did last
-    ]
-)
-_OFFSETS = {name: field_offset(JOB, name) for name in ("generation", "finished", "sleeping", "seen")}
-_GENERATION, _FINISHED, _SLEEPING, _SEEN = (_OFFSETS[name] for name in ("generation", "finished", "sleeping", "seen"))
-_STEP = 512
-
-
-def make_serve() -> Callable[..., None]:
-    """A worker's loop: walk whenever the generation moves; fall asleep and return when nothing came for a while."""
-
-    def serve(job_at, state_at, thread, spins):  # type: ignore[no-untyped-def]
-        job, base = carray(job_at, 1)[0], simd.address_of(job_at)
-        sleeping, seen = base + _SLEEPING + 8 * thread, base + _SEEN + 8 * thread
-        idle = 0
-        while True:
-            generation = simd.atomic_load(base + _GENERATION)
-            if generation != simd.atomic_load(seen):
-                simd.atomic_store(seen, generation)
-                num_threads = generation % _STEP
-                if thread < num_threads:
-                    simd.call_command(job.walk, job.arguments, job.state, thread, num_threads)
-                    simd.atomic_add(base + _FINISHED, 1)
-                idle = 0
-            elif idle < spins:
-                idle += 1
-                simd.pause()
-            else:
-                simd.atomic_exchange(sleeping, 1)
-                if simd.atomic_load(base + _GENERATION) == generation or simd.atomic_exchange(sleeping, 0) == 0:
-                    return  # whoever takes our flag wakes us
-                idle = 0
-
-    return serve
-
-
-def make_announce() -> Callable[..., None]:
-    """Move the generation, then take the flags of the workers that sleep."""
-
-    def announce(job_at, state_at, num_threads, unused):  # type: ignore[no-untyped-def]
-        job, base = carray(job_at, 1)[0], simd.address_of(job_at)
-        walks = simd.atomic_load(base + _GENERATION) // _STEP
-        simd.atomic_exchange(base + _GENERATION, (walks + 1) * _STEP + num_threads)
-        job.num_wakes = 0
-        for thread in range(1, num_threads):
-            if simd.atomic_exchange(base + _SLEEPING + 8 * thread, 0) != 0:
-                job.wakes[job.num_wakes] = thread
-                job.num_wakes += 1
-
-    return announce
-
-
-def make_lead() -> Callable[..., None]:
-    """Thread 0's part of a walk, and the wait for the workers."""
-
-    def lead(job_at, state_at, thread, spins):  # type: ignore[no-untyped-def]
-        job, base = carray(job_at, 1)[0], simd.address_of(job_at)
-        began = simd.cycles()
-        simd.call_command(job.walk, job.arguments, job.state, 0, job.num_threads)
-        waited = 0
-        while simd.atomic_load(base + _FINISHED) < job.num_threads - 1:
-            waited += 1
-            if waited < spins:
-                simd.pause()
-            else:
-                simd.yield_thread()
-        job.cycles = simd.cycles() - began
-
-    return lead
 
 
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_ssize_t)
@@ -127,7 +38,7 @@ class Team:
         self._lock = threading.Lock()
         self._job = aligned(1, JOB)
         self._serve, self._announce, self._lead = (
-            _FUNCTION(compiled_address(make.__name__[5:], make, JOB)) for make in (make_serve, make_announce, make_lead)
+            _FUNCTION(compiled_address(f".walking:make_{name}", JOB)) for name in ("serve", "announce", "lead")
         )
         self._walk = walk_address()
         self._pace = Pace(self.num_threads)

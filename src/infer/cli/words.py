@@ -1,0 +1,44 @@
+"""How the values of a trace read, in a table as in a picture."""
+
+import unicodedata
+
+_HEADINGS = {
+    "logit_bias": "bias",
+    "min_new_tokens": "minimum",
+    "repetition_penalty": "repetition",
+    "frequency_penalty": "frequency",
+    "presence_penalty": "presence",
+    "top_k": "top-k",
+    "top_p": "top-p",
+    "min_p": "min-p",
+    "temperature_last": "temperature",
+}
+
+
+def heading(stage: str) -> str:
+    return _HEADINGS.get(stage, stage.replace("_", " "))
+
+
+def percent(share: float) -> str:
+    """Two digits after the point; what would round to nothing is said to be less."""
+    return "<0.01%" if 0 < share < 0.00005 else f"{share:.2%}"
+
+
+def quoted(text: str) -> str:
+    """In quotes, on one line: characters that do not print as their escapes."""
+    return "'" + "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in text) + "'"
+
+
+def tail(text: str, count: int) -> str:
+    return text if len(text) <= count else "…" + text[1 - count :]
+
+
+def shortened(text: str, width: int) -> str:
+    while display_width(text) > width:
+        text = text.removesuffix("…")[:-1] + "…"
+    return text
+
+
+def display_width(text: str) -> int:
+    """Terminal columns: East Asian wide characters take two, combining ones none."""
+    return sum(0 if unicodedata.combining(x) else 2 if unicodedata.east_asian_width(x) in "WF" else 1 for x in text)

@@ -1,0 +1,116 @@
+"""Constraints by llguidance, the default: an Earley parser over derivatives of patterns, compiled in a millisecond.
+
+The package is loaded when the first grammar is compiled.
+"""
+
+import importlib
+import json
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+
+from infer.constraint.backend import Backend, Source
+from infer.constraint.base import Grammar, Mask
+from infer.constraint.stepwise import Matcher
+from infer.constraint.vocabulary import Vocabulary
+from infer.errors import ConstraintError
+
+
+@final
+class LlguidanceBackend(Backend):
+    name = "llguidance"
+    keywords = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._library = importlib.import_module("llguidance")
+        self._vocabulary = vocabulary
+        self._num_ids = len(vocabulary.token_bytes)
+        ends = [end for end in vocabulary.end_ids if end < self._num_ids]
+        self._tokenizer = self._library.LLTokenizer(
+            self._library.TokenizerWrapper(_Spelling(vocabulary, ends[0] if ends else self._num_ids)),
+            eos_token=ends or [self._num_ids],
+        )
+
+    def source(self, grammar: Grammar) -> Source:
+        make = self._library.LLMatcher
+        if grammar.kind == "regex":
+            return Source("", make.grammar_from_regex(grammar.text))
+        if grammar.kind == "grammar":
+            return Source("", make.grammar_from_lark(grammar.text))
+        if grammar.kind == "choice":
+            options = " | ".join(json.dumps(text) for text in json.loads(grammar.text))
+            return Source("", make.grammar_from_lark(f"start: {options}"))
+        separators = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+        schema = json.loads(grammar.text)
+        if not isinstance(schema, dict):  # true: any JSON; false is refused before
+            schema = {}
+        return Source("", make.grammar_from_json_schema(schema, overrides=separators))
+
+    def compile(self, source: Source) -> Any:
+        return self._library.LLMatcher(
+            self._tokenizer, source.text, log_level=0, limits=self._library.LLParserLimits(verbose_errors=False)
+        )
+
+    def make_matcher(self, compiled: Any) -> Matcher:
+        return _LlguidanceMatcher(compiled.deep_copy(), self._vocabulary, self._tokenizer.vocab_size)
+
+
+@final
+class _LlguidanceMatcher(Matcher):
+    def __init__(self, matcher: Any, vocabulary: Vocabulary, num_ids: int) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._words = np.zeros(-(-num_ids // 32), dtype=np.int32)
+        self._num_shared = min(len(self._words), -(-vocabulary.vocab_size // 32))
+
+    def fill(self, mask: Mask) -> None:
+        self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+        if self._matcher.is_error():
+            raise ConstraintError(f"the grammar cannot be followed further: {first_line(self._matcher.get_error())}")
+        mask[: self._num_shared] = self._words[: self._num_shared]
+        mask[self._num_shared :] = 0
+        rest = self._vocabulary.vocab_size % 32
+        if rest:  # an end id of our own making lies behind the vocabulary
+            mask.view(np.uint32)[self._vocabulary.vocab_size // 32] &= (1 << rest) - 1
+
+    def accept(self, token_id: int) -> bool:
+        if not 0 <= token_id < len(self._vocabulary.token_bytes):
+            return False
+        return bool(self._matcher.try_consume_tokens([token_id]) == 1)
+
+    def rollback(self, num_tokens: int) -> None:
+        if not self._matcher.rollback(num_tokens):
+            raise ConstraintError(f"the grammar cannot be rolled back: {first_line(self._matcher.get_error())}")
+
+    def forced(self) -> Sequence[int]:
+        ids: list[int] = self._matcher.compute_ff_tokens()
+        ends = [i for i, token_id in enumerate(ids) if token_id in self._vocabulary.end_ids]
+        return ids[: ends[0]] if ends else ids
+
+    def may_end(self) -> bool:
+        return bool(self._matcher.is_accepting())
+
+    def is_stopped(self) -> bool:
+        return bool(self._matcher.is_stopped())
+
+
+@final
+class _Spelling:
+    """What llguidance asks of a tokenizer. It must not raise: an exception here is a panic there."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary, eos_token_id: int) -> None:
+        self._spell = vocabulary.spell
+        self.eos_token_id = eos_token_id
+        padding = [b""] * (eos_token_id + 1 - len(vocabulary.token_bytes))
+        self.tokens = [*vocabulary.token_bytes, *padding]
+        self.special_token_ids = vocabulary.control_ids
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._spell(text.decode(errors="replace") if isinstance(text, bytes) else text)
+
+
+def first_line(message: str) -> str:
+    return message.strip().partition("\n")[0][:300]

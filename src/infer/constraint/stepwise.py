@@ -1,0 +1,112 @@
+"""The five methods over any backend: plans of forced tokens, end ids, and the lock that makes them safe to share."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from threading import Lock
+from typing import final
+
+from infer.constraint.base import Constraint, Mask
+from infer.constraint.vocabulary import Vocabulary
+
+MAX_FORCED = 64  # tokens in one plan; what follows them is planned when they are written
+
+
+class Matcher(ABC):
+    """A backend's place in a grammar. It never forgets a token that can be rolled back."""
+
+    @abstractmethod
+    def fill(self, mask: Mask) -> None:
+        """The tokens that the grammar allows, end ids included; all of the row is written."""
+
+    @abstractmethod
+    def accept(self, token_id: int) -> bool:
+        """Move past a token that is no end id, or return False and stay."""
+
+    @abstractmethod
+    def rollback(self, num_tokens: int) -> None: ...
+
+    @abstractmethod
+    def forced(self) -> Sequence[int]:
+        """What must follow, in the tokenizer's spelling, settled; no end ids."""
+
+    @abstractmethod
+    def may_end(self) -> bool:
+        """Whether the grammar is fulfilled."""
+
+    @abstractmethod
+    def is_stopped(self) -> bool:
+        """Whether the grammar is fulfilled and no text may follow."""
+
+
+@final
+class StepwiseConstraint(Constraint):
+    """A plan is what `forced` returns; there is one for every place, made when the place is reached.
+
+    So the plan depends on the tokens alone, never on who asked when; following it token by token gives the same plan as
+    taking it at once.
+    """
+
+    def __init__(self, matcher: Matcher, vocabulary: Vocabulary) -> None:
+        self._matcher = matcher
+        self._end_ids = vocabulary.end_ids
+        self._lock = Lock()
+        self._has_ended = False
+        self._plans: list[tuple[int, ...]] = [self._plan()]
+
+    def fill(self, mask: Mask) -> None:
+        with self._lock:
+            if self._has_ended:
+                _only(mask, self._end_ids)
+            elif self._plans[-1]:
+                _only(mask, self._plans[-1][:1])
+            else:
+                self._matcher.fill(mask)
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        with self._lock:
+            for index, token_id in enumerate(token_ids):
+                if not self._accept(token_id):
+                    return index
+            return len(token_ids)
+
+    def rollback(self, num_tokens: int) -> None:
+        with self._lock:
+            if not 0 <= num_tokens < len(self._plans):
+                raise ValueError(f"num_tokens must be from 0 to the {len(self._plans) - 1} accepted, got {num_tokens}")
+            if num_tokens:
+                self._matcher.rollback(num_tokens - self._has_ended)
+                self._has_ended = False
+                del self._plans[-num_tokens:]
+
+    def forced(self) -> list[int]:
+        with self._lock:
+            return list(self._plans[-1])
+
+    @property
+    def done(self) -> bool:
+        with self._lock:
+            return self._has_ended or self._matcher.is_stopped()
+
+    def _accept(self, token_id: int) -> bool:
+        plan = self._plans[-1]
+        if self._has_ended or (plan and token_id != plan[0]):
+            return False
+        if token_id in self._end_ids:  # the libraries need not know how a text ended
+            self._has_ended = self._matcher.may_end()
+            if self._has_ended:
+                self._plans.append(())
+            return self._has_ended
+        if not self._matcher.accept(token_id):
+            return False
+        self._plans.append(plan[1:] or self._plan())
+        return True
+
+    def _plan(self) -> tuple[int, ...]:
+        return tuple(self._matcher.forced()[:MAX_FORCED])
+
+
+def _only(mask: Mask, token_ids: Sequence[int]) -> None:
+    mask[:] = 0
+    words = mask.view("uint32")
+    for token_id in token_ids:
+        words[token_id // 32] |= 1 << token_id % 32

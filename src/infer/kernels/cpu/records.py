@@ -1,0 +1,181 @@
+"""What each command's arguments hold: plain records and sizes, apart from the code that reads them.
+
+A process that finds its kernels on disk needs these alone: nothing here, nor what builds commands, loads a compiler.
+Addresses and counts are int64.
+"""
+
+import numpy as np
+
+# packing
+
+PACK = np.dtype(
+    [
+        ("source", np.int64),
+        ("source_row_bytes", np.int64),
+        ("rows", np.int64),
+        ("in_features", np.int64),
+        ("out", np.int64),
+        ("group_bytes", np.int64),
+        ("first_group", np.int64),
+    ]
+)
+
+EMBED = np.dtype(
+    [
+        ("table", np.int64),
+        ("group_bytes", np.int64),
+        ("in_features", np.int64),
+        ("num_rows", np.int64),
+        ("out", np.int64),
+        ("scale", np.float32),
+        ("padding", np.float32),
+    ]
+)
+
+# activations
+
+NORMALIZE = np.dtype(
+    [
+        ("x", np.int64),  # f32 [tokens, features]
+        ("weight", np.int64),  # f32 [features]; 0: quantise only
+        ("eps", np.float32),
+        ("planes", np.int32),  # 0: keep floats
+        ("features", np.int64),
+        ("out", np.int64),
+        ("private_bytes", np.int64),  # not 0: a single token is done by every thread, at out + thread × this
+        ("of_wanted", np.int64),  # only the wanted tokens
+    ]
+)
+
+ADD_NORMALIZED = np.dtype(
+    [
+        ("residual", np.int64),  # f32 [tokens, features], changed in place
+        ("y", np.int64),
+        ("weight", np.int64),
+        ("eps", np.float32),
+        ("padding", np.float32),
+        ("features", np.int64),
+    ]
+)
+
+# attention
+
+CHUNK = 256  # positions that give one partial result
+SPLIT_TOKENS = 4  # up to this many tokens, the chunks are shared out; beyond, the tokens are
+MAX_HEAD_DIM = 512
+CACHE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+
+
+ATTEND = np.dtype(
+    [
+        ("qkv", np.int64),  # f32 [tokens, (heads + 2 kv_heads) × dim]
+        ("num_heads", np.int64),
+        ("num_kv_heads", np.int64),
+        ("dim", np.int64),
+        ("window", np.int64),  # 0: none
+        ("scale", np.float32),
+        ("eps", np.float32, 2),  # of q's and k's norm
+        ("padding", np.float32),
+        ("norms", np.int64, 2),  # their weights, or 0
+        ("cos", np.int64),  # f32 [positions, half], or 0
+        ("sin", np.int64),
+        ("half", np.int64),
+        ("keys", np.int64),
+        ("values", np.int64),
+        ("key_strides", np.int64, 2),  # bytes from row to row, from kv head to kv head
+        ("value_strides", np.int64, 2),
+        ("queries", np.int64),  # f32, as above
+        ("private_bytes", np.int64),  # a single token's queries lie at queries + thread × this
+        ("partials", np.int64),  # f32 [SPLIT_TOKENS, heads, num_chunks, dim + 16]
+        ("num_chunks", np.int64),
+        ("out", np.int64),  # f32 [tokens, heads × dim]
+        ("quantized", np.int64),  # activation records of out, or 0
+        ("planes", np.int64),
+    ]
+)
+
+# matmul
+
+MATMUL = np.dtype(
+    [
+        ("first_weights", np.int64),  # the groups of the projection, or of gate
+        ("second_weights", np.int64),  # 0, or the groups of up
+        ("group_bytes", np.int64),
+        ("num_groups", np.int64),
+        ("groups_per_unit", np.int64),
+        ("num_records", np.int64),
+        ("activations", np.int64),
+        ("private_bytes", np.int64),  # not 0: a single token's activations lie at activations + thread × this
+        ("of_wanted", np.int64),
+        ("tokens_per_block", np.int64),  # activations that stay in the cache while the weights stream by
+        ("unpacked", np.int64),  # a unit's weights as `matrix_tiles` take them, at unpacked + thread × unpacked_bytes
+        ("unpacked_bytes", np.int64),
+        ("epilogue", np.int64),
+        ("epilogue_arguments", np.int64),
+    ]
+)
+
+EPILOGUE = np.dtype(
+    [
+        ("out", np.int64),  # f32 [tokens, row_stride]; 0: not wanted
+        ("row_stride", np.int64),
+        ("first_column", np.int64),
+        ("num_columns", np.int64),
+        ("bias", np.int64),  # f32 [num_columns] or 0; of gate when gating, up's behind it
+        ("quantized", np.int64),  # gating only: activation records of what goes to `out`, or 0
+        ("planes", np.int64),
+    ]
+)
+
+# greedy
+
+SAMPLE = np.dtype(
+    [
+        ("logits", np.int64),  # f32 [wanted, vocab]
+        ("vocab", np.int64),
+        ("found", np.int64),  # int64 [wanted, threads]: the best of each thread's part
+        ("sampled", np.int64),  # int64 [wanted]
+        ("generated", np.int64),  # int64 [repeats, wanted]
+        ("num_generated", np.int64),
+        ("stop", np.int64),  # 1: end the chain after this step
+        ("stop_ids", np.int64),
+        ("num_stop_ids", np.int64),
+        ("ended", np.int64),  # int64 [wanted]: rows that met a stop id
+    ]
+)
+
+# walking
+
+MAX_THREADS = 256
+
+
+WALK = np.dtype(
+    [
+        ("rows", np.int64),
+        ("num_rows", np.int64),
+        ("repeats", np.int64),  # how often to walk the table
+        ("stop", np.int64),  # address of an int64 that a command sets to end the repeats, or 0
+        ("times", np.int64),  # int64 [num_rows]: cycles spent by thread 0 are added here, or 0
+        ("walked", np.int64),  # how often it was walked, thanks to `stop` less than `repeats`
+        ("patience", np.int64),  # cycles that thread 0 may wait, beyond the share, before it goes on alone; 0: for ever
+    ]
+)
+
+JOB = np.dtype(
+    [
+        ("generation", np.int64),  # 512 × the number of walks so far + threads of the current one
+        ("pad0", np.int64, 7),
+        ("finished", np.int64),  # workers that finished the current one
+        ("pad1", np.int64, 7),
+        ("walk", np.int64),
+        ("arguments", np.int64),
+        ("state", np.int64),
+        ("num_threads", np.int64),
+        ("cycles", np.int64),  # that the walk took
+        ("num_wakes", np.int64),
+        ("pad2", np.int64, 2),
+        ("sleeping", np.int64, MAX_THREADS),
+        ("wakes", np.int64, MAX_THREADS),  # workers whose flag the last launch took, so that it must wake them
+        ("seen", np.int64, MAX_THREADS),  # the generation that a worker did last
+    ]
+)

@@ -1,0 +1,177 @@
+"""A generation in the loop: which row is its, what that row's cache lacks, what it guesses and what holds it.
+
+The loop asks for a part of the next step and tells what it gave; everything that differs between greedy, sampled,
+speculative and constrained generations is a value in here.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import final
+
+import numpy as np
+
+from infer.batch import Part
+from infer.constraint import Constraint
+from infer.context import Drawn
+from infer.draft import DraftPolicy, NgramDraft
+from infer.errors import ConstraintError
+from infer.generation import Generation
+from infer.params import SamplingParams
+from infer.results import GenerationResult, GenerationStats, GenerationTiming, Piece
+from infer.sampling.sampler import message_of
+
+CHAIN_BETWEEN_DRAFTS = 4  # where drafts pay, but none was found for the place
+
+Mask = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+
+
+@final
+class Running:
+    """`pending` are tokens that were said, or are the prompt, and that the row's cache has not: one after each step."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        *,
+        row: int = 0,
+        constraint: Constraint | None = None,
+        num_draft_tokens: int = 0,
+        cancel: threading.Event | None = None,
+    ) -> None:
+        self.generation, self.row, self.constraint = generation, row, constraint
+        self.pending = generation.prompt_token_ids[generation.reused_tokens :]
+        self.stats = GenerationStats()
+        self._cancel = cancel
+        self._draft: NgramDraft | None = None
+        if num_draft_tokens:
+            self._draft, self._policy = NgramDraft(generation.prompt_token_ids), DraftPolicy(num_draft_tokens)
+        self._is_drafting = False
+        self._grammar_error: str | None = None
+        self._waited, self._prefill_s = 0.0, 0.0
+        self._decode_times_s, self._sampling_times_s = list[float](), list[float]()
+        if constraint is not None:
+            generation.grammar_complete = False
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.generation.params
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the cache lacks just the last token."""
+        return len(self.pending) == 1
+
+    @property
+    def can_chain(self) -> bool:
+        """Whether nothing is asked of the next tokens but what they are."""
+        return self.is_decoding and self.constraint is None and self.params.logprobs is None
+
+    @property
+    def chain_limit(self) -> int:
+        """The longest chain that passes over no draft worth trying."""
+        return CHAIN_BETWEEN_DRAFTS if self._is_drafting else self.generation.room
+
+    def is_finished(self) -> bool:
+        """Looks at `cancel` first."""
+        if self._cancel is not None and self._cancel.is_set():
+            self.generation.cancel()
+        return self.generation.is_finished()
+
+    # Before a step
+
+    def force(self) -> Iterator[int]:
+        """The tokens that the grammar leaves no choice about; each must be accepted before the next is asked for."""
+        while self.constraint is not None and not self.generation.is_finished():
+            forced = self.constraint.forced()
+            if not forced:
+                return
+            for token_id in forced:
+                if self.generation.is_finished():
+                    return
+                self.stats.tokens_forced += 1
+                self.pending.append(token_id)
+                yield token_id
+
+    def plan(self, budget: int, max_drafts: int) -> Part:
+        """What to run of this row: up to `budget` tokens of what is pending, and drafts behind a single one."""
+        if not self.is_decoding:
+            taken = self.pending[:budget]
+            return Part(self.row, taken, is_wanted=0 < len(taken) == len(self.pending))
+        drafts: Sequence[int] = ()
+        if self._draft is not None:
+            wanted = self._policy.num_draft_tokens()
+            self._is_drafting = wanted > 0
+            asked = min(wanted, max_drafts, self.generation.room - 1)
+            drafts = self._draft.propose(asked) if asked > 0 else ()
+        return Part(self.row, [*self.pending, *drafts], num_drafts=len(drafts))
+
+    def fill(self, masks: Mask, drafts: Sequence[int]) -> None:
+        """A line for what follows now and one behind each draft, as far as the grammar allows them. For any thread."""
+        assert self.constraint is not None
+        num_accepted = 0
+        try:
+            for index, mask in enumerate(masks):
+                self.constraint.fill(mask)
+                self.stats.masks_filled += 1
+                if index == len(drafts) or self.constraint.accept([drafts[index]]) == 0:
+                    break
+                num_accepted += 1
+        except ConstraintError as error:
+            masks[num_accepted] = 0
+            self._grammar_error = str(error)
+        self.constraint.rollback(num_accepted)
+
+    # After it
+
+    def prefilled(self, count: int, seconds: float) -> None:
+        """A step that took the first `count` pending tokens and gave nothing."""
+        del self.pending[:count]
+        self._waited += seconds
+        self.stats.prefill_steps += count > 0
+
+    def chained(self, token_ids: Sequence[int], seconds: float) -> None:
+        self.stats.chains += 1
+        self.stats.chain_tokens += len(token_ids)
+        if self._draft is not None and token_ids:
+            self._policy.learn(0, 0, seconds / len(token_ids))
+        self._said(len(token_ids), seconds, 0.0)
+
+    def stepped(self, part: Part, drawn: Drawn, seconds: float, sampling_s: float) -> None:
+        self.stats.single_steps += 1
+        num_right = len(drawn.token_ids) - 1
+        self.stats.drafts_proposed += part.num_drafts
+        self.stats.drafts_accepted += num_right
+        if self._draft is not None and len(part.token_ids) == part.num_drafts + 1:
+            self._policy.learn(part.num_drafts, num_right, seconds)
+        self._said(len(drawn.token_ids), seconds, sampling_s)
+
+    def accept(self, token_id: int) -> Piece | None:
+        """What a token adds to the text; None for the code of a failed row, which ends the generation."""
+        if token_id < 0:
+            if self._grammar_error is None:
+                self.generation.fail("logits", message_of(token_id))
+            else:
+                self.generation.fail("grammar", self._grammar_error)
+            return None
+        is_complete = False
+        if self.constraint is not None:
+            self.constraint.accept([token_id])
+            is_complete = self.constraint.done
+            self.generation.grammar_complete = is_complete
+        if self._draft is not None:
+            self._draft.append([token_id])
+        return self.generation.accept(token_id, is_complete=is_complete)
+
+    def result(self) -> GenerationResult:
+        timing = GenerationTiming(self._prefill_s, self._decode_times_s, self._sampling_times_s)
+        return self.generation.result(timing, self.stats)
+
+    def _said(self, count: int, seconds: float, sampling_s: float) -> None:
+        """The first token's time is that of the prompt; several tokens of one step share its time."""
+        seconds, self._waited = self._waited + seconds, 0.0
+        if self._prefill_s == 0:
+            self._prefill_s = seconds
+            return
+        for _ in range(count):
+            self._decode_times_s.append((seconds - sampling_s) / count)
+            self._sampling_times_s.append(sampling_s / count)

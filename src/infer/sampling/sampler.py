@@ -1,0 +1,345 @@
+"""The sampler for a batch, in torch on any device: every row with its own parameters, no loop over rows, no read-back.
+
+ 1. float32; raw log-probabilities are those of these logits
+ 2. grammar mask, `allowed_token_ids`, minimum length (lifted where steps 2 and 3 would leave nothing but the end)
+ 3. `logit_bias`
+ 4. repetition, then frequency, then presence penalty
+ 5. greedy rows: argmax
+ 6. temperature (rows with `temperature_last`: after step 9)
+ 7. top-k       8. top-p       9. min-p
+10. Gumbel noise, argmax
+
+`stages` gives these steps one by one; a step that no row needs is left out, a row that does not need it goes through it
+unchanged, bit for bit. A row's token is what `reference` gives it alone. Ties: logit descending, then id ascending.
+A row with NaN or +inf, or with no token left, gets a negative code in place of a token; the others do not notice.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from infer.errors import InvalidRequestError
+from infer.results import TokenLogprob
+from infer.sampling.history import History
+from infer.sampling.noise import gumbel_rows
+from infer.sampling.reference import NO_TOKEN_ALLOWED, LogitsError
+from infer.sampling.rows import Rows, num_mask_words, unpack_bits
+from infer.sampling.weight import WEIGHT_BITS, target, weights
+
+Logits = Float[Tensor, "rows vocab"]
+Masks = Int[Tensor, "rows words"]
+Choose = Callable[[Logits, Rows, History | None, Int[Tensor, "rows"], Masks | None], Int[Tensor, "rows"]]
+
+NOT_A_NUMBER, NOTHING_ALLOWED = -1, -2
+_MESSAGES = {
+    NOT_A_NUMBER: "the logits of this row hold NaN or +inf: nothing is sampled",
+    NOTHING_ALLOWED: NO_TOKEN_ALLOWED,
+}
+_LARGEST = torch.finfo(torch.float32).max
+
+
+@final
+@dataclass(frozen=True)
+class Sampled:
+    """One token a row. The log-probabilities are None unless a row asked for them, and hold garbage for failed rows."""
+
+    token_ids: Int[Tensor, "rows"]  # a negative code where the row failed: `message_of` says why
+    logprobs: Float[Tensor, "rows"] | None = None
+    ranks: Int[Tensor, "rows"] | None = None  # 1 is the likeliest
+    top_ids: Int[Tensor, "rows alternatives"] | None = None
+    top_logprobs: Float[Tensor, "rows alternatives"] | None = None
+
+    def logprob_of(self, row: int, num_alternatives: int) -> TokenLogprob:
+        assert self.logprobs is not None
+        assert self.ranks is not None
+        assert self.top_ids is not None
+        assert self.top_logprobs is not None
+        ids, logprobs = (x[row, :num_alternatives].tolist() for x in (self.top_ids, self.top_logprobs))
+        return TokenLogprob(
+            token_id=int(self.token_ids[row]),
+            logprob=float(self.logprobs[row]),
+            rank=int(self.ranks[row]),
+            top=tuple(zip(ids, logprobs, strict=True)),
+        )
+
+
+def message_of(code: int) -> str:
+    """Why a row failed that got this code in place of a token."""
+    return _MESSAGES[code]
+
+
+def check(token_id: int) -> int:
+    """The token. Raises LogitsError for the code of a failed row."""
+    if token_id < 0:
+        raise LogitsError(message_of(token_id))
+    return token_id
+
+
+def sample(
+    logits: Logits,
+    rows: Rows,
+    history: History | None,
+    positions: Int[Tensor, "rows"],
+    allowed: Masks | None = None,
+    *,
+    choose: Choose | None = None,
+) -> Sampled:
+    """The token of each row at `positions`: how many tokens stand before it, which is also the noise's counter.
+
+    logits may be float32, float16 or bfloat16 and stay as they are. `allowed` is the grammar's mask, packed as
+    `rows.masks`, all ones for rows without a grammar. `choose` is what finds the tokens, by default `choose_tokens`.
+    Raises InvalidRequestError for wrong shapes.
+    """
+    check_shapes(logits, rows, history, positions, allowed)
+    token_ids = (choose or choose_tokens)(logits, rows, history, positions, allowed)
+    counts = [0 if count is None else count for count in rows.num_logprobs]
+    if all(count is None for count in rows.num_logprobs):
+        return Sampled(token_ids)
+    scored = logits.float()
+    if any(rows.is_processed):
+        processed = process(logits, rows, history, positions, allowed)
+        is_processed = torch.tensor(rows.is_processed, device=logits.device)
+        scored = torch.where(is_processed[:, None], processed, scored)
+    return Sampled(token_ids, *log_probabilities(scored, token_ids.clamp(min=0), max(counts)))
+
+
+def choose_tokens(
+    logits: Logits,
+    rows: Rows,
+    history: History | None,
+    positions: Int[Tensor, "rows"],
+    allowed: Masks | None = None,
+) -> Int[Tensor, "rows"]:
+    """Steps 1 to 10."""
+    processed = process(logits, rows, history, positions, allowed)
+    token_ids = processed.argmax(-1)
+    if rows.has_sampled:
+        noise = gumbel_rows(rows.seed, positions, torch.arange(rows.vocab_size, device=logits.device))
+        sampled = (processed + noise).argmax(-1)
+        token_ids = torch.where(rows.temperature == 0, token_ids, sampled) if rows.has_greedy else sampled
+    largest = logits.max(-1).values.float()  # NaN where a row has one
+    token_ids = torch.where(processed.gather(1, token_ids[:, None])[:, 0] == -math.inf, NOTHING_ALLOWED, token_ids)
+    return torch.where(largest.isnan() | (largest == math.inf), NOT_A_NUMBER, token_ids)
+
+
+def process(
+    logits: Logits,
+    rows: Rows,
+    history: History | None,
+    positions: Int[Tensor, "rows"],
+    allowed: Masks | None = None,
+) -> Float[Tensor, "rows vocab"]:
+    """Float32 logits after steps 1 to 9 (to 4 where greedy): what the noise is added to."""
+    *_, (_, processed) = stages(logits, rows, history, positions, allowed)
+    return processed
+
+
+def stages(
+    logits: Logits,
+    rows: Rows,
+    history: History | None,
+    positions: Int[Tensor, "rows"],
+    allowed: Masks | None = None,
+) -> Iterator[tuple[str, Float[Tensor, "rows vocab"]]]:
+    """The name of each step that some row needs, and the logits after it."""
+    x = logits.float()
+    yield "raw", x
+    if allowed is not None or rows.has_mask:
+        x = keep_allowed(x, rows, allowed)
+        yield "allowed", x
+    if rows.has_bias:
+        x = apply_logit_bias(x, rows)
+        yield "logit_bias", x
+    if rows.has_min_new_tokens:
+        x = ban_ends(x, rows, positions)
+        yield "min_new_tokens", x
+    if rows.has_penalty:
+        if history is None:
+            raise InvalidRequestError("rows with a penalty need a history")
+        for name, apply in _PENALTIES.items():
+            x = apply(x, rows, history)
+            yield name, x
+    if not rows.has_sampled:
+        return
+    last = rows.temperature_last
+    if rows.has_temperature and not rows.all_temperature_last:
+        x = apply_temperature(x, torch.where(last, 1.0, rows.temperature))
+        yield "temperature", x
+    if rows.max_top_k:
+        x = keep_top_k(x, rows)
+        yield "top_k", x
+    if len(rows.with_top_p):
+        x = keep_top_p(x, rows)
+        yield "top_p", x
+    if rows.has_min_p:
+        x = keep_min_p(x, rows)
+        yield "min_p", x
+    if rows.has_temperature and rows.has_temperature_last:
+        x = apply_temperature(x, torch.where(last, rows.temperature, 1.0))
+        yield "temperature_last", x
+
+
+def keep_allowed(x: Logits, rows: Rows, allowed: Masks | None) -> Logits:
+    """−inf outside the grammar's mask and the row's own."""
+    if allowed is not None:
+        x = x.masked_fill(~unpack_bits(allowed, x.shape[1]), -math.inf)
+    if rows.has_mask:
+        own = unpack_bits(rows.masks, x.shape[1])[rows.mask_index.clamp(min=0)]
+        x = x.masked_fill(~(own | (rows.mask_index < 0)[:, None]), -math.inf)
+    return x
+
+
+def apply_logit_bias(x: Logits, rows: Rows) -> Logits:
+    """logit + bias, in float64; −inf bans."""
+    at = (rows.bias_rows, rows.bias_ids)
+    values = x[at]
+    biased = _keep_finite(values, (values.double() + rows.biases).float())
+    return x.index_put(at, biased.masked_fill(rows.biases == -math.inf, -math.inf))
+
+
+def ban_ends(x: Logits, rows: Rows, positions: Int[Tensor, "rows"]) -> Logits:
+    """−inf at EOS and stop ids below the minimum length, unless nothing else is left."""
+    at = (rows.end_rows, rows.end_ids)
+    is_short = positions - rows.num_prompt_tokens < rows.min_new_tokens
+    longer = x.index_put(at, x[at].masked_fill(is_short[rows.end_rows], -math.inf))
+    return torch.where((longer > -math.inf).any(-1, keepdim=True), longer, x)
+
+
+def apply_repetition_penalty(x: Logits, rows: Rows, history: History) -> Logits:
+    """Each id within the row's window: a positive logit is divided by the penalty, a negative one multiplied."""
+    mine = rows.penalised
+    is_within = history.is_within(rows.history_slot[mine], rows.repetition_window[mine])
+    penalty, values = rows.repetition_penalty[mine, None], x[mine]
+    penalised = _keep_finite(values, torch.where(values > 0, values / penalty, values * penalty))
+    return x.index_copy(0, mine, torch.where(is_within & (penalty != 1), penalised, values))
+
+
+def apply_frequency_penalty(x: Logits, rows: Rows, history: History) -> Logits:
+    """logit − penalty × how often the id stands in the output."""
+    mine = rows.penalised
+    counts, values = history.counts[rows.history_slot[mine]], x[mine]
+    penalty = rows.frequency_penalty[mine, None]
+    penalised = _keep_finite(values, values - penalty * counts)
+    return x.index_copy(0, mine, torch.where((counts > 0) & (penalty != 0), penalised, values))
+
+
+def apply_presence_penalty(x: Logits, rows: Rows, history: History) -> Logits:
+    """logit − penalty for each id that stands in the output."""
+    mine = rows.penalised
+    counts, values = history.counts[rows.history_slot[mine]], x[mine]
+    penalty = rows.presence_penalty[mine, None]
+    penalised = _keep_finite(values, values - penalty)
+    return x.index_copy(0, mine, torch.where((counts > 0) & (penalty != 0), penalised, values))
+
+
+_PENALTIES = {
+    "repetition_penalty": apply_repetition_penalty,
+    "frequency_penalty": apply_frequency_penalty,
+    "presence_penalty": apply_presence_penalty,
+}
+
+
+def apply_temperature(x: Logits, temperature: Float[Tensor, "rows"]) -> Logits:
+    """logits / temperature, 0 counting as 1. A row whose largest logit would overflow is shifted first."""
+    divisor = torch.where(temperature == 0, 1.0, temperature)[:, None]
+    largest = x.max(-1, keepdim=True).values
+    overflows = (largest / divisor).isinf() & largest.isfinite()
+    return _keep_finite(x, torch.where(overflows, x - largest, x) / divisor)
+
+
+def keep_top_k(x: Logits, rows: Rows) -> Logits:
+    """Exactly the k largest of each sampled row that has a k, the smallest ids among equals."""
+    k = torch.where(rows.temperature != 0, rows.top_k, 0)
+    ranked = x.topk(rows.max_top_k).values
+    threshold = ranked.gather(1, (k - 1).clamp(min=0)[:, None])
+    is_above, is_equal = x > threshold, x == threshold
+    room = k[:, None] - is_above.sum(-1, keepdim=True)
+    is_kept = is_above | (is_equal & (is_equal.cumsum(-1) <= room))
+    return x.masked_fill(~is_kept & (k > 0)[:, None], -math.inf)
+
+
+def keep_top_p(x: Logits, rows: Rows) -> Logits:
+    """The fewest largest tokens of each row whose probabilities reach p; the crossing token stays."""
+    mine = rows.with_top_p
+    ranked, order = x[mine].sort(descending=True, stable=True)
+    largest = torch.where(ranked[:, 0].isfinite(), ranked[:, 0], 0.0)
+    sums = weights(ranked, largest).cumsum(-1)
+    goal = target(sums[:, -1], rows.top_p[mine])
+    num_kept = (sums.double() < goal[:, None]).sum(-1, keepdim=True) + 1
+    is_dropped = torch.arange(x.shape[1], device=x.device) >= num_kept
+    dropped = ranked.masked_fill(is_dropped, -math.inf)
+    return x.index_copy(0, mine, torch.empty_like(dropped).scatter_(1, order, dropped))
+
+
+def keep_min_p(x: Logits, rows: Rows) -> Logits:
+    """−inf where logit < largest + ln(min_p), for sampled rows."""
+    lowest = torch.where(rows.temperature != 0, rows.log_min_p, -math.inf)[:, None]
+    return x.masked_fill(x < x.max(-1, keepdim=True).values + lowest, -math.inf)
+
+
+def log_probabilities(
+    logits: Float[Tensor, "rows vocab"], token_ids: Int[Tensor, "rows"], num_alternatives: int
+) -> tuple[
+    Float[Tensor, "rows"], Int[Tensor, "rows"], Int[Tensor, "rows alternatives"], Float[Tensor, "rows alternatives"]
+]:
+    """Log-softmax of each token, its rank, and the likeliest ids with theirs, in the total order.
+
+    The normaliser is a sum of integer weights: a floating-point one depends on the batch and on torch's threads.
+    It is within 4e-8 for a vocabulary of 262,144.
+    """
+    largest = logits.max(-1, keepdim=True).values
+    sums = weights(logits, torch.where(largest.isfinite(), largest, 0.0)[:, 0]).sum(-1, keepdim=True)
+    log_sum = sums.double().log() - WEIGHT_BITS * math.log(2)
+    chosen = logits.gather(1, token_ids[:, None])
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    is_ahead = (logits > chosen) | ((logits == chosen) & (ids < token_ids[:, None]))
+    top, top_ids = _largest(logits, min(num_alternatives, logits.shape[1]))
+    # The largest goes first: beside a logit of 1e38 a logarithm would vanish.
+    return (
+        (chosen.double() - largest.double() - log_sum)[:, 0].float(),
+        is_ahead.sum(-1) + 1,
+        top_ids,
+        (top.double() - largest.double() - log_sum).float(),
+    )
+
+
+def check_shapes(
+    logits: Logits, rows: Rows, history: History | None, positions: Int[Tensor, "rows"], allowed: Masks | None
+) -> None:
+    def need(name: str, x: Tensor, shape: Sequence[int]) -> None:
+        if tuple(x.shape) != tuple(shape):
+            raise InvalidRequestError(f"{name} must be {list(shape)} for {len(rows)} rows, got {list(x.shape)}")
+
+    if not logits.is_floating_point():
+        raise InvalidRequestError(f"logits must be floats, got {logits.dtype}")
+    need("logits", logits, (len(rows), rows.vocab_size))
+    need("positions", positions, (len(rows),))
+    if allowed is not None:
+        need("allowed", allowed, (len(rows), num_mask_words(rows.vocab_size)))
+        if allowed.dtype != torch.int32:
+            raise InvalidRequestError(f"allowed must be int32, one bit per token, got {allowed.dtype}")
+    if rows.has_penalty and (history is None or history.vocab_size != rows.vocab_size):
+        size = None if history is None else history.vocab_size
+        raise InvalidRequestError(f"rows with a penalty need a history of {rows.vocab_size} words, got {size}")
+
+
+def _largest(x: Logits, count: int) -> tuple[Float[Tensor, "rows count"], Int[Tensor, "rows count"]]:
+    """The largest of each row with their ids, in the total order: topk promises no order among equals."""
+    if count == 0:
+        return x[:, :0], torch.zeros(len(x), 0, dtype=torch.int64, device=x.device)
+    threshold = x.topk(count).values[:, -1:]
+    is_equal = x == threshold
+    is_kept = (x > threshold) | (is_equal & (is_equal.cumsum(-1) <= count - (x > threshold).sum(-1, keepdim=True)))
+    ids = is_kept.int().topk(count).indices.sort().values
+    values, order = x.gather(1, ids).sort(descending=True, stable=True)
+    return values, ids.gather(1, order)
+
+
+def _keep_finite(before: Tensor, after: Tensor) -> Tensor:
+    """`after`, but what was finite is at most the largest number, and what was not is as it was."""
+    return torch.where(before.isfinite(), after.clamp(-_LARGEST, _LARGEST), before)

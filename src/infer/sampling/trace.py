@@ -1,0 +1,137 @@
+"""One token on its way through the sampler: the likeliest candidates after each stage, and what each stage took away.
+
+The stages, the noise and the choice are the sampler's own: nothing is computed twice in two ways.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from infer.errors import InvalidRequestError
+from infer.params import PARAMETER_NAMES, SamplingParams
+from infer.results import SampleTrace, TraceCandidate, TraceStage
+from infer.sampling.history import History
+from infer.sampling.noise import gumbel_at
+from infer.sampling.rows import Rows
+from infer.sampling.sampler import check, sample, stages
+
+_NEUTRAL = SamplingParams()
+
+
+@torch.inference_mode()
+def sample_trace(
+    logits: Float[Tensor, "vocab"],
+    params: SamplingParams,
+    context_token_ids: Sequence[int],
+    *,
+    num_prompt_tokens: int | None = None,
+    eos_token_ids: Collection[int] = frozenset(),
+    num_candidates: int = 10,
+) -> SampleTrace:
+    """How the token after `context_token_ids` is sampled from these logits; the prompt is all of them by default.
+
+    The candidates are those with the largest probability after any stage. Raises LogitsError where nothing can be
+    sampled and InvalidRequestError for what `Rows.pack` and `History.begin` refuse.
+    """
+    if num_candidates < 1:
+        raise InvalidRequestError(f"num_candidates must be at least 1, got {num_candidates}")
+    num_prompt_tokens = len(context_token_ids) if num_prompt_tokens is None else num_prompt_tokens
+    device, vocab_size = logits.device, len(logits)
+    rows = Rows.pack([params], vocab_size, num_prompt_tokens=[num_prompt_tokens], end_ids=eos_token_ids, device=device)
+    history = None
+    if rows.has_penalty:
+        history = History(1, len(context_token_ids), vocab_size, device)
+        history.begin(0, context_token_ids, num_prompt_tokens)
+    positions = torch.tensor([len(context_token_ids)], device=device)
+    token_id = check(int(sample(logits[None], rows, history, positions).token_ids[0]))
+    passed = [(name, x[0]) for name, x in stages(logits[None], rows, history, positions) if not _is_off(name, params)]
+    probabilities = torch.stack([x.double().softmax(-1) for _, x in passed])
+    ids, ranks = _candidates(passed[0][1], probabilities, token_id, num_candidates)
+    return SampleTrace(
+        stages=tuple(_stages(passed, probabilities, ids, params)),
+        candidates=tuple(_follow(passed, probabilities, ids, ranks, params, len(context_token_ids))),
+        token_id=token_id,
+        position=len(context_token_ids),
+        step=len(context_token_ids) - num_prompt_tokens + 1,
+        seed=None if params.is_greedy else params.seed,
+    )
+
+
+def _is_off(name: str, params: SamplingParams) -> bool:
+    """Rows with one penalty go through all of them."""
+    return name.endswith("_penalty") and getattr(params, name) == getattr(_NEUTRAL, name)
+
+
+def _stages(
+    passed: Sequence[tuple[str, Float[Tensor, "vocab"]]],
+    probabilities: Float[Tensor, "stages vocab"],
+    ids: Int[Tensor, "candidates"],
+    params: SamplingParams,
+) -> list[TraceStage]:
+    others = probabilities.index_fill(1, ids, 0.0).sum(1).tolist()
+    found = []
+    before = passed[0][1]
+    for index, (name, x) in enumerate(passed):
+        is_dropped = (x == -math.inf) & (before > -math.inf)
+        removed = float(before.double().softmax(-1)[is_dropped].sum())
+        expected = before.masked_fill(is_dropped, -math.inf).double().softmax(-1)
+        moved = float((probabilities[index] - expected).abs().sum()) / 2
+        num_kept = int((x > -math.inf).sum())
+        found.append(TraceStage(name, _value(name, params), num_kept, removed, moved, others[index]))
+        before = x
+    return found
+
+
+def _value(name: str, params: SamplingParams) -> int | float | None:
+    value: Any = params.temperature if name == "temperature_last" else None
+    if value is None and name in PARAMETER_NAMES:
+        value = getattr(params, name)
+    return value if isinstance(value, int | float) else None
+
+
+def _candidates(
+    raw: Float[Tensor, "vocab"], probabilities: Float[Tensor, "stages vocab"], token_id: int, count: int
+) -> tuple[Int[Tensor, "candidates"], Int[Tensor, "candidates"]]:
+    """The ids that were likeliest at their best, the chosen one among them, in the order of raw logits; their ranks."""
+    order = raw.sort(descending=True, stable=True).indices
+    peaks = probabilities.max(0).values[order]
+    places = peaks.sort(descending=True, stable=True).indices[:count]
+    chosen = (order == token_id).nonzero()[:, 0]
+    if not bool((places == chosen).any()):
+        places = torch.cat([places[:-1], chosen])
+    places = places.sort().values
+    return order[places], places + 1
+
+
+def _follow(
+    passed: Sequence[tuple[str, Float[Tensor, "vocab"]]],
+    probabilities: Float[Tensor, "stages vocab"],
+    ids: Int[Tensor, "candidates"],
+    ranks: Int[Tensor, "candidates"],
+    params: SamplingParams,
+    position: int,
+) -> list[TraceCandidate]:
+    logits = torch.stack([x[ids] for _, x in passed], 1).tolist()
+    last = passed[-1][1][ids]
+    noise = None if params.is_greedy or params.seed is None else gumbel_at(params.seed, position, ids)
+    scores = (last if noise is None else last + noise).tolist()
+    found = []
+    for index, values in enumerate(logits):
+        dropped = next((name for (name, _), value in zip(passed, values, strict=True) if value == -math.inf), None)
+        found.append(
+            TraceCandidate(
+                token_id=int(ids[index]),
+                text="",
+                rank=int(ranks[index]),
+                logits=tuple(value if value > -math.inf else None for value in values),
+                probabilities=tuple(probabilities[:, ids[index]].tolist()),
+                noise=None if noise is None or dropped else float(noise[index]),
+                score=None if dropped else scores[index],
+                dropped_by=dropped,
+            )
+        )
+    return found

@@ -1,0 +1,57 @@
+"""Grammars over SmolLM2's own vocabulary: schemas by the hundred, cut and resumed, and every hostile one."""
+
+import json
+import random
+from importlib.util import find_spec
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from constraint_walks import allowed_ids, schema_text, walk
+from infer.checkpoint import open_checkpoint
+from infer.constraint import Compiler, Grammar, make_compiler
+from infer.tokenizer import Tokenizer
+
+VOCAB_SIZE = 49_152 + 40
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_path: Path) -> Tokenizer:
+    return Tokenizer.from_gguf(open_checkpoint(smollm2_path).metadata)
+
+
+@pytest.fixture(scope="module", params=["llguidance", "xgrammar"])
+def compiler(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Compiler:
+    if find_spec(request.param) is None:
+        pytest.skip(f"{request.param} is not installed: make unit")
+    return make_compiler(tokenizer, VOCAB_SIZE, backend=request.param)
+
+
+def test_texts_of_500_random_schemas_parse_and_validate(compiler: Compiler, tokenizer: Tokenizer) -> None:
+    for seed in range(500):
+        text = schema_text(1000 + seed, wide=compiler.backend == "llguidance")
+        constraint = compiler.compile(Grammar("json_schema", text))
+        written = walk(constraint, tokenizer, VOCAB_SIZE, random.Random(seed))
+        jsonschema.validate(json.loads(written), json.loads(text))
+
+
+def test_what_is_forced_is_how_the_tokenizer_spells_it(compiler: Compiler, tokenizer: Tokenizer) -> None:
+    text = json.dumps({"first_name": "x", "last_name": "y", "date_of_birth": "z"})
+    properties = {name: {"const": value} for name, value in json.loads(text).items()}
+    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    constraint = compiler.compile(Grammar("json_schema", json.dumps(schema)))
+    written: list[int] = []
+    num_sampled = 0
+    while not constraint.done:
+        ids = constraint.forced()
+        if not ids:
+            num_sampled += 1
+            ids = max(
+                ([i] for i in allowed_ids(constraint, VOCAB_SIZE)), key=lambda i: len(tokenizer.token_bytes[i[0]])
+            )
+        assert constraint.accept(ids) == len(ids)
+        written += ids
+    assert tokenizer.decode(written) == text
+    assert num_sampled <= 2
+    assert written[:12] == tokenizer.encode(text)[:12]

@@ -1,0 +1,38 @@
+"""`infer sample-trace` on SmolLM2: the token it explains is the one that `infer generate` says."""
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from infer.cli import main
+
+OPTIONS = {
+    "defaults": ["--seed", "3"],
+    "everything": [
+        *["--seed", "5", "--temperature", "1.3", "--top-k", "50", "--top-p", "0.8", "--min-p", "0.02"],
+        *["--frequency-penalty", "0.4", "--presence-penalty", "0.3", "--logit-bias", "4461=-inf"],
+    ],
+    "greedy": ["--temperature", "0"],
+    "plain greedy": ["--temperature", "0", "--repetition-penalty", "1"],
+    "chat": ["--chat", "--system", "Be brief.", "--seed", "1"],
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_step_is_the_one_that_generate_took(
+    name: str, smollm2_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--model", str(smollm2_path), "--prompt", "Roses are red, violets are", *OPTIONS[name], "--json", "-q"]
+    assert main(["generate", "-n", "10", *options]) == 0
+    token_ids = json.loads(capsys.readouterr().out)["token_ids"]
+    path = tmp_path / "trace.svg"
+    for step in {1, 2, len(token_ids)}:
+        assert main(["sample-trace", "--step", str(step), "--plot", str(path), *options]) == 0
+        trace = json.loads(capsys.readouterr().out)
+        assert trace["token_id"] == token_ids[step - 1]
+        for index, stage in enumerate(trace["stages"]):
+            listed = sum(candidate["probabilities"][index] for candidate in trace["candidates"])
+            assert listed + stage["others"] == pytest.approx(1, abs=1e-9)
+        assert ElementTree.parse(path).getroot().tag.endswith("svg")

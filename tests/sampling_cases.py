@@ -1,0 +1,250 @@
+"""Batches to sample from, what the single-row reference makes of each row alone, and hypothesis strategies for them."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from infer import ops
+from infer.params import SamplingParams
+from infer.sampling import reference, sampler
+from infer.sampling.history import History
+from infer.sampling.reference import LogitsError
+from infer.sampling.rows import Rows, pack_masks, uses_history
+
+INF = math.inf
+
+# What finds the tokens of a batch: the definition in torch, and what the CPU runs.
+IMPLEMENTATIONS: dict[str, sampler.Choose] = {"torch": sampler.choose_tokens, "ops": ops.choose_tokens}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a batch: `values` are those of its parameters, the context is prompt and output, `allowed` is what a
+    grammar leaves."""
+
+    logits: Tensor
+    values: Mapping[str, Any]
+    context: tuple[int, ...] = ()
+    num_prompt_tokens: int = 0
+    allowed: frozenset[int] | None = None
+
+    @cached_property
+    def params(self) -> SamplingParams:
+        return SamplingParams(**self.values)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Arguments of `sampler.sample`, in its order."""
+
+    logits: Tensor
+    rows: Rows
+    history: History | None
+    positions: Tensor
+    allowed: Tensor | None
+
+    def arguments(self) -> tuple[Tensor, Rows, History | None, Tensor, Tensor | None]:
+        return self.logits, self.rows, self.history, self.positions, self.allowed
+
+
+def make_batch(rows: Sequence[Row], end_ids: frozenset[int] = frozenset()) -> Batch:
+    vocab_size = len(rows[0].logits)
+    columns = Rows.pack(
+        [row.params for row in rows],
+        vocab_size,
+        num_prompt_tokens=[row.num_prompt_tokens for row in rows],
+        end_ids=end_ids,
+    )
+    penalised = [row for row in rows if uses_history(row.params)]
+    history = History(len(penalised), max(len(r.context) for r in penalised) + 4, vocab_size) if penalised else None
+    for slot, row in enumerate(penalised):
+        assert history is not None
+        history.begin(slot, row.context, row.num_prompt_tokens)
+    has_grammar = any(row.allowed is not None for row in rows)
+    everything = range(vocab_size)
+    masks = pack_masks([everything if row.allowed is None else row.allowed for row in rows], vocab_size)
+    return Batch(
+        logits=torch.stack([row.logits for row in rows]),
+        rows=columns,
+        history=history,
+        positions=torch.tensor([len(row.context) for row in rows]),
+        allowed=masks if has_grammar else None,
+    )
+
+
+def reference_logits(row: Row, end_ids: frozenset[int] = frozenset()) -> Tensor | None:
+    """What the reference adds the noise to, None for a row that fails."""
+    try:
+        return reference.process_logits(
+            row.logits,
+            row.context,
+            row.params,
+            num_prompt_tokens=row.num_prompt_tokens,
+            eos_token_ids=end_ids,
+            allowed=row.allowed,
+        )
+    except LogitsError:
+        return None
+
+
+def reference_token(row: Row, end_ids: frozenset[int] = frozenset()) -> int:
+    """The reference's token, or the code that a batch gives for its error."""
+    try:
+        return reference.sample_token(
+            row.logits,
+            row.context,
+            row.params,
+            num_prompt_tokens=row.num_prompt_tokens,
+            eos_token_ids=end_ids,
+            allowed=row.allowed,
+        )
+    except LogitsError as error:
+        return sampler.NOT_A_NUMBER if "NaN" in str(error) or "+inf" in str(error) else sampler.NOTHING_ALLOWED
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    bytes_of_a, bytes_of_b = (x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b))
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(bytes_of_a, bytes_of_b)
+
+
+# Histories
+
+
+def tables(history: History, slot: int) -> dict[str, Any]:
+    """What a kernel reads of a slot."""
+    length = int(history.lengths[slot])
+    return {
+        "length": length,
+        "prompt": int(history.num_prompt_tokens[slot]),
+        "tokens": history.tokens[slot, :length].tolist(),
+        "previous": history.previous[slot, :length].tolist(),
+        "last": history.last[slot].tolist(),
+        "counts": history.counts[slot].tolist(),
+    }
+
+
+def tables_of(token_ids: list[int], num_prompt_tokens: int, vocab_size: int) -> dict[str, Any]:
+    """The same from the list itself."""
+
+    def last_before(end: int, token_id: int) -> int:
+        return max((i for i in range(end) if token_ids[i] == token_id), default=-1)
+
+    count = Counter(token_ids[num_prompt_tokens:])
+    return {
+        "length": len(token_ids),
+        "prompt": num_prompt_tokens,
+        "tokens": token_ids,
+        "previous": [last_before(i, token_id) for i, token_id in enumerate(token_ids)],
+        "last": [last_before(len(token_ids), token_id) for token_id in range(vocab_size)],
+        "counts": [count[token_id] for token_id in range(vocab_size)],
+    }
+
+
+# Logits
+
+VOCAB_SIZES = (1, 2, 3, 5, 8, 31, 32, 33, 64, 100, 257, 1000, 5000)
+STYLES = ("normal", "wide", "ties", "constant", "extreme", "banned", "denormal", "peaked", "equal zeros")
+
+
+def make_logits(style: str, vocab_size: int, seed: int) -> Tensor:
+    """A row with at least one finite logit."""
+    draw = np.random.default_rng(seed)
+    x = draw.normal(size=vocab_size) * 3
+    match style:
+        case "wide":
+            x = x * 10
+        case "ties":
+            x = np.round(x)
+        case "constant":
+            x = np.full(vocab_size, draw.normal())
+        case "extreme":
+            x = draw.choice([3e38, -3e38, 3.4028234e38, -3.4028234e38, 1e38, 0.0, -0.0, 1.0, -INF], size=vocab_size)
+        case "banned":
+            x = np.where(draw.random(vocab_size) < 0.9, -INF, x)
+        case "denormal":
+            x = draw.choice([1e-40, -1e-40, 1e-45, 0.0, -0.0], size=vocab_size)
+        case "peaked":
+            x[draw.integers(vocab_size)] += 40
+        case "equal zeros":
+            x = draw.choice([0.0, -0.0], size=vocab_size)
+    row = torch.from_numpy(x.astype(np.float32))
+    if not bool((row > -INF).any()):
+        row[draw.integers(vocab_size)] = 1.0
+    return row
+
+
+def ids(vocab_size: int) -> st.SearchStrategy[int]:
+    return st.integers(0, vocab_size - 1)
+
+
+def contexts(vocab_size: int) -> st.SearchStrategy[tuple[int, ...]]:
+    """Repeats are likely, long ones possible."""
+    few = st.integers(0, min(vocab_size, 6) - 1)
+    return st.one_of(st.lists(few, max_size=30), st.lists(ids(vocab_size), max_size=12)).map(tuple)
+
+
+@st.composite
+def sampling_values(draw: st.DrawFn, vocab_size: int) -> dict[str, Any]:
+    """Every knob, each at its default about half of the time. Checked functions are not for strategies: beartype draws
+    random numbers of its own."""
+    knobs: dict[str, st.SearchStrategy[Any]] = {
+        "temperature": st.sampled_from([0.0, 0.7, 1.0, 2.0, 1e-3, 1e-30, 1e-320]) | st.floats(0, 2),
+        "top_k": st.sampled_from([1, 2, 3, 50, vocab_size, vocab_size + 1, 10**30]) | st.integers(1, vocab_size),
+        "top_p": st.sampled_from([0.1, 0.5, 0.8, 0.9, 0.999999, 1e-12, 1.0]) | st.floats(1e-9, 1),
+        "min_p": st.sampled_from([0.05, 0.5, 0.999, 1e-30, 5e-324]) | st.floats(0, 1, exclude_max=True),
+        "repetition_penalty": st.sampled_from([1.1, 2.0, 0.5, 1e300, 1e-300]),
+        "repetition_window": st.sampled_from([0, 1, 2, 5, 10**6, 2**80]),
+        "frequency_penalty": st.sampled_from([0.5, -2.0, 2.0, 1e-40]),
+        "presence_penalty": st.sampled_from([0.5, -2.0, 2.0]),
+        "logit_bias": st.dictionaries(
+            ids(vocab_size), st.sampled_from([5.0, -5.0, 0.0, 1e300, -1e300, 100.0, -INF, INF]), max_size=4
+        ),
+        "allowed_token_ids": st.lists(ids(vocab_size), min_size=1, max_size=40),
+        "min_new_tokens": st.sampled_from([1, 3, 30, 128]),
+        "stop_token_ids": st.lists(ids(vocab_size), max_size=3),
+        "temperature_last": st.booleans(),
+    }
+    chosen = {name: draw(values) for name, values in knobs.items() if draw(st.booleans())}
+    return {"seed": draw(st.integers(0, 2**64 - 1))} | chosen
+
+
+@st.composite
+def row_of(draw: st.DrawFn, vocab_size: int, has_grammar: bool) -> Row:
+    context = draw(contexts(vocab_size))
+    logits = make_logits(draw(st.sampled_from(STYLES)), vocab_size, draw(st.integers(0, 2**32 - 1)))
+    if vocab_size <= 8 and draw(st.booleans()):
+        values = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, -INF, 3e38, -3e38]) | st.floats(-9, 9, width=32)
+        logits = torch.tensor(draw(st.lists(values, min_size=vocab_size, max_size=vocab_size)), dtype=torch.float32)
+    allowed = draw(st.none() | st.frozensets(ids(vocab_size), max_size=50)) if has_grammar else None
+    return Row(
+        logits=logits,
+        values=draw(sampling_values(vocab_size)),
+        context=context,
+        num_prompt_tokens=draw(st.integers(0, len(context))),
+        allowed=allowed,
+    )
+
+
+@st.composite
+def batches_of_rows(
+    draw: st.DrawFn, max_rows: int = 6, vocab_sizes: Sequence[int] = VOCAB_SIZES
+) -> tuple[list[Row], frozenset[int]]:
+    """Rows of one vocabulary and one float type, and the model's EOS ids."""
+    vocab_size = draw(st.sampled_from(vocab_sizes))
+    has_grammar = draw(st.booleans())
+    rows = draw(st.lists(row_of(vocab_size, has_grammar), min_size=1, max_size=max_rows))
+    dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.float16, torch.bfloat16]))
+    # What a narrow type rounds to infinity is no logit: its largest number is as extreme as it gets.
+    limit = torch.finfo(dtype).max
+    rows = [
+        replace(row, logits=row.logits.clamp(-limit, limit).where(row.logits > -INF, -INF).to(dtype)) for row in rows
+    ]
+    return rows, draw(st.frozensets(ids(vocab_size), max_size=3))

@@ -1,0 +1,135 @@
+"""Many draws at once, the distribution they should follow, and tests that say how often they are wrong.
+
+The exact distribution is written once more here, in numpy's float64 and by its definition alone: neither the reference
+nor the batched sampler is trusted with it.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from scipy import stats
+
+from infer.params import SamplingParams
+from infer.sampling.history import History
+from infer.sampling.rows import Rows
+from infer.sampling.sampler import Choose
+
+INF = np.inf
+CONTEXT, NUM_PROMPT_TOKENS = (0, 1, 6, 2, 7, 7, 6), 3  # logits of both signs, in the tests' rows
+
+# What a user sets, each by itself and all together.
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "cold": {"temperature": 0.6},
+    "hot": {"temperature": 2.0},
+    "top-k": {"top_k": 5},
+    "top-p": {"top_p": 0.8},
+    "min-p": {"min_p": 0.2},
+    "penalties": {"repetition_penalty": 1.4, "frequency_penalty": 0.4, "presence_penalty": -0.5},
+    "window": {"repetition_penalty": 2.0, "repetition_window": 4},
+    "bias and mask": {"logit_bias": {3: 2.0, 4: -INF, 20: -1.0}, "allowed_token_ids": range(2, 30)},
+    "temperature last": {"temperature": 1.7, "top_p": 0.7, "temperature_last": True},
+    "everything": {
+        "temperature": 0.9,
+        "top_k": 12,
+        "top_p": 0.95,
+        "min_p": 0.02,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.2,
+        "presence_penalty": 0.1,
+        "logit_bias": {2: 1.5, 11: -INF},
+    },
+}
+
+
+def exact_distribution(logits: torch.Tensor, values: Mapping[str, Any]) -> np.ndarray:
+    """Probabilities of the tokens after CONTEXT."""
+    x = logits.double().numpy().copy()
+    for token_id in set(range(len(x))) - set(values.get("allowed_token_ids") or range(len(x))):
+        x[token_id] = -INF
+    for token_id, bias in (values.get("logit_bias") or {}).items():
+        x[token_id] += bias
+    window = values.get("repetition_window")
+    for token_id in set(CONTEXT if window is None else CONTEXT[len(CONTEXT) - window :]):
+        penalty = values.get("repetition_penalty", 1.0)
+        x[token_id] = x[token_id] / penalty if x[token_id] > 0 else x[token_id] * penalty
+    for token_id, count in Counter(CONTEXT[NUM_PROMPT_TOKENS:]).items():
+        x[token_id] -= values.get("frequency_penalty", 0.0) * count + values.get("presence_penalty", 0.0)
+    temperature, is_last = values.get("temperature", 1.0), values.get("temperature_last", False)
+    x = x if is_last else x / temperature
+    order = np.argsort(-x, kind="stable")
+    x[order[values.get("top_k") or len(x) :]] = -INF
+    reached = np.cumsum(softmax(x)[order]) >= values.get("top_p", 1.0) - 1e-7
+    x[order[np.argmax(reached) + 1 :]] = -INF
+    probabilities = softmax(x)
+    x[probabilities < values.get("min_p", 0.0) * probabilities.max()] = -INF
+    return softmax(x / temperature if is_last else x)
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    weights = np.exp(x - x.max())
+    return np.asarray(weights / weights.sum())
+
+
+def draw_tokens(
+    choose: Choose,
+    logits: torch.Tensor,
+    values: Mapping[str, Any],
+    num_seeds: int,
+    num_positions: int,
+    first_seed: int = 0,
+) -> np.ndarray:
+    """tokens[seed, position]: one row for every seed, one call for every position."""
+    one = Rows.pack([SamplingParams(seed=0, **values)], len(logits), num_prompt_tokens=[NUM_PROMPT_TOKENS])
+    rows = one.repeat(num_seeds, range(first_seed, first_seed + num_seeds))
+    history = None
+    if rows.has_penalty:
+        history = History(num_seeds, len(CONTEXT), len(logits))
+        history.begin(0, CONTEXT, NUM_PROMPT_TOKENS)
+        for table in (history.tokens, history.previous, history.last, history.counts):
+            table.copy_(table[:1].expand_as(table).clone())
+        history.lengths.fill_(len(CONTEXT))
+        history.num_prompt_tokens.fill_(NUM_PROMPT_TOKENS)
+    batch = logits.expand(num_seeds, -1).contiguous()
+    columns = [
+        choose(batch, rows, history, torch.full((num_seeds,), position), None).numpy()
+        for position in range(len(CONTEXT), len(CONTEXT) + num_positions)
+    ]
+    return np.stack(columns, axis=1)
+
+
+def goodness_of_fit(tokens: np.ndarray, probabilities: np.ndarray) -> float:
+    """The p-value of Pearson's chi-square; 0 where an impossible token was drawn. Rare tokens are one cell."""
+    counts = np.bincount(tokens.reshape(-1), minlength=len(probabilities))
+    if len(counts) > len(probabilities) or counts[probabilities == 0].any():
+        return 0.0
+    expected = probabilities * tokens.size
+    is_rare = expected < 10
+    found = np.append(counts[~is_rare], counts[is_rare].sum())
+    expected = np.append(expected[~is_rare], expected[is_rare].sum())
+    found, expected = found[expected > 0], expected[expected > 0]
+    if len(expected) == 1:
+        return 1.0
+    return float(stats.chi2.sf(((found - expected) ** 2 / expected).sum(), len(expected) - 1))
+
+
+def total_variation(tokens: np.ndarray, probabilities: np.ndarray) -> float:
+    counts = np.bincount(tokens.reshape(-1), minlength=len(probabilities))
+    return float(np.abs(counts / tokens.size - probabilities).sum() / 2)
+
+
+def total_variation_bound(probabilities: np.ndarray, num_draws: int, false_alarm: float) -> float:
+    """Exceeded with at most this probability: the mean is at most ½ √(K / N), McDiarmid's inequality adds the rest."""
+    num_possible = int((probabilities > 0).sum())
+    return float(np.sqrt(num_possible / num_draws) / 2 + np.sqrt(np.log(1 / false_alarm) / (2 * num_draws)))
+
+
+def independence(first: np.ndarray, second: np.ndarray, probabilities: np.ndarray) -> float:
+    """The p-value that pairs of tokens are drawn one without the other, each from the distribution."""
+    size = len(probabilities)
+    return goodness_of_fit(
+        first.reshape(-1) * size + second.reshape(-1), np.outer(probabilities, probabilities).ravel()
+    )

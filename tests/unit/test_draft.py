@@ -1,0 +1,140 @@
+"""n-gram drafts against a naive search, and how many tokens a policy asks for."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infer.draft import MAX_NGRAM, MIN_NGRAM, DraftPolicy, NgramDraft
+
+token_ids = st.lists(st.integers(0, 3), max_size=60)
+
+
+def propose_naively(ids: list[int], max_tokens: int) -> list[int]:
+    """What followed the latest earlier occurrence of the longest ending, again and again."""
+    for size in range(MAX_NGRAM, MIN_NGRAM - 1, -1):
+        ending = ids[-size:]
+        places = [end for end in range(size, len(ids)) if ids[end - size : end] == ending]
+        if len(ids) >= size and places:
+            proposed: list[int] = []
+            while len(proposed) < max_tokens:
+                proposed += ids[places[-1] :]
+            return proposed[:max_tokens]
+    return []
+
+
+@settings(max_examples=60, deadline=None)
+@given(token_ids, st.lists(token_ids, max_size=6), st.integers(0, 12))
+def test_proposals_are_those_of_a_naive_search(prompt: list[int], parts: list[list[int]], max_tokens: int) -> None:
+    draft, ids = NgramDraft(prompt), list(prompt)
+    for part in parts:
+        assert draft.propose(max_tokens) == propose_naively(ids, max_tokens)
+        draft.append(part)
+        ids += part
+    assert draft.propose(max_tokens) == propose_naively(ids, max_tokens)
+    assert len(draft) == len(ids)
+
+
+@settings(max_examples=60, deadline=None)
+@given(token_ids, st.lists(st.tuples(token_ids, st.integers(0, 80)), max_size=8))
+def test_dropped_is_never_appended(prompt: list[int], moves: list[tuple[list[int], int]]) -> None:
+    draft, ids = NgramDraft(prompt), list(prompt)
+    for part, num_dropped in moves:
+        draft.append(part)
+        ids += part
+        num_dropped = min(num_dropped, len(ids))
+        draft.drop(num_dropped)
+        ids = ids[: len(ids) - num_dropped]
+        fresh = NgramDraft(ids)
+        assert draft.propose(10) == fresh.propose(10) == propose_naively(ids, 10)
+        assert draft._end_by_ngram == fresh._end_by_ngram
+
+
+def test_more_than_there_is_cannot_be_dropped() -> None:
+    with pytest.raises(ValueError, match="num_tokens"):
+        NgramDraft([1, 2]).drop(3)
+
+
+def test_a_copy_goes_on_to_its_end_and_a_new_ending_proposes_nothing() -> None:
+    draft = NgramDraft([10, 11, 12, 13, 14, 15, 1])
+    assert draft.propose(4) == []
+    draft.append([11, 12])
+    assert draft.propose(3) == [13, 14, 15]
+    draft.append([13, 14, 15, 1])
+    assert draft.propose(3) == [11, 12, 13]
+
+
+def test_the_longest_ending_wins_over_the_latest() -> None:
+    assert NgramDraft([1, 2, 3, 4, 50, 9, 3, 4, 60, 1, 2, 3, 4]).propose(1) == [50]
+
+
+def run(policy: DraftPolicy, steps: int, acceptance: float, cost: float) -> list[int]:
+    """Drafts asked for, where each step's time is 1 + cost for each token more, and accepted as often as said."""
+    asked, credit = [], 0.0
+    for _ in range(steps):
+        proposed = policy.num_draft_tokens()
+        credit += proposed * acceptance
+        accepted = min(proposed, int(credit))
+        credit -= accepted
+        policy.learn(proposed, accepted, 1 + cost * proposed)
+        asked.append(proposed)
+    return asked
+
+
+def test_what_is_always_right_is_drafted_as_far_as_allowed() -> None:
+    assert run(DraftPolicy(8), 60, 1.0, 0.05)[-1] == 8
+
+
+def test_what_is_never_right_is_hardly_drafted_at_all() -> None:
+    asked = run(DraftPolicy(8), 2000, 0.0, 0.1)
+    assert sum(asked[100:]) <= 2 * (1900 / 200 + 4)
+
+
+def test_dear_tokens_are_drafted_less_than_cheap_ones() -> None:
+    cheap, dear = (sum(run(DraftPolicy(8), 300, 0.7, cost)[100:]) for cost in (0.02, 0.4))
+    assert cheap > 2 * dear
+
+
+def test_where_a_token_costs_a_step_nothing_is_drafted() -> None:
+    assert sum(run(DraftPolicy(8), 400, 0.9, 1.0)[50:]) < 60
+
+
+def test_drafting_comes_back_when_guesses_become_right() -> None:
+    policy = DraftPolicy(8)
+    run(policy, 500, 0.0, 0.1)
+    assert max(run(policy, 600, 1.0, 0.1)) == 8
+
+
+def test_one_step_that_was_held_up_changes_little() -> None:
+    policy = DraftPolicy(4)
+    run(policy, 100, 0.9, 0.1)
+    wanted = policy.num_draft_tokens()
+    policy.learn(0, 0, 1000.0)
+    assert policy.step_seconds(1) < 1.3
+    assert policy.num_draft_tokens() >= wanted - 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 8), st.floats(0, 10)), max_size=40), st.integers(0, 8))
+def test_a_policy_asks_within_bounds_whatever_it_learns(steps: list[tuple[int, float]], most: int) -> None:
+    policy = DraftPolicy(most)
+    for proposed, seconds in steps:
+        policy.learn(proposed, proposed // 2, seconds)
+        assert 0 <= policy.num_draft_tokens() <= most
+        assert 0 < policy.acceptance <= 1
+        assert all(policy.step_seconds(tokens) > 0 for tokens in range(1, 12)) or not any(s for _, s in steps)
+
+
+def test_nothing_wrong_is_learnt() -> None:
+    with pytest.raises(ValueError, match="accepted"):
+        DraftPolicy().learn(2, 3, 1.0)
+    with pytest.raises(ValueError, match="max_draft_tokens"):
+        DraftPolicy(-1)
+
+
+def test_drafts_load_no_torch() -> None:
+    code = "import sys, infer.draft; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

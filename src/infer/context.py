@@ -251,5 +251,5 @@ class RecomputedContext(Context):
 
 
 def make_cache(model: Transformer, capacity: int, num_rows: int = 1) -> DenseCache:
-    """A dense cache in the model's own dtype."""
-    return DenseCache(model.architecture.layers, num_rows, capacity, model.dtype, model.device)
+    """A dense cache in the dtype that the model asks for."""
+    return DenseCache(model.architecture.layers, num_rows, capacity, model.cache_dtype, model.device)

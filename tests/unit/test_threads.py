@@ -30,7 +30,7 @@ def make_count() -> Callable[..., None]:
         args = carray(args_at, 1)[0]
         if thread != 0:
             for _ in range(args.lag):
-                simd.pause()
+                control.pause()
         for row in range(args.num_rows * thread // num_threads, args.num_rows * (thread + 1) // num_threads):
             at = args.sums + 8 * row
             simd.store_i64(at, simd.load_i64(at) + row)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
-from infer.kernels.cpu import simd
+from infer.kernels.cpu import control, simd
 from infer.kernels.cpu.activations import quantize_block, record_address
 from infer.kernels.cpu.isa import COLUMNS, may_use_matrices
 from infer.kernels.cpu.layouts import BLOCK, LANES, LAYOUTS, PANEL, Layout
@@ -123,7 +123,7 @@ def make_matmul(type_: str, planes: int, isa: str) -> Callable[..., None]:
                     simd.store_i64(buffer + 8, width)
                     simd.store_i64(buffer + 16, groups)
                     row, state_address = unit * args.groups_per_unit * LANES, simd.address_of(state_at)
-                    simd.call_command(args.epilogue, args.epilogue_arguments, state_address, buffer, row)
+                    control.call_command(args.epilogue, args.epilogue_arguments, state_address, buffer, row)
         if has_matrices:
             release(is_long)
 

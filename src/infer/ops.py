@@ -86,7 +86,7 @@ def prepare(projection: Projection, device: torch.device, precision: Precision =
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeroed memory. On a CPU the system gives its pages when they are first written, and small ones: torch.zeros
-    writes them all, and with huge pages the first token took one for each head of each layer, 240 MB for SmolLM2.
+    writes them all, and with huge pages the first token takes one for each head of each layer, 240 MB of 30 layers.
     """
     if device.type != "cpu":
         return torch.zeros(tuple(shape), dtype=dtype, device=device)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numba import carray
 
-from infer.kernels.cpu import simd, threads
+from infer.kernels.cpu import control, simd, threads
 from infer.kernels.cpu.compiled import compiled_address
 from infer.kernels.cpu.pace import Outcome, Pace
 from infer.kernels.cpu.state import STATE

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from infer import ops
 from infer.batch import Part, Step
+from infer.cache.base import KVCache
 from infer.cache.dense import DenseCache
 from infer.capture.cpu import CapturedForward
 from infer.errors import InvalidRequestError
@@ -24,7 +25,7 @@ from infer.model.transformer import Transformer
 from infer.results import TokenLogprob
 from infer.sampling.history import History
 from infer.sampling.rows import Rows
-from infer.sampling.sampler import Sampled
+from infer.sampling.sampler import Sampled, log_probabilities
 
 PREFILL_CHUNK = 512  # tokens per forward of a prompt: a cancel is seen between two chunks
 MAX_LINES = 64  # logits of one step: rows and their drafts
@@ -159,8 +160,41 @@ class CachedContext(Context):
             self._captured = CapturedForward(lambda step: model.forward(step, cache), PREFILL_CHUNK, MAX_LINES)
 
     @property
+    def cache(self) -> KVCache:
+        return self._cache
+
+    @property
     def lengths(self) -> Sequence[int]:
         return self._cache.lengths
+
+    @torch.inference_mode()
+    def extend(self, row: int, token_ids: Sequence[int]) -> None:
+        """Append tokens without asking what follows; an exception leaves whole chunks of them."""
+        with ops.threads_for(self._model.device):
+            for start in range(0, len(token_ids), PREFILL_CHUNK):
+                chunk = token_ids[start : start + PREFILL_CHUNK]
+                self.forward([Part(row, chunk, is_wanted=False)])
+                self.commit(row, len(chunk))
+
+    @torch.inference_mode()
+    def score(self, row: int, token_ids: Sequence[int], num_top: int, vocab_size: int) -> list[TokenLogprob]:
+        """Append tokens; how likely each but the first was behind those before it, by the raw logits.
+
+        Ids from `vocab_size` on are impossible.
+        """
+        found = []
+        with ops.threads_for(self._model.device):
+            for start in range(0, len(token_ids), MAX_LINES):
+                chunk = token_ids[start : start + MAX_LINES]
+                logits = self.forward([Part(row, chunk, num_drafts=len(chunk) - 1)])
+                logits[:, vocab_size:] = -torch.inf
+                self.commit(row, len(chunk))
+                following = torch.tensor(token_ids[start + 1 : start + 1 + MAX_LINES], device=logits.device)
+                following = following.to(torch.int64)
+                scores = log_probabilities(logits[: len(following)], following, num_top)
+                scored = Sampled(following, *scores)
+                found += [scored.logprob_of(index, num_top) for index in range(len(following))]
+        return found
 
     def forward(self, parts: Sequence[Part]) -> Float[Tensor, "lines vocab"]:
         step = self._step(parts).to(self._model.device)

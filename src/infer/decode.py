@@ -283,7 +283,7 @@ class Stream(Iterator[Piece]):
         self._running = running
         self._pieces = decode(running, batch, on_prefill)
         self._result: GenerationResult | None = None
-        self._end = weakref.finalize(self, on_end)
+        self._end = weakref.finalize(self, _end, self._pieces, on_end)
 
     def __iter__(self) -> Self:
         return self
@@ -303,7 +303,6 @@ class Stream(Iterator[Piece]):
 
     def close(self) -> None:
         """Give back what the answer held; happens by itself at its end and when it is dropped."""
-        self._pieces.close()
         self._end()
 
     @property
@@ -318,6 +317,12 @@ class Stream(Iterator[Piece]):
         if self._result is None:
             raise InvalidRequestError("the stream was closed before its end, so it has no result")
         return self._result
+
+
+def _end(pieces: Generator[Piece, None, None], on_end: Callable[[], None]) -> None:
+    """The loop first: what it still commits belongs to this answer."""
+    pieces.close()
+    on_end()
 
 
 def begin(

@@ -27,6 +27,7 @@ class Generation:
     error: str | None = None
     grammar_complete: bool | None = None
     reused_tokens: int = 0
+    dropped_tokens: int = 0
 
     def __post_init__(self) -> None:
         self._texts: list[str] = []
@@ -107,6 +108,7 @@ class Generation:
             seed=self.params.seed,
             grammar_complete=self.grammar_complete,
             reused_tokens=self.reused_tokens,
+            dropped_tokens=self.dropped_tokens,
             stats=stats,
             logprobs=self.logprobs if self.params.logprobs is not None else None,
             timing=timing,

@@ -20,6 +20,8 @@ from infer.params import SamplingParams
 from infer.results import GenerationResult, GenerationStats, GenerationTiming, Piece
 from infer.sampling.sampler import message_of
 
+NUM_DRAFT_TOKENS = 8
+MAX_DRAFT_TOKENS = 32
 CHAIN_BETWEEN_DRAFTS = 4  # where drafts pay, but none was found for the place
 
 Mask = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
@@ -51,6 +53,11 @@ class Running:
         self._decode_times_s, self._sampling_times_s = list[float](), list[float]()
         if constraint is not None:
             generation.grammar_complete = False
+
+    def reuse(self, count: int) -> None:
+        """Before the first step: the row's cache holds the first `count` tokens of the prompt, not all of them."""
+        self.generation.reused_tokens = count
+        self.pending = self.generation.prompt_token_ids[count:]
 
     @property
     def params(self) -> SamplingParams:

@@ -29,7 +29,7 @@ from infer.sampling import trace
 from infer.tokenizer import Tokenizer
 
 BATCH_SIZE = 8  # prompts in one step
-NUM_DRAFT_TOKENS = 8
+NUM_DRAFT_TOKENS = 15
 MAX_DRAFT_TOKENS = 32
 DEFAULT_MAX_SEQ_LEN = 8192  # of a model made for more, unless asked for
 

@@ -219,7 +219,7 @@ def test_a_bad_schema_is_told_before_a_model_is_loaded(
 
 def test_the_path_is_chosen_by_options(fake: FakeModel, capsys: Capture) -> None:
     assert main(["generate", "-q", "--prompt", "path"]) == 0
-    assert capsys.readouterr().out == "echo: None 8 512 \n"
+    assert capsys.readouterr().out == "echo: None 15 512 \n"
     options = ["--speculation", "ngram", "--draft-tokens", "3", "--prefill-chunk", "7"]
     assert main(["generate", "-q", "--prompt", "path", *options]) == 0
     assert capsys.readouterr().out == "echo: ngram 3 7 \n"

@@ -32,7 +32,7 @@ class Model(Protocol):
         on_token: OnToken | None = None,
         cancel: threading.Event | None = None,
         speculation: str | None = None,
-        num_draft_tokens: int = 8,
+        num_draft_tokens: int = 15,
         prefill_chunk: int = 512,
         on_prefill: OnProgress | None = None,
     ) -> GenerationResult: ...
@@ -43,7 +43,7 @@ class Model(Protocol):
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         speculation: str | None = None,
-        num_draft_tokens: int = 8,
+        num_draft_tokens: int = 15,
         prefill_chunk: int = 512,
         cancel: threading.Event | None = None,
         on_progress: OnProgress = ...,

@@ -10,7 +10,7 @@ from infer.cli.prompts import read_text
 from infer.params import CONSTRAINTS
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-NUM_DRAFT_TOKENS = 8
+NUM_DRAFT_TOKENS = 15
 PREFILL_CHUNK = 512
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -73,17 +74,13 @@ class Step:
     @classmethod
     def of_parts(cls, parts: Sequence[Part], starts: Sequence[int]) -> Self:
         """Several rows' parts, each from its row's position in `starts` on."""
-        return cls.join(
-            [
-                cls.of(
-                    part.token_ids,
-                    start,
-                    row=part.row,
-                    wanted=range(len(part.token_ids) - part.num_lines, len(part.token_ids)),
-                )
-                for part, start in zip(parts, starts, strict=True)
-            ]
-        )
+        ends = np.cumsum([len(part.token_ids) for part in parts])
+        wanted = [np.arange(end - part.num_lines, end) for part, end in zip(parts, ends.tolist(), strict=True)]
+        positions = [np.arange(at, at + len(part.token_ids)) for part, at in zip(parts, starts, strict=True)]
+        rows = np.repeat([part.row for part in parts], [len(part.token_ids) for part in parts])
+        token_ids = np.array([token_id for part in parts for token_id in part.token_ids], np.int64)
+        arrays = (token_ids, np.concatenate(positions), rows, np.concatenate(wanted))
+        return cls(*(torch.from_numpy(array) for array in arrays))
 
     def to(self, device: torch.device) -> "Step":
         return Step(*(t.to(device) for t in (self.tokens, self.positions, self.rows, self.wanted)))

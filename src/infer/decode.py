@@ -6,6 +6,7 @@ Python, and what they gave beyond a stop is dropped. The loop knows neither text
 generation has said, a `Context` where its logits come from.
 """
 
+import math
 import secrets
 import threading
 import time
@@ -33,6 +34,7 @@ from infer.sampling.rows import Rows, num_mask_words, uses_history
 from infer.tokenizer import Tokenizer
 
 CHAIN = 8  # tokens per return to Python
+HAND_OVER_SECONDS = 300e-6  # what a mask that another thread fills costs besides
 
 OnToken = Callable[[int, str], bool | None]
 OnPrefill = Callable[[int, int], None]
@@ -51,6 +53,7 @@ class Batch:
         self._rows: Rows | None = None  # of the active ones, packed when they change
         self._history: History | None = None
         self._filler: ThreadPoolExecutor | None = None
+        self._seconds_per_line = math.inf  # of masks, as last measured
 
     def add(self, running: Running) -> None:
         """Its row of the context holds `reused_tokens` tokens of its prompt."""
@@ -166,7 +169,10 @@ class Batch:
         return drawn
 
     def _start_masks(self, parts: Sequence[Part]) -> Masks | None:
-        """Let another thread fill the lines of constrained rows while the forward runs."""
+        """Let another thread fill the lines of constrained rows while the forward runs, or fill them at once where
+        that takes less than waking a thread on a CPU whose cores all compute."""
+        if all(running.constraint is None for running in self.active):
+            return None
         jobs, start = [], 0
         num_words = num_mask_words(self._packed().vocab_size)
         lines = np.full((sum(part.num_lines for part in parts), num_words), -1, np.int32)
@@ -176,17 +182,22 @@ class Batch:
             start += part.num_lines
         if not jobs:
             return None
-        if self._filler is None:
-            self._filler = ThreadPoolExecutor(1, thread_name_prefix="infer-masks")
         is_ready = np.zeros(1, np.int64)
 
         def fill() -> None:
+            started = time.thread_time()
             try:
                 for running, masks, drafts in jobs:
                     running.fill(masks, drafts)
             finally:
                 is_ready[0] = 1
+                self._seconds_per_line = (time.thread_time() - started) / len(lines)
 
+        if self._device.type == "cpu" and self._seconds_per_line * len(lines) < HAND_OVER_SECONDS:
+            fill()
+            return Masks(torch.from_numpy(lines), is_ready, lambda: None)
+        if self._filler is None:
+            self._filler = ThreadPoolExecutor(1, thread_name_prefix="infer-masks")
         return Masks(torch.from_numpy(lines), is_ready, self._filler.submit(fill).result)
 
     def _accept(self, running: Running, token_ids: Sequence[int]) -> Iterator[tuple[Running, Piece]]:

@@ -30,8 +30,9 @@ __all__ = ["LLM", "load_model", "load_tokenizer", "set_num_threads"]
 
 BATCH_SIZE = 8  # prompts in one step
 MAX_LOGPROBS = 20
+
 Message = Mapping[str, Any]
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Sequence[Message]  # a text, ids, or messages for the model's chat template
 
 
 @final
@@ -93,13 +94,23 @@ class LLM:
         cancel: threading.Event | None = None,
         speculation: str | None = None,
         num_draft_tokens: int = NUM_DRAFT_TOKENS,
+        prefill_chunk: int = PREFILL_CHUNK,
+        on_prefill: OnPrefill | None = None,
     ) -> GenerationResult:
         """The whole answer. `params` None takes the model's own sampling defaults.
 
         `on_token(token_id, text)` sees each token as it comes and cancels by returning False, `cancel` from another
-        thread; both end with finish_reason "abort". For `speculation` see `stream`.
+        thread; both end with finish_reason "abort". For the rest see `stream`.
         """
-        stream = self.stream(prompt, params, cancel=cancel, speculation=speculation, num_draft_tokens=num_draft_tokens)
+        stream = self.stream(
+            prompt,
+            params,
+            cancel=cancel,
+            speculation=speculation,
+            num_draft_tokens=num_draft_tokens,
+            prefill_chunk=prefill_chunk,
+            on_prefill=on_prefill,
+        )
         return stream.run(on_token)
 
     def stream(
@@ -119,8 +130,7 @@ class LLM:
         the text repeats. A prompt is run `prefill_chunk` tokens at a time, after each of which
         `on_prefill(done, total)` is called and `cancel` looked at.
         """
-        if not 1 <= prefill_chunk <= PREFILL_CHUNK:
-            raise InvalidRequestError(f"prefill_chunk must be in [1, {PREFILL_CHUNK}], got {prefill_chunk}")
+        _check_chunk(prefill_chunk)
         running = self._begin(prompt, params, speculation, num_draft_tokens, cancel)
         context = self._take_context()
         batch = Batch(context, self.model.device, prefill_chunk=prefill_chunk)
@@ -134,6 +144,8 @@ class LLM:
         batch_size: int = BATCH_SIZE,
         speculation: str | None = None,
         num_draft_tokens: int = NUM_DRAFT_TOKENS,
+        prefill_chunk: int = PREFILL_CHUNK,
+        cancel: threading.Event | None = None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[GenerationResult]:
         """The answers to several prompts, in their order, up to `batch_size` of them in one step.
@@ -141,6 +153,7 @@ class LLM:
         Each is what `generate` gives for its prompt and parameters, one set for all or one a prompt. An answer that
         ends makes room for the next prompt. All are checked before the first begins.
         """
+        _check_chunk(prefill_chunk)
         if batch_size < 1:
             raise InvalidRequestError(f"batch_size must be at least 1, got {batch_size}")
         each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
@@ -149,10 +162,10 @@ class LLM:
         waiting = []
         for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
             try:
-                waiting.append(self._begin(prompt, own, speculation, num_draft_tokens, None))
+                waiting.append(self._begin(prompt, own, speculation, num_draft_tokens, cancel))
             except InvalidRequestError as error:
                 raise type(error)(f"prompt {index}: {error}") from error
-        return run_all(self.model, waiting, batch_size, on_progress, capture=self._capture)
+        return run_all(self.model, waiting, batch_size, on_progress, prefill_chunk=prefill_chunk, capture=self._capture)
 
     def _begin(
         self,
@@ -167,8 +180,7 @@ class LLM:
         if not 1 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
             raise InvalidRequestError(f"num_draft_tokens must be in [1, {MAX_DRAFT_TOKENS}], got {num_draft_tokens}")
         params = SamplingParams(**self.sampling_defaults) if params is None else params
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        generation = begin(self.model, self.tokenizer, token_ids, params)
+        generation = begin(self.model, self.tokenizer, self._encode(prompt), params)
         grammar = grammar_of(params)
         return Running(
             generation,
@@ -223,7 +235,7 @@ class LLM:
 
     def sample_trace(
         self,
-        prompt: Prompt | Sequence[Message],
+        prompt: Prompt,
         params: SamplingParams | None = None,
         *,
         step: int = 1,
@@ -267,7 +279,7 @@ class LLM:
             ),
         )
 
-    def _encode(self, prompt: Prompt | Sequence[Message]) -> list[int]:
+    def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         messages = [each for each in prompt if isinstance(each, Mapping)]
@@ -298,3 +310,8 @@ class LLM:
     def _give_back(self, context: CachedContext) -> None:
         context.clear()
         self._idle.append(context)
+
+
+def _check_chunk(prefill_chunk: int) -> None:
+    if not 1 <= prefill_chunk <= PREFILL_CHUNK:
+        raise InvalidRequestError(f"prefill_chunk must be in [1, {PREFILL_CHUNK}], got {prefill_chunk}")

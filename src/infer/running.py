@@ -20,9 +20,8 @@ from infer.params import SamplingParams
 from infer.results import GenerationResult, GenerationStats, GenerationTiming, Piece
 from infer.sampling.sampler import message_of
 
-NUM_DRAFT_TOKENS = 8
+NUM_DRAFT_TOKENS = 15
 MAX_DRAFT_TOKENS = 32
-CHAIN_BETWEEN_DRAFTS = 4  # where drafts pay, but none was found for the place
 
 Mask = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
@@ -47,7 +46,6 @@ class Running:
         self._draft: NgramDraft | None = None
         if num_draft_tokens:
             self._draft, self._policy = NgramDraft(generation.prompt_token_ids), DraftPolicy(num_draft_tokens)
-        self._is_drafting = False
         self._grammar_error: str | None = None
         self._waited, self._prefill_s = 0.0, 0.0
         self._decode_times_s, self._sampling_times_s = list[float](), list[float]()
@@ -76,7 +74,7 @@ class Running:
     @property
     def chain_limit(self) -> int:
         """The longest chain that passes over no draft worth trying."""
-        return CHAIN_BETWEEN_DRAFTS if self._is_drafting else self.generation.room
+        return self.generation.room if self._draft is None else self._policy.tokens_between
 
     def is_finished(self) -> bool:
         """Looks at `cancel` first."""
@@ -106,9 +104,8 @@ class Running:
             return Part(self.row, taken, is_wanted=0 < len(taken) == len(self.pending))
         drafts: Sequence[int] = ()
         if self._draft is not None:
-            wanted = self._policy.num_draft_tokens()
-            self._is_drafting = wanted > 0
-            asked = min(wanted, max_drafts, self.generation.room - 1)
+            match = self._draft.match()
+            asked = min(self._policy.num_draft_tokens(match) if match else 0, max_drafts, self.generation.room - 1)
             drafts = self._draft.propose(asked) if asked > 0 else ()
         return Part(self.row, [*self.pending, *drafts], num_drafts=len(drafts))
 
@@ -140,7 +137,7 @@ class Running:
         self.stats.chains += 1
         self.stats.chain_tokens += len(token_ids)
         if self._draft is not None and token_ids:
-            self._policy.learn(0, 0, seconds / len(token_ids))
+            self._policy.learn(0, 0, seconds / len(token_ids), len(token_ids))
         self._said(len(token_ids), seconds, 0.0)
 
     def stepped(self, part: Part, drawn: Drawn, seconds: float, sampling_s: float) -> None:

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from infer.cli import commands, main
-from infer.cli.model import OnToken
+from infer.cli.model import OnProgress, OnToken, Prompt
 from infer.errors import ContextLengthError
 from infer.params import SamplingParams
-from infer.results import GenerationResult, GenerationTiming, SampleTrace, TraceCandidate, TraceStage
+from infer.results import GenerationResult, GenerationStats, GenerationTiming, SampleTrace, TraceCandidate, TraceStage
 
 
 class FakeModel:
@@ -28,13 +28,22 @@ class FakeModel:
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams | None = None,
         *,
         on_token: OnToken | None = None,
         cancel: threading.Event | None = None,
+        speculation: str | None = None,
+        num_draft_tokens: int = 15,
+        prefill_chunk: int = 512,
+        on_prefill: OnProgress | None = None,
     ) -> GenerationResult:
-        assert isinstance(prompt, str)
+        if not isinstance(prompt, str):
+            return self.chat([x for x in prompt if not isinstance(x, int)], params, on_token=on_token, cancel=cancel)
+        if on_prefill is not None and "read" in prompt:
+            on_prefill(512, 1024)
+        if "path" in prompt:
+            prompt = f"{speculation} {num_draft_tokens} {prefill_chunk}"
         if "long" in prompt:
             raise ContextLengthError("the prompt has 101 tokens and the context holds 100")
         if "broken" in prompt:
@@ -59,7 +68,26 @@ class FakeModel:
             timing=GenerationTiming(0.24532, [0.030, 0.040], [0.001, 0.002]),
             stop_reason="cancelled" if stopped else "max_new_tokens",
             seed=7,
+            stats=GenerationStats(1, 2, 3, 18, 8, 4, 5, 6),
         )
+
+    def generate_all(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        speculation: str | None = None,
+        num_draft_tokens: int = 15,
+        prefill_chunk: int = 512,
+        cancel: threading.Event | None = None,
+        on_progress: OnProgress = lambda done, total: None,
+    ) -> list[GenerationResult]:
+        assert isinstance(params, list)
+        results = []
+        for prompt, own in zip(prompts, params, strict=True):
+            results.append(self.generate(prompt, own, cancel=cancel, speculation=speculation))
+            on_progress(len(results), len(prompts))
+        return results
 
     def chat(
         self,
@@ -79,7 +107,7 @@ class FakeModel:
 
     def sample_trace(
         self,
-        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        prompt: Prompt,
         params: SamplingParams | None = None,
         *,
         step: int = 1,

@@ -182,6 +182,128 @@ def test_off_is_zero_for_top_k_and_minus_one_for_the_window(fake: FakeModel, cap
     assert "repetition_window=None" in shown
 
 
+# Constraints, paths, many prompts
+
+
+def test_each_constraint_reaches_the_model(fake: FakeModel, capsys: Capture, tmp_path: Path) -> None:
+    schema, grammar = tmp_path / "schema.json", tmp_path / "list.lark"
+    schema.write_text('{"type": "integer"}')
+    grammar.write_text('start: "a" | "b"')
+    assert """json_schema='{"type": "integer"}'""" in used_params(fake, capsys, "--json-schema", str(schema))[0]
+    assert "regex='[ab]+'" in used_params(fake, capsys, "--regex", "[ab]+")[0]
+    assert """grammar='start: "a" | "b"'""" in used_params(fake, capsys, "--grammar", str(grammar))[0]
+    for options in (["--choice", "a b", "--choice", "c"], ["--choice", "a b", "c"], ["c", "--choice", "a b"]):
+        assert "choice=('a b', 'c')" in used_params(fake, capsys, *options)[0]
+    assert "choice=None" in used_params(fake, capsys)[0]
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ("{", "json_schema is not JSON"),
+        ('{"type": "number", "$dynamicRef": "#a"}', r"the keyword '\$dynamicRef' is not supported"),
+        ('{"type": "text"}', "'type' must be one of"),
+    ],
+)
+def test_a_bad_schema_is_told_before_a_model_is_loaded(
+    capsys: Capture, tmp_path: Path, schema: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "load_model", lambda context, options: pytest.fail("loaded"))
+    path = tmp_path / "schema.json"
+    path.write_text(schema)
+    assert main(["generate", "--json-schema", str(path)]) == 2
+    told = capsys.readouterr().err
+    assert re.search(message, told)
+    assert told.count("\n") == 1
+
+
+def test_the_path_is_chosen_by_options(fake: FakeModel, capsys: Capture) -> None:
+    assert main(["generate", "-q", "--prompt", "path"]) == 0
+    assert capsys.readouterr().out == "echo: None 15 512 \n"
+    options = ["--speculation", "ngram", "--draft-tokens", "3", "--prefill-chunk", "7"]
+    assert main(["generate", "-q", "--prompt", "path", *options]) == 0
+    assert capsys.readouterr().out == "echo: ngram 3 7 \n"
+
+
+def test_stats_tell_which_path_ran(fake: FakeModel, capsys: Capture) -> None:
+    options = ["--stats", "--speculation", "ngram", "--temperature", "0", "--choice", "a", "b"]
+    assert main(["generate", "-q", "--prompt", "a", *options]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "path          greedy, ngram speculation, choice",
+        "prompt        3 tokens",
+        "prefill       1 step before the last",
+        "answer        2 tokens",
+        "chains        3 of 6.0 tokens, 18 in all",
+        "single steps  2",
+        "drafts        8 proposed, 4 accepted (50%)",
+        "masks         5 filled",
+        "forced        6 tokens not sampled",
+        "first token   245.32 ms",
+        "decode        73.00 ms, 27.4 tokens/sec, sampling apart 3.00 ms",
+        "between       p50 36.50 ms, p95 41.45 ms, p99 41.89 ms",
+    ]
+
+
+def test_many_prompts_are_answered_in_their_order(fake: FakeModel, capsys: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("one\n\ntwo\n")
+    assert main(["generate", "--prompts-file", str(path)]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "echo: one \n\necho: two \n"
+    assert re.fullmatch(r"2 answers: 4 tokens in .* s \(.* tokens/sec\)\n", captured.err)
+    assert main(["generate", "-q", "--chat", "--json", "--prompts-file", str(path)]) == 0
+    texts = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
+    assert texts == ["echo: 1 one ", "echo: 1 two "]
+    assert run_fake("generate", "-q", "--prompts-file", "-", text="a\nb").stdout == "echo: a \n\necho: b \n"
+
+
+def test_json_lines_bring_their_own_parameters(fake: FakeModel, capsys: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('"plain"\n{"prompt": "params", "temperature": 0.25, "max_tokens": 3}\n')
+    fake.sampling_defaults = {"temperature": 0.6, "top_p": 0.95}
+    assert main(["generate", "-q", "--top-k", "9", "--prompts-file", str(path)]) == 0
+    first, _, second = capsys.readouterr().out.splitlines()
+    assert first == "echo: plain "
+    assert all(part in second for part in ("temperature=0.25", "max_new_tokens=3", "top_k=9", "top_p=0.95"))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "is not JSON"),
+        ("3", 'must be a string or an object with "prompt", got 3'),
+        ('{"text": "a"}', 'must be a string or an object with "prompt"'),
+        ('{"prompt": "a", "top_q": 1}', "line 2: .*top_q.*did you mean"),
+        ('{"prompt": "a", "regex": "(a"}', "regex, column 1"),
+        ('{"prompt": "too long"}', "the context holds 100"),
+    ],
+)
+def test_a_bad_line_is_named(fake: FakeModel, capsys: Capture, tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'"fine"\n{line}\n')
+    assert main(["generate", "--prompts-file", str(path)]) == 2
+    told = capsys.readouterr().err
+    assert re.search(message, told)
+    assert told.count("\n") == 1
+
+
+def test_a_file_without_prompts_is_bad_input(fake: FakeModel, capsys: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n \n")
+    assert main(["generate", "--prompts-file", str(path)]) == 2
+    assert "holds no prompt" in capsys.readouterr().err
+
+
+def test_a_long_prompt_shows_its_progress_on_a_terminal_alone(
+    fake: FakeModel, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["generate", "-q", "--prompt", "read"]) == 0
+    assert capsys.readouterr() == ("echo: read \n", "")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert main(["generate", "--prompt", "read"]) == 0
+    assert "\rprompt ██████████           50 %\x1b[K\r\x1b[K" in capsys.readouterr().err
+
+
 # Loading
 
 
@@ -251,7 +373,15 @@ def test_loading_shows_a_bar_on_a_terminal_alone(
         (["generate", "--precision", "vague"], "--precision.*'vague' is not one of"),
         (["chat", "--weights", "q3"], "--weights.*'q3' is not one of"),
         (["bench", "-n", "0"], "-n.*0 is not in the range"),
-        (["generate", "extra"], "unexpected extra argument"),
+        (["generate", "extra"], r"unexpected extra argument \(extra\)"),
+        (["generate", "--json-schema", "/no/such"], "the file of --json-schema /no/such cannot be read: No such file"),
+        (["generate", "--regex", "a", "--grammar", __file__], "--regex and --grammar are both given: give one"),
+        (["generate", "--regex", "a(b"], r"regex, column 2: .\(. is never closed"),
+        (["generate", "--regex", "a)"], "regex, column 2:"),
+        (["generate", "--grammar", __file__], r"grammar, line \d+, column"),
+        (["generate", "--speculation", "medusa"], "'medusa' is not"),
+        (["generate", "--prompts-file", "/no/such"], "the prompts file /no/such cannot be read: No such file"),
+        (["generate", "--prompts-file", "a", "--prompt", "b"], "--prompt and --prompts-file are both given"),
         (["sample-trace", "a", "--prompt", "b"], "PROMPT and --prompt are both given"),
         (["sample-trace", "too long"], "the context holds 100"),
         (["sample-trace", "a", "--top-p", "2"], r"top_p must be in \(0, 1\], got 2"),

@@ -70,6 +70,43 @@ def test_the_longest_ending_wins_over_the_latest() -> None:
     assert NgramDraft([1, 2, 3, 4, 50, 9, 3, 4, 60, 1, 2, 3, 4]).propose(1) == [50]
 
 
+@pytest.mark.parametrize(
+    ("ids", "match"),
+    [
+        ([1, 2, 3], 0),
+        ([1, 2, 9, 1, 2], 2),
+        ([5, 1, 2, 9, 6, 1, 2], 2),
+        ([4, 3, 1, 2, 9, 4, 3, 1, 2], 4),
+        ([7] * 50, 32),
+    ],
+)
+def test_a_match_counts_the_tokens_that_agree(ids: list[int], match: int) -> None:
+    assert NgramDraft(ids).match() == match
+
+
+def test_a_longer_match_is_trusted_more_until_it_proves_wrong() -> None:
+    policy = DraftPolicy(15)
+    policy.learn(0, 0, 1.0)
+    asked = [policy.num_draft_tokens(match) for match in (2, 4, 20)]
+    assert asked == sorted(asked)
+    assert asked[0] < asked[-1]
+    for _ in range(40):
+        policy.num_draft_tokens(20)
+        policy.learn(15, 0, 1.2)
+    assert policy.num_draft_tokens(20) == 0
+    assert policy.acceptance(4) == DraftPolicy(15).acceptance(4)
+
+
+def test_the_next_look_for_a_draft_comes_sooner_where_drafts_are_right() -> None:
+    policy = DraftPolicy(7)
+    policy.learn(0, 0, 1.0, 8)
+    for _ in range(5):
+        policy.learn(7, 7, 2.0)
+    assert policy.tokens_between == 1
+    policy.learn(0, 0, 1.0, 64)
+    assert policy.tokens_between > 100
+
+
 def run(policy: DraftPolicy, steps: int, acceptance: float, cost: float) -> list[int]:
     """Drafts asked for, where each step's time is 1 + cost for each token more, and accepted as often as said."""
     asked, credit = [], 0.0
@@ -123,7 +160,8 @@ def test_a_policy_asks_within_bounds_whatever_it_learns(steps: list[tuple[int, f
     for proposed, seconds in steps:
         policy.learn(proposed, proposed // 2, seconds)
         assert 0 <= policy.num_draft_tokens() <= most
-        assert 0 < policy.acceptance <= 1
+        assert all(0 < policy.acceptance(match) <= 1 for match in range(40))
+        assert policy.tokens_between >= 1
         assert all(policy.step_seconds(tokens) > 0 for tokens in range(1, 12)) or not any(s for _, s in steps)
 
 

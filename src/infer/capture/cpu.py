@@ -37,6 +37,8 @@ class CapturedForward:
         with record(capacity, wanted_capacity) as self._recording:
             self._logits = forward(self._recording.step)
         self.capacity, self.wanted_capacity = capacity, wanted_capacity
+        slots = self._recording.step
+        self._slots = [array.numpy() for array in (slots.tokens, slots.positions, slots.rows, slots.wanted)]
         self.table = self._recording.table
         self._walk = Walk(self.table)
         self._chain: Chain | None = None
@@ -118,10 +120,9 @@ class CapturedForward:
         return list(zip(self.table.labels, times.tolist(), strict=True))
 
     def _fill(self, step: Step) -> None:
-        slots, state = self._recording.step, self._recording.state
-        for name in ("tokens", "positions", "rows", "wanted"):
-            values = getattr(step, name)
-            getattr(slots, name)[: len(values)] = values
+        state = self._recording.state
+        for slot, values in zip(self._slots, (step.tokens, step.positions, step.rows, step.wanted), strict=True):
+            slot[: len(values)] = values.numpy()
         state["num_tokens"], state["num_wanted"] = len(step.tokens), len(step.wanted)
 
     def _pieces(self, step: Step) -> Iterator[Step]:

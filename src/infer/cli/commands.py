@@ -4,7 +4,6 @@ A value given on the command line goes before one from the model, which goes bef
 """
 
 import difflib
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +15,18 @@ from click.core import ParameterSource
 
 from infer import __version__
 from infer.cli.model import Model
-from infer.cli.terminal import Spinner, TextWriter, cancel_on_signal, exit_on_signal, keeping_garbage
+from infer.cli.options import (
+    apply_options,
+    check_constraints,
+    constraint_options,
+    path_options,
+    prompt_options,
+    prompts_option,
+)
+from infer.cli.prompts import Asked, many_prompts, one_prompt
+from infer.cli.terminal import Spinner, exit_on_signal, keeping_garbage
 from infer.errors import InvalidRequestError
-from infer.params import PARAMETER_NAMES, SamplingParams
-from infer.results import GenerationResult
+from infer.params import CONSTRAINTS, PARAMETER_NAMES, SamplingParams
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 DEFAULT_MAX_SEQ_LEN = 2048
@@ -76,7 +83,7 @@ def weight_options(function: Function) -> Function:
         click.option("--dtype", type=dtypes, default="auto", show_default=True,
                      help="Dequantise at load; auto: as the file stores it."),
     ]  # fmt: skip
-    return _apply(options, function)
+    return apply_options(options, function)
 
 
 def model_options(function: Function) -> Function:
@@ -90,17 +97,7 @@ def model_options(function: Function) -> Function:
         click.option("-q", "--quiet", is_flag=True, help="Nothing but the text."),
         click.option("-v", "--verbose", is_flag=True, help="Counts, seed and reason; a traceback with an error."),
     ]  # fmt: skip
-    return _apply(options, function)
-
-
-def prompt_options(function: Function) -> Function:
-    options = [
-        click.option("--prompt", help="[default: 'Hello, world! I am a']"),
-        click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a file; - is stdin."),
-        click.option("--chat", is_flag=True, help="Send the prompt as a user's message, in the model's chat template."),
-        click.option("--system", metavar="TEXT", help="With --chat: a system message before it."),
-    ]
-    return _apply(options, function)
+    return apply_options(options, function)
 
 
 def sampling_options(num_tokens: int | None) -> Callable[[Function], Function]:
@@ -126,13 +123,7 @@ def sampling_options(num_tokens: int | None) -> Callable[[Function], Function]:
         click.option("--ignore-eos", is_flag=True, help="Go on after the end of text."),
         click.option("--seed", type=int, help="Repeat a run.  [default: drawn, shown with -v]"),
     ]  # fmt: skip
-    return lambda function: _apply(options, function)
-
-
-def _apply(options: Sequence[Callable[[Function], Function]], function: Function) -> Function:
-    for option in reversed(options):
-        function = option(function)
-    return function
+    return lambda function: apply_options(options, function)
 
 
 @click.group(
@@ -150,33 +141,33 @@ def infer(context: click.Context, /) -> None:
 
 @infer.command()
 @prompt_options
+@prompts_option
+@constraint_options
 @sampling_options(num_tokens=20)
+@path_options
 @model_options
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of text.")
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout instead of text: one object an answer.")
 @click.pass_context
 def generate(context: click.Context, /, **options: Any) -> None:
     """Continue a prompt. The text goes to stdout as it comes, times to stderr."""
     invocation = _invocation(context, options)
+    check_constraints(context)
     table, given = _sampling_values(context, options)
-    SamplingParams.from_mapping(table | given)
-    prompt = _prompt(options)
+    check_grammar(SamplingParams.from_mapping(table | given))
+    prompt = one_prompt(options)
+    asked = [] if options["prompts_file"] is None else many_prompts(options["prompts_file"], options)
+    for each in own_params(asked, table, given):
+        check_grammar(each)
+    from infer.cli.answers import answer_many, answer_one
+
     model = load_model(context, options)
-    params = merge_params(table, model_defaults(model, options), given, quiet=options["quiet"])
-    writer = TextWriter(sys.stdout)
-    on_token = None if options["as_json"] else lambda token_id, text: writer.write(text)
-    with cancel_on_signal() as cancellation:
-        if isinstance(prompt, str):
-            result = model.generate(prompt, params, on_token=on_token, cancel=cancellation.event)
-        else:
-            result = model.chat(prompt, params, on_token=on_token, cancel=cancellation.event)
-    if options["as_json"]:
-        writer.write(json.dumps({"model": options["model"]} | result.to_json(), ensure_ascii=False))
-    writer.end_line()
-    invocation.exit_status = cancellation.exit_status
-    if result.error is not None:
-        raise InvalidRequestError(f"the generation ended early: {result.error}")
-    if not options["quiet"] and not invocation.exit_status:
-        _report(result, verbose=options["verbose"])
+    defaults = model_defaults(model, options)
+    params = merge_params(table, defaults, given, quiet=options["quiet"])
+    if asked:
+        own = own_params(asked, {**table, **defaults}, given)
+        invocation.exit_status = answer_many(model, [each.prompt for each in asked], own, options)
+    else:
+        invocation.exit_status = answer_one(model, prompt, params, options)
 
 
 @infer.command()
@@ -217,7 +208,7 @@ def sample_trace(context: click.Context, /, **options: Any) -> None:
     _invocation(context, options)
     table, given = _sampling_values(context, options)
     SamplingParams.from_mapping(table | given)
-    prompt = _prompt(options)
+    prompt = one_prompt(options)
     from infer.cli.trace import check_plot, run_trace
 
     check_plot(options["plot"])
@@ -291,6 +282,29 @@ def merge_params(
     return params
 
 
+def own_params(asked: Sequence[Asked], table: Mapping[str, Any], given: Mapping[str, Any]) -> list[SamplingParams]:
+    """For each of many prompts: what stands beside it goes before the command line."""
+    own = []
+    for each in asked:
+        try:
+            own.append(SamplingParams.from_mapping({**table, **given, **each.values}))
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"{each.where}: {error}") from error
+    return own
+
+
+def check_grammar(params: SamplingParams) -> None:
+    """What is wrong with a schema, pattern or grammar as a text is told before a model is loaded."""
+    if all(getattr(params, name) is None for name in CONSTRAINTS):
+        return
+    from infer.constraint import grammar_of
+    from infer.constraint.compiler import check
+
+    grammar = grammar_of(params)
+    if grammar is not None:
+        check(grammar)
+
+
 def _invocation(context: click.Context, options: Mapping[str, Any]) -> Invocation:
     invocation = context.ensure_object(Invocation)
     invocation.verbose = options["verbose"]
@@ -308,53 +322,3 @@ def _sampling_values(context: click.Context, options: Mapping[str, Any]) -> tupl
         values["repetition_window"] = None
     given = {name: value for name, value in values.items() if _is_given(context, name)}
     return values, given
-
-
-def _prompt(options: Mapping[str, Any]) -> str | list[dict[str, str]]:
-    names = {"text": "PROMPT", "prompt": "--prompt", "prompt_file": "--prompt-file"}
-    given = [name for name in names if options.get(name) is not None]
-    if len(given) > 1:
-        raise click.UsageError(f"{' and '.join(names[name] for name in given)} are both given: give one")
-    if options["system"] is not None and not options["chat"]:
-        raise click.UsageError("--system needs --chat")
-    text = options[given[0]] if given else "Hello, world! I am a"
-    if options["prompt_file"] is not None:
-        text = _read(options["prompt_file"])
-    if not options["chat"]:
-        return str(text)
-    system = [] if options["system"] is None else [{"role": "system", "content": options["system"]}]
-    return [*system, {"role": "user", "content": text}]
-
-
-def _read(path: Path) -> str:
-    try:
-        content = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
-        return content.decode("utf-8")
-    except OSError as error:
-        raise InvalidRequestError(f"the prompt file {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"the prompt file {path} is not UTF-8: byte {error.start} is wrong") from error
-
-
-def _report(result: GenerationResult, *, verbose: bool) -> None:
-    timing = result.timing
-    steps = timing.inter_token_times_s
-    lines = [f"TTFT: {1000 * timing.ttft_s:.2f} ms"]
-    if steps:
-        mean_ms = 1000 * sum(steps) / len(steps)
-        lines.append(f"Avg TBT: {mean_ms:.2f} ms ({timing.decode_tokens_per_second:.1f} tokens/sec)")
-    else:
-        lines.append("Avg TBT: none (fewer than two tokens)")
-    if result.stop_reason == "context":
-        lines.append("Stopped: the context is full (--max-seq-len)")
-    if verbose:
-        p50, p95, p99 = (
-            1000 * s for s in (timing.inter_token_p50_s, timing.inter_token_p95_s, timing.inter_token_p99_s)
-        )
-        lines += [
-            f"TBT p50 {p50:.2f} ms, p95 {p95:.2f} ms, p99 {p99:.2f} ms",
-            f"Tokens: {result.prompt_tokens} prompt, {result.generated_tokens} generated",
-            f"Finish: {result.finish_reason} ({result.stop_reason!r})",
-            f"Seed: {result.seed}",
-        ]
-    print("\n".join(lines), file=sys.stderr)

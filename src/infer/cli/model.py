@@ -7,7 +7,9 @@ from typing import Any, Protocol, runtime_checkable
 from infer.params import SamplingParams
 from infer.results import GenerationResult, SampleTrace
 
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text, ids, or messages for the chat template
 OnToken = Callable[[int, str], bool | None]
+OnProgress = Callable[[int, int], None]
 
 
 @runtime_checkable
@@ -38,12 +40,28 @@ class Model(Protocol):
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams | None = None,
         *,
         on_token: OnToken | None = None,
         cancel: threading.Event | None = None,
+        speculation: str | None = None,
+        num_draft_tokens: int = 15,
+        prefill_chunk: int = 512,
+        on_prefill: OnProgress | None = None,
     ) -> GenerationResult: ...
+
+    def generate_all(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        speculation: str | None = None,
+        num_draft_tokens: int = 15,
+        prefill_chunk: int = 512,
+        cancel: threading.Event | None = None,
+        on_progress: OnProgress = ...,
+    ) -> list[GenerationResult]: ...
 
     def chat(
         self,
@@ -59,7 +77,7 @@ class Model(Protocol):
 
     def sample_trace(
         self,
-        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        prompt: Prompt,
         params: SamplingParams | None = None,
         *,
         step: int = 1,

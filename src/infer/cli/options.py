@@ -1,0 +1,94 @@
+"""Options that say what a generation is given, what holds it and which way it goes; commands put groups together."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from infer.cli.prompts import read_text
+from infer.params import CONSTRAINTS
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+NUM_DRAFT_TOKENS = 15
+PREFILL_CHUNK = 512
+
+
+def apply_options(options: Sequence[Callable[[Function], Function]], function: Function) -> Function:
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def prompt_options(function: Function) -> Function:
+    options = [
+        click.option("--prompt", help="[default: 'Hello, world! I am a']"),
+        click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a file; - is stdin."),
+        click.option("--chat", is_flag=True, help="Send the prompt as a user's message, in the model's chat template."),
+        click.option("--system", metavar="TEXT", help="With --chat: a system message before it."),
+    ]
+    return apply_options(options, function)
+
+
+def prompts_option(function: Function) -> Function:
+    return click.option(
+        "--prompts-file", type=click.Path(path_type=Path), metavar="FILE",
+        help="Many prompts at once: one a line, or JSON lines where the name ends in .jsonl, each a string or an "
+             "object of prompt and its own sampling parameters; - is stdin. Answers come in their order, an empty "
+             "line between them, or one JSON object a line with --json.",
+    )(function)  # fmt: skip
+
+
+def constraint_options(function: Function) -> Function:
+    """At most one of them; the words behind the options are more choices, so that `--choice yes no` is two."""
+    options = [
+        click.option("--json-schema", type=click.Path(path_type=Path), metavar="FILE", callback=_read_file,
+                     help="The answer must be JSON that this schema describes."),
+        click.option("--regex", metavar="PATTERN", help="The answer must match this pattern as a whole."),
+        click.option("--grammar", type=click.Path(path_type=Path), metavar="FILE", callback=_read_file,
+                     help="The answer must follow this grammar in Lark's notation."),
+        click.option("--choice", multiple=True, metavar="TEXT", callback=_or_none,
+                     help="The answer must be one of these. Repeatable, or --choice yes no."),
+        click.argument("more_choices", nargs=-1, metavar="", callback=_add_choices),
+    ]  # fmt: skip
+    return apply_options(options, function)
+
+
+def path_options(function: Function) -> Function:
+    """They change how fast an answer comes, never its tokens."""
+    options = [
+        click.option("--speculation", type=click.Choice(["ngram"]),
+                     help="Verify guesses several at a time: faster where the text repeats, with the same tokens."),
+        click.option("--draft-tokens", type=int, default=NUM_DRAFT_TOKENS, show_default=True,
+                     help="With --speculation: guesses in one step, at most."),
+        click.option("--prefill-chunk", type=int, default=PREFILL_CHUNK, show_default=True,
+                     help="Tokens of a prompt in one step."),
+        click.option("--stats", is_flag=True, help="Which path ran, and what it did, on stderr."),
+    ]  # fmt: skip
+    return apply_options(options, function)
+
+
+def check_constraints(context: click.Context) -> None:
+    """Two constraints are a mistake in the command, to be said with the names it was given in."""
+    given = [f"--{name.replace('_', '-')}" for name in CONSTRAINTS if context.params.get(name) is not None]
+    if len(given) > 1:
+        raise click.UsageError(f"{' and '.join(given)} are both given: give one")
+
+
+def _read_file(context: click.Context, option: click.Parameter, path: Path | None) -> str | None:
+    return None if path is None else read_text(path, f"the file of --{str(option.name).replace('_', '-')}")
+
+
+def _or_none(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...] | None:
+    return values or None
+
+
+def _add_choices(context: click.Context, argument: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
+    """Options are parsed before what stands beside them, wherever it stands."""
+    if not values:
+        return values
+    if context.params.get("choice") is None:
+        plural = "s" if len(values) > 1 else ""
+        raise click.UsageError(f"Got unexpected extra argument{plural} ({' '.join(values)})")
+    context.params["choice"] = (*context.params["choice"], *values)
+    return ()

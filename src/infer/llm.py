@@ -16,7 +16,7 @@ from infer.batch import Step
 from infer.checkpoint import Checkpoint, open_checkpoint
 from infer.constraint import grammar_of, make_compiler
 from infer.context import PREFILL_CHUNK, CachedContext, make_cache
-from infer.decode import Batch, OnPrefill, OnToken, Stream, begin, check_prompt, run_all
+from infer.decode import Batch, OnPrefill, OnToken, Stream, begin, check_prompt, run_all, vocab_size_of
 from infer.errors import InferError, InvalidRequestError, ModelError
 from infer.model.families import make_architecture
 from infer.model.load import FloatsAs, OnProgress, load_transformer
@@ -71,7 +71,7 @@ class LLM:
         self.sampling_defaults = sampling_defaults(checkpoint.generation_config)
         self.model = _load(checkpoint, self.tokenizer, device, dtype, weights, precision, max_seq_len, on_progress)
         self._capture = capture
-        self._compiler = make_compiler(self.tokenizer)
+        self._compiler = make_compiler(self.tokenizer, vocab_size_of(self.model, self.tokenizer))
         self._idle: list[CachedContext] = []
 
     @property
@@ -222,7 +222,7 @@ class LLM:
             )
         context = token_ids + result.token_ids[: step - 1]
         found = trace.sample_trace(
-            self.logits(context, last=1)[0, : self.tokenizer.vocab_size],
+            self.logits(context, last=1)[0, : vocab_size_of(self.model, self.tokenizer)],
             replace(params, seed=result.seed),
             context,
             num_prompt_tokens=len(token_ids),

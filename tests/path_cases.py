@@ -66,9 +66,14 @@ class World:
     compiler: Compiler
 
 
-def make_world(name: str, folder: Path) -> World:
+def make_folder(name: str, folder: Path) -> Path:
     make_tiny(Tiny(name, CONFIGS[name]), folder)
     write_byte_tokenizer(folder, merges=MERGES)
+    return folder
+
+
+def make_world(name: str, folder: Path) -> World:
+    make_folder(name, folder)
     model, _ = load_model(folder)
     tokenizer = load_tokenizer(folder)
     return World(model, tokenizer, make_compiler(tokenizer))

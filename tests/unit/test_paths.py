@@ -5,11 +5,15 @@ comparison.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import infer.context
+from infer import LLM
 from infer.capture.sampled import Verifier
 from infer.context import CachedContext
 from infer.decode import Batch
@@ -28,6 +32,7 @@ from path_cases import (
     World,
     by_definition,
     make_context,
+    make_folder,
     make_world,
     run_alone,
     run_batch,
@@ -256,3 +261,30 @@ def test_a_planted_fault_is_found(
     if plant is not None:
         plant(monkeypatch)
     assert is_found() == (plant is not None)
+
+
+# Steps that a recording does not hold
+
+
+@pytest.mark.parametrize("way", [Way("half"), Way("right", 7), Way("none", 64)], ids=str)
+def test_steps_larger_than_the_recording_run_in_pieces_that_say_the_same(
+    world: World, expected: dict[str, Outcome], way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(infer.context, "PREFILL_CHUNK", 6)
+    monkeypatch.setattr(infer.context, "MAX_LINES", 4)
+    check(together(world, CASES[::4], way, expected), expected, way)
+
+
+@pytest.mark.parametrize("world", ["windows"], indirect=True)
+@pytest.mark.parametrize(("weights", "precision"), [("q8", "exact"), ("q4", "fast"), ("bf16", "exact")])
+def test_quantised_weights_say_the_same_with_drafts_and_in_company(
+    world: World, weights: str, precision: str, tmp_path: Path
+) -> None:
+    llm = LLM(make_folder("windows", tmp_path), weights=weights, precision=precision)
+    cases = [case for case in CASES[::3] if case.params.logprobs is None]
+    other = replace(world, model=llm.model)
+    plain = [Outcome.of(run_alone(other, case, Way(chain=1))) for case in cases]
+    said = [outcome.token_ids for outcome in plain]
+    for way in (Way("half"), Way("none", 7, 64)):
+        results = run_batch(other, cases, way, NUM_ROWS, said)
+        assert [Outcome.of(result) for result in results] == plain

@@ -216,7 +216,7 @@ class CachedContext(Context):
     ) -> list[list[int]]:
         if self._captured is None or len(tokens) > MAX_LINES:
             return []
-        step = self._step([Part(row, [token_id]) for row, token_id in tokens])
+        step = self._step([Part(row, [token_id]) for row, token_id in tokens], count)
         by_step = self._captured.run_chain(step, count, rows, history, tuple(stop_ids))
         for row, _ in tokens:
             self.commit(row, len(by_step))
@@ -253,7 +253,12 @@ class CachedContext(Context):
         for row in range(len(self.lengths)):
             self._cache.truncate(row, 0)
 
-    def _step(self, parts: Sequence[Part]) -> Step:
+    def _step(self, parts: Sequence[Part], repeats: int = 1) -> Step:
+        """Raises InvalidRequestError where a row would not hold them: kernels write where they are told."""
+        for part in parts:
+            length = self.lengths[part.row] + len(part.token_ids) * repeats
+            if length > self._cache.capacity:
+                raise InvalidRequestError(f"a row holds {self._cache.capacity} tokens, got {length}")
         return Step.of_parts(parts, [self.lengths[part.row] for part in parts])
 
 

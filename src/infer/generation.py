@@ -20,6 +20,7 @@ class Generation:
     prompt_token_ids: list[int]
     params: SamplingParams
     max_total_tokens: int
+    vocab_size: int = 0  # ids from there on are never said; 0 is the tokenizer's own size
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -30,6 +31,7 @@ class Generation:
     dropped_tokens: int = 0
 
     def __post_init__(self) -> None:
+        self.vocab_size = self.vocab_size or self.tokenizer.vocab_size
         self._texts: list[str] = []
         eos_token_ids = frozenset() if self.params.ignore_eos else self.tokenizer.eos_token_ids
         self.stop_ids = eos_token_ids | frozenset(self.params.stop_token_ids or ())

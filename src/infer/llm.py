@@ -15,7 +15,7 @@ from infer.batch import Step
 from infer.checkpoint import open_checkpoint
 from infer.constraint import grammar_of, make_compiler
 from infer.context import PREFILL_CHUNK, CachedContext, make_cache
-from infer.decode import Batch, OnPrefill, OnToken, Stream, begin, check_prompt, run_all
+from infer.decode import Batch, OnPrefill, OnToken, Stream, begin, check_prompt, run_all, vocab_size_of
 from infer.errors import InferError, InvalidRequestError
 from infer.loading import load_checked, load_model, load_tokenizer, sampling_defaults, set_num_threads
 from infer.model.load import OnProgress
@@ -69,7 +69,7 @@ class LLM:
         self._weights = f"{checkpoint.fingerprint()} {weights} {precision} {dtype}"
         checkpoint.release_pages()
         self._capture = capture
-        self._compiler = make_compiler(self.tokenizer)
+        self._compiler = make_compiler(self.tokenizer, vocab_size_of(self.model, self.tokenizer))
         self._idle: list[CachedContext] = []
 
     @property
@@ -229,7 +229,7 @@ class LLM:
         token_ids = check_prompt(self.model, self.tokenizer, self._encode(prompt), room=0)
         context = self._take_context()
         try:
-            return [None, *context.score(0, token_ids, num, self.tokenizer.vocab_size)]
+            return [None, *context.score(0, token_ids, num, vocab_size_of(self.model, self.tokenizer))]
         finally:
             self._give_back(context)
 
@@ -260,7 +260,7 @@ class LLM:
             )
         context = token_ids + result.token_ids[: step - 1]
         found = trace.sample_trace(
-            self.logits(context, last=1)[0, : self.tokenizer.vocab_size],
+            self.logits(context, last=1)[0, : vocab_size_of(self.model, self.tokenizer)],
             replace(params, seed=result.seed),
             context,
             num_prompt_tokens=len(token_ids),

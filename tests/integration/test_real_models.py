@@ -133,6 +133,37 @@ def test_a_chain_of_the_table_gives_the_tokens_of_uncaptured_steps() -> None:
     assert chained == tokens
 
 
+def test_greedy_text_with_speculation_and_in_batches_is_that_of_plain_steps() -> None:
+    """The plain steps are those of `transformers`, by the test above."""
+    llm = LLM("smollm2", max_seq_len=1024)
+    copying = "Repeat: the cat sat on the mat and the dog sat on the log.\nthe cat sat on the mat and the dog"
+    prompts = [*PROMPTS[:7], copying]
+    params = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
+    plain = [llm.generate(prompt, params) for prompt in prompts]
+    drafted = [llm.generate(prompt, params, speculation="ngram") for prompt in prompts]
+    assert [result.token_ids for result in drafted] == [result.token_ids for result in plain]
+    assert sum(result.stats.drafts_accepted for result in drafted) > 0
+    for speculation in (None, "ngram"):
+        together = llm.generate_all(prompts, params, batch_size=3, speculation=speculation)
+        assert [result.token_ids for result in together] == [result.token_ids for result in plain]
+
+
+def test_seeded_text_with_speculation_and_in_batches_is_that_of_plain_steps() -> None:
+    llm = LLM("smollm2", max_seq_len=1024)
+    each = [
+        SamplingParams(temperature=0.8, seed=1, max_new_tokens=32),
+        SamplingParams(temperature=0.7, top_k=40, top_p=0.9, repetition_penalty=1.2, seed=2, max_new_tokens=32),
+        SamplingParams(temperature=1.0, frequency_penalty=0.5, min_new_tokens=8, seed=3, max_new_tokens=32),
+        SamplingParams(temperature=0.9, regex="[a-z]{3,9}( [a-z]{2,9}){3,6}", seed=4, max_new_tokens=32),
+    ]
+    plain = [llm.generate(prompt, params) for prompt, params in zip(PROMPTS, each, strict=False)]
+    for speculation in (None, "ngram"):
+        together = llm.generate_all(PROMPTS[:4], each, batch_size=3, speculation=speculation)
+        assert [(r.token_ids, r.text, r.finish_reason) for r in together] == [
+            (r.token_ids, r.text, r.finish_reason) for r in plain
+        ]
+
+
 def test_smollm2_answers_a_question() -> None:
     llm = LLM("smollm2")
     result = llm.chat([{"role": "user", "content": "What is the capital of France?"}], SamplingParams(temperature=0))

@@ -5,9 +5,13 @@
     python benchmarks/bench_generation.py --suite full             all seven configs
     python benchmarks/bench_generation.py --prompt-tokens 256 --max-new-tokens 256 --temperature 0.8
     python benchmarks/bench_generation.py --prompt "Once upon a time" --max-new-tokens 64
+    python benchmarks/bench_generation.py --config short-greedy --no-kv-cache
+    python benchmarks/bench_generation.py --compare A.json B.json
 
 Seed 42, two warm-ups, three trials; medians over the trials, latencies over all their steps. EOS is ignored, so that
-every trial generates the same number of tokens. Each config also leaves a JSON report in benchmarks/reports/.
+every trial generates the same number of tokens. The memory's speed is measured between the trials. Each config also
+leaves a JSON report in benchmarks/reports/, with --plot a picture of the time per token against length beside it, and
+with --log NOTE a row in benchmarks/log/GENERATION_LOG.md.
 """
 
 import argparse
@@ -23,10 +27,12 @@ from typing import Any
 
 import torch
 
+from generation_report import append_log, compare, log_row, picture, table
 from infer import LLM, GenerationResult, SamplingParams, __version__
-from infer.bench.speed import peak_resident_bytes
+from infer.bench.speed import kv_bytes, weight_bytes_by_kind
+from infer.decode import generate
 from infer.results import percentile
-from machine import available_cores, device_line, resident_bytes
+from machine import available_cores, device_line, read_rate, resident_bytes, unmeasured_bytes
 from workload import CONFIGS, SEED, SUITES, Config, make_synthetic_prompt
 
 REPORTS = Path(__file__).parent / "reports"
@@ -44,6 +50,7 @@ class Setting:
     dtype: str
     device: str
     threads: int
+    kv_cache: bool
     warmups: int
     trials: int
     load_seconds: float
@@ -53,12 +60,36 @@ class Setting:
 
 def measure(llm: LLM, setting: Setting, config: Config, prompt: list[int]) -> dict[str, Any]:
     params = SamplingParams(**config.sampling, max_new_tokens=config.new_tokens, seed=SEED, ignore_eos=True)
-    if setting.device.startswith("cuda"):
+    is_cuda = setting.device.startswith("cuda")
+    if is_cuda:
         torch.cuda.reset_peak_memory_stats()
+
+    def run() -> GenerationResult:
+        if setting.kv_cache:
+            return llm.generate(prompt, params)
+        return generate(llm.model, llm.tokenizer, prompt, params, use_cache=False)
+
     for _ in range(setting.warmups):
-        llm.generate(prompt, params)
-    results = [llm.generate(prompt, params) for _ in range(setting.trials)]
-    return summarize(setting, config, results)
+        run()
+    peak = torch.cuda.max_memory_allocated() if is_cuda else unmeasured_bytes(setting.threads)
+    results, rates = [], []
+    for _ in range(setting.trials):
+        rates += [] if is_cuda else [read_rate(setting.threads)]
+        results.append(run())
+    report = summarize(setting, config, results) | {"peak_memory_gb": peak / 2**30}
+    return report | bandwidth(llm, setting, report, rates)
+
+
+def bandwidth(llm: LLM, setting: Setting, report: dict[str, Any], rates: list[float]) -> dict[str, Any]:
+    """What decoding reads a second, and its share of what the memory gave; of a GPU the first alone."""
+    names = ("achieved_gb_per_s", "read_bandwidth_gb_per_s", "bandwidth_share")
+    if not setting.kv_cache:
+        return dict.fromkeys(names)
+    length = report["prompt_tokens"] + report["generated_tokens"] // 2
+    num_bytes = sum(weight_bytes_by_kind(llm.model).values()) + kv_bytes(llm.model, length)
+    achieved = num_bytes * report["decode_throughput_median_tps"] / 1e9
+    read = max(rates) / 1e9 if rates else None
+    return dict(zip(names, (achieved, read, achieved / read if read else None), strict=True))
 
 
 def summarize(setting: Setting, config: Config, results: list[GenerationResult]) -> dict[str, Any]:
@@ -67,9 +98,9 @@ def summarize(setting: Setting, config: Config, results: list[GenerationResult])
     prompt_tokens = results[0].prompt_tokens
     milliseconds = [seconds * 1e3 for seconds, _ in steps] or [0.0]
     fastest, slowest = (min(steps), max(steps)) if steps else ((0.0, 0), (0.0, 0))
-    is_cuda = setting.device.startswith("cuda")
     return {
         "config": config.name,
+        "kv_cache": setting.kv_cache,
         "model": setting.model,
         "dtype": setting.dtype,
         "device": setting.device,
@@ -101,51 +132,9 @@ def summarize(setting: Setting, config: Config, results: list[GenerationResult])
         "load_s": setting.load_seconds,
         "cold_start_s": setting.cold_start_seconds,
         "post_load_memory_gb": setting.post_load_bytes / 2**30,
-        "peak_memory_gb": (torch.cuda.max_memory_allocated() if is_cuda else peak_resident_bytes()) / 2**30,
+        "per_step_ms": [1e3 * median(each) for each in zip(*(t.inter_token_times_s for t in timings), strict=False)],
         "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-
-
-def table(report: dict[str, Any]) -> str:
-    memory = "GPU memory" if report["device"].startswith("cuda") else "resident"
-    sampling = ", ".join(f"{name} {value:g}" for name, value in report["sampling"].items())
-    cold_start = "" if report["cold_start_s"] is None else f"Cold start:         {report['cold_start_s']:.2f} s\n"
-    return f"""
-=== Generation benchmark: {report["config"]} ===
-Model:              {report["model"]}
-Dtype:              {report["dtype"]}
-Device:             {report["device_name"]}
-CUDA version:       {torch.version.cuda or "none"}
-PyTorch version:    {report["torch_version"]}
-infer version:      {report["infer_version"]}
-Prompt tokens:      {report["prompt_tokens"]}
-Generated tokens:   {report["generated_tokens"]} ({report["trials"]} trials after {report["warmups"]} warm-ups)
-Sampling:           {sampling}; seed {report["seed"]}
-
---- Prefill ---
-TTFT (median):      {report["ttft_median_ms"]:.1f} ms
-Prompt throughput:  {report["prompt_throughput_median_tps"]:.0f} tok/s
-
---- Decode ---
-Total (median):     {report["decode_time_median_s"]:.2f} s
-Throughput (median): {report["decode_throughput_median_tps"]:.1f} tok/s
-Sampling:           {report["sampling_share_median"]:.1%} of the time
-Per-step latency:
-  Mean:             {report["per_step_latency_mean_ms"]:.2f} ms
-  P50:              {report["per_step_latency_p50_ms"]:.2f} ms
-  P95:              {report["per_step_latency_p95_ms"]:.2f} ms
-  P99:              {report["per_step_latency_p99_ms"]:.2f} ms
-  Min:              {report["per_step_latency_min_ms"]:.2f} ms (at length {report["per_step_latency_min_at"]})
-  Max:              {report["per_step_latency_max_ms"]:.2f} ms (at length {report["per_step_latency_max_at"]})
-
---- Total ---
-Wall time (median): {report["wall_median_s"]:.2f} s
-End-to-end:         {report["end_to_end_throughput_tps"]:.1f} tok/s
-Load:               {report["load_s"]:.2f} s
-{cold_start}
---- Memory ---
-Post-load {memory}: {report["post_load_memory_gb"]:.2f} GB
-Peak {memory}:      {report["peak_memory_gb"]:.2f} GB"""
 
 
 def measure_cold_start(model: str, device: str, dtype: str) -> float:
@@ -173,6 +162,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repetition-penalty", type=float, default=1.0)
     parser.add_argument("--warmups", type=int, default=2)
     parser.add_argument("--trials", type=int, default=3)
+    parser.add_argument("--no-kv-cache", action="store_true", help="compute the whole sequence again for each token")
+    parser.add_argument("--compare", nargs=2, type=Path, metavar=("A.json", "B.json"), help="two reports, no run")
+    parser.add_argument("--plot", action="store_true", help="a picture of the time per token beside the report")
+    parser.add_argument("--log", metavar="NOTE", help="add a row with this remark to the log")
     parser.add_argument("--no-cold-start", action="store_true")
     parser.add_argument("--no-report", action="store_true", help="print only")
     return parser.parse_args()
@@ -201,6 +194,7 @@ def load(arguments: argparse.Namespace) -> tuple[LLM, Setting]:
         dtype=arguments.dtype,
         device=arguments.device,
         threads=arguments.threads or available_cores(),
+        kv_cache=not arguments.no_kv_cache,
         warmups=arguments.warmups,
         trials=arguments.trials,
         load_seconds=load_seconds,
@@ -211,6 +205,9 @@ def load(arguments: argparse.Namespace) -> tuple[LLM, Setting]:
 
 def main() -> None:
     arguments = parse_arguments()
+    if arguments.compare:
+        print(compare(arguments.compare))
+        return
     names = SUITES[arguments.suite] if arguments.suite else [arguments.config] if arguments.config else []
     configs = [CONFIGS[name] for name in names] or [ad_hoc_config(arguments)]
     llm, setting = load(arguments)
@@ -225,6 +222,10 @@ def main() -> None:
             REPORTS.mkdir(exist_ok=True)
             path = REPORTS / f"generation-{config.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
             path.write_text(json.dumps(report, indent=1) + "\n")
+            if arguments.plot:
+                path.with_suffix(".svg").write_text(picture(report))
+        if arguments.log is not None:
+            append_log([log_row(report, arguments.log)])
 
 
 if __name__ == "__main__":

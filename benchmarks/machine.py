@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from infer.bench.speed import Memory
+from infer.bench.speed import BYTES_PER_THREAD, READ_BYTES, Memory, peak_resident_bytes
 
 MATMUL_SIZE = 1024
 
@@ -77,6 +77,18 @@ def matmul_rate(dtype: torch.dtype, threads: int, tries: int = 3) -> float:
         return max(rates)
     finally:
         torch.set_num_threads(before)
+
+
+def read_rate(threads: int) -> float:
+    """Bytes per second that so many threads read, now."""
+    return _memory(threads).read_rate()
+
+
+def unmeasured_bytes(threads: int) -> int:
+    """What this process holds but for the buffer that rates are read from; its most, before there is one."""
+    if not _memory.cache_info().currsize:
+        return peak_resident_bytes()
+    return resident_bytes() - max(READ_BYTES, threads * BYTES_PER_THREAD)
 
 
 @cache

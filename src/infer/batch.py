@@ -74,6 +74,9 @@ class Step:
     @classmethod
     def of_parts(cls, parts: Sequence[Part], starts: Sequence[int]) -> Self:
         """Several rows' parts, each from its row's position in `starts` on."""
+        if all(len(part.token_ids) == part.num_lines == 1 for part in parts):  # a step of decoding: half the time
+            columns = ([part.token_ids[0] for part in parts], starts, [part.row for part in parts], range(len(parts)))
+            return cls(*(torch.from_numpy(np.array(column, np.int64)) for column in columns))
         ends = np.cumsum([len(part.token_ids) for part in parts])
         wanted = [np.arange(end - part.num_lines, end) for part, end in zip(parts, ends.tolist(), strict=True)]
         positions = [np.arange(at, at + len(part.token_ids)) for part, at in zip(parts, starts, strict=True)]

@@ -44,7 +44,7 @@ def test_a_schema_holds(capsys: Capture, tmp_path: Path) -> None:
     captured = capsys.readouterr()
     assert json.loads(captured.out)["grammar_complete"] is True
     assert "path          sampled, json_schema" in captured.err
-    assert "0 tokens not sampled" not in captured.err
+    assert "tokens not sampled" in captured.err
 
 
 def test_a_choice_and_a_pattern_hold(capsys: Capture, tmp_path: Path) -> None:

@@ -230,8 +230,7 @@ def test_stats_tell_which_path_ran(fake: FakeModel, capsys: Capture) -> None:
     assert main(["generate", "-q", "--prompt", "a", *options]) == 0
     assert capsys.readouterr().err.splitlines() == [
         "path          greedy, ngram speculation, choice",
-        "prompt        3 tokens",
-        "prefill       1 step before the last",
+        "prompt        3 tokens in 2 steps",
         "answer        2 tokens",
         "chains        3 of 6.0 tokens, 18 in all",
         "single steps  2",

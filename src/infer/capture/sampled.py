@@ -6,6 +6,7 @@ Verifier   forward, await_mask, then for each entry          walked once: a row'
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, final
 
 import numpy as np
@@ -108,14 +109,14 @@ class Verifier:
     ) -> list[list[int]]:
         """The tokens of each wanted row: those of its drafts that were right and the one behind them, which may be the
         code of a failed row. `masks` may be filled while this runs, if `mask_ready` tells when it is done."""
-        lines = np.where(is_wanted, [len(row) + 1 for row in drafts], 0)
-        self._positions[:], self._alive[:] = positions, is_wanted
-        self._lines[:] = np.cumsum(lines) - lines
-        self._num_drafts[:] = [len(row) for row in drafts]
+        num_drafts = [len(row) for row in drafts]
+        lines = [count + 1 if wanted else 0 for count, wanted in zip(num_drafts, is_wanted, strict=True)]
+        self._positions[:], self._alive[:], self._num_drafts[:] = positions, is_wanted, num_drafts
+        self._lines[:] = list(accumulate(lines, initial=0))[:-1]
         for row, ids in enumerate(drafts):
             self._drafts[row, : len(ids)] = ids
         self._counts[:] = 0
         self._arguments["allowed"] = 0 if masks is None else masks.data_ptr()
         self._arguments["mask_ready"] = 0 if mask_ready is None else mask_ready.ctypes.data
         team().run(self._walk, state, num_threads)
-        return [self._generated[:count, row].tolist() for row, count in enumerate(self._counts)]
+        return [self._generated[:count, row].tolist() for row, count in enumerate(self._counts.tolist())]

@@ -42,14 +42,13 @@ def stats_lines(
     guessed = [f"{options['speculation']} speculation"] if options["speculation"] else []
     rows = [
         ("path", ", ".join(["greedy" if params.is_greedy else "sampled", *guessed, *held])),
-        ("prompt", f"{sum(result.prompt_tokens for result in results)} tokens{_reused(results)}"),
-        ("prefill", _counted(stats.prefill_steps, "step") + " before the last"),
+        ("prompt", _prompt(results, stats)),
         ("answer", _counted(count, "token")),
         ("chains", _chains(stats)),
         ("single steps", f"{stats.single_steps}"),
         ("drafts", _drafts(stats)),
-        ("masks", f"{stats.masks_filled} filled"),
-        ("forced", _counted(stats.tokens_forced, "token") + " not sampled"),
+        ("masks", f"{stats.masks_filled} filled" if stats.masks_filled else "none"),
+        ("forced", _counted(stats.tokens_forced, "token") + " not sampled" if stats.tokens_forced else "none"),
         *_times(results),
     ]
     width = max(len(name) for name, _ in rows)
@@ -72,9 +71,11 @@ def _percentiles(seconds: Sequence[float]) -> str:
     return ", ".join(f"p{percent} {1000 * percentile(seconds, float(percent)):.2f} ms" for percent in (50, 95, 99))
 
 
-def _reused(results: Sequence[GenerationResult]) -> str:
-    reused = sum(result.reused_tokens for result in results)
-    return f", {reused} of them reused" if reused else ""
+def _prompt(results: Sequence[GenerationResult], stats: GenerationStats) -> str:
+    """The step that gives the first token takes the last of the prompt."""
+    count, reused = (sum(values) for values in zip(*((x.prompt_tokens, x.reused_tokens) for x in results), strict=True))
+    steps = _counted(stats.prefill_steps + len(results), "step")
+    return f"{_counted(count, 'token')} in {steps}" + (f", {reused} of them reused" if reused else "")
 
 
 def _chains(stats: GenerationStats) -> str:

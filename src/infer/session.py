@@ -4,6 +4,7 @@ Two lists of ids: what was said, and what the cache holds; a turn keeps what its
 whatever was done before, an answer is the one that a fresh model gives for the same ids.
 """
 
+import copy
 import hashlib
 import threading
 import weakref
@@ -77,7 +78,7 @@ class Session:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        return [dict(message) for message in self._said.messages]
+        return copy.deepcopy(self._said.messages)
 
     @property
     def num_cached_tokens(self) -> int:
@@ -120,7 +121,7 @@ class Session:
                     f"the last {num_raw} tokens belong to no message and would be forgotten: rewind({num_raw}), or go "
                     "on with generate()"
                 )
-            new = {"role": "user", "content": message} if isinstance(message, str) else dict(message)
+            new = {"role": "user", "content": message} if isinstance(message, str) else copy.deepcopy(dict(message))
             messages = [*said.messages, new]
             running = self._host.begin(self._render(messages), params, speculation, num_draft_tokens, cancel)
             return start(running, messages, on_prefill)
@@ -137,7 +138,7 @@ class Session:
     ) -> GenerationResult:
         """The answer to a whole conversation in place of the session's own: what both share is not run again."""
         with self._answering() as start:
-            asked = [dict(message) for message in messages]
+            asked = [copy.deepcopy(dict(message)) for message in messages]
             running = self._host.begin(self._render(asked), params, speculation, num_draft_tokens, cancel)
             stream = start(running, asked, None)
         return _run(stream, on_token)

@@ -229,6 +229,34 @@ def test_a_dropped_stream_leaves_nothing_in_the_next_answer(llm: LLM) -> None:
     assert llm.generate("hello", GREEDY).token_ids == expected
 
 
+def test_a_turn_that_fails_midway_leaves_the_session_as_it_was(llm: LLM) -> None:
+    session = llm.session()
+    session.send("hello", GREEDY)
+    before = session.token_ids, session.messages
+    nothing = SamplingParams(temperature=0, allowed_token_ids=[65], logit_bias={65: -float("inf")})
+    for call in (lambda: session.send("fail", nothing), lambda: session.generate(nothing)):
+        assert call().finish_reason == "error"
+        assert (session.token_ids, session.messages) == before
+    result = session.send("go on", GREEDY)
+    check_fresh(llm, session.token_ids[: -len(result.token_ids)], GREEDY, result)
+
+
+def test_a_grammar_and_drafts_hold_in_a_session(llm: LLM) -> None:
+    session = llm.session()
+    for params in (SamplingParams(temperature=0, regex="yes(, yes){3}!?"), SAMPLED, GREEDY):
+        result = session.send("say ab ab ab ab", params, speculation="ngram")
+        check_fresh(llm, session.token_ids[: -len(result.token_ids)], params, result)
+
+
+def test_what_a_caller_does_to_its_messages_does_not_reach_the_session(llm: LLM) -> None:
+    session = llm.session()
+    mine: dict[str, Any] = {"role": "user", "content": "hello", "extra": ["a"]}
+    session.send(mine, GREEDY)
+    mine["extra"].append("b")
+    session.messages[0]["extra"].append("c")
+    assert session.messages[0] == {"role": "user", "content": "hello", "extra": ["a"]}
+
+
 def test_a_refused_turn_changes_nothing(llm: LLM) -> None:
     session = llm.session()
     session.send("hello", GREEDY)

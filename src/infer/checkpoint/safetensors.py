@@ -65,12 +65,14 @@ class StoredTensor:
         return prod(self.shape) * _BITS[self.dtype] // 8
 
     def tensor(self) -> Tensor:
-        """A copy of its values."""
+        """Its values, where they lie in the file if that aligns them."""
         if self.dtype not in _DTYPE_BY_NAME:
             raise ModelFormatError(self.path, f"tensor {self.name!r:.80}", f"expected plain numbers, got {self.dtype}")
         dtype = _DTYPE_BY_NAME[self.dtype]
-        raw = bytearray(self.content[self.offset : self.offset + self.num_bytes])
-        return torch.frombuffer(raw, dtype=dtype).reshape(self.shape) if raw else torch.empty(self.shape, dtype=dtype)
+        if not self.num_bytes:
+            return torch.empty(self.shape, dtype=dtype)
+        raw = torch.frombuffer(self.content, dtype=torch.uint8, count=self.num_bytes, offset=self.offset)
+        return (raw.clone() if self.offset % dtype.itemsize else raw).view(dtype).reshape(self.shape)
 
 
 def read_safetensors_folder(folder: Path) -> dict[str, StoredTensor]:

@@ -5,7 +5,8 @@
     python benchmarks/bench_peers.py --models smollm2-q4_1 llama-1b-q4_0 --threads 2 --rounds 3
 
 llama.cpp comes from an environment that has llama-cpp-python: --llama-python, $LLAMA_CPP_PYTHON, or .venv-peers.
-Without one, infer is measured alone. Every side is a process that waits while another one works. In each round the
+Without one, infer is measured alone. Several builds, as NAME=PATH, run side by side; ratios are to the fastest of them
+in each case. Every side is a process that waits while another one works. In each round the
 machine's own limits are measured too: what a share of the limit is a share of.
 """
 
@@ -23,7 +24,7 @@ from typing import Any
 
 from machine import available_cores, cpu_model, measure_limits
 from peer_models import PeerModel, peer_models
-from peer_report import Measure, Report, Result
+from peer_report import PEER, Measure, Report, Result
 
 BENCHMARKS = Path(__file__).parent
 WORKER = BENCHMARKS / "peer_worker.py"
@@ -32,6 +33,8 @@ TORCH_ALONE = "import os, resource, torch; print(); print(int(open('/proc/self/s
 MEASURES = (
     Measure("decode", "decode", 16, 128),
     Measure("prefill 512", "prefill", 512, 0),
+    Measure("prefill 2000", "prefill", 2000, 0),
+    Measure("prefill 8000", "prefill", 8000, 0),
     Measure("decode at 128", "decode", 128, 32),
     Measure("decode at 1024", "decode", 1024, 32),
     Measure("decode at 4096", "decode", 4096, 32),
@@ -81,7 +84,7 @@ def worker(side: Side) -> Iterator[Worker]:
             process.kill()
 
 
-def find_llama_python(given: str | None) -> str | None:
+def find_llama_python(given: str | None = None) -> str | None:
     candidates = [given, os.environ.get("LLAMA_CPP_PYTHON"), BENCHMARKS.parent / ".venv-peers" / "bin" / "python"]
     for candidate in filter(None, candidates):
         check = [str(candidate), "-c", "import llama_cpp"]
@@ -94,10 +97,23 @@ def find_llama_python(given: str | None) -> str | None:
     return None
 
 
-def make_sides(llama_python: str | None) -> list[Side]:
+def find_peers(builds: list[str]) -> list[Side]:
+    """A side for each [NAME=]PATH; without any, for what `find_llama_python` finds."""
+    peers = []
+    for build in builds or [""]:
+        name, separator, path = build.rpartition("=")
+        if python := find_llama_python(path or None):
+            peers.append(make_peer(python, f"{PEER} {name}" if separator else PEER))
+    return peers
+
+
+def make_peer(llama_python: str, name: str = PEER) -> Side:
+    return Side(name, (llama_python, str(WORKER), "llama"))
+
+
+def make_ours() -> list[Side]:
     ours = (sys.executable, str(WORKER), "infer")
-    sides = [Side("infer exact", ours, "exact"), Side("infer fast", ours, "fast")]
-    return sides if llama_python is None else [Side("llama.cpp", (llama_python, str(WORKER), "llama")), *sides]
+    return [Side("infer exact", ours, "exact"), Side("infer fast", ours, "fast")]
 
 
 def compare(
@@ -190,10 +206,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", metavar="NAME", help="default: all that can be made")
     parser.add_argument("--measures", nargs="+", choices=[m.name for m in MEASURES] + ["cold"], metavar="NAME")
-    parser.add_argument("--sides", nargs="+", choices=["llama.cpp", "infer exact", "infer fast"], metavar="NAME")
+    parser.add_argument("--sides", nargs="+", metavar="NAME")
     parser.add_argument("--threads", nargs="+", type=int, default=sorted({1, available_cores()}))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--llama-python", metavar="PATH", help="a Python that has llama-cpp-python")
+    parser.add_argument("--llama-python", nargs="+", default=[], metavar="[NAME=]PATH", help="with llama-cpp-python")
     parser.add_argument("--quick", action="store_true", help="SmolLM2 as shipped, three rounds, no long contexts")
     parser.add_argument("--output", type=Path, default=BENCHMARKS / "reports", metavar="FOLDER")
     arguments = parser.parse_args()
@@ -206,14 +222,16 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    llama_python = find_llama_python(arguments.llama_python)
-    if llama_python is None:
+    peers = find_peers(arguments.llama_python)
+    if not peers:
         say("no environment with llama-cpp-python (--llama-python): infer is measured alone")
-    sides = make_sides(llama_python)
-    makers = peer_models(None if llama_python is None else requantise_with(sides[0]))
+    sides = [*peers, *make_ours()]
+    makers = peer_models(requantise_with(peers[0]) if peers else None)
     names = arguments.models or list(makers)
     if unknown := [name for name in names if name not in makers]:
         sys.exit(f"unknown models {', '.join(unknown)}: choose from {', '.join(makers)}")
+    if arguments.sides and (unknown := set(arguments.sides) - {side.name for side in sides}):
+        sys.exit(f"unknown sides {', '.join(unknown)}: choose from {', '.join(side.name for side in sides)}")
     sides = [side for side in sides if arguments.sides is None or side.name in arguments.sides]
     measures = [m for m in MEASURES if arguments.measures is None or m.name in arguments.measures]
     report = Report(cpu_model(), available_cores())

@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bench_peers import Side, SideError, Worker, find_llama_python, make_sides, say, worker
+from bench_peers import Side, SideError, Worker, find_llama_python, make_peer, say, worker
 from infer import __version__, load_model, load_tokenizer
 from infer.batch import Step
 from infer.checkpoint import open_checkpoint, resolve
@@ -272,7 +272,7 @@ def main() -> None:
     arguments = parse_arguments()
     set_num_threads(arguments.threads)
     llama_python = find_llama_python(arguments.llama_python)
-    llama = None if llama_python is None else make_sides(llama_python)[0]
+    llama = None if llama_python is None else make_peer(llama_python)
     if llama is None:
         say("no environment with llama-cpp-python (--llama-python): infer is measured alone")
     findings = [finding for name in arguments.models for finding in check(name, arguments, llama)]

@@ -62,11 +62,12 @@ class Report:
         return {r.side: r for r in self.results if (r.model, r.threads, r.measure) == case}
 
     def ratio(self, result: Result) -> float | None:
-        """How many times better than the peer: of rates, or of costs the other way round."""
-        peer = self.of(result.model, result.threads, result.measure).get(PEER)
-        if peer is None or result.side not in OURS:
+        """How many times better than the best peer: of rates, or of costs the other way round."""
+        sides = self.of(result.model, result.threads, result.measure)
+        peers = [other.median for name, other in sides.items() if name.startswith(PEER)]
+        if not peers or result.side not in OURS:
             return None
-        return result.median / peer.median if result.unit == "tok/s" else peer.median / result.median
+        return result.median / max(peers) if result.unit == "tok/s" else min(peers) / result.median
 
     def limit(self, model: str, threads: int, measure_name: str) -> float | None:
         """Tokens per second that the machine allows: bytes over bandwidth, or products over torch's best matmul."""
@@ -93,7 +94,7 @@ class Report:
             )
         lines += [
             "",
-            f"{'model':20} {'thr':>3} {'measure':15} {'side':12} {'median':>10} {'':5} {'ratio':>6} {'of limit':>8}",
+            f"{'model':20} {'thr':>3} {'measure':15} {'side':14} {'median':>10} {'':5} {'ratio':>6} {'of limit':>8}",
         ]
         for case in self.cases():
             limit = self.limit(*case)
@@ -102,7 +103,7 @@ class Report:
                 shown_ratio = "" if ratio is None else f"{ratio:.2f}×"
                 share = "" if limit is None else f"{result.median / limit:.0%}"
                 lines.append(
-                    f"{result.model:20} {result.threads:>3} {result.measure:15} {result.side:12} "
+                    f"{result.model:20} {result.threads:>3} {result.measure:15} {result.side:14} "
                     f"{result.median:>10.2f} {result.unit:5} {shown_ratio:>6} {share:>8}"
                 )
         return "\n".join(lines)
@@ -145,7 +146,7 @@ class Report:
             parts.append(f'<text x="12" y="{y + 11}">{escape(f"{model}, {measure}, {threads} thr")}</text>')
             for side, label, bar in self.bars(*case):
                 width = 430 * bar / widest
-                color = COLOR_BY_SIDE.get(side, "#10b981")
+                color = COLOR_BY_SIDE.get(side, "#c4c7cc")
                 parts.append(f'<rect x="270" y="{y}" width="{width:.1f}" height="12" fill="{color}"/>')
                 parts.append(f'<text x="{276 + width:.1f}" y="{y + 10}">{escape(label)}</text>')
                 y += 14
@@ -154,7 +155,7 @@ class Report:
 
     def bars(self, model: str, threads: int, measure: str) -> Iterator[tuple[str, str, float]]:
         results = self.of(model, threads, measure)
-        base = results.get(PEER) or next(iter(results.values()))
+        base = next(iter(results.values()))
         for result in results.values():
             ratio = self.ratio(result)
             label = f"{result.side} {result.median:.0f}" + ("" if ratio is None else f" ({ratio:.2f}×)")

@@ -45,12 +45,15 @@ def walk(constraint: Constraint, tokenizer: Tokenizer, vocab_size: int, rng: ran
     """The text of random choices; now and then goes back some tokens and on as before, or elsewhere."""
     written: list[int] = []
     closers = closers_of(tokenizer)
-    while not constraint.done and len(written) < most:
+    for _ in range(most):
+        if constraint.done:
+            break
         bits = allowed_bits(constraint, vocab_size)
         if written and rng.random() < 0.1:
-            back = rng.randint(1, len(written))
+            goes_elsewhere = rng.random() < 0.2
+            back = rng.randint(1, min(len(written), 4) if goes_elsewhere else len(written))
             constraint.rollback(back)
-            again = written[-back:] if rng.random() < 0.8 else []
+            again = [] if goes_elsewhere else written[-back:]
             assert constraint.accept(again) == len(again)
             del written[len(written) - back + len(again) :]
             if again:
@@ -107,7 +110,7 @@ def _random_string(rng: random.Random, wide: bool) -> dict[str, Any]:
     options: list[dict[str, Any]] = [{}]
     if wide:
         options += [{"minLength": least}, {"minLength": least, "maxLength": least + 4}]
-        options += [{"pattern": "^[a-z]{2,5}$"}, {"pattern": "[0-9]x"}, {"format": "date"}, {"format": "uuid"}]
+        options += [{"pattern": "^[a-z]{2,5}$"}, {"pattern": "^[0-9]{1,3}x?$"}, {"format": "date"}, {"format": "uuid"}]
     return {"type": "string", **rng.choice(options)}
 
 

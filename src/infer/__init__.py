@@ -13,6 +13,7 @@ from typing import Any
 
 _MODULE_BY_NAME = {
     "LLM": "infer.llm",
+    "Session": "infer.session",
     "Stream": "infer.decode",
     "load_model": "infer.llm",
     "load_tokenizer": "infer.llm",

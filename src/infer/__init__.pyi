@@ -11,6 +11,7 @@ from infer.results import GenerationResult as GenerationResult
 from infer.results import GenerationTiming as GenerationTiming
 from infer.results import Piece as Piece
 from infer.sampling.reference import sample_token as sample_token
+from infer.session import Session as Session
 from infer.tokenizer import Tokenizer as Tokenizer
 
 __version__: str

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from infer import ops
 from infer.batch import Part, Step
+from infer.cache.base import KVCache
 from infer.cache.dense import DenseCache
 from infer.capture.cpu import CapturedForward
 from infer.errors import InvalidRequestError
@@ -24,7 +25,7 @@ from infer.model.transformer import Transformer
 from infer.results import TokenLogprob
 from infer.sampling.history import History
 from infer.sampling.rows import Rows
-from infer.sampling.sampler import Sampled
+from infer.sampling.sampler import Sampled, log_probabilities
 
 PREFILL_CHUNK = 512  # tokens per forward of a prompt: a cancel is seen between two chunks
 MAX_LINES = 64  # logits of one step: rows and their drafts
@@ -159,8 +160,41 @@ class CachedContext(Context):
             self._captured = CapturedForward(lambda step: model.forward(step, cache), PREFILL_CHUNK, MAX_LINES)
 
     @property
+    def cache(self) -> KVCache:
+        return self._cache
+
+    @property
     def lengths(self) -> Sequence[int]:
         return self._cache.lengths
+
+    @torch.inference_mode()
+    def extend(self, row: int, token_ids: Sequence[int]) -> None:
+        """Append tokens without asking what follows; an exception leaves whole chunks of them."""
+        with ops.threads_for(self._model.device):
+            for start in range(0, len(token_ids), PREFILL_CHUNK):
+                chunk = token_ids[start : start + PREFILL_CHUNK]
+                self.forward([Part(row, chunk, is_wanted=False)])
+                self.commit(row, len(chunk))
+
+    @torch.inference_mode()
+    def score(self, row: int, token_ids: Sequence[int], num_top: int, vocab_size: int) -> list[TokenLogprob]:
+        """Append tokens; how likely each but the first was behind those before it, by the raw logits.
+
+        Ids from `vocab_size` on are impossible.
+        """
+        found = []
+        with ops.threads_for(self._model.device):
+            for start in range(0, len(token_ids), MAX_LINES):
+                chunk = token_ids[start : start + MAX_LINES]
+                logits = self.forward([Part(row, chunk, num_drafts=len(chunk) - 1)])
+                logits[:, vocab_size:] = -torch.inf
+                self.commit(row, len(chunk))
+                following = torch.tensor(token_ids[start + 1 : start + 1 + MAX_LINES], device=logits.device)
+                following = following.to(torch.int64)
+                scores = log_probabilities(logits[: len(following)], following, num_top)
+                scored = Sampled(following, *scores)
+                found += [scored.logprob_of(index, num_top) for index in range(len(following))]
+        return found
 
     def forward(self, parts: Sequence[Part]) -> Float[Tensor, "lines vocab"]:
         step = self._step(parts).to(self._model.device)
@@ -182,7 +216,7 @@ class CachedContext(Context):
     ) -> list[list[int]]:
         if self._captured is None or len(tokens) > MAX_LINES:
             return []
-        step = self._step([Part(row, [token_id]) for row, token_id in tokens])
+        step = self._step([Part(row, [token_id]) for row, token_id in tokens], count)
         by_step = self._captured.run_chain(step, count, rows, history, tuple(stop_ids))
         for row, _ in tokens:
             self.commit(row, len(by_step))
@@ -219,7 +253,12 @@ class CachedContext(Context):
         for row in range(len(self.lengths)):
             self._cache.truncate(row, 0)
 
-    def _step(self, parts: Sequence[Part]) -> Step:
+    def _step(self, parts: Sequence[Part], repeats: int = 1) -> Step:
+        """Raises InvalidRequestError where a row would not hold them: kernels write where they are told."""
+        for part in parts:
+            length = self.lengths[part.row] + len(part.token_ids) * repeats
+            if length > self._cache.capacity:
+                raise InvalidRequestError(f"a row holds {self._cache.capacity} tokens, got {length}")
         return Step.of_parts(parts, [self.lengths[part.row] for part in parts])
 
 
@@ -251,5 +290,5 @@ class RecomputedContext(Context):
 
 
 def make_cache(model: Transformer, capacity: int, num_rows: int = 1) -> DenseCache:
-    """A dense cache in the model's own dtype."""
-    return DenseCache(model.architecture.layers, num_rows, capacity, model.dtype, model.device)
+    """A dense cache in the dtype that the model asks for."""
+    return DenseCache(model.architecture.layers, num_rows, capacity, model.cache_dtype, model.device)

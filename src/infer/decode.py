@@ -82,15 +82,12 @@ class Batch:
         seconds = self._now() - started
         for index, running in enumerate(self.active):
             if chains:
-                running.chained(chains[index], seconds)
-                yield from self._settle_chain(running, chains[index])
+                yield from self._settle_chain(running, chains[index], seconds)
             elif not parts[index].is_wanted:
                 self._context.commit(running.row, len(parts[index].token_ids))
                 running.prefilled(len(parts[index].token_ids), seconds)
             else:
-                running.stepped(parts[index], drawn[index], seconds, sampling_s)
-                running.generation.logprobs += drawn[index].logprobs
-                yield from self._settle(running, parts[index], drawn[index])
+                yield from self._settle(running, parts[index], drawn[index], seconds, sampling_s)
         self._leave()
 
     def close(self) -> None:
@@ -112,7 +109,7 @@ class Batch:
             generations = [running.generation for running in self.active]
             self._rows = Rows.pack(
                 [generation.params for generation in generations],
-                generations[0].tokenizer.vocab_size,
+                generations[0].vocab_size,
                 num_prompt_tokens=[len(generation.prompt_token_ids) for generation in generations],
                 end_ids=generations[0].tokenizer.eos_token_ids,
                 slots=[running.row for running in self.active],
@@ -124,7 +121,7 @@ class Batch:
         num_slots = max(num_slots, len(self._context.lengths))
         if history is not None and history.capacity >= generation.max_tokens:
             return history
-        larger = History(num_slots, generation.max_tokens, generation.tokenizer.vocab_size, self._device)
+        larger = History(num_slots, generation.max_tokens, generation.vocab_size, self._device)
         for running in self.active[:-1]:
             if uses_history(running.params):
                 seen = running.generation
@@ -140,15 +137,14 @@ class Batch:
 
     def _plan(self) -> list[Part]:
         """A part for each active row. Those that decode come first; what is left of the chunk goes to prompts."""
-        decoding = sum(running.is_decoding for running in self.active)
         max_drafts = MAX_LINES // len(self.active) - 1
-        budget = max(self._prefill_chunk - decoding, 1)
-        parts = []
+        part_by_row = {running.row: running.plan(1, max_drafts) for running in self.active if running.is_decoding}
+        budget = max(self._prefill_chunk - sum(len(part.token_ids) for part in part_by_row.values()), 1)
         for running in self.active:
-            part = running.plan(budget, max_drafts)
-            budget -= 0 if running.is_decoding else len(part.token_ids)
-            parts.append(part)
-        return parts
+            if running.row not in part_by_row:
+                part_by_row[running.row] = part = running.plan(budget, max_drafts)
+                budget -= len(part.token_ids)
+        return [part_by_row[running.row] for running in self.active]
 
     def _try_chain(self, parts: Sequence[Part]) -> list[list[int]]:
         if any(part.num_drafts for part in parts) or not all(running.can_chain for running in self.active):
@@ -209,16 +205,23 @@ class Batch:
             if running.is_finished():
                 return
 
-    def _settle_chain(self, running: Running, token_ids: Sequence[int]) -> Iterator[tuple[Running, Piece]]:
+    def _settle_chain(
+        self, running: Running, token_ids: Sequence[int], seconds: float
+    ) -> Iterator[tuple[Running, Piece]]:
         """The chain has committed all but its last token: what stands behind a stop is taken back."""
         num_before = len(running.generation.token_ids)
-        yield from self._accept(running, token_ids)
-        num_dropped = len(token_ids) - (len(running.generation.token_ids) - num_before)
-        if num_dropped:
-            self._context.truncate(running.row, self._context.lengths[running.row] - num_dropped)
-        running.pending = list(token_ids[-1:])
+        try:
+            yield from self._accept(running, token_ids)
+        finally:
+            num_said = len(running.generation.token_ids) - num_before
+            length = self._context.lengths[running.row] - len(token_ids) + max(1, num_said)
+            self._context.truncate(running.row, length)
+            running.pending = list(token_ids[max(0, num_said - 1) : num_said])
+            running.chained(token_ids, num_said, seconds)
 
-    def _settle(self, running: Running, part: Part, drawn: Drawn) -> Iterator[tuple[Running, Piece]]:
+    def _settle(
+        self, running: Running, part: Part, drawn: Drawn, seconds: float, sampling_s: float
+    ) -> Iterator[tuple[Running, Piece]]:
         num_before = len(running.generation.token_ids)
         num_known = len(part.token_ids) - part.num_drafts
         try:
@@ -227,6 +230,7 @@ class Batch:
             num_said = len(running.generation.token_ids) - num_before
             self._context.commit(running.row, num_known + max(0, num_said - 1))
             running.pending = drawn.token_ids[max(0, num_said - 1) : num_said]
+            running.stepped(part, drawn, num_said, seconds, sampling_s)
 
 
 def decode(running: Running, batch: Batch, on_prefill: OnPrefill | None = None) -> Generator[Piece, None, None]:
@@ -294,7 +298,7 @@ class Stream(Iterator[Piece]):
         self._running = running
         self._pieces = decode(running, batch, on_prefill)
         self._result: GenerationResult | None = None
-        self._end = weakref.finalize(self, on_end)
+        self._end = weakref.finalize(self, _end, self._pieces, on_end)
 
     def __iter__(self) -> Self:
         return self
@@ -307,14 +311,16 @@ class Stream(Iterator[Piece]):
                 self._result = self._result or self._running.result()
             self.close()
             raise
+        except BaseException:
+            self.close()
+            raise
 
     def cancel(self) -> None:
-        """No further token: finish_reason is "abort", unless the answer had already ended."""
-        self._running.generation.cancel()
+        """No further token: finish_reason is "abort", unless the answer had already ended. For any thread."""
+        self._running.cancel()
 
     def close(self) -> None:
         """Give back what the answer held; happens by itself at its end and when it is dropped."""
-        self._pieces.close()
         self._end()
 
     @property
@@ -323,12 +329,22 @@ class Stream(Iterator[Piece]):
         return self.run()
 
     def run(self, on_token: OnToken | None = None) -> GenerationResult:
-        for piece in self:
-            if on_token is not None and on_token(piece.token_id, piece.text) is False:
-                self.cancel()
+        try:
+            for piece in self:
+                if on_token is not None and on_token(piece.token_id, piece.text) is False:
+                    self.cancel()
+        except BaseException:
+            self.close()
+            raise
         if self._result is None:
             raise InvalidRequestError("the stream was closed before its end, so it has no result")
         return self._result
+
+
+def _end(pieces: Generator[Piece, None, None], on_end: Callable[[], None]) -> None:
+    """The loop first: what it still commits belongs to this answer."""
+    pieces.close()
+    on_end()
 
 
 def begin(
@@ -339,11 +355,17 @@ def begin(
     Raises InvalidRequestError for what `check_prompt` refuses and for parameters that name ids outside the vocabulary.
     """
     token_ids = check_prompt(model, tokenizer, prompt_token_ids, room=1)
+    vocab_size = vocab_size_of(model, tokenizer)
     for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
-        _check_ids(name, getattr(params, name) or (), model.architecture.vocab_size)
+        _check_ids(name, getattr(params, name) or (), vocab_size)
     if params.seed is None:
         params = replace(params, seed=secrets.randbits(64))
-    return Generation(tokenizer, token_ids, params, model.max_seq_len)
+    return Generation(tokenizer, token_ids, params, model.max_seq_len, vocab_size)
+
+
+def vocab_size_of(model: Transformer, tokenizer: Tokenizer) -> int:
+    """The ids that can be read and said: either may have rows that the other has not."""
+    return min(model.architecture.vocab_size, tokenizer.vocab_size)
 
 
 def check_prompt(model: Transformer, tokenizer: Tokenizer, token_ids: Sequence[int], *, room: int) -> list[int]:
@@ -357,7 +379,7 @@ def check_prompt(model: Transformer, tokenizer: Tokenizer, token_ids: Sequence[i
         if tokenizer.bos_token_id is None:
             raise InvalidRequestError("the prompt is empty and the model has no BOS token to begin with: give it text")
         token_ids = [tokenizer.bos_token_id]
-    _check_ids("the prompt", token_ids, model.architecture.vocab_size)
+    _check_ids("the prompt", token_ids, vocab_size_of(model, tokenizer))
     if len(token_ids) + room > model.max_seq_len:
         answer = ", the answer included" if room else ""
         raise ContextLengthError(

@@ -20,6 +20,7 @@ class Generation:
     prompt_token_ids: list[int]
     params: SamplingParams
     max_total_tokens: int
+    vocab_size: int = 0  # ids from there on are never said; 0 is the tokenizer's own size
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -27,8 +28,10 @@ class Generation:
     error: str | None = None
     grammar_complete: bool | None = None
     reused_tokens: int = 0
+    dropped_tokens: int = 0
 
     def __post_init__(self) -> None:
+        self.vocab_size = self.vocab_size or self.tokenizer.vocab_size
         self._texts: list[str] = []
         eos_token_ids = frozenset() if self.params.ignore_eos else self.tokenizer.eos_token_ids
         self.stop_ids = eos_token_ids | frozenset(self.params.stop_token_ids or ())
@@ -107,6 +110,7 @@ class Generation:
             seed=self.params.seed,
             grammar_complete=self.grammar_complete,
             reused_tokens=self.reused_tokens,
+            dropped_tokens=self.dropped_tokens,
             stats=stats,
             logprobs=self.logprobs if self.params.logprobs is not None else None,
             timing=timing,

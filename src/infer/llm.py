@@ -4,40 +4,35 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, final, get_args
+from typing import Any, final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from infer import ops
 from infer.architecture import Architecture
 from infer.batch import Step
-from infer.checkpoint import Checkpoint, open_checkpoint
+from infer.checkpoint import open_checkpoint
 from infer.constraint import grammar_of, make_compiler
 from infer.context import PREFILL_CHUNK, CachedContext, make_cache
-from infer.decode import Batch, OnPrefill, OnToken, Stream, begin, check_prompt, run_all
-from infer.errors import InferError, InvalidRequestError, ModelError
-from infer.model.families import make_architecture
-from infer.model.load import FloatsAs, OnProgress, load_transformer
-from infer.model.transformer import Transformer
-from infer.ops import Precision
+from infer.decode import Batch, OnPrefill, OnToken, Stream, begin, check_prompt, run_all, vocab_size_of
+from infer.errors import InferError, InvalidRequestError
+from infer.loading import load_checked, load_model, load_tokenizer, sampling_defaults, set_num_threads
+from infer.model.load import OnProgress
 from infer.params import SamplingParams
-from infer.results import GenerationResult, SampleTrace
-from infer.running import Running
+from infer.results import GenerationResult, SampleTrace, TokenLogprob
+from infer.running import MAX_DRAFT_TOKENS, NUM_DRAFT_TOKENS, Running
+from infer.said import Said
 from infer.sampling import trace
-from infer.tokenizer import Tokenizer
+from infer.session import Host, Session
+
+__all__ = ["LLM", "load_model", "load_tokenizer", "set_num_threads"]
 
 BATCH_SIZE = 8  # prompts in one step
-NUM_DRAFT_TOKENS = 15
-MAX_DRAFT_TOKENS = 32
-DEFAULT_MAX_SEQ_LEN = 8192  # of a model made for more, unless asked for
+MAX_LOGPROBS = 20
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]  # a text, ids, or messages for the model's chat template
-
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @final
@@ -69,9 +64,12 @@ class LLM:
             set_num_threads(threads)
         self.tokenizer = load_tokenizer(checkpoint)
         self.sampling_defaults = sampling_defaults(checkpoint.generation_config)
-        self.model = _load(checkpoint, self.tokenizer, device, dtype, weights, precision, max_seq_len, on_progress)
+        settings = (device, dtype, weights, precision, max_seq_len)
+        self.model = load_checked(checkpoint, self.tokenizer, *settings, on_progress)
+        self._weights = f"{checkpoint.fingerprint()} {weights} {precision} {dtype}"
+        checkpoint.release_pages()
         self._capture = capture
-        self._compiler = make_compiler(self.tokenizer)
+        self._compiler = make_compiler(self.tokenizer, vocab_size_of(self.model, self.tokenizer))
         self._idle: list[CachedContext] = []
 
     @property
@@ -133,7 +131,7 @@ class LLM:
         `on_prefill(done, total)` is called and `cancel` looked at.
         """
         _check_chunk(prefill_chunk)
-        running = self._begin(prompt, params, 0, speculation, num_draft_tokens, cancel)
+        running = self._begin(prompt, params, speculation, num_draft_tokens, cancel)
         context = self._take_context()
         batch = Batch(context, self.model.device, prefill_chunk=prefill_chunk)
         return Stream(running, batch, on_prefill=on_prefill, on_end=lambda: self._give_back(context))
@@ -164,7 +162,7 @@ class LLM:
         waiting = []
         for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
             try:
-                waiting.append(self._begin(prompt, own, 0, speculation, num_draft_tokens, cancel))
+                waiting.append(self._begin(prompt, own, speculation, num_draft_tokens, cancel))
             except InvalidRequestError as error:
                 raise type(error)(f"prompt {index}: {error}") from error
         return run_all(self.model, waiting, batch_size, on_progress, prefill_chunk=prefill_chunk, capture=self._capture)
@@ -173,7 +171,6 @@ class LLM:
         self,
         prompt: Prompt,
         params: SamplingParams | None,
-        row: int,
         speculation: str | None,
         num_draft_tokens: int,
         cancel: threading.Event | None,
@@ -187,7 +184,6 @@ class LLM:
         grammar = grammar_of(params)
         return Running(
             generation,
-            row=row,
             constraint=None if grammar is None else self._compiler.compile(grammar),
             num_draft_tokens=num_draft_tokens if speculation else 0,
             cancel=cancel,
@@ -205,6 +201,37 @@ class LLM:
         """Answer a conversation, rendered by the model's own template; extra names go to the template."""
         token_ids = self.tokenizer.encode_chat(messages, **template_variables)
         return self.generate(token_ids, params, on_token=on_token, cancel=cancel)
+
+    def session(
+        self, *, system: str | None = None, tools: Sequence[Message] | None = None, **template_variables: Any
+    ) -> Session:
+        """Many turns over one cache. A system message, tools and extra names go to the chat template of every turn."""
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        template = template_variables | ({} if tools is None else {"tools": list(tools)})
+        if (messages or template) and not self.can_chat:
+            raise InvalidRequestError("the model has no chat template: use append() and generate() with plain text")
+        host = Host(self.model, self.tokenizer, self._weights, self._begin, self._take_context, self._give_back)
+        return Session(host, Said(messages=messages, template=template, num_given=len(messages)))
+
+    def load_session(self, path: str | Path) -> Session:
+        """A session that `Session.save` wrote, by this process or another one with the same model."""
+        session = self.session()
+        session.load(path)
+        return session
+
+    def prompt_logprobs(self, prompt: Prompt | Sequence[Message], *, num: int = 0) -> list[TokenLogprob | None]:
+        """How likely the model holds each token of a prompt, beside the `num` likeliest; None for the first.
+
+        Of the raw logits. Of these there are never more in memory than for 64 tokens.
+        """
+        if not 0 <= num <= MAX_LOGPROBS:
+            raise InvalidRequestError(f"num must be in [0, {MAX_LOGPROBS}], got {num}")
+        token_ids = check_prompt(self.model, self.tokenizer, self._encode(prompt), room=0)
+        context = self._take_context()
+        try:
+            return [None, *context.score(0, token_ids, num, vocab_size_of(self.model, self.tokenizer))]
+        finally:
+            self._give_back(context)
 
     def sample_trace(
         self,
@@ -233,7 +260,7 @@ class LLM:
             )
         context = token_ids + result.token_ids[: step - 1]
         found = trace.sample_trace(
-            self.logits(context, last=1)[0, : self.tokenizer.vocab_size],
+            self.logits(context, last=1)[0, : vocab_size_of(self.model, self.tokenizer)],
             replace(params, seed=result.seed),
             context,
             num_prompt_tokens=len(token_ids),
@@ -285,127 +312,6 @@ class LLM:
         self._idle.append(context)
 
 
-def load_model(
-    model_id: str | Path,
-    *,
-    dtype: str | torch.dtype = "auto",
-    device: str | torch.device = "cpu",
-    weights: str = "auto",
-    precision: str = "exact",
-    max_seq_len: int | None = None,
-) -> tuple[Transformer, Architecture]:
-    """The network alone, for programs that bring their own loop: `(model, config)`."""
-    checkpoint = open_checkpoint(model_id)
-    model = _load(checkpoint, load_tokenizer(checkpoint), device, dtype, weights, precision, max_seq_len, None)
-    return model, model.architecture
-
-
-def load_tokenizer(model: str | Path | Checkpoint) -> Tokenizer:
-    """The tokenizer of a model, without its weights."""
-    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
-    if checkpoint.metadata:
-        return Tokenizer.from_gguf(checkpoint.metadata)
-    return Tokenizer.from_folder(checkpoint.path)
-
-
-def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a model's own generation config asks for, in the names of SamplingParams: only keys that it has."""
-    given = {name: generation_config[name] for name in _SAMPLING_NAMES if generation_config.get(name) is not None}
-    if generation_config.get("do_sample") is False:
-        given = {name: value for name, value in given.items() if name == "repetition_penalty"} | {"temperature": 0.0}
-    if given.get("top_k") in (0, -1):
-        del given["top_k"]
-    return given
-
-
-def _load(
-    checkpoint: Checkpoint,
-    tokenizer: Tokenizer,
-    device: str | torch.device,
-    dtype: str | torch.dtype,
-    weights: str,
-    precision: str,
-    max_seq_len: int | None,
-    on_progress: OnProgress | None,
-) -> Transformer:
-    architecture = make_architecture(checkpoint.config)
-    # Special tokens of a larger relative (Gemma's image token) may lie beyond the embedding: no text encodes to them.
-    beyond = set(range(architecture.vocab_size, tokenizer.vocab_size)) - tokenizer.special_token_ids
-    if beyond:
-        raise ModelError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the embedding only {architecture.vocab_size} rows: "
-            "they are of different models"
-        )
-    chosen_dtype = _dtype(dtype)
-    if chosen_dtype is not None and weights != "auto":
-        raise InvalidRequestError(f"dtype={dtype} and weights={weights} contradict each other: give one of them")
-
-    def on_block(num_done: int, num_blocks: int) -> None:
-        checkpoint.release_pages()
-        if on_progress is not None:
-            on_progress(num_done, num_blocks)
-
-    chosen_device = _device(device)
-    with ops.threads_for(chosen_device):
-        model = load_transformer(
-            architecture,
-            checkpoint.weights,
-            device=chosen_device,
-            dtype=chosen_dtype,
-            keep_floats_as=_choice("weights", weights, get_args(FloatsAs)),
-            precision=_choice("precision", precision, get_args(Precision)),
-            max_seq_len=_context(max_seq_len, architecture),
-            on_progress=on_block,
-        )
-    checkpoint.release_pages()
-    return model
-
-
-def set_num_threads(threads: int) -> None:
-    """How many threads the process computes with, in our kernels and in torch's."""
-    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
-        raise InvalidRequestError(f"threads must be a whole number from 1, got {threads!r}")
-    torch.set_num_threads(threads)
-    ops.set_num_threads(threads)
-
-
 def _check_chunk(prefill_chunk: int) -> None:
     if not 1 <= prefill_chunk <= PREFILL_CHUNK:
         raise InvalidRequestError(f"prefill_chunk must be in [1, {PREFILL_CHUNK}], got {prefill_chunk}")
-
-
-def _choice(name: str, value: str, choices: Sequence[Any]) -> Any:
-    if value not in choices:
-        raise InvalidRequestError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-    return value
-
-
-def _device(device: str | torch.device) -> torch.device:
-    try:
-        chosen = torch.device(device)
-    except RuntimeError:
-        raise InvalidRequestError(f"device must be cpu or cuda, got {device!r}") from None
-    if chosen.type not in ("cpu", "cuda"):
-        raise InvalidRequestError(f"device must be cpu or cuda, got {device!r}")
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidRequestError("device is cuda, but torch sees no CUDA device here: use device='cpu'")
-    return chosen
-
-
-def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
-    if dtype == "auto":
-        return None
-    chosen = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if chosen not in _DTYPES.values():
-        raise InvalidRequestError(f"dtype must be one of auto, {', '.join(_DTYPES)}, got {dtype!r}")
-    return chosen
-
-
-def _context(max_seq_len: int | None, architecture: Architecture) -> int:
-    if max_seq_len is None:
-        return min(architecture.max_positions, DEFAULT_MAX_SEQ_LEN)
-    if not 1 < max_seq_len <= architecture.max_positions:
-        raise InvalidRequestError(
-            f"max_seq_len must be from 2 to the model's own {architecture.max_positions}, got {max_seq_len}"
-        )
-    return max_seq_len

@@ -122,6 +122,7 @@ class GenerationResult:
     logprobs: list[TokenLogprob] | None = None  # one per generated token, where asked for
     grammar_complete: bool | None = None  # None without a grammar
     reused_tokens: int = 0  # prompt tokens that were in the cache already
+    dropped_tokens: int = 0  # tokens in the cache that the prompt does not have: it was trimmed to what they share
     stats: GenerationStats = field(default_factory=GenerationStats)
     error: str | None = None  # what went wrong, where finish_reason is "error"
 

@@ -20,6 +20,9 @@ from infer.params import SamplingParams
 from infer.results import GenerationResult, GenerationStats, GenerationTiming, Piece
 from infer.sampling.sampler import message_of
 
+NUM_DRAFT_TOKENS = 15
+MAX_DRAFT_TOKENS = 32
+
 Mask = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 
@@ -39,7 +42,7 @@ class Running:
         self.generation, self.row, self.constraint = generation, row, constraint
         self.pending = generation.prompt_token_ids[generation.reused_tokens :]
         self.stats = GenerationStats()
-        self._cancel = cancel
+        self._cancel, self._is_cancelled = cancel, False
         self._draft: NgramDraft | None = None
         if num_draft_tokens:
             self._draft, self._policy = NgramDraft(generation.prompt_token_ids), DraftPolicy(num_draft_tokens)
@@ -48,6 +51,11 @@ class Running:
         self._decode_times_s, self._sampling_times_s = list[float](), list[float]()
         if constraint is not None:
             generation.grammar_complete = False
+
+    def reuse(self, count: int) -> None:
+        """Before the first step: the row's cache holds the first `count` tokens of the prompt, not all of them."""
+        self.generation.reused_tokens = count
+        self.pending = self.generation.prompt_token_ids[count:]
 
     @property
     def params(self) -> SamplingParams:
@@ -70,14 +78,23 @@ class Running:
 
     def is_finished(self) -> bool:
         """Looks at `cancel` first."""
-        if self._cancel is not None and self._cancel.is_set():
+        if self._is_cancelled or (self._cancel is not None and self._cancel.is_set()):
             self.generation.cancel()
         return self.generation.is_finished()
+
+    def cancel(self) -> None:
+        """End it before its next token. For any thread: the loop sees it when it next looks."""
+        self._is_cancelled = True
 
     # Before a step
 
     def force(self) -> Iterator[int]:
-        """The tokens that the grammar leaves no choice about; each must be accepted before the next is asked for."""
+        """The tokens that the grammar leaves no choice about; each must be accepted before the next is asked for.
+
+        None where log-probabilities are asked for: they want the logits before each token.
+        """
+        if self.params.logprobs is not None:
+            return
         while self.constraint is not None and not self.generation.is_finished():
             forced = self.constraint.forced()
             if not forced:
@@ -104,7 +121,7 @@ class Running:
     def fill(self, masks: Mask, drafts: Sequence[int]) -> None:
         """A line for what follows now and one behind each draft, as far as the grammar allows them. For any thread."""
         assert self.constraint is not None
-        num_accepted = 0
+        num_accepted, self._grammar_error = 0, None
         try:
             for index, mask in enumerate(masks):
                 self.constraint.fill(mask)
@@ -125,21 +142,24 @@ class Running:
         self._waited += seconds
         self.stats.prefill_steps += count > 0
 
-    def chained(self, token_ids: Sequence[int], seconds: float) -> None:
+    def chained(self, token_ids: Sequence[int], num_said: int, seconds: float) -> None:
+        """A chain, of whose tokens the first `num_said` were accepted."""
         self.stats.chains += 1
-        self.stats.chain_tokens += len(token_ids)
+        self.stats.chain_tokens += num_said
         if self._draft is not None and token_ids:
             self._policy.learn(0, 0, seconds / len(token_ids), len(token_ids))
-        self._said(len(token_ids), seconds, 0.0)
+        self._said(num_said, seconds, 0.0)
 
-    def stepped(self, part: Part, drawn: Drawn, seconds: float, sampling_s: float) -> None:
+    def stepped(self, part: Part, drawn: Drawn, num_said: int, seconds: float, sampling_s: float) -> None:
+        """A step, of whose tokens the first `num_said` were accepted."""
+        self.generation.logprobs += drawn.logprobs[:num_said]
         self.stats.single_steps += 1
         num_right = len(drawn.token_ids) - 1
         self.stats.drafts_proposed += part.num_drafts
-        self.stats.drafts_accepted += num_right
+        self.stats.drafts_accepted += min(num_right, num_said)
         if self._draft is not None and len(part.token_ids) == part.num_drafts + 1:
             self._policy.learn(part.num_drafts, num_right, seconds)
-        self._said(len(drawn.token_ids), seconds, sampling_s)
+        self._said(num_said, seconds, sampling_s)
 
     def accept(self, token_id: int) -> Piece | None:
         """What a token adds to the text; None for the code of a failed row, which ends the generation."""
@@ -163,11 +183,14 @@ class Running:
         return self.generation.result(timing, self.stats)
 
     def _said(self, count: int, seconds: float, sampling_s: float) -> None:
-        """The first token's time is that of the prompt; several tokens of one step share its time."""
-        seconds, self._waited = self._waited + seconds, 0.0
-        if self._prefill_s == 0:
-            self._prefill_s = seconds
+        """Several tokens of one step share its time; the first of all has that of the prompt with it."""
+        if count == 0:
             return
-        for _ in range(count):
-            self._decode_times_s.append((seconds - sampling_s) / count)
+        if self._prefill_s == 0:
+            self._prefill_s = self._waited + seconds / count
+        else:
+            self._decode_times_s.append(self._waited + (seconds - sampling_s) / count)
             self._sampling_times_s.append(sampling_s / count)
+        self._waited = 0.0
+        self._decode_times_s += [(seconds - sampling_s) / count] * (count - 1)
+        self._sampling_times_s += [sampling_s / count] * (count - 1)

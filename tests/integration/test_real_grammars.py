@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 
 from constraint_walks import allowed_ids, schema_text, walk
+from infer import LLM, SamplingParams
 from infer.checkpoint import open_checkpoint
 from infer.constraint import Compiler, Grammar, make_compiler
 from infer.tokenizer import Tokenizer
@@ -34,6 +35,33 @@ def test_texts_of_500_random_schemas_parse_and_validate(compiler: Compiler, toke
         constraint = compiler.compile(Grammar("json_schema", text))
         written = walk(constraint, tokenizer, VOCAB_SIZE, random.Random(seed))
         jsonschema.validate(json.loads(written), json.loads(text))
+
+
+def test_smollm2_writes_what_validates_or_can_be_completed(smollm2_path: Path) -> None:
+    """At three temperatures, drafted in a batch as plainly alone."""
+    llm = LLM(smollm2_path, max_seq_len=512)
+    prompt = "Here is an example as JSON:\n"
+    num_complete = 0
+    for temperature in (0.0, 1.0, 2.0):
+        texts = [schema_text(2000 + seed, wide=True) for seed in range(10)]
+        each = [
+            SamplingParams(json_schema=text, temperature=temperature, seed=seed, max_new_tokens=24 + 4 * seed)
+            for seed, text in enumerate(texts)
+        ]
+        plain = [llm.generate(prompt, params) for params in each]
+        together = llm.generate_all([prompt] * len(each), each, batch_size=4, speculation="ngram")
+        assert [(r.token_ids, r.text) for r in together] == [(r.token_ids, r.text) for r in plain]
+        for text, result in zip(texts, plain, strict=True):
+            assert result.error is None
+            written = result.text.encode()
+            if not result.grammar_complete:
+                constraint = make_compiler(llm.tokenizer).compile(Grammar("json_schema", text))
+                assert constraint.accept(result.token_ids) == len(result.token_ids)
+                written = b"".join(llm.tokenizer.token_bytes[i] for i in result.token_ids)
+                written += walk(constraint, llm.tokenizer, llm.tokenizer.vocab_size, random.Random(0))
+            num_complete += bool(result.grammar_complete)
+            jsonschema.validate(json.loads(written), json.loads(text))
+    assert num_complete >= 10
 
 
 def test_what_is_forced_is_how_the_tokenizer_spells_it(compiler: Compiler, tokenizer: Tokenizer) -> None:

@@ -9,7 +9,11 @@ import pytest
 import torch
 
 from infer import LLM, SamplingParams
+from infer.batch import Step
+from infer.capture.cpu import CapturedForward
 from infer.checkpoint import open_checkpoint
+from infer.context import CachedContext, make_cache
+from infer.ops import threads_for
 from oracle import make_oracle, mean_kl, oracle_logits
 
 pytestmark = pytest.mark.slow
@@ -42,6 +46,9 @@ PROMPTS = [
 ]
 
 
+TIE = 1e-3
+
+
 @pytest.fixture(scope="module", params=["smollm2", "gemma3-270m"])
 def pair(request: pytest.FixtureRequest) -> tuple[Any, LLM]:
     return make_oracle(open_checkpoint(request.param)), LLM(request.param, dtype="float32", max_seq_len=1024)
@@ -71,16 +78,90 @@ def test_a_wrong_weight_would_be_seen(pair: tuple[Any, LLM]) -> None:
         norm.div_(1.01)
 
 
-@pytest.mark.parametrize("name", ["smollm2", "gemma3-270m"])
-def test_greedy_text_equals_transformers_for_twenty_prompts(name: str) -> None:
+@pytest.mark.parametrize(("name", "length"), [("smollm2", 256), ("gemma3-270m", 48)])
+def test_greedy_text_equals_transformers_for_twenty_prompts(name: str, length: int) -> None:
+    """Where two logits of the oracle are within TIE, either is right: the choice is a tie, counted and bounded."""
     oracle, llm = make_oracle(open_checkpoint(name)), LLM(name, max_seq_len=1024)
-    length = 64 if name == "smollm2" else 16
+    ties = 0
     for prompt in PROMPTS:
         prompt_ids = llm.tokenizer.encode(prompt)
         result = llm.generate(prompt_ids, SamplingParams(temperature=0, max_new_tokens=length, ignore_eos=True))
         # Greedy decoding says the likeliest token after each prefix, which one pass over the whole text shows.
-        expected = oracle_logits(oracle, prompt_ids + result.token_ids)[len(prompt_ids) - 1 : -1].argmax(-1)
-        assert result.token_ids == expected.tolist()
+        logits = oracle_logits(oracle, prompt_ids + result.token_ids)[len(prompt_ids) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(result.token_ids)[:, None])[:, 0]
+        behind = logits.max(-1).values - chosen
+        assert behind.max() <= TIE, f"{prompt!r}: token {int(behind.argmax())} is {float(behind.max()):.4f} behind"
+        ties += int((behind > 0).sum())
+    assert ties <= 2
+
+
+def test_captured_steps_of_several_rows_give_the_tokens_of_uncaptured_ones() -> None:
+    """Prompts in chunks of other sizes, then 200 greedy steps of three rows at once, beside each row alone."""
+    llm = LLM("smollm2", max_seq_len=512)
+    prompts = [llm.tokenizer.encode(text) for text in (TEXT, PROMPTS[9], PROMPTS[13])]
+    caches = [make_cache(llm.model, 512, num_rows=3) for _ in range(2)]
+    captured = CapturedForward(lambda step: llm.model.forward(step, caches[0]), capacity=48)
+    with torch.inference_mode(), threads_for(llm.model.device):
+        rows = list(range(3))
+        last = []
+        for row, ids in enumerate(prompts):
+            for start in range(0, len(ids), 37):
+                logits = captured.run(Step.of(ids[start : start + 37], start, row=row)).clone()
+            expected = llm.model.forward(Step.of(ids, row=row), caches[1])
+            assert torch.equal(logits, expected)
+            last.append(int(logits.argmax()))
+        alone = list(last)
+        for index in range(200):
+            positions = [len(ids) + index for ids in prompts]
+            steps = [Step.of([last[row]], positions[row], row=row) for row in rows]
+            logits = captured.run(Step.join(steps)).clone()
+            for row in rows:
+                expected = llm.model.forward(Step.of([alone[row]], positions[row], row=row), caches[1])
+                assert torch.equal(logits[row], expected[0])
+                last[row], alone[row] = int(logits[row].argmax()), int(expected[0].argmax())
+
+
+def test_a_chain_of_the_table_gives_the_tokens_of_uncaptured_steps() -> None:
+    llm = LLM("smollm2", max_seq_len=512)
+    ids = llm.tokenizer.encode(PROMPTS[10])
+    chained = llm.generate(ids, SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True)).token_ids
+    context = CachedContext(llm.model, 512, capture=False)
+    with torch.inference_mode(), threads_for(llm.model.device):
+        tokens = [int(context.extend(ids).argmax())]
+        while len(tokens) < 400:
+            tokens.append(int(context.extend(tokens[-1:]).argmax()))
+    assert chained == tokens
+
+
+def test_greedy_text_with_speculation_and_in_batches_is_that_of_plain_steps() -> None:
+    """The plain steps are those of `transformers`, by the test above."""
+    llm = LLM("smollm2", max_seq_len=1024)
+    copying = "Repeat: the cat sat on the mat and the dog sat on the log.\nthe cat sat on the mat and the dog"
+    prompts = [*PROMPTS[:7], copying]
+    params = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
+    plain = [llm.generate(prompt, params) for prompt in prompts]
+    drafted = [llm.generate(prompt, params, speculation="ngram") for prompt in prompts]
+    assert [result.token_ids for result in drafted] == [result.token_ids for result in plain]
+    assert sum(result.stats.drafts_accepted for result in drafted) > 0
+    for speculation in (None, "ngram"):
+        together = llm.generate_all(prompts, params, batch_size=3, speculation=speculation)
+        assert [result.token_ids for result in together] == [result.token_ids for result in plain]
+
+
+def test_seeded_text_with_speculation_and_in_batches_is_that_of_plain_steps() -> None:
+    llm = LLM("smollm2", max_seq_len=1024)
+    each = [
+        SamplingParams(temperature=0.8, seed=1, max_new_tokens=32),
+        SamplingParams(temperature=0.7, top_k=40, top_p=0.9, repetition_penalty=1.2, seed=2, max_new_tokens=32),
+        SamplingParams(temperature=1.0, frequency_penalty=0.5, min_new_tokens=8, seed=3, max_new_tokens=32),
+        SamplingParams(temperature=0.9, regex="[a-z]{3,9}( [a-z]{2,9}){3,6}", seed=4, max_new_tokens=32),
+    ]
+    plain = [llm.generate(prompt, params) for prompt, params in zip(PROMPTS, each, strict=False)]
+    for speculation in (None, "ngram"):
+        together = llm.generate_all(PROMPTS[:4], each, batch_size=3, speculation=speculation)
+        assert [(r.token_ids, r.text, r.finish_reason) for r in together] == [
+            (r.token_ids, r.text, r.finish_reason) for r in plain
+        ]
 
 
 def test_smollm2_answers_a_question() -> None:

@@ -102,6 +102,9 @@ class FakeModel:
         prompt = f"{system}{len(messages)} {messages[-1]['content']}"
         return self.generate(prompt, params, on_token=on_token, cancel=cancel)
 
+    def session(self) -> "FakeSession":
+        return FakeSession(self)
+
     def sample_trace(
         self,
         prompt: Prompt,
@@ -131,6 +134,13 @@ class FakeModel:
         ]
         stages = (TraceStage("raw", None, 3, 0.0, 0.0, 0.0), TraceStage("top_k", 2, 2, 0.2, 0.0, 0.0))
         return SampleTrace(stages, tuple(candidates), 11, 2 + step, step, 7, text_before=str(said))
+
+
+class FakeSession:
+    """Answers as its model does."""
+
+    def __init__(self, model: FakeModel) -> None:
+        self.answer = model.chat
 
 
 if __name__ == "__main__":

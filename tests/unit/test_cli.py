@@ -579,6 +579,19 @@ def test_reset_forgets_all_but_the_system_message() -> None:
     assert session.messages == []
 
 
+def test_undo_forgets_the_last_question_and_its_answer() -> None:
+    session = make_session()
+    run_command(session, "/system be brief")
+    session.answer("one", lambda text: None)
+    before = session.messages
+    session.answer("two", lambda text: None)
+    run_command(session, "/undo")
+    assert session.messages == before
+    run_command(session, "/undo")
+    assert "nothing" in run_command(session, "/undo")
+    assert session.messages == [{"role": "system", "content": "be brief"}]
+
+
 def test_stats_and_help_say_what_there_is() -> None:
     session = make_session()
     assert run_command(session, "/stats") == "(no answer yet)"

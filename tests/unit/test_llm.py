@@ -1,6 +1,8 @@
 """`LLM` on a tiny random model: what a program sees, captured or not, whole or streamed."""
 
 import json
+import os
+import sys
 import threading
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
-from infer import LLM, InvalidRequestError, ModelError, SamplingParams, generate, load_model, load_tokenizer
+from infer import LLM, InvalidRequestError, ModelError, SamplingParams, generate, load_model, load_tokenizer, ops
 from infer.errors import ContextLengthError
 from infer.params import UnknownParameterError
 from tiny import TINY, Tiny, make_tiny
@@ -258,3 +260,14 @@ def test_ids_that_only_the_embedding_has_are_never_said(folder: Path, tmp_path: 
 
 def test_every_tiny_family_is_distinct() -> None:
     assert len({tiny.name for tiny in TINY}) == len(TINY)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="hardware: the size of a process is read from Linux's /proc")
+def test_a_cache_holds_memory_only_where_it_was_written() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    cache = ops.zeros((64, 1 << 20), torch.float32, torch.device("cpu"))
+    before = resident()
+    cache[:, 0] = 1.0
+    assert resident() - before < 16 << 20

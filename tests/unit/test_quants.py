@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from infer.errors import UnsupportedModelError
-from infer.quants import BLOCK_TYPES, dequantize, quantize
+from infer.quants import BLOCK_TYPES, dequantize, quantize, quantize_fitted
 
 QUANTISED = [name for name, kind in BLOCK_TYPES.items() if not kind.is_float]
 
@@ -69,3 +69,25 @@ def test_quantize_equals_gguf_bit_for_bit(name: str) -> None:
     values[8, :64] = torch.arange(64) / 2  # ties
     theirs = gguf.quants.quantize(values.numpy(), gguf.GGMLQuantizationType[name])
     assert torch.equal(quantize(values, name), torch.from_numpy(theirs.copy()))
+
+
+def squared_error(values: torch.Tensor, data: torch.Tensor) -> float:
+    return float((dequantize(data, "Q4_1") - values).square().sum())
+
+
+@pytest.mark.parametrize("magnitude", [1e-3, 0.02, 10.0])
+def test_a_fitted_block_is_never_worse_than_a_plain_one_and_better_on_the_whole(magnitude: float) -> None:
+    values = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)) * magnitude
+    fitted, plain = quantize_fitted(values), quantize(values, "Q4_1")
+    assert fitted.shape == plain.shape
+    for row in range(64):
+        assert squared_error(values[row], fitted[row]) <= squared_error(values[row], plain[row]) * (1 + 1e-5)
+    assert squared_error(values, fitted) < 0.9 * squared_error(values, plain)
+
+
+def test_fitting_finds_values_that_four_bits_hold() -> None:
+    exact = torch.arange(32).remainder(16).float().repeat(3, 2) * 0.25 - 1.5
+    assert torch.equal(dequantize(quantize_fitted(exact), "Q4_1"), exact)
+    for value in (0.0, 0.5):
+        constant = torch.full((2, 64), value)
+        assert torch.equal(dequantize(quantize_fitted(constant), "Q4_1"), constant)

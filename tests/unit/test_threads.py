@@ -12,22 +12,25 @@ import numpy as np
 import pytest
 from numba import carray
 
-from infer.kernels.cpu import simd, threads
+from infer.kernels.cpu import control, simd, threads
 from infer.kernels.cpu.compiled import compiled_address
 from infer.kernels.cpu.pace import Outcome, Pace
 from infer.kernels.cpu.state import STATE
 from infer.kernels.cpu.table import BARRIER, Command, DispatchTable, Walk
 from infer.kernels.cpu.threads import Team, aligned, default_num_threads, set_num_threads, team
 
-PARTS = np.dtype([("sums", np.int64), ("num_rows", np.int64)])
+PARTS = np.dtype([("sums", np.int64), ("num_rows", np.int64), ("lag", np.int64)])
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="hardware: Linux only")
 
 
 def make_count() -> Callable[..., None]:
-    """Each thread adds to its share of the rows: row r gets r more, exactly once a walk."""
+    """Each thread adds to its share of the rows: row r gets r more, exactly once a walk. All but thread 0 lag."""
 
     def count(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args = carray(args_at, 1)[0]
+        if thread != 0:
+            for _ in range(args.lag):
+                control.pause()
         for row in range(args.num_rows * thread // num_threads, args.num_rows * (thread + 1) // num_threads):
             at = args.sums + 8 * row
             simd.store_i64(at, simd.load_i64(at) + row)
@@ -105,18 +108,19 @@ def test_an_idle_team_uses_no_processor_time() -> None:
     three.close()
 
 
-def test_a_dismissed_team_leaves_the_rest_to_thread_0() -> None:
+def test_workers_that_lag_are_dismissed_and_thread_0_does_their_parts() -> None:
     three = Team(3)
-    counter = Counter(num_commands=200, repeats=20)
-    stalls = counter.walk.arguments
-    dismissed = 0
-    for _ in range(30):
+    counter = Counter(num_commands=5, repeats=4)
+    counter.run(three, 3)  # the workers are up
+    counter.arguments["lag"] = 10_000  # pauses, far more than a barrier spins for
+    for _ in range(10):
+        three._pace = threads.Pace(3)
         three._cycles, three._seconds = 1000, 1.0  # a clock so slow that any wait is beyond patience
         counter.run(three)
-        three._pace = threads.Pace(3)
-        dismissed += bool(counter.state["dismissed"][0])
+        meetings = int(counter.state["dismissed"][0]) // 3
+        assert 1 <= meetings <= counter.times
         assert counter.is_right()
-    assert stalls["walked"][0] == 20
+    assert counter.walk.arguments["walked"][0] == 4
     three.close()
 
 

@@ -177,7 +177,7 @@ def kv_bytes(model: Transformer, context: int) -> int:
     for layer in model.architecture.layers:
         visible = context if layer.window is None else min(context, layer.window)
         total += 2 * layer.num_kv_heads * layer.head_dim * visible
-    return total * model.dtype.itemsize
+    return total * model.cache_dtype.itemsize
 
 
 # Memory

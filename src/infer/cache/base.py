@@ -4,7 +4,8 @@ So a rejected draft is always dropped cleanly, whatever the cache stores or evic
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Self
 
 from jaxtyping import Float
 from torch import Tensor
@@ -37,3 +38,25 @@ class KVCache(ABC):
     @abstractmethod
     def truncate(self, row: int, length: int) -> None:
         """Forget a row's tokens from position `length` on; 0 empties it."""
+
+    # A row by itself: to save it, to load it, to go two ways from it
+
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """What is stored and how: a row goes from one cache to another only if they agree in this."""
+
+    @abstractmethod
+    def export_row(self, row: int) -> Iterator[tuple[str, Tensor]]:
+        """Copies of what the row's committed tokens have stored, a few at a time; of nothing else."""
+
+    @abstractmethod
+    def import_row(self, row: int, tensors: Mapping[str, Tensor], length: int) -> None:
+        """Replace a row by `length` tokens that a cache of this kind exported.
+
+        Raises InvalidRequestError, nothing changed, where they are not what `length` tokens store or do not fit.
+        """
+
+    @abstractmethod
+    def copy_row(self, row: int, source: Self, source_row: int) -> None:
+        """Replace a row by the committed tokens of another, of this cache or of one of the same shape."""

@@ -4,6 +4,7 @@ Opening reads headers only; weights are views of the mapped files, in the types 
 those of `names`, and what a format does to weights (GGUF's order of q's and k's rows, Gemma's w for 1 + w) is undone.
 """
 
+import hashlib
 import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from infer.weights import StoredWeight
 __all__ = ["Checkpoint", "open_checkpoint", "resolve"]
 
 _ROWS_IN_PAIRS = frozenset({"llama"})  # GGUF architectures whose converter reorders the rows of q and k
+_NUM_SAMPLES, _SAMPLE_BYTES, _HEAD_BYTES = 1024, 64, 1 << 20  # of a file, to tell it from others
 _NORMS_LESS_ONE = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text"})  # Hugging Face's, not GGUF's
 
 
@@ -47,6 +49,17 @@ class Checkpoint:
         """Give the memory of weights that were read back to the system; they can be read again at any time."""
         for content in self.contents:
             release_pages(content)
+
+    def fingerprint(self) -> str:
+        """Tells these weights from others without reading them all: sizes, headers, and samples all over the files."""
+        digest = hashlib.blake2b(digest_size=16)
+        for content in self.contents:
+            size = len(content)
+            digest.update(size.to_bytes(8, "little") + content[:_HEAD_BYTES])
+            for index in range(_NUM_SAMPLES):
+                start = size * index // _NUM_SAMPLES
+                digest.update(content[start : start + _SAMPLE_BYTES])
+        return digest.hexdigest()
 
 
 def open_checkpoint(model_id: str | Path) -> Checkpoint:

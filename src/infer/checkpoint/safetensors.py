@@ -4,11 +4,16 @@ Tensors fill a file without hole or overlap, as the format demands; keys that ap
 library accepts, are refused. Pickled weights are never opened.
 """
 
+import json
 import mmap
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
+
+import torch
+from torch import Tensor
 
 from infer.checkpoint.json_file import inside, parse_json, read_json_file
 from infer.checkpoint.mapped import DTYPE_BY_TYPE, map_file, view_floats
@@ -25,6 +30,13 @@ _BITS = {
     "F8_E5M2FNUZ": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "C64": 64, "BOOL": 8, "I8": 8, "U8": 8, "I16": 16,
     "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64,
 }  # fmt: skip
+_TYPE_BY_DTYPE = {
+    torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8", torch.int8: "I8",
+    torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
+}  # fmt: skip
+_DTYPE_BY_NAME = {name: dtype for dtype, name in _TYPE_BY_DTYPE.items()}
+
+NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,18 @@ class StoredTensor:
     def weight(self) -> StoredWeight:
         return StoredWeight(self.dtype, self.shape, view_floats(self.content, self.dtype, self.offset, self.shape))
 
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * _BITS[self.dtype] // 8
+
+    def tensor(self) -> Tensor:
+        """A copy of its values."""
+        if self.dtype not in _DTYPE_BY_NAME:
+            raise ModelFormatError(self.path, f"tensor {self.name!r:.80}", f"expected plain numbers, got {self.dtype}")
+        dtype = _DTYPE_BY_NAME[self.dtype]
+        raw = bytearray(self.content[self.offset : self.offset + self.num_bytes])
+        return torch.frombuffer(raw, dtype=dtype).reshape(self.shape) if raw else torch.empty(self.shape, dtype=dtype)
+
 
 def read_safetensors_folder(folder: Path) -> dict[str, StoredTensor]:
     """`model.safetensors`, or what the index lists; names as the file has them."""
@@ -65,6 +89,11 @@ def read_safetensors_folder(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
+    return read_with_metadata(path)[0]
+
+
+def read_with_metadata(path: Path) -> tuple[dict[str, StoredTensor], dict[str, Any], bytes]:
+    """The tensors, what the file says besides, and all that stands before the data."""
     content = map_file(path, at_least=8)
     length = int.from_bytes(content[:8], "little")
     data_start = 8 + length
@@ -72,7 +101,7 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
         limit = min(MAX_HEADER_BYTES, len(content) - 8)
         raise ModelFormatError(path, "header length", f"expected at most {limit} bytes, got {length}", 0)
     header = parse_json(path, content[8:data_start], offset=8)
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", {})
 
     spans: list[tuple[int, int, str]] = []
     tensors: dict[str, StoredTensor] = {}
@@ -81,7 +110,34 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
         spans.append((begin, end, name))
         tensors[name] = StoredTensor(path, content, name, dtype, shape, data_start + begin)
     _check_layout(path, sorted(spans), data_start, len(content))
-    return tensors
+    return tensors, metadata if isinstance(metadata, dict) else {}, content[:data_start]
+
+
+def write_safetensors(
+    file: BinaryIO,
+    metadata: Mapping[str, str],
+    tensors: Callable[[], NamedTensors],
+    on_block: Callable[[bytes | memoryview], None] = lambda block: None,
+) -> None:
+    """`tensors` is asked twice, for the header and for the data: one tensor is held at a time.
+
+    `on_block` sees the header and then each tensor's bytes before they are written; `tensors` may go by what it saw.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, tensor in tensors():
+        begin, end = end, end + tensor.nbytes
+        entry = {"dtype": _TYPE_BY_DTYPE[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = entry
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    on_block(head)
+    file.write(head)
+    for _, tensor in tensors():
+        block = tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
+        on_block(block)
+        file.write(block)
 
 
 def _read_entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:

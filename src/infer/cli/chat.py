@@ -1,13 +1,13 @@
 """The terminal chat: a conversation with a model, and the commands that look after it.
 
-A turn that fails, or that Ctrl-C stops before its first word, leaves the conversation as it was before.
+The conversation is what the user sees and changes; the model's session runs only what it has not run before. A turn
+that fails, or that Ctrl-C stops before its first word, leaves the conversation as it was before.
 """
 
 import difflib
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, final
 
 import click
 
+from infer.atomic import replacing
 from infer.cli.lines import Lines
 from infer.cli.model import Model
 from infer.cli.terminal import TextWriter, cancel_on_signal
@@ -52,6 +53,7 @@ class ChatSession:
 
     def __init__(self, model: Model, name: str, params: SamplingParams, *, system: str | None = None) -> None:
         self.model = model
+        self.memory = model.session()
         self.name = name
         self.params = params
         self.statistics = Statistics()
@@ -66,6 +68,13 @@ class ChatSession:
         """Forget what was said; the system message stays."""
         self.messages = [message for message in self.messages if message["role"] == "system"]
         self.statistics.context_tokens = 0
+
+    def undo(self) -> bool:
+        """Forget the last question and its answer, if there is one."""
+        asked = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
+        if asked:
+            self.messages = self.messages[: asked[-1]]
+        return bool(asked)
 
     def set_parameter(self, name: str, text: str) -> None:
         """Change one of `params`, from its JSON or from plain text. Raises InvalidRequestError, nothing changed."""
@@ -86,7 +95,7 @@ class ChatSession:
         """Say something; the answer goes to `on_text` as it comes. Ctrl-C ends it and keeps what there is."""
         asked = [*self.messages, {"role": "user", "content": text}]
         with cancel_on_signal() as cancellation:
-            result = self.model.chat(
+            result = self.memory.answer(
                 asked, self.params, on_token=lambda token_id, piece: on_text(piece), cancel=cancellation.event
             )
         if result.error is not None:
@@ -107,7 +116,8 @@ class ChatSession:
         }
         content = (json.dumps(record, ensure_ascii=False, indent=2) + "\n").encode("utf-8", "surrogatepass")
         try:
-            _replace(path, content)
+            with replacing(path) as file:
+                file.write(content)
         except OSError as error:
             raise InvalidRequestError(f"{path} cannot be written: {error.strerror}") from error
 
@@ -202,6 +212,10 @@ def _reset(session: ChatSession, argument: str) -> str:
     return "(a new conversation)"
 
 
+def _undo(session: ChatSession, argument: str) -> str:
+    return "(forgot the last question and its answer)" if session.undo() else "(nothing was said)"
+
+
 def _system(session: ChatSession, argument: str) -> str:
     if not argument:
         system = [message["content"] for message in session.messages if message["role"] == "system"]
@@ -239,6 +253,7 @@ def _stats(session: ChatSession, argument: str) -> str:
         [
             f"  answers {statistics.answers}, {statistics.generated_tokens} tokens, {statistics.seconds:.1f} s",
             f"  context {used}, seed of the last answer {last.seed}",
+            f"  last prompt {last.prompt_tokens} tokens, {last.reused_tokens} of them from before",
             f"  last answer {last.generated_tokens} tokens, TTFT {1000 * last.timing.ttft_s:.0f} ms, "
             f"{last.timing.decode_tokens_per_second:.1f} tokens/sec, ended by {last.finish_reason}",
         ]
@@ -252,6 +267,7 @@ def _quit(session: ChatSession, argument: str) -> str:
 COMMANDS = {
     "/help": Command("/help", "this list", _help),
     "/reset": Command("/reset", "forget the conversation, keep the system message", _reset),
+    "/undo": Command("/undo", "forget the last question and its answer", _undo),
     "/system": Command("/system TEXT", "set the system message; none removes it", _system),
     "/set": Command("/set NAME VALUE", "change a sampling parameter, as in /set temperature 0.7; /set lists", _set),
     "/save": Command("/save FILE", "write the conversation to a file", _save),
@@ -300,17 +316,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise InvalidRequestError(f"{path} is no conversation saved by /save")
     return record
-
-
-def _replace(path: Path, content: bytes) -> None:
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    temporary = Path(name)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

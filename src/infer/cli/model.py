@@ -13,6 +13,20 @@ OnProgress = Callable[[int, int], None]
 
 
 @runtime_checkable
+class Conversation(Protocol):
+    """`infer.session.Session`."""
+
+    def answer(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        on_token: OnToken | None = None,
+        cancel: threading.Event | None = None,
+    ) -> GenerationResult: ...
+
+
+@runtime_checkable
 class Model(Protocol):
     """A loaded model."""
 
@@ -58,6 +72,8 @@ class Model(Protocol):
         cancel: threading.Event | None = None,
         **template_variables: Any,
     ) -> GenerationResult: ...
+
+    def session(self) -> Conversation: ...
 
     def sample_trace(
         self,

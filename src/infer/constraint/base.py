@@ -40,7 +40,7 @@ class Constraint(ABC):
     def accept(self, token_ids: Sequence[int]) -> int:
         """Move past the longest beginning of `token_ids` that the masks allow; returns its length.
 
-        Nothing is accepted after an end id.
+        Nothing is accepted after an end id. Raises ConstraintError as `fill` does.
         """
 
     @abstractmethod

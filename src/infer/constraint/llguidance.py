@@ -66,8 +66,7 @@ class _LlguidanceMatcher(Matcher):
 
     def fill(self, mask: Mask) -> None:
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
-        if self._matcher.is_error():
-            raise ConstraintError(f"the grammar cannot be followed further: {first_line(self._matcher.get_error())}")
+        self._check()
         mask[: self._num_shared] = self._words[: self._num_shared]
         mask[self._num_shared :] = 0
         rest = self._vocabulary.vocab_size % 32
@@ -77,11 +76,17 @@ class _LlguidanceMatcher(Matcher):
     def accept(self, token_id: int) -> bool:
         if not 0 <= token_id < len(self._vocabulary.token_bytes):
             return False
-        return bool(self._matcher.try_consume_tokens([token_id]) == 1)
+        is_accepted = bool(self._matcher.try_consume_tokens([token_id]) == 1)
+        self._check()
+        return is_accepted
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise ConstraintError(f"the grammar cannot be followed further: {first_line(self._matcher.get_error())}")
 
     def rollback(self, num_tokens: int) -> None:
-        if not self._matcher.rollback(num_tokens):
-            raise ConstraintError(f"the grammar cannot be rolled back: {first_line(self._matcher.get_error())}")
+        self._matcher.rollback(num_tokens)
+        self._check()
 
     def forced(self) -> Sequence[int]:
         ids: list[int] = self._matcher.compute_ff_tokens()

@@ -47,6 +47,10 @@ class XgrammarBackend(Backend):
             stop_token_ids=list(vocabulary.end_ids),
         )
         self._compiler = self._library.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        self._text = _packed([bool(token) for token in vocabulary.token_bytes], vocabulary.vocab_size)
+        is_end = np.zeros(vocabulary.vocab_size, dtype=bool)
+        is_end[list(vocabulary.end_ids)] = True
+        self._known = self._text | _packed(is_end, vocabulary.vocab_size)
 
     def source(self, grammar: Grammar) -> Source:
         if grammar.kind == "choice":
@@ -59,18 +63,16 @@ class XgrammarBackend(Backend):
 
     def make_matcher(self, compiled: Any) -> Matcher:
         matcher = self._library.GrammarMatcher(compiled, terminate_without_stop_token=not self._vocabulary.end_ids)
-        return _XgrammarMatcher(matcher, self._vocabulary)
+        return _XgrammarMatcher(matcher, self._vocabulary, self._text, self._known)
 
 
 @final
 class _XgrammarMatcher(Matcher):
-    def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
+    def __init__(self, matcher: Any, vocabulary: Vocabulary, text: Mask, known: Mask) -> None:
+        """`text` are the tokens that have bytes, `known` those and the end ids."""
         self._matcher = matcher
         self._vocabulary = vocabulary
-        self._text = _packed([bool(token) for token in vocabulary.token_bytes], vocabulary.vocab_size)
-        is_end = np.zeros(vocabulary.vocab_size, dtype=bool)
-        is_end[list(vocabulary.end_ids)] = True
-        self._known = self._text | _packed(is_end, vocabulary.vocab_size)
+        self._text, self._known = text, known
         self._words = np.zeros((1, len(self._known)), dtype=np.int32)
 
     def fill(self, mask: Mask) -> None:

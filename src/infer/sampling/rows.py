@@ -5,9 +5,9 @@ nothing back from the device to decide what to run. Values are checked here, onc
 """
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Self, final
 
@@ -68,52 +68,35 @@ class Rows:
         """One row per entry of params, each of which must carry a seed unless it is greedy.
 
         `end_ids` are the model's EOS ids. Rows with a penalty have the history slots of their entries in `slots`, by
-        default 0, 1, … in order. Raises
-        InvalidRequestError for a token id outside the vocabulary or a missing seed.
+        default 0, 1, … in order. Raises InvalidRequestError for a token id outside the vocabulary or a missing seed.
         """
         prompts = [0] * len(params) if num_prompt_tokens is None else list(num_prompt_tokens)
         if len(prompts) != len(params) or any(number < 0 for number in prompts):
             raise InvalidRequestError(f"num_prompt_tokens must be {len(params)} counts, one a row, got {prompts}")
         for row in params:
             _check(row, vocab_size)
-
-        def column(values: Iterable[float | int | bool], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(list(values), dtype=dtype, device=device)
-
-        f32, f64, i64 = torch.float32, torch.float64, torch.int64
         if slots is None:
-            slots = list(accumulate((uses_history(row) for row in params), initial=-1))[1:]
+            slots = _numbered([uses_history(row) for row in params])
         allowed = [_allowed(row) for row in params]
-        masked = list(accumulate((ids is not None for ids in allowed), initial=-1))[1:]
         biases = [_finite_biases(row) for row in params]
         ends = [_end_ids(row, end_ids, vocab_size) if row.min_new_tokens else [] for row in params]
+        column = partial(torch.tensor, dtype=torch.int64, device=device)
+        scalars = {
+            name: torch.tensor([value_of(row) for row in params], dtype=dtype, device=device)
+            for name, (dtype, value_of) in _SCALARS.items()
+        }
         return cls(
             vocab_size=vocab_size,
-            temperature=column((_divisor(r.temperature) if r.temperature else 0.0 for r in params), f32),
-            top_k=column((r.top_k if r.top_k and r.top_k < vocab_size else 0 for r in params), i64),
-            top_p=column((max(r.top_p, SMALLEST_TOP_P) for r in params), f64),
-            log_min_p=column((math.log(r.min_p) if r.min_p else -math.inf for r in params), f32),
-            repetition_penalty=column((_divisor(r.repetition_penalty) for r in params), f32),
-            repetition_window=column(
-                (WHOLE_HISTORY if r.repetition_window is None else _count(r.repetition_window) for r in params), i64
-            ),
-            frequency_penalty=column((r.frequency_penalty for r in params), f32),
-            presence_penalty=column((r.presence_penalty for r in params), f32),
-            temperature_last=column((r.temperature_last for r in params), torch.bool),
-            seed=column((signed(r.seed or 0) for r in params), i64),
-            num_prompt_tokens=column(prompts, i64),
-            min_new_tokens=column((_count(r.min_new_tokens) for r in params), i64),
-            history_slot=column(
-                (slot if uses_history(row) else -1 for slot, row in zip(slots, params, strict=True)), i64
-            ),
-            bias_starts=column(accumulate((len(row) for row in biases), initial=0), i64),
-            bias_ids=column((token_id for row in biases for token_id, _ in row), i64),
-            biases=column((bias for row in biases for _, bias in row), f64),
-            end_starts=column(accumulate((len(row) for row in ends), initial=0), i64),
-            end_ids=column((token_id for row in ends for token_id in row), i64),
-            mask_index=column(
-                (index if ids is not None else -1 for index, ids in zip(masked, allowed, strict=True)), i64
-            ),
+            **scalars,
+            top_k=column([row.top_k if row.top_k and row.top_k < vocab_size else 0 for row in params]),
+            num_prompt_tokens=column(prompts),
+            history_slot=column([slot if uses_history(row) else -1 for slot, row in zip(slots, params, strict=True)]),
+            bias_starts=column([0, *accumulate(map(len, biases))]),
+            bias_ids=column([token_id for row in biases for token_id, _ in row]),
+            biases=torch.tensor([bias for row in biases for _, bias in row], dtype=torch.float64, device=device),
+            end_starts=column([0, *accumulate(map(len, ends))]),
+            end_ids=column([token_id for row in ends for token_id in row]),
+            mask_index=column(_numbered([ids is not None for ids in allowed])),
             masks=pack_masks([ids for ids in allowed if ids is not None], vocab_size).to(device),
             num_logprobs=tuple(row.logprobs for row in params),
             is_processed=tuple(row.logprobs_mode == "processed" for row in params),
@@ -287,3 +270,27 @@ def _finite_biases(params: SamplingParams) -> list[tuple[int, float]]:
 
 def _end_ids(params: SamplingParams, end_ids: Collection[int], vocab_size: int) -> list[int]:
     return sorted(i for i in {*end_ids, *(params.stop_token_ids or ())} if 0 <= i < vocab_size)
+
+
+def _numbered(is_counted: Sequence[bool]) -> list[int]:
+    """0, 1, … for those that count, −1 for the others."""
+    numbers = accumulate(is_counted, initial=-1)
+    next(numbers)
+    return [number if counts else -1 for number, counts in zip(numbers, is_counted, strict=True)]
+
+
+_SCALARS: dict[str, tuple[torch.dtype, Callable[[SamplingParams], float]]] = {
+    "temperature": (torch.float32, lambda row: _divisor(row.temperature) if row.temperature else 0.0),
+    "top_p": (torch.float64, lambda row: max(row.top_p, SMALLEST_TOP_P)),
+    "log_min_p": (torch.float32, lambda row: math.log(row.min_p) if row.min_p else -math.inf),
+    "repetition_penalty": (torch.float32, lambda row: _divisor(row.repetition_penalty)),
+    "repetition_window": (
+        torch.int64,
+        lambda row: WHOLE_HISTORY if row.repetition_window is None else _count(row.repetition_window),
+    ),
+    "frequency_penalty": (torch.float32, lambda row: row.frequency_penalty),
+    "presence_penalty": (torch.float32, lambda row: row.presence_penalty),
+    "temperature_last": (torch.bool, lambda row: row.temperature_last),
+    "seed": (torch.int64, lambda row: signed(row.seed or 0)),
+    "min_new_tokens": (torch.int64, lambda row: _count(row.min_new_tokens)),
+}

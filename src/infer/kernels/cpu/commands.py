@@ -7,7 +7,7 @@ from torch import Tensor
 from infer.architecture import Activation
 from infer.errors import InvalidRequestError
 from infer.kernels.cpu.compiled import compiled_address
-from infer.kernels.cpu.isa import instruction_set
+from infer.kernels.cpu.isa import instruction_set, may_use_matrices
 from infer.kernels.cpu.layouts import BLOCK, LANES, PANEL, PackedWeight
 from infer.kernels.cpu.recording import Arguments, Run
 from infer.kernels.cpu.records import (
@@ -244,8 +244,15 @@ def _matmul(
     panels = max(1, _CACHED_ACTIVATIONS // token_bytes // PANEL)
     arguments["tokens_per_block"] = panels * PANEL
     arguments["epilogue"], arguments["epilogue_arguments"] = epilogue[0], epilogue[1].ctypes.data
+    keeps: list[object] = [weight, epilogue[1]]
+    if may_use_matrices(layout, instruction_set()) and run.capacity >= PANEL:
+        tiles = int(arguments["groups_per_unit"][0]) * (2 if second_weights else 1)
+        num_bytes = tiles * num_records * layout.unpacked_bytes
+        unpacked = run.tensor("unpacked weights", run.max_threads, num_bytes, dtype=torch.uint8)
+        arguments["unpacked"], arguments["unpacked_bytes"] = unpacked.data_ptr(), num_bytes
+        keeps.append(unpacked)
     function = compiled_address(".matmul:make_matmul", MATMUL, layout.type, planes, instruction_set())
-    run.append(function, arguments, barrier, f"matmul {layout.type}", weight, epilogue[1])
+    run.append(function, arguments, barrier, f"matmul {layout.type}", *keeps)
 
 
 def _packed(weight: Weight) -> PackedWeight:

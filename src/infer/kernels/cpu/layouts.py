@@ -28,6 +28,7 @@ LANES = 16  # rows of a group, and 32-bit elements of a vector
 PANEL = 16  # tokens whose activations lie together
 BLOCK = 32  # inputs of a record of a block type, and of a block of quantised activations
 UNIT = 8  # inputs of a record of a float type
+QUADS_BYTES = 8 * 64  # of a record of a block type, once each value is a byte
 
 
 @final
@@ -79,6 +80,16 @@ class Layout:
     def activation_bytes(self, planes: int) -> int:
         """Size of the activation record that goes with a weight record."""
         return 4 * UNIT if self.is_float else BLOCK * planes + 16
+
+    @property
+    def parts(self) -> int:
+        """Scales of a record."""
+        return max(1, self.scales_per_record)
+
+    @property
+    def unpacked_bytes(self) -> int:
+        """Size of a record as `matrix_tiles` takes it."""
+        return QUADS_BYTES + 4 * LANES * (self.parts + self.has_minimum)
 
     def num_records(self, in_features: int) -> int:
         return -(-in_features // self.inputs)

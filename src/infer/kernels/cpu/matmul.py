@@ -7,16 +7,18 @@ So the inner loop is compiled once for a type of weights, whatever follows it.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numba import carray, njit
 
-from infer.kernels.cpu import simd
+from infer.kernels.cpu import control, simd
 from infer.kernels.cpu.activations import quantize_block, record_address
-from infer.kernels.cpu.isa import COLUMNS
-from infer.kernels.cpu.layouts import BLOCK, LANES, LAYOUTS, PANEL
+from infer.kernels.cpu.isa import COLUMNS, may_use_matrices
+from infer.kernels.cpu.layouts import BLOCK, LANES, LAYOUTS, PANEL, Layout
+from infer.kernels.cpu.matrix_tiles import SCRATCH_BYTES, configure, matrix_tile, release, unpack
 from infer.kernels.cpu.simd import load_f32, load_i64, load_scalar_f32, splat_f32, store_f32, store_scalar_f32
-from infer.kernels.cpu.tiles import tile
+from infer.kernels.cpu.tiles import COLUMN_BYTES, tile
 
 _TILE_BYTES = 4 * LANES * PANEL  # a buffer's part for one group: [16 tokens, 16 rows] f32
 _HEADER = 64  # in front of it: first token, number of tokens, number of groups
@@ -29,58 +31,101 @@ def _tile_weights(args, unit, groups, index):  # type: ignore[no-untyped-def]
     return weights + (unit * args.groups_per_unit + index % groups) * args.group_bytes
 
 
-def make_matmul(type_: str, planes: int, isa: str) -> Callable[..., None]:
-    layout, four = LAYOUTS[type_], 4 in COLUMNS[isa]
-    record_bytes = layout.activation_bytes(planes)
+@njit(inline="always")
+def _columns(type_, planes, isa, count, weights, pair, panel, done, width, stride, num_records, out):  # type: ignore[no-untyped-def]
+    """Tiles of `count` tokens while they fit; how many tokens are done."""
+    while width - done >= count:
+        at, to = panel + done * (stride // width), out + done * COLUMN_BYTES
+        tile(type_, planes, isa, count, weights, pair, at, stride, num_records, to, _TILE_BYTES)
+        done += count
+    return done
+
+
+def _make_panel(layout: Layout, planes: int, isa: str) -> Any:
+    """A panel of a unit: its tiles of two groups, and of one where they are odd."""
+    type_, four = layout.type, 4 in COLUMNS[isa]
     eight = four and planes == 2 and not layout.is_float  # one plane is faster with four
+
+    @njit(inline="always")
+    def compute(args, unit, groups, num_tiles, panel, width, stride, out):  # type: ignore[no-untyped-def]
+        num_records = args.num_records
+        for index in range(0, num_tiles, 2):
+            weights, to, done = _tile_weights(args, unit, groups, index), out + index * _TILE_BYTES, 0
+            if index + 1 < num_tiles:
+                pair = _tile_weights(args, unit, groups, index + 1)
+                if eight:
+                    done = _columns(type_, planes, isa, 8, weights, pair, panel, done, width, stride, num_records, to)
+                if four:
+                    done = _columns(type_, planes, isa, 4, weights, pair, panel, done, width, stride, num_records, to)
+                done = _columns(type_, planes, isa, 1, weights, pair, panel, done, width, stride, num_records, to)
+            else:
+                if four:
+                    done = _columns(type_, planes, isa, 4, weights, 0, panel, done, width, stride, num_records, to)
+                done = _columns(type_, planes, isa, 1, weights, 0, panel, done, width, stride, num_records, to)
+
+    return compute
+
+
+def _make_matrices(layout: Layout, planes: int) -> tuple[Any, Any]:
+    """On the matrix unit: a unit's weights unpacked, and a panel of 16 tokens × its tiles, which are even in number."""
+    type_, record_bytes = layout.type, layout.unpacked_bytes
+
+    @njit(inline="always")
+    def unpack_unit(args, unit, groups, num_tiles, unpacked):  # type: ignore[no-untyped-def]
+        for index in range(num_tiles):
+            to = unpacked + index * args.num_records * record_bytes
+            unpack(type_, _tile_weights(args, unit, groups, index), args.num_records, to)
+
+    @njit(inline="always")
+    def compute(args, num_tiles, unpacked, panel, stride, out, scratch):  # type: ignore[no-untyped-def]
+        records = args.num_records
+        size = records * record_bytes
+        for index in range(0, num_tiles, 2):
+            first, to = unpacked + index * size, out + index * _TILE_BYTES
+            matrix_tile(type_, planes, first, first + size, panel, stride, records, to, _TILE_BYTES, scratch)
+
+    return unpack_unit, compute
+
+
+def make_matmul(type_: str, planes: int, isa: str) -> Callable[..., None]:
+    layout = LAYOUTS[type_]
+    record_bytes, has_matrices = layout.activation_bytes(planes), may_use_matrices(layout, isa)
+    compute = _make_panel(layout, planes, isa)
+    if has_matrices:
+        unpack_unit, compute_matrices = _make_matrices(layout, planes)
 
     def matmul(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
         num_tokens = state.num_wanted if args.of_wanted else state.num_tokens
         activations = args.activations + (thread * args.private_bytes if num_tokens == 1 else 0)
         num_units = (args.num_groups + args.groups_per_unit - 1) // args.groups_per_unit
-        buffer = simd.stack(_BUFFER_BYTES)
-        num_records = args.num_records
+        buffer, scratch = simd.stack(_BUFFER_BYTES), simd.stack(SCRATCH_BYTES)
+        unpacked, is_long = args.unpacked + thread * args.unpacked_bytes, has_matrices and num_tokens >= PANEL
+        if has_matrices:
+            configure(type_, is_long, scratch)
         for block in range(0, num_tokens, args.tokens_per_block):
             block_end = min(num_tokens, block + args.tokens_per_block)
             for unit in range(num_units * thread // num_threads, num_units * (thread + 1) // num_threads):
                 groups = min(args.groups_per_unit, args.num_groups - unit * args.groups_per_unit)
                 num_tiles = groups * (1 if args.second_weights == 0 else 2)
+                even_tiles = num_tiles if is_long and num_tiles % 2 == 0 and block_end - block >= PANEL else 0
+                if has_matrices:
+                    unpack_unit(args, unit, groups, even_tiles, unpacked)
                 for panel in range(block, block_end, PANEL):
                     width = min(PANEL, num_tokens - panel)
-                    stride = width * record_bytes
-                    panel_at = activations + panel * num_records * record_bytes
-                    for index in range(0, num_tiles, 2):
-                        weights = _tile_weights(args, unit, groups, index)
-                        out, column = buffer + _HEADER + index * _TILE_BYTES, 0
-                        if index + 1 < num_tiles:
-                            pair = _tile_weights(args, unit, groups, index + 1)
-                            while eight and width - column >= 8:
-                                at, to = panel_at + column * record_bytes, out + column * 64
-                                tile(type_, planes, isa, 8, weights, pair, at, stride, num_records, to, _TILE_BYTES)
-                                column += 8
-                            while four and width - column >= 4:
-                                at, to = panel_at + column * record_bytes, out + column * 64
-                                tile(type_, planes, isa, 4, weights, pair, at, stride, num_records, to, _TILE_BYTES)
-                                column += 4
-                            while width - column >= 1:
-                                at, to = panel_at + column * record_bytes, out + column * 64
-                                tile(type_, planes, isa, 1, weights, pair, at, stride, num_records, to, _TILE_BYTES)
-                                column += 1
-                        while four and width - column >= 4:
-                            at, to = panel_at + column * record_bytes, out + column * 64
-                            tile(type_, planes, isa, 4, weights, 0, at, stride, num_records, to, _TILE_BYTES)
-                            column += 4
-                        while width - column >= 1:
-                            at, to = panel_at + column * record_bytes, out + column * 64
-                            tile(type_, planes, isa, 1, weights, 0, at, stride, num_records, to, _TILE_BYTES)
-                            column += 1
+                    at, stride = activations + panel * args.num_records * record_bytes, width * record_bytes
+                    on_matrices = even_tiles if width == PANEL else 0
+                    if has_matrices:  # a constant: what follows is not compiled elsewhere
+                        compute_matrices(args, on_matrices, unpacked, at, stride, buffer + _HEADER, scratch)
+                    if on_matrices == 0:
+                        compute(args, unit, groups, num_tiles, at, width, stride, buffer + _HEADER)
                     simd.store_i64(buffer, panel)
                     simd.store_i64(buffer + 8, width)
                     simd.store_i64(buffer + 16, groups)
-                    arguments, state_address = args.epilogue_arguments, simd.address_of(state_at)
-                    first_row = unit * args.groups_per_unit * LANES
-                    simd.call_command(args.epilogue, arguments, state_address, buffer, first_row)
+                    row, state_address = unit * args.groups_per_unit * LANES, simd.address_of(state_at)
+                    control.call_command(args.epilogue, args.epilogue_arguments, state_address, buffer, row)
+        if has_matrices:
+            release(is_long)
 
     return matmul
 

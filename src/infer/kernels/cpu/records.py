@@ -108,6 +108,8 @@ MATMUL = np.dtype(
         ("private_bytes", np.int64),  # not 0: a single token's activations lie at activations + thread × this
         ("of_wanted", np.int64),
         ("tokens_per_block", np.int64),  # activations that stay in the cache while the weights stream by
+        ("unpacked", np.int64),  # a unit's weights as `matrix_tiles` take them, at unpacked + thread × unpacked_bytes
+        ("unpacked_bytes", np.int64),
         ("epilogue", np.int64),
         ("epilogue_arguments", np.int64),
     ]

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import numpy as np
 from numba import carray, njit
 
+from infer.kernels.cpu.control import atomic_load, pause, yield_thread
 from infer.kernels.cpu.sample_math import load_i32
-from infer.kernels.cpu.simd import atomic_load, load_i64, pause, store_i32, store_i64, yield_thread
+from infer.kernels.cpu.simd import load_i64, store_i32, store_i64
 
 _NUM_SPINS = 200
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from numba import carray, njit
 
-from infer.kernels.cpu import simd
+from infer.kernels.cpu import control, simd
 from infer.kernels.cpu.records import JOB
 from infer.kernels.cpu.simd import load_i64, store_i64
 from infer.kernels.cpu.state import STATE, field_offset
@@ -22,15 +22,15 @@ _STEP = 512
 @njit
 def wait_for_all(barrier, arrivals, spins):  # type: ignore[no-untyped-def]
     """Return when the barrier has counted `arrivals`: the cycles lost if that took longer than a spin."""
-    simd.atomic_add(barrier, 1)
+    control.atomic_add(barrier, 1)
     for _ in range(spins):
-        if simd.atomic_load(barrier) >= arrivals:
+        if control.atomic_load(barrier) >= arrivals:
             return 0
-        simd.pause()
-    began = simd.cycles()
-    while simd.atomic_load(barrier) < arrivals:
-        simd.yield_thread()
-    return simd.cycles() - began
+        control.pause()
+    began = control.cycles()
+    while control.atomic_load(barrier) < arrivals:
+        control.yield_thread()
+    return control.cycles() - began
 
 
 def make_walk() -> Callable[..., None]:
@@ -41,25 +41,25 @@ def make_walk() -> Callable[..., None]:
         state_address = simd.address_of(state_at)
         barrier, dismissed = state_address + _BARRIER_AT, state_address + _DISMISSED_AT
         arrivals, stalls, is_alone = 0, 0, num_threads == 1
-        first, end, started = thread, thread + 1, simd.cycles()
+        first, end, started = thread, thread + 1, control.cycles()
         for repeat in range(args.repeats):
             for index in range(args.num_rows):
                 row = args.rows + _ROW_BYTES * index
-                began = simd.cycles() if args.times != 0 else 0
+                began = control.cycles() if args.times != 0 else 0
                 for part in range(first, end):
-                    simd.call_command(load_i64(row), load_i64(row + 8), state_address, part, num_threads)
+                    control.call_command(load_i64(row), load_i64(row + 8), state_address, part, num_threads)
                 flag = load_i64(row + 16)
                 if not is_alone and (flag == 1 or (flag == 2 and max(state.num_tokens, state.num_wanted) > 1)):
                     arrivals += num_threads
                     beyond = stalls - args.patience if thread == 0 and args.patience != 0 else 0
-                    if beyond > 0 and beyond > (simd.cycles() - started) >> _SHARE_SHIFT:
-                        simd.atomic_store(dismissed, arrivals)  # before its own arrival: all see it behind this one
+                    if beyond > 0 and beyond > (control.cycles() - started) >> _SHARE_SHIFT:
+                        control.atomic_store(dismissed, arrivals)  # before its own arrival: all see it behind this one
                     stalls += wait_for_all(barrier, arrivals, _NUM_SPINS)
-                    if simd.atomic_load(dismissed) == arrivals:
+                    if control.atomic_load(dismissed) == arrivals:
                         is_alone, first, end = True, 0, num_threads
                 if args.times != 0 and thread == 0:
                     at = args.times + 8 * index
-                    store_i64(at, load_i64(at) + simd.cycles() - began)
+                    store_i64(at, load_i64(at) + control.cycles() - began)
                 if is_alone and thread != 0:
                     break
             if thread == 0:
@@ -74,7 +74,7 @@ def make_walk() -> Callable[..., None]:
                 if is_stopped:
                     break
         if stalls != 0:
-            simd.atomic_add(state_address + _STALLS_AT, stalls)
+            control.atomic_add(state_address + _STALLS_AT, stalls)
 
     return walk
 
@@ -87,20 +87,20 @@ def make_serve() -> Callable[..., None]:
         sleeping, seen = base + _SLEEPING + 8 * thread, base + _SEEN + 8 * thread
         idle = 0
         while True:
-            generation = simd.atomic_load(base + _GENERATION)
-            if generation != simd.atomic_load(seen):
-                simd.atomic_store(seen, generation)
+            generation = control.atomic_load(base + _GENERATION)
+            if generation != control.atomic_load(seen):
+                control.atomic_store(seen, generation)
                 num_threads = generation % _STEP
                 if thread < num_threads:
-                    simd.call_command(job.walk, job.arguments, job.state, thread, num_threads)
-                    simd.atomic_add(base + _FINISHED, 1)
+                    control.call_command(job.walk, job.arguments, job.state, thread, num_threads)
+                    control.atomic_add(base + _FINISHED, 1)
                 idle = 0
             elif idle < spins:
                 idle += 1
-                simd.pause()
+                control.pause()
             else:
-                simd.atomic_exchange(sleeping, 1)
-                if simd.atomic_load(base + _GENERATION) == generation or simd.atomic_exchange(sleeping, 0) == 0:
+                control.atomic_exchange(sleeping, 1)
+                if control.atomic_load(base + _GENERATION) == generation or control.atomic_exchange(sleeping, 0) == 0:
                     return  # whoever takes our flag wakes us
                 idle = 0
 
@@ -112,11 +112,11 @@ def make_announce() -> Callable[..., None]:
 
     def announce(job_at, state_at, num_threads, unused):  # type: ignore[no-untyped-def]
         job, base = carray(job_at, 1)[0], simd.address_of(job_at)
-        walks = simd.atomic_load(base + _GENERATION) // _STEP
-        simd.atomic_exchange(base + _GENERATION, (walks + 1) * _STEP + num_threads)
+        walks = control.atomic_load(base + _GENERATION) // _STEP
+        control.atomic_exchange(base + _GENERATION, (walks + 1) * _STEP + num_threads)
         job.num_wakes = 0
         for thread in range(1, num_threads):
-            if simd.atomic_exchange(base + _SLEEPING + 8 * thread, 0) != 0:
+            if control.atomic_exchange(base + _SLEEPING + 8 * thread, 0) != 0:
                 job.wakes[job.num_wakes] = thread
                 job.num_wakes += 1
 
@@ -128,15 +128,15 @@ def make_lead() -> Callable[..., None]:
 
     def lead(job_at, state_at, thread, spins):  # type: ignore[no-untyped-def]
         job, base = carray(job_at, 1)[0], simd.address_of(job_at)
-        began = simd.cycles()
-        simd.call_command(job.walk, job.arguments, job.state, 0, job.num_threads)
+        began = control.cycles()
+        control.call_command(job.walk, job.arguments, job.state, 0, job.num_threads)
         waited = 0
-        while simd.atomic_load(base + _FINISHED) < job.num_threads - 1:
+        while control.atomic_load(base + _FINISHED) < job.num_threads - 1:
             waited += 1
             if waited < spins:
-                simd.pause()
+                control.pause()
             else:
-                simd.yield_thread()
-        job.cycles = simd.cycles() - began
+                control.yield_thread()
+        job.cycles = control.cycles() - began
 
     return lead

@@ -1,0 +1,143 @@
+"""A model's files to the network that runs and its tokenizer, after every setting has been checked."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from infer import ops
+from infer.architecture import Architecture
+from infer.checkpoint import Checkpoint, open_checkpoint
+from infer.errors import InvalidRequestError, ModelError
+from infer.model.families import make_architecture
+from infer.model.load import FloatsAs, OnProgress, load_transformer
+from infer.model.transformer import Transformer
+from infer.ops import Precision
+from infer.tokenizer import Tokenizer
+
+DEFAULT_MAX_SEQ_LEN = 8192  # of a model made for more, unless asked for
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def load_model(
+    model_id: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    weights: str = "auto",
+    precision: str = "exact",
+    max_seq_len: int | None = None,
+) -> tuple[Transformer, Architecture]:
+    """The network alone, for programs that bring their own loop: `(model, config)`."""
+    checkpoint = open_checkpoint(model_id)
+    model = load_checked(checkpoint, load_tokenizer(checkpoint), device, dtype, weights, precision, max_seq_len, None)
+    return model, model.architecture
+
+
+def load_tokenizer(model: str | Path | Checkpoint) -> Tokenizer:
+    """The tokenizer of a model, without its weights."""
+    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    if checkpoint.metadata:
+        return Tokenizer.from_gguf(checkpoint.metadata)
+    return Tokenizer.from_folder(checkpoint.path)
+
+
+def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model's own generation config asks for, in the names of SamplingParams: only keys that it has."""
+    given = {name: generation_config[name] for name in _SAMPLING_NAMES if generation_config.get(name) is not None}
+    if generation_config.get("do_sample") is False:
+        given = {name: value for name, value in given.items() if name == "repetition_penalty"} | {"temperature": 0.0}
+    if given.get("top_k") in (0, -1):
+        del given["top_k"]
+    return given
+
+
+def load_checked(
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer,
+    device: str | torch.device,
+    dtype: str | torch.dtype,
+    weights: str,
+    precision: str,
+    max_seq_len: int | None,
+    on_progress: OnProgress | None,
+) -> Transformer:
+    architecture = make_architecture(checkpoint.config)
+    # Special tokens of a larger relative (Gemma's image token) may lie beyond the embedding: no text encodes to them.
+    beyond = set(range(architecture.vocab_size, tokenizer.vocab_size)) - tokenizer.special_token_ids
+    if beyond:
+        raise ModelError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the embedding only {architecture.vocab_size} rows: "
+            "they are of different models"
+        )
+    chosen_dtype = _dtype(dtype)
+    if chosen_dtype is not None and weights != "auto":
+        raise InvalidRequestError(f"dtype={dtype} and weights={weights} contradict each other: give one of them")
+
+    def on_block(num_done: int, num_blocks: int) -> None:
+        checkpoint.release_pages()
+        if on_progress is not None:
+            on_progress(num_done, num_blocks)
+
+    chosen_device = _device(device)
+    with ops.threads_for(chosen_device):
+        model = load_transformer(
+            architecture,
+            checkpoint.weights,
+            device=chosen_device,
+            dtype=chosen_dtype,
+            keep_floats_as=_choice("weights", weights, get_args(FloatsAs)),
+            precision=_choice("precision", precision, get_args(Precision)),
+            max_seq_len=_context(max_seq_len, architecture),
+            on_progress=on_block,
+        )
+    checkpoint.release_pages()
+    return model
+
+
+def set_num_threads(threads: int) -> None:
+    """How many threads the process computes with, in our kernels and in torch's."""
+    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+        raise InvalidRequestError(f"threads must be a whole number from 1, got {threads!r}")
+    torch.set_num_threads(threads)
+    ops.set_num_threads(threads)
+
+
+def _choice(name: str, value: str, choices: Sequence[Any]) -> Any:
+    if value not in choices:
+        raise InvalidRequestError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+    return value
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise InvalidRequestError(f"device must be cpu or cuda, got {device!r}") from None
+    if chosen.type not in ("cpu", "cuda"):
+        raise InvalidRequestError(f"device must be cpu or cuda, got {device!r}")
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidRequestError("device is cuda, but torch sees no CUDA device here: use device='cpu'")
+    return chosen
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    if dtype == "auto":
+        return None
+    chosen = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if chosen not in _DTYPES.values():
+        raise InvalidRequestError(f"dtype must be one of auto, {', '.join(_DTYPES)}, got {dtype!r}")
+    return chosen
+
+
+def _context(max_seq_len: int | None, architecture: Architecture) -> int:
+    if max_seq_len is None:
+        return min(architecture.max_positions, DEFAULT_MAX_SEQ_LEN)
+    if not 1 < max_seq_len <= architecture.max_positions:
+        raise InvalidRequestError(
+            f"max_seq_len must be from 2 to the model's own {architecture.max_positions}, got {max_seq_len}"
+        )
+    return max_seq_len

@@ -1,0 +1,340 @@
+"""Generations of every kind, what each must say by the definitions alone, and every way to run them.
+
+`by_definition` knows nothing of the loop: it computes the whole sequence again for each token, fills the grammar's mask
+and samples with `sampling.reference`. All else is compared with it.
+"""
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig
+
+from byte_tokenizer import write_byte_tokenizer
+from infer import load_model, load_tokenizer
+from infer.batch import Step
+from infer.cache.dense import DenseCache
+from infer.constraint import Compiler, Constraint, grammar_of, make_compiler
+from infer.context import CachedContext, Context, RecomputedContext
+from infer.decode import Batch, Stream, begin, run_all
+from infer.generation import Generation
+from infer.model.transformer import Transformer
+from infer.params import SamplingParams
+from infer.results import GenerationResult, TokenLogprob
+from infer.running import Running
+from infer.sampling import reference, sampler
+from infer.tokenizer import Tokenizer
+from tiny import Tiny, make_tiny
+
+Drafts = Literal["none", "ngram", "adaptive", "right", "half", "random", "ends"]
+DRAFTS: tuple[Drafts, ...] = ("none", "ngram", "adaptive", "right", "half", "random", "ends")
+
+MERGES = [("{", '"'), ('"', ":"), ('":', " "), ("a", "b"), ("ab", "c"), ("b", "a"), ("ba", "r"), ("c", " "), ("1", "0")]
+VOCAB_SIZE = 256 + len(MERGES) + 2
+EOS, END_OF_TURN = VOCAB_SIZE - 2, VOCAB_SIZE - 1
+EMBEDDING = VOCAB_SIZE + 13  # rows that no token has
+CONTEXT = 160
+WINDOW = 8
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": EMBEDDING,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": None,
+    "eos_token_id": EOS,
+}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(num_hidden_layers=2, **_SIZES),
+    "windows": Gemma3TextConfig(num_hidden_layers=6, head_dim=16, sliding_window=WINDOW, **_SIZES),
+}
+
+
+@dataclass(frozen=True)
+class World:
+    """A tiny model with its tokenizer."""
+
+    model: Transformer
+    tokenizer: Tokenizer
+    compiler: Compiler
+
+
+def make_folder(name: str, folder: Path) -> Path:
+    make_tiny(Tiny(name, CONFIGS[name]), folder)
+    write_byte_tokenizer(folder, merges=MERGES)
+    return folder
+
+
+def make_world(name: str, folder: Path) -> World:
+    make_folder(name, folder)
+    model, _ = load_model(folder)
+    tokenizer = load_tokenizer(folder)
+    return World(model, tokenizer, make_compiler(tokenizer))
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All that may not depend on how it came about."""
+
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    stop_reason: str | int | None
+    grammar_complete: bool | None
+    error: str | None
+    logprobs: list[TokenLogprob] | None
+
+    @classmethod
+    def of(cls, result: GenerationResult) -> "Outcome":
+        return cls(
+            result.token_ids,
+            result.text,
+            result.finish_reason,
+            result.stop_reason,
+            result.grammar_complete,
+            result.error,
+            result.logprobs,
+        )
+
+
+_LETTERS = [*b"abc ", *range(256, EOS)]  # so few that what was said is soon said again
+
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "greedy, penalised": {"temperature": 0, "repetition_penalty": 1.2, "frequency_penalty": 0.5},
+    "seeded": {"temperature": 0.8, "seed": 1},
+    "filtered": {
+        "temperature": 0.8,
+        "top_k": 20,
+        "top_p": 0.9,
+        "repetition_penalty": 1.3,
+        "repetition_window": 12,
+        "seed": 2,
+    },
+    "counted": {"temperature": 0.7, "frequency_penalty": 0.6, "presence_penalty": 0.4, "min_p": 0.02, "seed": 3},
+    "ending": {
+        "temperature": 0.9,
+        "logit_bias": {EOS: 4.0, ord("a"): 4.0, ord("b"): 3.5, ord("q"): 2.5, 7: -np.inf},
+        "min_new_tokens": 6,
+        "stop_token_ids": [ord("q")],
+        "seed": 4,
+    },
+    "stopped": {"temperature": 1.0, "allowed_token_ids": [*_LETTERS, EOS], "stop": ["cab ", "bb", " ab"], "seed": 5},
+    "few letters": {"temperature": 0.4, "allowed_token_ids": _LETTERS, "repetition_penalty": 1.1, "seed": 6},
+    "scored": {"temperature": 0.6, "allowed_token_ids": [*_LETTERS, EOS], "stop": ["ca"], "logprobs": 2, "seed": 7},
+    "scored, penalised": {
+        "temperature": 0,
+        "presence_penalty": 0.3,
+        "logprobs": 1,
+        "logprobs_mode": "processed",
+        "min_new_tokens": 3,
+    },
+}
+_SCHEMA = {
+    "type": "object",
+    "properties": {"bar": {"enum": ["abc abc", "abc", 10, None]}, "abab": {"type": "array", "items": {"const": "ba"}}},
+    "required": ["bar", "abab"],
+    "additionalProperties": False,
+}
+GRAMMARS: dict[str, dict[str, Any]] = {
+    "free": {},
+    "regex": {"regex": "bar abc[a-c ]{3,14}x?"},
+    "choice": {"choice": ["abc abc bar", "abc bar bar bar", "ba"]},
+    "schema": {"json_schema": _SCHEMA},
+}
+LENGTHS = (1, 5, 23, 71)
+
+
+def make_cases() -> list[Case]:
+    """Every sampler with every grammar, on prompts of ragged lengths that repeat themselves."""
+    cases = []
+    for index, (sampler_name, values) in enumerate(SAMPLERS.items()):
+        for place, (grammar_name, grammar) in enumerate(GRAMMARS.items()):
+            rng = random.Random(100 * index + place)
+            words = [rng.choices(_LETTERS, k=rng.randint(2, 5)) for _ in range(3)]
+            prompt = [token_id for _ in range(40) for token_id in rng.choice(words)]
+            length = LENGTHS[(index + place) % len(LENGTHS)]
+            # A grammar is never its own: what few letters or bans leave of it may be nothing at all.
+            own = {name: value for name, value in values.items() if not grammar or name != "allowed_token_ids"}
+            params = SamplingParams(**{"max_new_tokens": 24 + index, **own, **grammar})
+            cases.append(Case(f"{sampler_name}, {grammar_name}", tuple(prompt[:length]), params))
+    return cases
+
+
+CASES = make_cases()
+
+
+def constraint_of(world: World, params: SamplingParams) -> Constraint | None:
+    grammar = grammar_of(params)
+    return None if grammar is None else world.compiler.compile(grammar)
+
+
+@torch.inference_mode()
+def full_logits(world: World, token_ids: Sequence[int]) -> torch.Tensor:
+    """What follows the last of them, from nothing but the forward."""
+    model = world.model
+    cache = DenseCache(model.architecture.layers, 1, len(token_ids), model.dtype, model.device)
+    return model.forward(Step.of(token_ids), cache)[0, :VOCAB_SIZE].clone()
+
+
+def by_definition(world: World, case: Case) -> Outcome:
+    """One token after the other, the sequence computed again for each."""
+    tokenizer, params = world.tokenizer, case.params
+    generation = Generation(tokenizer, list(case.prompt), params, world.model.max_seq_len)
+    constraint = constraint_of(world, params)
+    logprobs, is_complete = list[TokenLogprob](), False
+    while not generation.is_finished():
+        logits, allowed = full_logits(world, generation.history), None
+        if constraint is not None:
+            words = np.zeros(-(-VOCAB_SIZE // 32), np.int32)
+            constraint.fill(words)
+            bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:VOCAB_SIZE]
+            allowed = torch.from_numpy(bits.astype(bool))
+        options: dict[str, Any] = {"num_prompt_tokens": len(case.prompt), "eos_token_ids": tokenizer.eos_token_ids}
+        token_id = reference.sample_token(logits, generation.history, params, allowed=allowed, **options)
+        if params.logprobs is not None:
+            if params.logprobs_mode == "processed":
+                logits = reference.process_logits(logits, generation.history, params, allowed=allowed, **options)
+            logprobs.append(_logprob(logits, token_id, params.logprobs))
+        if constraint is not None:
+            assert constraint.accept([token_id]) == 1
+            is_complete = constraint.done
+        generation.accept(token_id, is_complete=is_complete)
+    assert generation.finish_reason is not None
+    return Outcome(
+        generation.token_ids,
+        "".join(generation._texts),
+        generation.finish_reason,
+        generation.stop_reason,
+        None if constraint is None else is_complete,
+        None,
+        None if params.logprobs is None else logprobs,
+    )
+
+
+def _logprob(logits: torch.Tensor, token_id: int, count: int) -> TokenLogprob:
+    chosen = torch.tensor([token_id])
+    logprobs, ranks, top_ids, top = sampler.log_probabilities(logits[None], chosen, count)
+    alternatives = tuple(zip(top_ids[0].tolist(), top[0].tolist(), strict=True))
+    return TokenLogprob(token_id, float(logprobs[0]), int(ranks[0]), alternatives)
+
+
+class Always:
+    """A policy that drafts whatever was measured: many, none, one, three, in turn."""
+
+    def __init__(self) -> None:
+        self._numbers = cycle((8, 8, 0, 1, 3))
+
+    tokens_between = 4
+
+    def num_draft_tokens(self, match: int = 4) -> int:
+        return next(self._numbers)
+
+    def learn(self, proposed: int, accepted: int, seconds: float, num_plain: int = 1) -> None:
+        assert 0 <= accepted <= proposed
+
+
+class Oracle:
+    """Drafts by one who knows what will be said, and says it, half of it, none of it, or the end of it."""
+
+    def __init__(self, kind: Drafts, expected: Sequence[int], seed: int) -> None:
+        self._kind, self._expected = kind, expected
+        self._num_said = 0
+        self._rng = random.Random(seed)
+
+    def append(self, token_ids: Iterable[int]) -> None:
+        self._num_said += len(list(token_ids))
+
+    def match(self) -> int:
+        return 4
+
+    def propose(self, max_tokens: int) -> list[int]:
+        right = self._expected[self._num_said :]
+        drafts = []
+        for index in range(max_tokens):
+            wrong = self._rng.randrange(EMBEDDING)
+            end = (EOS, END_OF_TURN, ord("q"))[index % 3]
+            is_right = index < len(right) and self._rng.random() < {"right": 1.0, "half": 0.7}.get(self._kind, 0.0)
+            drafts.append(right[index] if is_right else end if self._kind == "ends" else wrong)
+        return drafts
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a generation."""
+
+    drafts: Drafts = "none"
+    chunk: int = 512
+    chain: int = 8
+    capture: bool = True
+    cached: bool = True
+
+    def __str__(self) -> str:
+        kind = "recomputed" if not self.cached else "captured" if self.capture else "op by op"
+        return f"{kind}, drafts {self.drafts}, chunk {self.chunk}, chain {self.chain}"
+
+
+def make_running(
+    world: World, case: Case, way: Way, expected: Sequence[int] = (), *, reused_tokens: int = 0, **options: Any
+) -> Running:
+    generation = begin(world.model, world.tokenizer, list(case.prompt), case.params)
+    generation.reused_tokens = reused_tokens
+    running = Running(
+        generation,
+        constraint=constraint_of(world, case.params),
+        num_draft_tokens=0 if way.drafts == "none" else 8,
+        **options,
+    )
+    fake: Any = running
+    if way.drafts not in ("none", "adaptive"):
+        fake._policy = Always()
+    if way.drafts in ("right", "half", "random", "ends"):
+        fake._draft = Oracle(way.drafts, expected, len(case.prompt))
+    return running
+
+
+def make_context(world: World, way: Way, capacity: int = CONTEXT, num_rows: int = 1) -> Context:
+    if not way.cached:
+        return RecomputedContext(world.model)
+    return CachedContext(world.model, capacity, num_rows=num_rows, capture=way.capture)
+
+
+def run_alone(
+    world: World, case: Case, way: Way, expected: Sequence[int] = (), context: Context | None = None
+) -> GenerationResult:
+    context = context or make_context(world, way)
+    reused_tokens = context.lengths[0]
+    batch = Batch(context, world.model.device, prefill_chunk=way.chunk, chain=way.chain)
+    running = make_running(world, case, way, expected, reused_tokens=reused_tokens)
+    result = Stream(running, batch).run()
+    assert context.lengths[0] + len(running.pending) == len(case.prompt) + len(result.token_ids)
+    return result
+
+
+def run_batch(
+    world: World, cases: Sequence[Case], way: Way, num_rows: int, expected: Sequence[Sequence[int]]
+) -> list[GenerationResult]:
+    waiting = [make_running(world, case, way, ids) for case, ids in zip(cases, expected, strict=True)]
+    return run_all(
+        world.model,
+        waiting,
+        num_rows,
+        lambda done, total: None,
+        prefill_chunk=way.chunk,
+        chain=way.chain,
+        capture=way.capture,
+    )

@@ -1,0 +1,389 @@
+"""The loop at its edges: the end of the context, small vocabularies, rows that fail, cancelling and closing."""
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from infer import LLM, InvalidRequestError, SamplingParams, load_model
+from infer.batch import Part
+from infer.constraint import Constraint
+from infer.context import CachedContext
+from infer.decode import Batch, Stream, run_all
+from infer.errors import ConstraintError
+from infer.sampling.rows import Rows
+from path_cases import (
+    CONTEXT,
+    EMBEDDING,
+    EOS,
+    VOCAB_SIZE,
+    Case,
+    Outcome,
+    Way,
+    World,
+    by_definition,
+    make_context,
+    make_running,
+    make_world,
+    run_alone,
+    run_batch,
+)
+
+LONG = SamplingParams(temperature=0, max_new_tokens=60, ignore_eos=True)
+WAYS = [
+    Way("none", chain=64),
+    Way("none", chain=1, capture=False),
+    Way("right"),
+    Way("half", 7, 1),
+    Way("ends"),
+    Way("random"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("llama")
+
+
+@pytest.fixture(scope="module")
+def world(folder: Path) -> World:
+    return make_world("llama", folder)
+
+
+@pytest.fixture
+def llm(world: World, folder: Path) -> LLM:
+    return LLM(folder)
+
+
+def prompt_of(length: int) -> tuple[int, ...]:
+    return tuple((b"abc abcab c" * 20)[:length])
+
+
+# The end of the context
+
+AT_THE_END = [
+    Case("one token is left", prompt_of(CONTEXT - 1), replace(LONG, max_new_tokens=None)),
+    Case("three are left", prompt_of(CONTEXT - 3), replace(LONG, max_new_tokens=None)),
+    Case("more is asked than is left", prompt_of(CONTEXT - 20), replace(LONG, max_new_tokens=100, seed=1)),
+    Case("one is asked", prompt_of(9), replace(LONG, max_new_tokens=1, temperature=1.0, seed=2)),
+    Case("two are asked", prompt_of(9), replace(LONG, max_new_tokens=2, repetition_penalty=1.5)),
+    Case("a prompt of one token", prompt_of(1), replace(LONG, frequency_penalty=1.0)),
+    Case("penalties to the end", prompt_of(CONTEXT - 30), replace(LONG, max_new_tokens=None, repetition_penalty=1.3)),
+    Case("forced to the end", prompt_of(CONTEXT - 5), SamplingParams(choice=["abc abc abc bar bar"], temperature=0)),
+    Case("forced to the limit", prompt_of(5), SamplingParams(choice=["abc abc abc"], max_new_tokens=3, temperature=0)),
+    Case("forced to its end", prompt_of(5), SamplingParams(choice=["abc abc bar"], max_new_tokens=5, temperature=0)),
+    Case(
+        "a grammar shorter than the least",
+        prompt_of(5),
+        SamplingParams(regex="[ab]{2,4}", min_new_tokens=20, temperature=0.9, seed=3, presence_penalty=0.5),
+    ),
+    Case(
+        "a grammar cut by length",
+        prompt_of(5),
+        SamplingParams(json_schema={"type": "array", "items": {"type": "integer"}}, seed=4, max_new_tokens=6),
+    ),
+    Case("only the end is allowed", prompt_of(4), SamplingParams(allowed_token_ids=[EOS], min_new_tokens=9, seed=5)),
+]
+
+
+@pytest.fixture(scope="module")
+def at_the_end(world: World) -> list[Outcome]:
+    return [by_definition(world, case) for case in AT_THE_END]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_every_way_ends_at_the_end(world: World, at_the_end: list[Outcome], way: Way) -> None:
+    for case, expected in zip(AT_THE_END, at_the_end, strict=True):
+        assert Outcome.of(run_alone(world, case, way, expected.token_ids)) == expected, case.name
+    results = run_batch(world, AT_THE_END, way, 4, [outcome.token_ids for outcome in at_the_end])
+    assert [Outcome.of(result) for result in results] == at_the_end
+
+
+def test_the_edges_are_reached(at_the_end: list[Outcome]) -> None:
+    by_name = {case.name: outcome for case, outcome in zip(AT_THE_END, at_the_end, strict=True)}
+    assert [len(by_name[name].token_ids) for name in ("one token is left", "three are left", "one is asked")] == [
+        1,
+        3,
+        1,
+    ]
+    assert by_name["forced to the end"].stop_reason == "context"
+    assert by_name["forced to the limit"].grammar_complete is False
+    assert by_name["a grammar shorter than the least"].grammar_complete
+    assert len(by_name["a grammar shorter than the least"].token_ids) < 20
+    assert by_name["only the end is allowed"].token_ids == [EOS]
+
+
+def test_a_batch_wider_than_a_step_has_lines_gives_each_its_own(world: World) -> None:
+    params = replace(LONG, max_new_tokens=4, temperature=0.7)
+    cases = [Case(str(i), prompt_of(1 + i % 7), replace(params, seed=i)) for i in range(70)]
+    alone = [Outcome.of(run_alone(world, case, Way())) for case in cases]
+    for num_rows in (64, 70):
+        results = run_batch(world, cases, Way("ngram"), num_rows, [[]] * len(cases))
+        assert [Outcome.of(result) for result in results] == alone
+
+
+def test_a_row_that_is_full_is_refused_before_anything_is_written(world: World) -> None:
+    context = CachedContext(world.model, 8)
+    running = make_running(world, Case("", prompt_of(8), replace(LONG, max_new_tokens=None)), Way())
+    context.sample([running.plan(8, 0)], Rows.pack([LONG], VOCAB_SIZE), None)
+    context.commit(0, 8)
+    with pytest.raises(InvalidRequestError, match="a row holds 8 tokens, got 9"):
+        context.forward([Part(0, [1])])
+    with pytest.raises(InvalidRequestError, match="a row holds 8 tokens, got 10"):
+        context.chain([(0, 1)], 2, Rows.pack([LONG], VOCAB_SIZE), None, ())
+
+
+# Vocabularies
+
+
+def test_ids_that_no_token_has_are_refused_before_the_batch_begins(llm: LLM) -> None:
+    for values in ({"logit_bias": {VOCAB_SIZE: 1.0}}, {"allowed_token_ids": [EMBEDDING - 1]}):
+        with pytest.raises(InvalidRequestError, match=f"token ids must be from 0 to {VOCAB_SIZE - 1}"):
+            llm.generate("ab", SamplingParams(**values))
+    with pytest.raises(InvalidRequestError, match="the prompt: token ids"):
+        llm.generate([1, VOCAB_SIZE], SamplingParams(repetition_penalty=1.2))
+
+
+@pytest.mark.parametrize("grammar", [{}, {"regex": "[ab ]{5,9}"}], ids=["free", "grammar"])
+def test_special_tokens_beyond_the_embedding_are_never_said(
+    world: World, folder: Path, tmp_path: Path, grammar: dict[str, Any]
+) -> None:
+    """As in Gemma, whose tokenizer has a token for images that the text model has no row for."""
+    cut = VOCAB_SIZE - 1
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = tensors[name][:cut].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config.replace(f'"vocab_size": {EMBEDDING}', f'"vocab_size": {cut}'))
+    llm = LLM(tmp_path)
+    assert llm.tokenizer.vocab_size > llm.architecture.vocab_size
+    params = SamplingParams(temperature=1.5, repetition_penalty=1.1, min_new_tokens=4, seed=1, max_new_tokens=40)
+    results = [llm.generate("abc ab", replace(params, seed=seed, **grammar), speculation="ngram") for seed in range(4)]
+    assert all(token_id < cut for result in results for token_id in result.token_ids)
+    again = llm.generate_all(["abc ab"] * 4, [replace(params, seed=seed, **grammar) for seed in range(4)])
+    assert [result.token_ids for result in again] == [result.token_ids for result in results]
+
+
+# Rows that fail
+
+POISON = 200
+
+
+@pytest.fixture(scope="module")
+def poisoned(folder: Path, tmp_path_factory: pytest.TempPathFactory, world: World) -> World:
+    """The same model, but what follows one token is NaN."""
+    copy = tmp_path_factory.mktemp("poisoned")
+    for file in folder.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(copy / "model.safetensors")
+    tensors["model.embed_tokens.weight"][POISON] = torch.nan
+    save_file(tensors, copy / "model.safetensors")
+    return replace(world, model=load_model(copy)[0])
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_row_whose_logits_are_nan_fails_alone(world: World, poisoned: World, way: Way) -> None:
+    params = SamplingParams(temperature=0.8, max_new_tokens=24, logit_bias={POISON: -math.inf}, ignore_eos=True)
+    cases = [Case(str(i), prompt_of(3 + i), replace(params, seed=i)) for i in range(4)]
+    expected = [by_definition(world, case) for case in cases]
+    said = [outcome.token_ids for outcome in expected]
+    at_once = Case("at once", (POISON,), replace(params, seed=1))
+    later = Case("later", prompt_of(9), replace(params, seed=2, logit_bias={POISON: 5.0}))
+    results = run_batch(poisoned, [*cases[:2], at_once, later, *cases[2:]], way, 3, [*said[:2], [], [], *said[2:]])
+    first, second = results.pop(2), results.pop(2)
+    assert [Outcome.of(result) for result in results] == expected
+    for failed in (first, second):
+        assert (failed.finish_reason, failed.stop_reason) == ("error", "logits")
+        assert failed.error is not None
+        assert "NaN" in failed.error
+    assert first.token_ids == []
+    assert second.token_ids[-1] == POISON
+    plain = replace(later, params=replace(later.params, max_new_tokens=len(second.token_ids)))
+    assert by_definition(world, plain).token_ids == second.token_ids
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_grammar_that_cannot_go_on_fails_its_row_alone(world: World, way: Way) -> None:
+    free = [Case(str(i), prompt_of(3 + i), replace(LONG, max_new_tokens=24)) for i in range(2)]
+    bound = Case("regex", prompt_of(7), SamplingParams(regex="[ab]{20}", temperature=0.9, seed=1))
+    cases = [free[0], bound, bound, free[1]]
+    expected = [by_definition(world, case) for case in cases]
+    waiting = [make_running(world, case, way, outcome.token_ids) for case, outcome in zip(cases, expected, strict=True)]
+    constraint = waiting[1].constraint
+    assert constraint is not None
+    waiting[1].constraint = Brittle(constraint, num_tokens=5)
+    results = run_all(
+        world.model, waiting, 3, lambda done, total: None, prefill_chunk=way.chunk, chain=way.chain, capture=way.capture
+    )
+    failed = results.pop(1)
+    assert (failed.finish_reason, failed.stop_reason, failed.error) == ("error", "grammar", "too complex")
+    assert failed.token_ids == expected.pop(1).token_ids[:5]
+    assert failed.grammar_complete is False
+    assert [Outcome.of(result) for result in results] == expected
+
+
+class Brittle(Constraint):
+    """Breaks behind so many tokens."""
+
+    def __init__(self, constraint: Constraint, num_tokens: int) -> None:
+        self._constraint, self._left = constraint, num_tokens
+
+    def fill(self, mask: Any) -> None:
+        if self._left <= 0:
+            raise ConstraintError("too complex")
+        self._constraint.fill(mask)
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        count = self._constraint.accept(token_ids)
+        self._left -= count
+        return count
+
+    def rollback(self, num_tokens: int) -> None:
+        self._constraint.rollback(num_tokens)
+        self._left += num_tokens
+
+    def forced(self) -> list[int]:
+        return []
+
+    @property
+    def done(self) -> bool:
+        return self._constraint.done
+
+
+# Cancelling and closing
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("grammar", [{}, {"regex": "[ab ]{40}"}], ids=["free", "grammar"])
+def test_a_cancel_from_another_thread_ends_a_row_within_a_token(
+    world: World, way: Way, grammar: dict[str, Any]
+) -> None:
+    case = Case("long", prompt_of(20), replace(LONG, **grammar))
+    said = by_definition(world, case).token_ids
+    for count in (1, 2, 7, 20):
+        cancel = threading.Event()
+        running = make_running(world, case, way, said, cancel=cancel)
+        stream = Stream(running, Batch(make_context(world, way), world.model.device, chain=way.chain))
+        pieces = [next(stream) for _ in range(count)]
+        thread = threading.Thread(target=cancel.set)
+        thread.start()
+        thread.join()
+        assert list(stream) == []
+        assert stream.result.token_ids == [piece.token_id for piece in pieces] == said[:count]
+        assert (stream.result.finish_reason, stream.result.stop_reason) == ("abort", "cancelled")
+        assert len(stream.result.timing.decode_times_s) <= count - 1
+
+
+def test_a_cancel_during_a_long_prompt_is_seen_behind_the_chunk(world: World) -> None:
+    cancel, seen = threading.Event(), list[int]()
+
+    def on_prefill(done: int, total: int) -> None:
+        seen.append(done)
+        if done == 14:
+            cancel.set()
+
+    running = make_running(world, Case("", prompt_of(100), LONG), Way(), cancel=cancel)
+    batch = Batch(make_context(world, Way()), world.model.device, prefill_chunk=7)
+    result = Stream(running, batch, on_prefill=on_prefill).run()
+    assert (seen, result.token_ids, result.stop_reason) == ([7, 14, 14], [], "cancelled")
+
+
+def test_one_row_of_a_batch_is_cancelled_and_the_others_go_on(world: World) -> None:
+    cases = [Case(str(i), prompt_of(4 + i), replace(LONG, seed=i, max_new_tokens=24)) for i in range(5)]
+    expected = [by_definition(world, case) for case in cases]
+    cancel = threading.Event()
+    waiting = [make_running(world, case, Way(), cancel=cancel if case.name == "2" else None) for case in cases]
+    num_steps = 0
+
+    def on_progress(done: int, total: int) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 3:
+            cancel.set()
+
+    results = run_all(world.model, waiting, 5, on_progress, chain=4)
+    cancelled, others = results.pop(2), [*expected[:2], *expected[3:]]
+    assert [Outcome.of(result) for result in results] == others
+    assert cancelled.stop_reason == "cancelled"
+    assert 0 < len(cancelled.token_ids) < 24
+    assert cancelled.token_ids == expected[2].token_ids[: len(cancelled.token_ids)]
+
+
+def test_a_stream_closed_in_the_middle_gives_everything_back(llm: LLM) -> None:
+    before = llm.generate("abc ab", LONG).token_ids
+    num_threads = threading.active_count()
+    for speculation in (None, "ngram"):
+        for grammar in ({}, {"regex": "[ab ]{40}"}):
+            stream = llm.stream("abc ab", replace(LONG, **grammar), speculation=speculation)
+            for _ in range(11):
+                next(stream)
+            stream.close()
+            assert list(stream) == []
+            with pytest.raises(InvalidRequestError, match="closed before its end"):
+                _ = stream.result
+            assert len(llm._idle) == 1, "its context is there for the next"
+            assert threading.active_count() == num_threads
+            assert llm.generate("abc ab", LONG).token_ids == before
+
+
+def test_a_callback_that_raises_leaves_the_model_as_it_was(llm: LLM) -> None:
+    before = llm.generate("abc ab", LONG).token_ids
+
+    def on_token(token_id: int, text: str) -> None:
+        raise KeyError(token_id)
+
+    for grammar in ({}, {"regex": "[ab ]{40}"}):
+        with pytest.raises(KeyError) as caught:
+            llm.generate("abc ab", replace(LONG, **grammar), on_token=on_token)
+        assert caught.traceback, "what it holds keeps nothing of the model's"
+        assert len(llm._idle) == 1
+        assert llm.generate("abc ab", LONG).token_ids == before
+
+
+def test_threads_that_stream_at_once_get_the_tokens_of_each_alone(llm: LLM) -> None:
+    asked = [
+        ("abc ab", replace(LONG, temperature=0.8, seed=1, repetition_penalty=1.2)),
+        ("c c c c", LONG),
+        ("ab", SamplingParams(regex="[ab ]{30}", seed=2)),
+        ("bar bar", replace(LONG, temperature=1.0, seed=3, logprobs=1)),
+    ]
+    expected = [Outcome.of(llm.generate(prompt, params)) for prompt, params in asked]
+    outcomes: dict[int, Outcome] = {}
+
+    def answer(index: int) -> None:
+        stream = llm.stream(*asked[index], speculation="ngram" if index % 2 else None)
+        for _ in stream:
+            pass
+        outcomes[index] = Outcome.of(stream.result)
+
+    for _ in range(3):
+        threads = [threading.Thread(target=answer, args=(index,)) for index in range(len(asked))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [outcomes[index] for index in range(len(asked))] == expected
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_times_and_counts_are_of_what_was_said(world: World, way: Way) -> None:
+    schema = {"type": "object", "properties": {"bar": {"enum": ["abc", "ab c"]}}, "required": ["bar"]}
+    stopped = SamplingParams(temperature=1.0, seed=1, allowed_token_ids=[*b"abc "], stop=["ab", "cc", " a"])
+    for params in (stopped, SamplingParams(temperature=0, json_schema=schema), replace(LONG, max_new_tokens=21)):
+        for length in (1, 13):
+            case = Case("", prompt_of(length), params)
+            result = run_alone(world, case, way, by_definition(world, case).token_ids)
+            sampled = len(result.token_ids) - result.stats.tokens_forced
+            timing, stats = result.timing, result.stats
+            assert len(timing.decode_times_s) == len(timing.sampling_times_s) == sampled - 1
+            assert 0 <= stats.drafts_accepted <= stats.drafts_proposed
+            assert stats.single_steps + stats.drafts_accepted + stats.chain_tokens in (sampled, sampled + 1)

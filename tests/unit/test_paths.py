@@ -1,0 +1,290 @@
+"""One equality: what is said does not depend on drafts, chains, chunks, capture, cache or company.
+
+Every way to run a generation is compared with `by_definition`, and faults planted in the loop are found by the same
+comparison.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import infer.context
+from infer import LLM
+from infer.capture.sampled import Verifier
+from infer.context import CachedContext
+from infer.decode import Batch
+from infer.errors import InferError
+from infer.params import SamplingParams
+from infer.results import Piece
+from infer.running import Running
+from path_cases import (
+    CASES,
+    CONFIGS,
+    DRAFTS,
+    WINDOW,
+    Case,
+    Outcome,
+    Way,
+    World,
+    by_definition,
+    make_context,
+    make_folder,
+    make_world,
+    run_alone,
+    run_batch,
+)
+
+CHUNKS = (1, 7, 64, 512)
+CHAINS = (1, 8, 64)
+NUM_ROWS = 5
+
+PRODUCT = [Way(*values) for values in product(DRAFTS, CHUNKS, CHAINS)]
+# Each draft with each chain, the chunks in turn; then what is not captured, or not even cached.
+COVERING = [Way(drafts, CHUNKS[(i + j) % 4], CHAINS[j]) for i, drafts in enumerate(DRAFTS) for j in range(3)]
+SLOWER = [Way(drafts, chunk, capture=False) for drafts, chunk in zip(DRAFTS, CHUNKS * 2, strict=False)]
+SLOWER += [Way(drafts, chunk, capture=False, cached=False) for drafts, chunk in (("none", 512), ("half", 7))]
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_world(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def expected(world: World) -> dict[str, Outcome]:
+    return {case.name: by_definition(world, case) for case in CASES}
+
+
+def alone(world: World, cases: Sequence[Case], way: Way, expected: dict[str, Outcome]) -> dict[str, Outcome]:
+    return {case.name: Outcome.of(run_alone(world, case, way, expected[case.name].token_ids)) for case in cases}
+
+
+def together(world: World, cases: Sequence[Case], way: Way, expected: dict[str, Outcome]) -> dict[str, Outcome]:
+    said = [expected[case.name].token_ids for case in cases]
+    results = run_batch(world, cases, way, NUM_ROWS, said)
+    return {case.name: Outcome.of(result) for case, result in zip(cases, results, strict=True)}
+
+
+def check(outcomes: dict[str, Outcome], expected: dict[str, Outcome], way: Way) -> None:
+    for name, outcome in outcomes.items():
+        assert outcome == expected[name], f"{name}: {way}"
+
+
+def test_the_cases_end_in_every_way_and_fill_the_window(expected: dict[str, Outcome]) -> None:
+    outcomes = expected.values()
+    assert {outcome.finish_reason for outcome in outcomes} == {"eos", "stop", "length"}
+    assert {" ab", "grammar", "max_new_tokens"} <= {outcome.stop_reason for outcome in outcomes}
+    assert max(len(outcome.token_ids) for outcome in outcomes) > 3 * WINDOW
+    assert sum(outcome.logprobs is not None for outcome in outcomes) == 8
+
+
+@pytest.mark.parametrize("way", COVERING, ids=str)
+def test_what_is_said_does_not_depend_on_the_way(world: World, expected: dict[str, Outcome], way: Way) -> None:
+    start = COVERING.index(way)
+    check(alone(world, CASES[start % 10 :: 10], way, expected), expected, way)
+    check(together(world, CASES[start % 4 :: 4], way, expected), expected, way)
+
+
+@pytest.mark.parametrize("way", SLOWER, ids=str)
+def test_what_is_said_does_not_depend_on_capture_or_cache(world: World, expected: dict[str, Outcome], way: Way) -> None:
+    start = SLOWER.index(way)
+    check(alone(world, CASES[start::20], way, expected), expected, way)
+    if way.cached:
+        check(together(world, CASES[start::12], way, expected), expected, way)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", DRAFTS)
+def test_what_is_said_does_not_depend_on_any_of_all_ways(
+    world: World, expected: dict[str, Outcome], drafts: str
+) -> None:
+    for index, way in enumerate(way for way in PRODUCT if way.drafts == drafts):
+        check(alone(world, CASES[index % 2 :: 2], way, expected), expected, way)
+        check(together(world, CASES[(index + 1) % 2 :: 2], way, expected), expected, way)
+    for index, way in enumerate(way for way in SLOWER if way.drafts == drafts):
+        check(together(world, CASES[index::3], way, expected), expected, way)
+
+
+# What was said before, in the same context
+
+FIRST = [case for case in CASES if case.name in ("stopped, free", "ending, free", "seeded, regex", "greedy, free")]
+
+
+@pytest.fixture(scope="module")
+def turns(world: World, expected: dict[str, Outcome]) -> list[tuple[Case, Case, Outcome]]:
+    """A case, one that goes on behind it, and what that one says."""
+    params = SamplingParams(temperature=0.8, seed=9, repetition_penalty=1.3, max_new_tokens=16)
+    found = []
+    for case in FIRST:
+        prompt = (*case.prompt, *expected[case.name].token_ids, *b" ab")
+        second = Case(f"{case.name}, then", prompt, params)
+        found.append((case, second, by_definition(world, second)))
+    return found
+
+
+def gone_on(world: World, turns: Sequence[tuple[Case, Case, Outcome]], way: Way) -> Iterator[tuple[Outcome, Outcome]]:
+    for first, second, outcome in turns:
+        context = make_context(world, way)
+        said = second.prompt[len(first.prompt) :]
+        run_alone(world, first, way, said, context)
+        yield Outcome.of(run_alone(world, second, way, outcome.token_ids, context)), outcome
+
+
+@pytest.mark.parametrize("way", [Way("none", chain=64), Way("right"), Way("half", 7), Way("ends")], ids=str)
+def test_what_was_dropped_behind_a_stop_leaves_no_trace_in_the_context(
+    world: World, turns: list[tuple[Case, Case, Outcome]], way: Way
+) -> None:
+    for outcome, wanted in gone_on(world, turns, way):
+        assert outcome == wanted
+
+
+# Faults
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def never_roll_back(patch: pytest.MonkeyPatch) -> None:
+    commit, step = CachedContext.commit, CachedContext._step
+    lengths: dict[int, int] = {}
+
+    def see(self: CachedContext, parts: Sequence[Any], repeats: int = 1) -> Any:
+        lengths.update({part.row: len(part.token_ids) * repeats for part in parts})
+        return step(self, parts, repeats)
+
+    def commit_all(self: CachedContext, row: int, count: int) -> None:
+        commit(self, row, max(count, lengths[row]))
+
+    patch.setattr(CachedContext, "_step", see)
+    patch.setattr(CachedContext, "commit", commit_all)
+
+
+def draw_the_noise_of_the_first_entry(patch: pytest.MonkeyPatch) -> None:
+    make = Verifier.__init__
+
+    def make_wrong(self: Verifier, *arguments: Any) -> None:
+        make(self, *arguments)
+        self._arguments["position_offset"] = [-entry for entry in range(self.num_entries)]
+
+    patch.setattr(Verifier, "__init__", make_wrong)
+
+
+def forget_accepted_drafts(patch: pytest.MonkeyPatch) -> None:
+    run = Verifier.run
+
+    def run_and_drop(self: Verifier, *arguments: Any) -> list[list[int]]:
+        found = run(self, *arguments)
+        for row, token_ids in enumerate(found):
+            slot = self.rows.history_slot[row : row + 1]
+            if self.history is not None and int(slot) >= 0 and len(token_ids) > 1:
+                self.history.drop(slot, len(token_ids) - 1)
+        return found
+
+    patch.setattr(Verifier, "run", run_and_drop)
+
+
+def leave_the_last_tenant_in_the_row(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CachedContext, "truncate", lambda self, row, length: None)
+
+
+def mask_with_the_line_before(patch: pytest.MonkeyPatch) -> None:
+    fill = Running.fill
+
+    def fill_wrong(self: Running, masks: Any, drafts: Sequence[int]) -> None:
+        fill(self, masks, drafts)
+        masks[1:] = masks[:-1].copy()
+
+    patch.setattr(Running, "fill", fill_wrong)
+
+
+def keep_what_follows_a_stop(patch: pytest.MonkeyPatch) -> None:
+    def accept_all(self: Batch, running: Running, token_ids: Sequence[int]) -> Iterator[tuple[Running, Piece]]:
+        for token_id in token_ids:
+            piece = running.accept(token_id)
+            if piece is not None:
+                yield running, piece
+
+    patch.setattr(Batch, "_accept", accept_all)
+
+
+def keep_the_chain_in_the_cache(patch: pytest.MonkeyPatch) -> None:
+    truncate = CachedContext.truncate
+
+    def truncate_to_nothing_only(self: CachedContext, row: int, length: int) -> None:
+        if length == 0:
+            truncate(self, row, length)
+
+    patch.setattr(CachedContext, "truncate", truncate_to_nothing_only)
+
+
+def remember_nothing_forced(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Batch, "_remember", lambda self, running, token_id: None)
+
+
+FAULTS: list[Plant] = [
+    never_roll_back,
+    draw_the_noise_of_the_first_entry,
+    forget_accepted_drafts,
+    leave_the_last_tenant_in_the_row,
+    mask_with_the_line_before,
+    keep_what_follows_a_stop,
+    keep_the_chain_in_the_cache,
+    remember_nothing_forced,
+]
+
+
+@pytest.mark.parametrize("world", ["llama"], indirect=True)
+@pytest.mark.parametrize("plant", [None, *FAULTS], ids=lambda plant: plant.__name__ if plant else "none")
+def test_a_planted_fault_is_found(
+    world: World,
+    expected: dict[str, Outcome],
+    turns: list[tuple[Case, Case, Outcome]],
+    plant: Plant | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cases = CASES[:24]
+
+    def is_found() -> bool:
+        try:
+            for way in (Way("half"), Way("none", 7, 64)):
+                if together(world, cases, way, expected) != {case.name: expected[case.name] for case in cases}:
+                    return True
+                if any(outcome != wanted for outcome, wanted in gone_on(world, turns, way)):
+                    return True
+        except (AssertionError, InferError, IndexError, RuntimeError):
+            return True
+        return False
+
+    if plant is not None:
+        plant(monkeypatch)
+    assert is_found() == (plant is not None)
+
+
+# Steps that a recording does not hold
+
+
+@pytest.mark.parametrize("way", [Way("half"), Way("right", 7), Way("none", 64)], ids=str)
+def test_steps_larger_than_the_recording_run_in_pieces_that_say_the_same(
+    world: World, expected: dict[str, Outcome], way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(infer.context, "PREFILL_CHUNK", 6)
+    monkeypatch.setattr(infer.context, "MAX_LINES", 4)
+    check(together(world, CASES[::4], way, expected), expected, way)
+
+
+@pytest.mark.parametrize("world", ["windows"], indirect=True)
+@pytest.mark.parametrize(("weights", "precision"), [("q8", "exact"), ("q4", "fast"), ("bf16", "exact")])
+def test_quantised_weights_say_the_same_with_drafts_and_in_company(
+    world: World, weights: str, precision: str, tmp_path: Path
+) -> None:
+    llm = LLM(make_folder("windows", tmp_path), weights=weights, precision=precision)
+    cases = [case for case in CASES[::3] if case.params.logprobs is None]
+    other = replace(world, model=llm.model)
+    plain = [Outcome.of(run_alone(other, case, Way(chain=1))) for case in cases]
+    said = [outcome.token_ids for outcome in plain]
+    for way in (Way("half"), Way("none", 7, 64)):
+        results = run_batch(other, cases, way, NUM_ROWS, said)
+        assert [Outcome.of(result) for result in results] == plain

@@ -1,0 +1,97 @@
+"""Stop strings in the real loop: any tokens, stops, chunks, chains and drafts against a search of the decoded text."""
+
+import codecs
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infer.decode import Batch, Stream
+from infer.params import SamplingParams
+from path_cases import (
+    DRAFTS,
+    EOS,
+    Case,
+    Outcome,
+    Way,
+    World,
+    make_context,
+    make_running,
+    make_world,
+    run_alone,
+)
+from test_stop_strings import naive
+
+NUM_TOKENS = 24
+# Letters, tokens of several letters, and the bytes of é: characters come in halves.
+ALLOWED = [*b"ab c", *range(256, EOS), *"é".encode()]
+
+ways = st.builds(
+    Way,
+    st.sampled_from(DRAFTS),
+    st.sampled_from([1, 7, 512]),
+    st.sampled_from([1, 8, 64]),
+    st.sampled_from([True, True, True, False]),
+)
+stops = st.lists(st.text(alphabet='abc é"', min_size=1, max_size=4), min_size=1, max_size=4)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_world("llama", tmp_path_factory.mktemp("llama"))
+
+
+def expected_of(world: World, token_ids: list[int], stop: list[str], include: bool) -> Outcome:
+    """The first token with which a stop string stands in what is decoded so far."""
+    decoder, text = codecs.getincrementaldecoder("utf-8")("replace"), ""
+    for count, token_id in enumerate(token_ids, 1):
+        text += decoder.decode(world.tokenizer.token_bytes[token_id], final=count == len(token_ids))
+        shown, matched = naive(text, stop, include)
+        if matched is not None:
+            return Outcome(token_ids[:count], shown, "stop", matched, None, None, None)
+    return Outcome(token_ids, text, "length", "max_new_tokens", None, None, None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 40), st.sampled_from([0.6, 1.0, 2.0]), stops, st.booleans(), ways)
+def test_the_text_ends_where_a_search_of_the_decoded_text_says(
+    world: World, seed: int, temperature: float, stop: list[str], include: bool, way: Way
+) -> None:
+    params = SamplingParams(
+        temperature=temperature, seed=seed, allowed_token_ids=ALLOWED, max_new_tokens=NUM_TOKENS, frequency_penalty=0.2
+    )
+    prompt = tuple(b"ab abc ab c"[: 1 + seed % 11])
+    whole = run_alone(world, Case("whole", prompt, params), Way()).token_ids
+    expected = expected_of(world, whole, stop, include)
+
+    case = Case("stopped", prompt, replace(params, stop=stop, include_stop_str_in_output=include))
+    context = make_context(world, way)
+    running = make_running(world, case, way, whole)  # the drafts go on as if nothing stopped
+    stream = Stream(running, Batch(context, world.model.device, prefill_chunk=way.chunk, chain=way.chain))
+    pieces = list(stream)
+    assert Outcome.of(stream.result) == expected
+    assert [piece.token_id for piece in pieces] == expected.token_ids
+    assert "".join(piece.text for piece in pieces) == expected.text
+
+    # What stood behind the stop is in neither cache nor history: the same context goes on as a new one would.
+    then = Case("then", (*prompt, *expected.token_ids, ord("b")), replace(params, max_new_tokens=6))
+    assert context.lengths[0] == len(then.prompt) - 2
+    gone_on = run_alone(world, then, way, (), context)
+    assert gone_on.token_ids == run_alone(world, then, Way()).token_ids
+
+
+def test_several_stops_in_one_verified_step_end_at_the_first(world: World) -> None:
+    params = SamplingParams(temperature=1.0, seed=3, allowed_token_ids=[*b"ab "], max_new_tokens=NUM_TOKENS, logprobs=0)
+    prompt = tuple(b"ab")
+    whole = run_alone(world, Case("whole", prompt, params), Way())
+    text = whole.text
+    later, earlier = text[4:7], text[1:3]
+    case = Case("stopped", prompt, replace(params, stop=[later, earlier]))
+    result = run_alone(world, case, Way("right"), whole.token_ids)
+    end = text.index(earlier) + len(earlier)
+    assert result.stop_reason == earlier
+    assert (result.token_ids, result.text) == (whole.token_ids[:end], text[: end - len(earlier)])
+    assert whole.logprobs is not None
+    assert result.logprobs == whole.logprobs[:end]
+    assert result.stats.drafts_proposed == 8

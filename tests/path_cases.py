@@ -17,11 +17,12 @@ from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig
 
 from byte_tokenizer import write_byte_tokenizer
 from infer import load_model, load_tokenizer
+from infer.admission import begin
 from infer.batch import Step
 from infer.cache.dense import DenseCache
 from infer.constraint import Compiler, Constraint, grammar_of, make_compiler
 from infer.context import CachedContext, Context, RecomputedContext
-from infer.decode import Batch, Stream, begin, run_all
+from infer.decode import Batch, Stream, run_all
 from infer.generation import Generation
 from infer.model.transformer import Transformer
 from infer.params import SamplingParams

@@ -10,12 +10,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from infer.admission import begin, check_prompt, vocab_size_of
 from infer.architecture import Architecture
 from infer.batch import Step
 from infer.checkpoint import open_checkpoint
 from infer.constraint import grammar_of, make_compiler
 from infer.context import PREFILL_CHUNK, CachedContext, make_cache
-from infer.decode import Batch, OnPrefill, OnToken, Stream, begin, check_prompt, run_all, vocab_size_of
+from infer.decode import Batch, OnPrefill, OnToken, Stream, run_all
 from infer.errors import InferError, InvalidRequestError
 from infer.loading import load_checked, load_model, load_tokenizer, sampling_defaults, set_num_threads
 from infer.model.load import OnProgress

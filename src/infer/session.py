@@ -15,9 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, final, runtime_checkable
 
+from infer.admission import check_prompt
 from infer.checkpoint.saved import read_session, write_session
 from infer.context import CachedContext
-from infer.decode import Batch, OnPrefill, OnToken, Stream, check_prompt
+from infer.decode import Batch, OnPrefill, OnToken, Stream
 from infer.errors import InvalidRequestError
 from infer.model.transformer import Transformer
 from infer.params import SamplingParams

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from infer import LLM, SamplingParams
-from infer.batch import Step
+from infer.batch import Part, Step
 from infer.capture.cpu import CapturedForward
 from infer.checkpoint import open_checkpoint
 from infer.context import CachedContext, make_cache
@@ -126,10 +126,12 @@ def test_a_chain_of_the_table_gives_the_tokens_of_uncaptured_steps() -> None:
     ids = llm.tokenizer.encode(PROMPTS[10])
     chained = llm.generate(ids, SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True)).token_ids
     context = CachedContext(llm.model, 512, capture=False)
+    tokens, pending = list[int](), list(ids)
     with torch.inference_mode(), threads_for(llm.model.device):
-        tokens = [int(context.extend(ids).argmax())]
         while len(tokens) < 400:
-            tokens.append(int(context.extend(tokens[-1:]).argmax()))
+            tokens.append(int(context.forward([Part(0, pending)])[0].argmax()))
+            context.commit(0, len(pending))
+            pending = tokens[-1:]
     assert chained == tokens
 
 

@@ -1,7 +1,6 @@
 """Claims about GGUF files: a good one reads as the `gguf` package wrote it, in Hugging Face's names and order."""
 
 import struct
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -231,9 +230,7 @@ def test_real_weights_equal_what_the_gguf_package_reads(name: str) -> None:
     if find_spec(package) is None:
         pytest.skip(f"the package {package} is not installed")
     checkpoint = open_checkpoint(name)
-    start = time.process_time()
     file = read_gguf(checkpoint.path)
-    assert time.process_time() - start < 1  # 0.1 to 0.2 s on two quiet cores
     assert len(file.metadata[key]) == count
     assert len(file.metadata[key][-1]) < 100
 

@@ -94,8 +94,7 @@ class Batch:
             self._filler.shutdown()
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        ops.synchronize(self._device)
         return time.perf_counter()
 
     def _leave(self) -> None:
@@ -188,7 +187,7 @@ class Batch:
                 is_ready[0] = 1
                 self._seconds_per_line = (time.thread_time() - started) / len(lines)
 
-        if self._device.type == "cpu" and self._seconds_per_line * len(lines) < HAND_OVER_SECONDS:
+        if ops.computes_on_host(self._device) and self._seconds_per_line * len(lines) < HAND_OVER_SECONDS:
             fill()
             return Masks(torch.from_numpy(lines), is_ready, lambda: None)
         if self._filler is None:

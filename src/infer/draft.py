@@ -6,6 +6,8 @@ A guess costs a look at a dictionary; whether it is worth verifying is `DraftPol
 from collections.abc import Iterable
 from typing import final
 
+NUM_DRAFT_TOKENS = 15  # in one step, unless asked otherwise
+MAX_DRAFT_TOKENS = 32
 MAX_NGRAM = 4
 MIN_NGRAM = 2
 MAX_MATCH = 32

@@ -110,6 +110,29 @@ def num_threads(device: torch.device) -> int:
     return int(import_module("infer.kernels.cpu.threads").team().num_threads)
 
 
+def synchronize(device: torch.device) -> None:
+    """Return when what the device was given is done: around timed regions."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def computes_on_host(device: torch.device) -> bool:
+    """Whether a forward keeps the cores busy that Python runs on."""
+    return device.type == "cpu"
+
+
+def activation_dtype(device: torch.device, dtype: torch.dtype | None) -> torch.dtype:
+    """What a forward computes in, where weights are asked for in `dtype` (None: as they are stored)."""
+    return torch.float32 if device.type == "cpu" else dtype or torch.bfloat16
+
+
+def cache_dtype(device: torch.device, dtype: torch.dtype | None, precision: Precision) -> torch.dtype:
+    """What keys and values are kept in: 16 bits beside 8-bit activations, where they change no measurable error."""
+    if device.type == "cpu" and dtype is None and precision == "fast":
+        return torch.float16
+    return activation_dtype(device, dtype)
+
+
 @contextmanager
 def threads_for(device: torch.device) -> Iterator[None]:
     """Around forwards and sampling. torch's threads and our team's spin against each other, which costs tens of

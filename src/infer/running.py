@@ -20,9 +20,6 @@ from infer.params import SamplingParams
 from infer.results import GenerationResult, GenerationStats, GenerationTiming, Piece
 from infer.sampling.sampler import message_of
 
-NUM_DRAFT_TOKENS = 15
-MAX_DRAFT_TOKENS = 32
-
 Mask = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 

@@ -19,11 +19,12 @@ from infer.admission import check_prompt
 from infer.checkpoint.saved import read_session, write_session
 from infer.context import CachedContext
 from infer.decode import Batch, OnPrefill, OnToken, Stream
+from infer.draft import NUM_DRAFT_TOKENS
 from infer.errors import InvalidRequestError
 from infer.model.transformer import Transformer
 from infer.params import SamplingParams
 from infer.results import GenerationResult
-from infer.running import NUM_DRAFT_TOKENS, Running
+from infer.running import Running
 from infer.said import Said
 from infer.tokenizer import Tokenizer
 from infer.tokenizer.alignment import common_length, keep_spelling
@@ -227,10 +228,13 @@ class Session:
         rendered = tokenizer.encode_chat(messages, **self._said.template)
         return keep_spelling(self._said.token_ids, rendered, tokenizer.token_bytes, tokenizer.special_token_ids)
 
-    @contextmanager
-    def _exclusively(self) -> Iterator[None]:
+    def _take(self) -> None:
         if not self._busy.acquire(blocking=False):
             raise InvalidRequestError("the session is answering: read its stream to the end, or close it")
+
+    @contextmanager
+    def _exclusively(self) -> Iterator[None]:
+        self._take()
         try:
             yield
         finally:
@@ -239,8 +243,7 @@ class Session:
     @contextmanager
     def _answering(self) -> Iterator[Callable[..., Stream]]:
         """Exclusively, until the stream that is started within has ended."""
-        if not self._busy.acquire(blocking=False):
-            raise InvalidRequestError("the session is answering: read its stream to the end, or close it")
+        self._take()
         try:
             yield self._start
         except BaseException:

@@ -18,7 +18,8 @@ from torch import Tensor
 from infer.kernels.cpu import sampling
 from infer.kernels.cpu.compiled import compiled_address
 from infer.kernels.cpu.recording import Recording
-from infer.kernels.cpu.sample_rows import SAMPLE, bind
+from infer.kernels.cpu.records import SAMPLE
+from infer.kernels.cpu.sample_rows import bind
 from infer.kernels.cpu.state import field_offset
 from infer.kernels.cpu.table import BARRIER, Command, DispatchTable, Walk
 from infer.kernels.cpu.threads import team

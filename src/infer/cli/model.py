@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from infer.draft import NUM_DRAFT_TOKENS
 from infer.params import SamplingParams
 from infer.results import GenerationResult, SampleTrace
 
@@ -46,7 +47,7 @@ class Model(Protocol):
         on_token: OnToken | None = None,
         cancel: threading.Event | None = None,
         speculation: str | None = None,
-        num_draft_tokens: int = 15,
+        num_draft_tokens: int = NUM_DRAFT_TOKENS,
         prefill_chunk: int = 512,
         on_prefill: OnProgress | None = None,
     ) -> GenerationResult: ...
@@ -57,7 +58,7 @@ class Model(Protocol):
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         speculation: str | None = None,
-        num_draft_tokens: int = 15,
+        num_draft_tokens: int = NUM_DRAFT_TOKENS,
         prefill_chunk: int = 512,
         cancel: threading.Event | None = None,
         on_progress: OnProgress = ...,

@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 import click
 
 from infer.cli.prompts import read_text
+from infer.draft import NUM_DRAFT_TOKENS
 from infer.params import CONSTRAINTS
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-NUM_DRAFT_TOKENS = 15
 PREFILL_CHUNK = 512
 
 

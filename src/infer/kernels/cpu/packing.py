@@ -187,6 +187,14 @@ def _make_pack_float(width: int, record_bytes: int) -> Callable[..., None]:
     return pack
 
 
+def _make_float_at(type_: str) -> Callable[..., np.float32]:
+    """What reads one weight of a float type."""
+    if type_ == "F32":
+        return load_scalar_f32  # type: ignore[no-any-return]
+    widen = f16_value if type_ == "F16" else bf16_value
+    return njit(inline="always")(lambda at: widen(load_u16(at)))  # type: ignore[no-any-return]
+
+
 def make_embed(type_: str) -> Callable[..., None]:
     """Rows of the tokens, times scale. A token outside the table counts as the nearest row in it."""
     layout = LAYOUTS[type_]
@@ -194,7 +202,7 @@ def make_embed(type_: str) -> Callable[..., None]:
     offset, has_minimum, nested = np.float32(layout.offset), layout.has_minimum, layout.scales_per_record
     scale_at, minimum_at, record_bytes = layout.scale_at, layout.minimum_at, layout.record_bytes
     super_bytes, header, per_super = layout.super_bytes, layout.super_header, layout.records_per_super
-    is_float, width, is_f16 = layout.is_float, layout.low_bits // 8, type_ == "F16"
+    is_float, width, float_at = layout.is_float, layout.low_bits // 8, _make_float_at(type_)
 
     def embed(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
@@ -204,11 +212,7 @@ def make_embed(type_: str) -> Callable[..., None]:
             out += 4 * args.in_features * token
             for i in range(args.in_features):
                 if is_float:
-                    at = group + (i * LANES + lane) * width
-                    if width == 4:
-                        value = load_scalar_f32(at)
-                    else:
-                        value = f16_value(load_u16(at)) if is_f16 else bf16_value(load_u16(at))
+                    value = float_at(group + (i * LANES + lane) * width)
                 else:
                     block, within = i // BLOCK, i % BLOCK
                     base = group + block // per_super * super_bytes

@@ -129,18 +129,74 @@ EPILOGUE = np.dtype(
 
 # greedy
 
+SAMPLE_COLUMNS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "log_min_p",
+    "repetition_penalty",
+    "repetition_window",
+    "frequency_penalty",
+    "presence_penalty",
+    "temperature_last",
+    "seed",
+    "num_prompt_tokens",
+    "min_new_tokens",
+    "history_slot",
+    "bias_starts",
+    "bias_ids",
+    "biases",
+    "end_starts",
+    "end_ids",
+    "mask_index",
+    "masks",
+)
+SAMPLE_HISTORY = ("tokens", "previous", "last", "counts", "lengths")
+SAMPLE_SCRATCH = (
+    ("maxima", np.dtype(np.float32)),  # [rows, groups]
+    ("ends", np.dtype(np.float32)),  # [end ids]: logits of the ends that are banned
+    ("found", np.dtype(np.int64)),  # [rows, threads]: the best id of each thread's part, −1 for none
+    ("scores", np.dtype(np.float32)),  # [rows, threads]: its logit with noise
+    ("totals", np.dtype(np.int64)),  # [rows, threads]: sum of weights
+    ("num_candidates", np.dtype(np.int64)),  # [rows, threads]
+    ("values", np.dtype(np.float32)),  # [rows, padded vocab]: candidates, each thread's where its part begins
+    ("ids", np.dtype(np.int32)),
+    ("weights", np.dtype(np.int64)),
+)
+
 SAMPLE = np.dtype(
     [
-        ("logits", np.int64),  # f32 [wanted, vocab]
+        ("logits", np.int64),  # f32 [rows, row_stride]
+        ("row_stride", np.int64),
+        ("num_rows", np.int64),
+        ("starts", np.int64),  # int64 [rows]: where each row's logits begin, one line for each of its entries
+        ("entry", np.int64),  # which of them: 0, or the number of drafts before it
+        ("alive", np.int64),  # int64 [rows]: 0 where a row samples nothing (any more)
         ("vocab", np.int64),
-        ("found", np.int64),  # int64 [wanted, threads]: the best of each thread's part
-        ("sampled", np.int64),  # int64 [wanted]
-        ("generated", np.int64),  # int64 [repeats, wanted]
+        ("num_groups", np.int64),
+        ("group_vectors", np.int64),
+        ("padded", np.int64),  # groups × their size
+        ("mask_words", np.int64),
+        ("allowed", np.int64),  # int32 [lines of logits, mask_words], or 0
+        ("positions", np.int64),  # int64 [rows], of entry 0
+        ("position_offset", np.int64),  # added to them: a chain's are those of the tokens before
+        ("capacity", np.int64),  # of a history slot
+        ("prompt_lengths", np.int64),  # int64 [slots]
+        ("sampled", np.int64),  # int64 [rows]
+        *((name, np.int64) for name in SAMPLE_COLUMNS),
+        *((name, np.int64) for name in SAMPLE_HISTORY),
+        *((name, np.int64) for name, _ in SAMPLE_SCRATCH),
+        ("generated", np.int64),  # int64 [repeats or entries, rows]: what was sampled
         ("num_generated", np.int64),
         ("stop", np.int64),  # 1: end the chain after this step
         ("stop_ids", np.int64),
         ("num_stop_ids", np.int64),
-        ("ended", np.int64),  # int64 [wanted]: rows that met a stop id
+        ("ended", np.int64),  # int64 [rows]: rows that met a stop id
+        ("drafts", np.int64),  # int64 [rows, draft_stride]
+        ("draft_stride", np.int64),
+        ("num_drafts", np.int64),  # int64 [rows]
+        ("counts_sampled", np.int64),  # int64 [rows]: how many tokens a verified step gave
+        ("mask_ready", np.int64),  # int64: not 0 when another thread has filled `allowed`
     ]
 )
 

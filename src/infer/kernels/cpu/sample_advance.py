@@ -39,9 +39,9 @@ def make_advance() -> Callable[..., None]:
         if thread != 0:
             return
         num_ended = 0
-        for row in range(state.num_wanted):
+        for row in range(args.num_rows):
             token = load_i64(args.sampled + 8 * row)
-            store_i64(args.generated + 8 * (args.num_generated * state.num_wanted + row), token)
+            store_i64(args.generated + 8 * (args.num_generated * args.num_rows + row), token)
             store_i64(state.tokens + 8 * row, token)
             store_i64(state.positions + 8 * row, load_i64(state.positions + 8 * row) + 1)
             for index in range(args.num_stop_ids):
@@ -53,7 +53,7 @@ def make_advance() -> Callable[..., None]:
                 _remember(args, row, token)
             num_ended += load_i64(args.ended + 8 * row)
         args.num_generated += 1
-        if num_ended == state.num_wanted:
+        if num_ended == args.num_rows:
             args.stop = 1
 
     return advance

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from infer.kernels.cpu.compiled import compiled_address
 from infer.kernels.cpu.recording import scope
-from infer.kernels.cpu.sample_rows import SAMPLE, Arguments, bind
+from infer.kernels.cpu.records import SAMPLE
+from infer.kernels.cpu.sample_rows import Arguments, bind
 from infer.kernels.cpu.table import BARRIER, Command
 from infer.sampling.history import History
 from infer.sampling.rows import Rows

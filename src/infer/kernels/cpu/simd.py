@@ -224,11 +224,6 @@ def load_f16(b: Builder, where: Value) -> Value:
     return widen_f16(b, load(b, where, I16X16, 2))
 
 
-@operation(types.void, address, f32x16)
-def store_f16(b: Builder, where: Value, x: Value) -> None:
-    store(b, where, _narrow_f16(b, x, I32X16, I16X16, F16X16), 2)
-
-
 # Arithmetic
 
 
@@ -330,11 +325,6 @@ def nearest_i32(b: Builder, x: Value) -> Value:
 def shift_round_8(b: Builder, x: Value) -> Value:
     """x / 256, rounded: x − 256 × this fits a signed byte."""
     return b.ashr(b.add(x, constant(I32X16, 128)), constant(I32X16, 8))
-
-
-@operation(f32x16, i32x16)
-def to_f32(b: Builder, x: Value) -> Value:
-    return b.sitofp(x, F32X16)
 
 
 @operation(types.void, address, i32x16)

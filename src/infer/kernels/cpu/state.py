@@ -15,9 +15,7 @@ STATE = np.dtype(
         ("positions", _ADDRESS),
         ("rows", _ADDRESS),
         ("wanted", _ADDRESS),
-        ("generated", _ADDRESS),  # int64 ids that a chain writes
-        ("num_generated", np.int64),
-        ("padding", np.int64, 8),
+        ("padding", np.int64, 10),
         ("barrier", np.int64),  # arrivals so far, on a cache line of its own
         ("dismissed", np.int64),  # the arrivals behind which thread 0 goes on alone, or 0
         ("barrier_padding", np.int64, 14),

@@ -26,7 +26,6 @@ from infer.kernels.cpu import simd
 from infer.kernels.cpu.layouts import BLOCK, LANES, LAYOUTS, UNIT, Layout
 from infer.kernels.cpu.simd import F32, F32X16, I8, I16X16, I32, I32X16, I64, Value, constant, load
 
-I8X64 = ir.VectorType(I8, 64)
 COLUMN_BYTES = 4 * LANES  # of the tile's result: a vector of 16 rows for each column
 
 

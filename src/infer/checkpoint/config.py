@@ -12,8 +12,9 @@ from typing import Any, NoReturn
 import numpy as np
 
 from infer.checkpoint.gguf import GGUFFile
-from infer.checkpoint.json_file import inside, read_json_file
+from infer.checkpoint.settings import check_settings
 from infer.errors import ModelFormatError, UnsupportedModelError
+from infer.json_file import inside, read_json_file
 
 _MODEL_TYPES = {"gemma3": "gemma3_text"}  # others have the same name in both worlds
 _GEMMA3_PATTERN, _GEMMA3_LOCAL_BASE = 6, 10000.0  # constants of llama.cpp: every sixth layer sees everything
@@ -30,10 +31,13 @@ _SAMPLING = {
 
 def config_from_folder(folder: Path) -> dict[str, Any]:
     """config.json. Of a multimodal model its text part, with what only the whole says (tied embeddings)."""
-    config = read_json_file(inside(folder, "config.json"))
+    path = inside(folder, "config.json")
+    config = read_json_file(path)
+    check_settings(path, config)
     text = config.get("text_config")
-    if not isinstance(text, dict):
+    if text is None:
         return config
+    check_settings(path, text)
     shared = {key: config[key] for key in ("tie_word_embeddings", "torch_dtype", "dtype") if key in config}
     return {"model_type": config.get("model_type"), **shared, **text}
 

@@ -15,9 +15,9 @@ from typing import Any, BinaryIO, NoReturn
 import torch
 from torch import Tensor
 
-from infer.checkpoint.json_file import inside, parse_json, read_json_file
 from infer.checkpoint.mapped import DTYPE_BY_TYPE, map_file, view_floats
 from infer.errors import ModelError, ModelFormatError, UnsupportedModelError
+from infer.json_file import inside, parse_json, read_json_file
 from infer.weights import StoredWeight
 
 SINGLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"

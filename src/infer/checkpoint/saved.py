@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from infer.atomic import replacing
-from infer.checkpoint.json_file import parse_json
 from infer.checkpoint.safetensors import NamedTensors, StoredTensor, read_with_metadata, write_safetensors
 from infer.errors import InvalidRequestError, ModelError, ModelFormatError
+from infer.json_file import parse_json
 
 FORMAT, VERSION = "infer-session", "1"
 DIGEST_BYTES = 32

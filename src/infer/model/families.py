@@ -7,7 +7,7 @@ Both dialects of rope settings are read: `rope_theta` + `rope_scaling`, and `rop
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from infer.architecture import Activation, Architecture, Layer, Rope
 from infer.errors import ModelError, UnsupportedModelError
@@ -15,6 +15,7 @@ from infer.errors import ModelError, UnsupportedModelError
 Config = Mapping[str, Any]
 
 _MAX_LAYERS = 1024
+_LARGEST = 3.4028234663852886e38  # a float32
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -28,7 +29,7 @@ def make_architecture(config: Config) -> Architecture:
     family = str(config.get("model_type", ""))
     if family not in _FAMILIES:
         names = ", ".join(sorted(_FAMILIES))
-        raise UnsupportedModelError(f"model_type {family or 'missing'!r} is not supported; supported are: {names}")
+        raise UnsupportedModelError(f"model_type {family or 'missing'!r:.80} is not supported; supported are: {names}")
     return _FAMILIES[family](config)
 
 
@@ -119,7 +120,8 @@ def _layer(config: Config) -> Layer:
         raise ModelError(f"num_attention_heads={num_heads} must be a multiple of num_key_value_heads={num_kv_heads}")
     name = config.get("hidden_act", "silu")
     if name not in _ACTIVATIONS:
-        raise UnsupportedModelError(f"hidden_act {name!r} is not supported; supported are: {', '.join(_ACTIVATIONS)}")
+        known = ", ".join(_ACTIVATIONS)
+        raise UnsupportedModelError(f"hidden_act {name!r:.80} is not supported; supported are: {known}")
     head_dim = _head_dim(config)
     return Layer(
         num_heads=num_heads,
@@ -155,7 +157,7 @@ def _layer_types(config: Config) -> list[str]:
         raise ModelError(f"layer_types must list num_hidden_layers={num_layers} names, got {given!r:.80}")
     for kind in given:
         if kind not in ("sliding_attention", "full_attention"):
-            raise UnsupportedModelError(f"layer type {kind!r} is not supported")
+            raise UnsupportedModelError(f"layer type {kind!r:.80} is not supported")
     return given
 
 
@@ -177,8 +179,9 @@ def _rope(config: Config, settings: Config) -> Rope:
     rope = Rope(theta=_positive(settings, "rope_theta", 10_000.0), dim=dim)
     given = config.get("rope_frequency_factors")  # a GGUF file stores the factors themselves
     if given is not None:
-        if len(given) != dim // 2:
-            raise ModelError(f"rope_frequency_factors must have head_dim / 2 = {dim // 2} values, got {len(given)}")
+        if not isinstance(given, list) or len(given) != dim // 2 or not all(map(_is_positive, given)):
+            problem = f"rope_frequency_factors must be head_dim / 2 = {dim // 2} numbers above 0"
+            raise ModelError(f"{problem}, got {given!r:.80}")
         return replace(rope, frequency_factors=tuple(float(factor) for factor in given))
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind == "default":
@@ -187,7 +190,7 @@ def _rope(config: Config, settings: Config) -> Rope:
         return replace(rope, frequency_factors=(_positive(settings, "factor"),) * (dim // 2))
     if kind == "llama3":
         return replace(rope, frequency_factors=_llama3_factors(rope, settings))
-    raise UnsupportedModelError(f"rope_type {kind!r} is not supported; supported are: default, linear, llama3")
+    raise UnsupportedModelError(f"rope_type {kind!r:.80} is not supported; supported are: default, linear, llama3")
 
 
 def _llama3_factors(rope: Rope, settings: Config) -> tuple[float, ...]:
@@ -196,6 +199,8 @@ def _llama3_factors(rope: Rope, settings: Config) -> tuple[float, ...]:
         _positive(settings, name)
         for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     )
+    if low >= high:
+        raise ModelError(f"config: high_freq_factor must be above low_freq_factor={low}, got {high}")
     factors = []
     for pair in range(rope.dim // 2):
         waves = context / (2 * math.pi * rope.theta ** (2 * pair / rope.dim))  # turns over the original context
@@ -209,12 +214,16 @@ def _count(config: Config, name: str, *, default: int | None = None, maximum: in
     if value is None:
         value = default
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= maximum:
-        raise ModelError(f"config: {name} must be a whole number from 1 to {maximum}, got {value!r}")
+        raise ModelError(f"config: {name} must be a whole number from 1 to {maximum}, got {value!r:.80}")
     return value
 
 
 def _positive(config: Config, name: str, default: float | None = None) -> float:
     value = config.get(name, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise ModelError(f"config: {name} must be a number above 0, got {value!r}")
+    if not _is_positive(value):
+        raise ModelError(f"config: {name} must be a number above 0, got {value!r:.80}")
     return float(value)
+
+
+def _is_positive(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _LARGEST

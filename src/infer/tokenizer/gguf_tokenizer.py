@@ -14,6 +14,7 @@ import numpy.typing as npt
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from infer.errors import ModelFormatError, UnsupportedModelError
+from infer.tokenizer.settings import check_metadata
 
 Integers = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
@@ -104,6 +105,7 @@ def make_gguf_backend(metadata: Mapping[str, Any]) -> GGUFBackend:
     Raises `UnsupportedModelError` for a tokenizer or pre-tokenizer that we do not know, `ModelFormatError` for
     metadata that contradict themselves.
     """
+    check_metadata(metadata)
     model = metadata.get("tokenizer.ggml.model")
     if model not in ("gpt2", "llama"):
         raise UnsupportedModelError(f"tokenizer {model!r} is not supported; supported: 'gpt2', 'llama'")
@@ -309,6 +311,9 @@ def make_bos_eos_processor(backend: Tokenizer, bos: str | None, eos: str | None)
     """Puts `bos` before a text and `eos` after it, where they are given."""
     pieces = [piece for piece in (bos, "$A", eos) if piece is not None]
     special_tokens = [(text, backend.token_to_id(text)) for text in dict.fromkeys((bos, eos)) if text is not None]
+    for text, token_id in special_tokens:
+        if token_id is None:
+            raise ModelFormatError("tokenizer", "bos or eos token", f"{text!r:.80} is not in the vocabulary")
     return processors.TemplateProcessing(single=pieces, pair=None, special_tokens=special_tokens)
 
 

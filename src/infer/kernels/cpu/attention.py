@@ -113,8 +113,12 @@ def make_rotate(kind: str) -> Callable[..., None]:
 
 
 @njit
-def _softmax_part(scores, first, end, low, high):  # type: ignore[no-untyped-def]
+def _softmax_part(scores, first, end, low, high, softcap):  # type: ignore[no-untyped-def]
     """Scores → e^(s − m) in place over [first, end), which are multiples of 16; only [low, high) is seen. (m, sum)."""
+    if softcap != np.float32(0):
+        for at in range(first, end, LANES):
+            capped = splat_f32(softcap) * simd.tanh(load_f32(scores + 4 * at) / splat_f32(softcap))
+            store_f32(scores + 4 * at, capped)
     largest = splat_f32(_NEVER)
     for at in range(first, end, LANES):
         seen = simd.keep_lanes(np.int32(low - at), np.int32(high - at), load_f32(scores + 4 * at))
@@ -232,12 +236,13 @@ def _seen_of_chunk(chunk, window, position):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _same_position(kind, columns, size, dim, cached, q, low, high, scores, out, out_stride):  # type: ignore[no-untyped-def]
+def _same_position(kind, columns, size, args, cached, q, low, high, scores, out, out_stride):  # type: ignore[no-untyped-def]
     """Partials of a few heads that share keys, for one token."""
+    dim, softcap = args.dim, args.softcap
     first, end = low // LANES * LANES, (high + LANES - 1) // LANES * LANES
     _scores(kind, columns, size, q, cached[0], dim, first, end, scores)
     for column in range(columns):
-        m, part = _softmax_part(scores + 4 * CHUNK * column, first, end, low, high)
+        m, part = _softmax_part(scores + 4 * CHUNK * column, first, end, low, high, softcap)
         store_scalar_f32(out + column * out_stride + 4 * dim, m)
         store_scalar_f32(out + column * out_stride + 4 * dim + 4, part)
     _values(kind, columns, size, scores, cached[1], dim, first, high, out, out_stride)
@@ -273,13 +278,13 @@ def make_attend_few(kind: str) -> Callable[..., None]:
                     q = queries + 4 * dim * ((kv * tokens + token) * group + head % group)
                     out = args.partials + (token * heads + head) * stride + chunk * 4 * (dim + LANES)
                     if count >= 4:
-                        _same_position(kind, 4, size, dim, cached, q, low, high, scores, out, stride)
+                        _same_position(kind, 4, size, args, cached, q, low, high, scores, out, stride)
                         head += 4
                     elif count >= 2:
-                        _same_position(kind, 2, size, dim, cached, q, low, high, scores, out, stride)
+                        _same_position(kind, 2, size, args, cached, q, low, high, scores, out, stride)
                         head += 2
                     else:
-                        _same_position(kind, 1, size, dim, cached, q, low, high, scores, out, stride)
+                        _same_position(kind, 1, size, args, cached, q, low, high, scores, out, stride)
                         head += 1
 
     return attend_few
@@ -298,7 +303,7 @@ def _consecutive(kind, width, args, size, chunk, cached, position, column, q, sc
     _scores(kind, width, size, q, cached[0], dim, first, end, scores)
     for i in range(width):
         seen, bound = _seen_of_chunk(chunk, window, position + (column + i) // group)
-        m, part = _softmax_part(scores + 4 * CHUNK * i, first, end, seen, bound)
+        m, part = _softmax_part(scores + 4 * CHUNK * i, first, end, seen, bound, args.softcap)
         store_scalar_f32(sums + i * partial_bytes + 4 * dim, m)
         store_scalar_f32(sums + i * partial_bytes + 4 * dim + 4, part)
     _values(kind, width, size, scores, cached[1], dim, first, high, sums, partial_bytes)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -215,19 +216,20 @@ def step_of(row: int, start: int, count: int) -> Step:
 
 
 @pytest.mark.parametrize(
-    ("shape", "window", "rotated", "kv_type"),
+    ("shape", "window", "rotated", "softcap", "kv_type"),
     [
-        ((9, 3, 64), None, 64, "f32"),
-        ((4, 1, 256), 100, 256, "f16"),
-        ((8, 2, 128), 300, 64, "bf16"),
-        ((4, 4, 40), None, 0, "f32"),
-        ((6, 2, 20), 7, 20, "f32"),
+        ((9, 3, 64), None, 64, None, "f32"),
+        ((4, 1, 256), 100, 256, 0.5, "f16"),
+        ((8, 2, 128), 300, 64, None, "bf16"),
+        ((4, 4, 40), None, 0, 0.5, "f32"),
+        ((6, 2, 20), 7, 20, 3.0, "f32"),
     ],
 )
 def test_attention_agrees_with_reference(
-    shape: tuple[int, int, int], window: int | None, rotated: int, kv_type: str
+    shape: tuple[int, int, int], window: int | None, rotated: int, softcap: float | None, kv_type: str
 ) -> None:
     heads = make_heads(*shape, window, rotated, normed=kv_type != "f32")
+    heads = replace(heads, softcap=softcap)
     caches = [make_layer(heads, 2, 1000, kv_type) for _ in range(2)]
     steps = [step_of(0, 0, 5), step_of(1, 0, 300), step_of(0, 5, 1), Step.join([step_of(0, 6, 2), step_of(1, 300, 1)])]
     steps += [step_of(1, 301, 600), step_of(1, 901, 3), Step.join([step_of(1, 904, 40), step_of(0, 8, 17)])]

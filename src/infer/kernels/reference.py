@@ -64,7 +64,7 @@ def attend(
             for parts in (all_keys, all_values)
         ]
         seen = visible(positions, span, heads.window)
-        out[mine] = attend_row(q[mine], held[0].to(q.dtype), held[1].to(q.dtype), seen, heads.scale)
+        out[mine] = attend_row(q[mine], held[0].to(q.dtype), held[1].to(q.dtype), seen, heads)
     return out.flatten(1)
 
 
@@ -73,11 +73,16 @@ def attend_row(
     keys: Float[Tensor, "kv_heads positions dim"],
     values: Float[Tensor, "kv_heads positions dim"],
     seen: Bool[Tensor, "tokens positions"],
-    scale: float,
+    heads: Heads,
 ) -> Float[Tensor, "tokens heads dim"]:
     grouped = q.view(len(q), keys.shape[0], -1, q.shape[-1])  # several query heads share one of keys and values
-    scores = torch.einsum("tkgd,kpd->kgtp", grouped, keys).mul(scale).masked_fill(~seen, -torch.inf)
-    return torch.einsum("kgtp,kpd->tkgd", scores.softmax(-1), values).flatten(1, 2)
+    scores = softcapped(torch.einsum("tkgd,kpd->kgtp", grouped, keys).mul(heads.scale), heads.softcap)
+    shares = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    return torch.einsum("kgtp,kpd->tkgd", shares, values).flatten(1, 2)
+
+
+def softcapped(x: Float[Tensor, "*shape"], cap: float | None) -> Float[Tensor, "*shape"]:
+    return x if cap is None else cap * torch.tanh(x / cap)
 
 
 def visible(positions: Int[Tensor, "tokens"], span: int, window: int | None) -> Bool[Tensor, "tokens positions"]:

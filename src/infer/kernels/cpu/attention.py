@@ -111,8 +111,12 @@ def make_rotate(kv_type: str) -> Callable[..., None]:
 
 
 @njit
-def _softmax_part(scores, first, end, low, high):  # type: ignore[no-untyped-def]
+def _softmax_part(scores, first, end, low, high, softcap):  # type: ignore[no-untyped-def]
     """Scores → e^(s − m) in place over [first, end), which are multiples of 16; only [low, high) is seen. (m, sum)."""
+    if softcap != np.float32(0):
+        for at in range(first, end, LANES):
+            capped = splat_f32(softcap) * simd.tanh(load_f32(scores + 4 * at) / splat_f32(softcap))
+            store_f32(scores + 4 * at, capped)
     largest = splat_f32(_NEVER)
     for at in range(first, end, LANES):
         seen = simd.keep_lanes(np.int32(low - at), np.int32(high - at), load_f32(scores + 4 * at))
@@ -181,14 +185,15 @@ def _seen_of_chunk(chunk, window, position):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _same_position(kv_type, columns, dim, cached, q, low, high, scores, out, out_stride):  # type: ignore[no-untyped-def]
+def _same_position(kv_type, columns, args, cached, q, low, high, scores, out, out_stride):  # type: ignore[no-untyped-def]
     """Partials of a few heads that share keys, for one token."""
+    dim, softcap = args.dim, args.softcap
     first, end = low // LANES * LANES, (high + LANES - 1) // LANES * LANES
     keys = cached[0] + first // LANES * key_bytes(kv_type, dim)
     block_scores(kv_type, columns, q, dim, keys, (end - first) // LANES, scores + 4 * first)
     for column in range(columns):
         _clear(out + column * out_stride, dim)
-        m, part = _softmax_part(scores + 4 * CHUNK * column, first, end, low, high)
+        m, part = _softmax_part(scores + 4 * CHUNK * column, first, end, low, high, softcap)
         store_scalar_f32(out + column * out_stride + 4 * dim, m)
         store_scalar_f32(out + column * out_stride + 4 * dim + 4, part)
     values = cached[1] + first // LANES * value_bytes(kv_type, dim)
@@ -224,13 +229,13 @@ def make_attend_few(kv_type: str) -> Callable[..., None]:
                     q = queries + 4 * dim * ((kv * tokens + token) * group + head % group)
                     out = args.partials + (token * heads + head) * stride + chunk * 4 * (dim + LANES)
                     if count >= 4:
-                        _same_position(kv_type, 4, dim, cached, q, low, high, scores, out, stride)
+                        _same_position(kv_type, 4, args, cached, q, low, high, scores, out, stride)
                         head += 4
                     elif count >= 2:
-                        _same_position(kv_type, 2, dim, cached, q, low, high, scores, out, stride)
+                        _same_position(kv_type, 2, args, cached, q, low, high, scores, out, stride)
                         head += 2
                     else:
-                        _same_position(kv_type, 1, dim, cached, q, low, high, scores, out, stride)
+                        _same_position(kv_type, 1, args, cached, q, low, high, scores, out, stride)
                         head += 1
 
     return attend_few
@@ -251,7 +256,7 @@ def _consecutive(kv_type, width, args, chunk, cached, position, column, q, score
     for i in range(width):
         _clear(sums + i * partial_bytes, dim)
         seen, bound = _seen_of_chunk(chunk, window, position + (column + i) // group)
-        m, part = _softmax_part(scores + 4 * CHUNK * i, first, end, seen, bound)
+        m, part = _softmax_part(scores + 4 * CHUNK * i, first, end, seen, bound, args.softcap)
         store_scalar_f32(sums + i * partial_bytes + 4 * dim, m)
         store_scalar_f32(sums + i * partial_bytes + 4 * dim + 4, part)
     values = cached[1] + first // LANES * value_bytes(kv_type, dim)

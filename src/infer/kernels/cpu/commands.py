@@ -143,6 +143,7 @@ def _attend_arguments(heads: Heads, layer: LayerCache) -> Arguments:
     arguments = np.zeros(1, ATTEND)
     arguments["num_heads"], arguments["num_kv_heads"], arguments["dim"] = heads.num_heads, heads.num_kv_heads, dim
     arguments["window"], arguments["scale"] = heads.window or 0, heads.scale
+    arguments["softcap"] = heads.softcap or 0
     for index, norm in enumerate((heads.q_norm, heads.k_norm)):
         if norm is not None:
             _check_vector(norm.weight)

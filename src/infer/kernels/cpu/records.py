@@ -73,7 +73,7 @@ ATTEND = np.dtype(
         ("window", np.int64),  # 0: none
         ("scale", np.float32),
         ("eps", np.float32, 2),  # of q's and k's norm
-        ("padding", np.float32),
+        ("softcap", np.float32),  # 0: none
         ("norms", np.int64, 2),  # their weights, or 0
         ("cos", np.int64),  # f32 [positions, half], or 0
         ("sin", np.int64),

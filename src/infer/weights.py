@@ -101,3 +101,4 @@ class Heads:
     rope: RopeTable | None
     q_norm: Norm | None  # over each head, before rotation
     k_norm: Norm | None
+    softcap: float | None = None  # a score s becomes softcap × tanh(s / softcap), before what is not seen is left out

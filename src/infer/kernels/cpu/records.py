@@ -63,8 +63,6 @@ ADD_NORMALIZED = np.dtype(
 CHUNK = 256  # positions that give one partial result
 SPLIT_TOKENS = 4  # up to this many tokens, the chunks are shared out; beyond, the tokens are
 MAX_HEAD_DIM = 512
-CACHE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-
 
 ATTEND = np.dtype(
     [
@@ -75,7 +73,7 @@ ATTEND = np.dtype(
         ("window", np.int64),  # 0: none
         ("scale", np.float32),
         ("eps", np.float32, 2),  # of q's and k's norm
-        ("padding", np.float32),
+        ("softcap", np.float32),  # 0: none
         ("norms", np.int64, 2),  # their weights, or 0
         ("cos", np.int64),  # f32 [positions, half], or 0
         ("sin", np.int64),

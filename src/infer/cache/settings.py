@@ -1,0 +1,112 @@
+"""What a user may ask of the cache of keys and values: how it stores them, and what it forgets. Loads no torch.
+
+An instance is always valid and never changes; `check_model` says whether a network can have it.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal, final, get_args, no_type_check
+
+from infer.architecture import Layer
+from infer.cache.memory import available_memory_bytes, total_memory_bytes
+from infer.errors import InvalidRequestError
+
+KvType = Literal["auto", "f32", "f16", "bf16", "q8", "q4"]
+EvictionPolicy = Literal["none", "sliding", "snapkv"]
+
+KV_TYPES: tuple[str, ...] = get_args(KvType)
+EVICTION_POLICIES: tuple[str, ...] = get_args(EvictionPolicy)
+SLOTS_PER_BLOCK = 16  # what kernels read at once
+SLOTS_PER_CHUNK = 256  # what attention sums at once
+OBSERVED_TOKENS = 32  # SnapKV: the last of the prompt, which say what of it matters
+VALUES_PER_SCALE = 32  # of a head, in q8 and q4
+
+
+# Its own checks name the rule: those of the tests' hook come too early.
+@no_type_check
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheSettings:
+    """`eviction_window` tokens are kept where a policy evicts, the first `protected_prefix` of the text among them.
+
+    `memory_threshold_mb` None evicts whatever lies outside the window; a number lets rows grow until the system has
+    less memory than this available. A page is what is handed out, shared and taken back: `page_tokens` tokens.
+    """
+
+    kv_type: KvType = "auto"
+    eviction_policy: EvictionPolicy = "none"
+    eviction_window: int = 1024
+    protected_prefix: int = 4
+    memory_threshold_mb: int | None = None
+    page_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        _check_choice("kv_type", self.kv_type, KV_TYPES)
+        _check_choice("eviction_policy", self.eviction_policy, EVICTION_POLICIES)
+        _check_count("eviction_window", self.eviction_window, 1)
+        _check_count("protected_prefix", self.protected_prefix, 0)
+        _check_count("page_tokens", self.page_tokens, SLOTS_PER_BLOCK)
+        if self.page_tokens % SLOTS_PER_BLOCK or SLOTS_PER_CHUNK % self.page_tokens:
+            raise InvalidRequestError(f"page_tokens must be 16, 32, 64, 128 or 256, got {self.page_tokens}")
+        self._check_window()
+        self._check_threshold()
+
+    def _check_window(self) -> None:
+        if not self.evicts:
+            return
+        others, why = self.protected_prefix, f"protected_prefix={self.protected_prefix}"
+        if self.eviction_policy == "snapkv":
+            others, why = others + OBSERVED_TOKENS, f"{why} and the {OBSERVED_TOKENS} tokens that snapkv observes"
+        if self.eviction_window <= others:
+            raise InvalidRequestError(
+                f"eviction_window must be larger than {why}, which it includes, got {self.eviction_window}"
+            )
+
+    def _check_threshold(self) -> None:
+        if self.memory_threshold_mb is None:
+            return
+        _check_count("memory_threshold_mb", self.memory_threshold_mb, 1)
+        if not self.evicts:
+            raise InvalidRequestError(
+                f"memory_threshold_mb={self.memory_threshold_mb} says when to evict, but eviction_policy is none: "
+                "set it to sliding or snapkv"
+            )
+        total = total_memory_bytes()
+        if total is not None and self.memory_threshold_mb * 2**20 > total:
+            raise InvalidRequestError(
+                f"memory_threshold_mb must be below this machine's {total >> 20} MB, got {self.memory_threshold_mb}"
+            )
+        if available_memory_bytes() is None:
+            raise InvalidRequestError(
+                f"memory_threshold_mb={self.memory_threshold_mb}: this system does not say how much memory is "
+                "available; leave it out to evict from the start"
+            )
+
+    @property
+    def evicts(self) -> bool:
+        return self.eviction_policy != "none"
+
+    def check_model(self, layers: Sequence[Layer]) -> None:
+        """Raises InvalidRequestError where such a network cannot have these settings."""
+        if self.kv_type in ("q8", "q4"):
+            for head_dim in sorted({layer.head_dim for layer in layers}):
+                if head_dim % VALUES_PER_SCALE:
+                    raise InvalidRequestError(
+                        f"kv_type {self.kv_type} needs a head size that {VALUES_PER_SCALE} divides, got {head_dim}: "
+                        "use f16"
+                    )
+        if self.evicts and all(layer.window is not None for layer in layers):
+            raise InvalidRequestError(
+                f"eviction_policy {self.eviction_policy} forgets what layers without a window hold, and every layer "
+                "of this model has its own window: use none"
+            )
+
+
+def _check_choice(name: str, value: object, choices: Collection[str]) -> None:
+    if value not in choices:
+        raise InvalidRequestError(f"{name} must be one of {', '.join(choices)}, got {value!r:.80}")
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidRequestError(f"{name} must be a whole number of at least {least}, got {value!r:.80}")

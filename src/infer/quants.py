@@ -1,58 +1,20 @@
-"""GGML's tensor types as data, and what their bytes mean.
+"""What the bytes of GGML's tensor types mean.
 
 `dequantize` is bit for bit what the `gguf` package computes: products and sums in float32, in the same order.
 Layouts are those of llama.cpp's ggml-common.h; multi-byte values are little-endian.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from infer.block_types import BLOCK_TYPES, FP4_VALUES, IQ4_VALUES
 from infer.errors import UnsupportedModelError
 
 Blocks = UInt8[Tensor, "blocks bytes"]
 Values = Float[Tensor, "blocks size"]
-
-
-@dataclass(frozen=True)
-class BlockType:
-    """`block_size` consecutive values of a row lie in `block_bytes` bytes; a float type is a block of one."""
-
-    name: str
-    ggml_id: int
-    block_size: int
-    block_bytes: int
-
-    @property
-    def is_float(self) -> bool:
-        return self.block_size == 1
-
-    def row_bytes(self, columns: int) -> int:
-        """Bytes of a row; columns must be a multiple of the block."""
-        return columns // self.block_size * self.block_bytes
-
-
-BLOCK_TYPES: dict[str, BlockType] = {
-    kind.name: kind
-    for kind in (
-        BlockType("F32", 0, 1, 4),
-        BlockType("F16", 1, 1, 2),
-        BlockType("BF16", 30, 1, 2),
-        BlockType("Q4_0", 2, 32, 18),
-        BlockType("Q4_1", 3, 32, 20),
-        BlockType("Q5_0", 6, 32, 22),
-        BlockType("Q5_1", 7, 32, 24),
-        BlockType("Q8_0", 8, 32, 34),
-        BlockType("Q2_K", 10, 256, 84),
-        BlockType("Q3_K", 11, 256, 110),
-        BlockType("Q4_K", 12, 256, 144),
-        BlockType("Q5_K", 13, 256, 176),
-        BlockType("Q6_K", 14, 256, 210),
-    )
-}
 
 
 def dequantize(data: UInt8[Tensor, "*rows bytes"], type: str) -> Float[Tensor, "*rows columns"]:
@@ -148,7 +110,7 @@ def _nibbles(packed: Blocks, run: int) -> UInt8[Tensor, "blocks size"]:
 
 
 def _fields(packed: Blocks, run: int, bits: int) -> UInt8[Tensor, "blocks size"]:
-    """As `_nibbles`, for fields of 1 or 2 bits."""
+    """As `_nibbles`, for fields of 1, 2 or 4 bits."""
     runs = packed.reshape(len(packed), packed.shape[1] // run, 1, run)
     mask = (1 << bits) - 1
     return torch.cat([(runs >> shift) & mask for shift in range(0, 8, bits)], dim=2).flatten(1)
@@ -219,6 +181,29 @@ def _q6_k(blocks: Blocks) -> Values:
     return _scaled(q.float().sub_(32), scales).flatten(1)
 
 
+def _iq4_nl(blocks: Blocks) -> Values:
+    return _coded(blocks[:, 2:], IQ4_VALUES).mul_(_half(blocks, 0))
+
+
+def _iq4_xs(blocks: Blocks) -> Values:
+    """The scale of scales, 8 upper pairs of bits of the scales, their low halves, 256 codes."""
+    high = _fields(blocks[:, 2:4], 1, 2)
+    low = _fields(blocks[:, 4:8], 1, 4)
+    scales = _half(blocks, 0) * (low | (high << 4)).float().sub_(32)
+    return _scaled(_coded(blocks[:, 8:], IQ4_VALUES), scales).flatten(1)
+
+
+def _mxfp4(blocks: Blocks) -> Values:
+    """A power of two, then 32 codes. The exponent e means 2^(e − 128), for the codes' values are doubled."""
+    exponent = blocks[:, :1].int()
+    bits = torch.where(exponent < 2, 0x00200000 << exponent.clamp(max=1), (exponent - 1) << 23)
+    return _coded(blocks[:, 1:], FP4_VALUES).mul_(bits.view(torch.float32))
+
+
+def _coded(packed: Blocks, values: tuple[int, ...]) -> Values:
+    return torch.tensor(values, dtype=torch.float32, device=packed.device)[_nibbles(packed, 16).int()]
+
+
 def _scaled(q: Tensor, scales: Float[Tensor, "blocks groups"]) -> Float[Tensor, "blocks groups size"]:
     groups = scales.shape[1]
     return q.float().reshape(len(q), groups, q.shape[1] // groups).mul_(scales[:, :, None])
@@ -244,4 +229,7 @@ _DEQUANTIZE: dict[str, Callable[[Blocks], Values]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
 }

@@ -15,6 +15,7 @@ from byte_tokenizer import write_byte_tokenizer
 from gguf_files import HEAD_DIM, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, raw_file, tensor_entry, text
 from infer import SamplingParams
 from infer.checkpoint import open_checkpoint
+from infer.checkpoint.stored import LazyWeights
 from infer.loading import load_tokenizer, sampling_defaults
 from infer.model.families import make_architecture
 from infer.model.load import check_tensors
@@ -187,9 +188,10 @@ def read_everything(path: Path) -> Tokenizer:
     checkpoint = open_checkpoint(path)
     tokenizer = load_tokenizer(checkpoint)
     SamplingParams(**sampling_defaults(checkpoint.generation_config))
-    check_tensors(make_architecture(checkpoint.config), checkpoint.weights)
-    for name in checkpoint.weights:
-        assert checkpoint.weights[name].data.numel() > 0
+    weights = LazyWeights(checkpoint.tensors)
+    check_tensors(make_architecture(checkpoint.config), weights)
+    for name in weights:
+        assert weights[name].data.numel() > 0
     use(tokenizer)
     return tokenizer
 

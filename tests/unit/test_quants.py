@@ -3,8 +3,9 @@ import numpy as np
 import pytest
 import torch
 
+from infer.block_types import BLOCK_TYPES
 from infer.errors import UnsupportedModelError
-from infer.quants import BLOCK_TYPES, dequantize, quantize, quantize_fitted
+from infer.quants import dequantize, quantize, quantize_fitted
 
 QUANTISED = [name for name, kind in BLOCK_TYPES.items() if not kind.is_float]
 
@@ -57,8 +58,8 @@ def test_dequantising_leaves_the_stored_bytes_alone() -> None:
 
 
 def test_an_unknown_type_is_named_with_those_that_are_known() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"IQ4_XS .* Q4_K"):
-        dequantize(torch.zeros(1, 136, dtype=torch.uint8), "IQ4_XS")
+    with pytest.raises(UnsupportedModelError, match=r"IQ3_S .* Q4_K"):
+        dequantize(torch.zeros(1, 110, dtype=torch.uint8), "IQ3_S")
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_1"])

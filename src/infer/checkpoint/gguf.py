@@ -1,23 +1,22 @@
 """Reads GGUF version 2 and 3 through a memory map (github.com/ggml-org/ggml, docs/gguf.md).
 
 Nothing in the file is believed: a count or a length is compared, as a Python integer, with the bytes that remain
-before anything loops over it or allocates for it. Tensors are views of the map; opening a file reads its header only.
+before anything loops over it or allocates for it. Opening a file reads its header only.
 """
 
 import mmap
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn, final
 
 import numpy as np
 
-from infer.checkpoint.mapped import map_file, view_floats, view_rows
+from infer.block_types import BLOCK_TYPES, BlockType
+from infer.checkpoint.mapped import TensorInfo, map_file
 from infer.errors import ModelFormatError, UnsupportedModelError
-from infer.quants import BLOCK_TYPES, BlockType
-from infer.weights import StoredWeight
 
 MAGIC = b"GGUF"
 MAX_KEY_VALUES = 65_536
@@ -35,23 +34,10 @@ _NUMBERS = {  # GGUF's id of a value type → its code in struct and numpy alike
 _READERS = {code: struct.Struct(code) for code in _NUMBERS.values()}
 _TYPE_BY_ID = {kind.ggml_id: kind for kind in BLOCK_TYPES.values()}
 _OTHER_TYPES = {  # known to ggml, without a dequantiser here
-    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
-    22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0",
-    35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
+    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S",
+    22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0",
+    35: "TQ2_0", 40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    name: str
-    type: BlockType
-    shape: tuple[int, ...]  # rows first, as torch has it; the file has the reverse
-    offset: int  # from the start of the file
-    num_bytes: int
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.num_bytes
 
 
 @dataclass(frozen=True)
@@ -59,16 +45,15 @@ class GGUFFile:
     path: Path
     metadata: dict[str, Any]  # numbers, bools, strings and lists of them
     tensors: dict[str, TensorInfo]
-    content: mmap.mmap = field(repr=False)
+    contents: tuple[mmap.mmap, ...] = field(repr=False)  # one, or of a split model one for each part
 
-    def weight(self, name: str) -> StoredWeight:
-        """A view of the map: no bytes are read yet."""
+    def floats(self, name: str, count: int) -> list[float]:
+        """A small tensor of `count` float32."""
         info = self.tensors[name]
-        if info.type.is_float:
-            data = view_floats(self.content, info.type.name, info.offset, info.shape)
-        else:
-            data = view_rows(self.content, info.offset, prod(info.shape[:-1]), info.type.row_bytes(info.shape[-1]))
-        return StoredWeight(info.type.name, info.shape, data)
+        if info.type != "F32" or info.shape != (count,):
+            problem = f"expected F32 of {count}, got {info.type} of {info.shape}"
+            raise ModelFormatError(self.path, f"tensor {name!r:.80}", problem)
+        return list(np.frombuffer(info.content, "<f4", count, info.offset).tolist())
 
 
 def read_gguf(path: Path) -> GGUFFile:
@@ -106,11 +91,9 @@ class _Header:
         for entry in entries:
             if entry.name in tensors:
                 self.fail(f"tensor {entry.name!r:.80}", "appears twice", None)
-            tensors[entry.name] = TensorInfo(
-                entry.name, entry.type, entry.shape, data_start + entry.offset, entry.num_bytes
-            )
+            tensors[entry.name] = replace(entry, offset=data_start + entry.offset)
         self.check_layout(list(tensors.values()), data_start, alignment)
-        return GGUFFile(self.path, metadata, tensors, self.content)
+        return GGUFFile(self.path, metadata, tensors, (self.content,))
 
     def read_counts(self) -> tuple[int, int]:
         magic = self.content[:4]
@@ -149,7 +132,7 @@ class _Header:
         if offset + num_bytes > self.size:
             problem = f"{num_bytes} bytes at {offset} of the data do not fit into a file of {self.size}"
             self.fail(where, problem, start)
-        return TensorInfo(name, kind, shape, offset, num_bytes)
+        return TensorInfo(self.path, self.content, name, kind.name, shape, offset, num_bytes)
 
     def tensor_type(self, where: str, type_id: int) -> BlockType:
         kind = _TYPE_BY_ID.get(type_id)
@@ -157,7 +140,8 @@ class _Header:
             return kind
         if type_id in _OTHER_TYPES:
             raise UnsupportedModelError(
-                f"{self.path.name}: {where} is {_OTHER_TYPES[type_id]}; we run {', '.join(BLOCK_TYPES)}"
+                f"{self.path.name}: {where} is {_OTHER_TYPES[type_id]}; we run {', '.join(BLOCK_TYPES)}: "
+                "take a file of the model in one of these, such as Q4_K_M"
             )
         return self.fail(where, f"{type_id} is not a tensor type", self.position - 4)
 

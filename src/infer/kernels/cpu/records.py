@@ -63,8 +63,6 @@ ADD_NORMALIZED = np.dtype(
 CHUNK = 256  # positions that give one partial result
 SPLIT_TOKENS = 4  # up to this many tokens, the chunks are shared out; beyond, the tokens are
 MAX_HEAD_DIM = 512
-CACHE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-
 
 ATTEND = np.dtype(
     [
@@ -197,6 +195,7 @@ SAMPLE = np.dtype(
         ("num_drafts", np.int64),  # int64 [rows]
         ("counts_sampled", np.int64),  # int64 [rows]: how many tokens a verified step gave
         ("mask_ready", np.int64),  # int64: not 0 when another thread has filled `allowed`
+        ("follow", np.int64),  # Python's, called behind each step of a chain with the number so far, or 0
     ]
 )
 

@@ -82,5 +82,5 @@ def check_metadata(metadata: Mapping[str, Any]) -> None:
         if not key.startswith(_PREFIX):
             continue
         kind = _ID if name.endswith("_token_id") else _GGUF_KINDS.get(name)
-        if kind is not None and not kind.holds(value):
+        if kind is not None and value is not None and not kind.holds(value):
             raise ModelFormatError("GGUF metadata", key, f"expected {kind.words}, got {value!r:.80}")

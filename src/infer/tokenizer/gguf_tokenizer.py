@@ -63,10 +63,10 @@ def make_gguf_backend(metadata: Mapping[str, Any]) -> GGUFBackend:
     """
     check_metadata(metadata)
     rules = _rules(metadata)
-    texts = _list_of(metadata, "tokenizer.ggml.tokens", str)
+    texts = _list_of(metadata, "tokenizer.ggml.tokens")
     types: list[int] = [TokenType.NORMAL] * len(texts)
     if "tokenizer.ggml.token_type" in metadata:
-        types = _list_of(metadata, "tokenizer.ggml.token_type", int, len(texts))
+        types = _list_of(metadata, "tokenizer.ggml.token_type", len(texts))
     types = _with_ends_as_control(metadata, texts, types)
     if rules.marks_spaces:
         for token_id, token_type in enumerate(types):
@@ -74,9 +74,9 @@ def make_gguf_backend(metadata: Mapping[str, Any]) -> GGUFBackend:
                 texts[token_id] = texts[token_id].replace(" ", _SPACE_MARK)
     vocabulary = {text: token_id for token_id, text in enumerate(texts)}
     if metadata["tokenizer.ggml.model"] == "llama":
-        merges = _derive_merges(texts, _list_of(metadata, "tokenizer.ggml.scores", (float, int), len(texts)), types)
+        merges = _derive_merges(texts, _list_of(metadata, "tokenizer.ggml.scores", len(texts)), types)
     else:
-        merges = [_split_merge(merge) for merge in _list_of(metadata, "tokenizer.ggml.merges", str)]
+        merges = [_split_merge(merge) for merge in _list_of(metadata, "tokenizer.ggml.merges")]
     make_backend = _make_marked if rules.marks_spaces else _make_byte_level
     backend = make_backend(metadata, rules, vocabulary, merges)
     backend.add_tokens(
@@ -288,15 +288,10 @@ def _split_merge(merge: str) -> tuple[str, str]:
     return merge[:space], merge[space + 1 :]
 
 
-def _list_of(
-    metadata: Mapping[str, Any], key: str, item_type: type | tuple[type, ...], length: int | None = None
-) -> list[Any]:
-    value = metadata.get(key)
-    if value is None:
+def _list_of(metadata: Mapping[str, Any], key: str, length: int | None = None) -> list[Any]:
+    if metadata.get(key) is None:
         raise ModelFormatError("GGUF metadata", key, "missing")
-    items: list[Any] = value.tolist() if isinstance(value, np.ndarray) else list(value)
+    items = list(metadata[key])
     if length is not None and len(items) != length:
         raise ModelFormatError("GGUF metadata", key, f"has {len(items)} items, expected {length}")
-    if items and not isinstance(items[0], item_type):
-        raise ModelFormatError("GGUF metadata", key, f"holds {type(items[0]).__name__}")
     return items

@@ -19,6 +19,7 @@ from infer.checkpoint.config import (
     generation_config_from_folder,
     generation_config_from_gguf,
 )
+from infer.checkpoint.fused import taken_apart
 from infer.checkpoint.gguf import GGUFFile, read_gguf
 from infer.checkpoint.mapped import TensorInfo, release_pages
 from infer.checkpoint.names import is_norm, names_from_gguf, names_from_hugging_face
@@ -28,7 +29,7 @@ from infer.errors import ModelFormatError, UnsupportedModelError
 
 __all__ = ["Checkpoint", "open_checkpoint", "resolve"]
 
-_ROWS_IN_PAIRS = frozenset({"llama"})  # GGUF architectures whose converter reorders the rows of q and k
+_ROWS_IN_PAIRS = frozenset({"llama", "granite", "smollm3"})  # GGUF architectures whose converter reorders the rows of q and k
 _NUM_SAMPLES, _SAMPLE_BYTES, _HEAD_BYTES = 1024, 64, 1 << 20  # of a file, to tell it from others
 _NORMS_LESS_ONE = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text"})  # Hugging Face's, not GGUF's
 
@@ -79,6 +80,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     for name, info in _renamed(folder, stored, names_from_hugging_face(stored)).items():
         _check_supported(info)
         tensors[name] = replace(info, added=added) if is_norm(name) else info
+    tensors = taken_apart(tensors, config)
     contents = tuple({id(info.content): info.content for info in stored.values()}.values())
     return Checkpoint(folder, config, {}, tensors, generation_config_from_folder(folder), contents)
 
@@ -94,6 +96,7 @@ def _open_gguf(path: Path) -> Checkpoint:
             _check_heads(file, info.name, heads[projection])
             info = replace(info, num_paired_heads=heads[projection])
         tensors[name] = info
+    tensors = taken_apart(tensors, config)
     return Checkpoint(path, config, file.metadata, tensors, generation_config_from_gguf(file), (file.content,))
 
 

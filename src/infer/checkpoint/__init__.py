@@ -29,7 +29,9 @@ from infer.errors import ModelFormatError, UnsupportedModelError
 
 __all__ = ["Checkpoint", "open_checkpoint", "resolve"]
 
-_ROWS_IN_PAIRS = frozenset({"llama", "granite", "smollm3"})  # GGUF architectures whose converter reorders the rows of q and k
+_ROWS_IN_PAIRS = frozenset(
+    {"llama", "granite", "smollm3"}
+)  # GGUF architectures whose converter reorders the rows of q and k
 _NUM_SAMPLES, _SAMPLE_BYTES, _HEAD_BYTES = 1024, 64, 1 << 20  # of a file, to tell it from others
 _NORMS_LESS_ONE = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text"})  # Hugging Face's, not GGUF's
 

@@ -197,16 +197,6 @@ TINY = [
             **_SIZES,
         ),
     ),
-    Tiny(
-        "phi3_longrope",
-        Phi3Config(
-            num_hidden_layers=2,
-            tie_word_embeddings=True,
-            original_max_position_embeddings=64,
-            rope_parameters=_longrope(6),
-            **_SIZES,
-        ),
-    ),
     Tiny("smollm3", SmolLM3Config(num_hidden_layers=5, attention_bias=True, mlp_bias=True, **_SIZES)),
     Tiny(
         "smollm3_windows",
@@ -245,7 +235,7 @@ def make_tiny(tiny: Tiny, folder: Path) -> Any:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny.config, attn_implementation="eager").float().eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             spread = 0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
             parameter.add_(torch.randn_like(parameter) * spread if parameter.dim() == 1 else 0)
             if parameter.dim() == 2:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
@@ -35,7 +35,7 @@ def _shares(config: Mapping[str, Any]) -> tuple[int, int, int]:
     """How many heads' rows are q's, k's and v's."""
     heads = config.get("num_attention_heads")
     kv_heads = config.get("num_key_value_heads") or heads
-    if not all(type(count) is int and count > 0 for count in (heads, kv_heads)):
+    if not isinstance(heads, int) or not isinstance(kv_heads, int) or heads < 1 or kv_heads < 1:
         return (1, 1, 1)  # the family says what is wrong with the config
     return (heads, kv_heads, kv_heads)
 
@@ -46,7 +46,7 @@ def _rows(info: TensorInfo, shares: Sequence[int]) -> list[tuple[int, int]]:
         problem = f"expected rows for {sum(shares)} equal parts, got the shape {info.shape}"
         raise ModelFormatError(info.path, f"tensor {info.name!r:.80}", problem)
     ends = [total // sum(shares) * end for end in accumulate(shares, initial=0)]
-    return list(zip(ends, ends[1:], strict=False))
+    return list(pairwise(ends))
 
 
 def _between(info: TensorInfo, first: int, end: int) -> TensorInfo:

@@ -13,8 +13,8 @@ from numba import carray, njit
 
 from infer.kernels.cpu import control, simd
 from infer.kernels.cpu.activations import quantize_block, record_address
-from infer.kernels.cpu.isa import COLUMNS, may_use_matrices
 from infer.kernels.cpu.curves import ACTIVATIONS, softcapped
+from infer.kernels.cpu.isa import COLUMNS, may_use_matrices
 from infer.kernels.cpu.layouts import BLOCK, LANES, LAYOUTS, PANEL, Layout
 from infer.kernels.cpu.matrix_tiles import SCRATCH_BYTES, configure, matrix_tile, release, unpack
 from infer.kernels.cpu.simd import load_f32, load_i64, load_scalar_f32, splat_f32, store_f32, store_scalar_f32

@@ -92,7 +92,7 @@ def _layer(config: Config, family: Family, kind: str) -> Layer:
         refused = f"partial_rotary_factor={rope['partial_rotary_factor']!r:.60}"
         raise UnsupportedModelError(f"{refused} is not supported for {config['model_type']}")
     has_qkv_bias = flag(config, "attention_bias")
-    scale = positive(config, "query_pre_attn_scalar", head_dim) ** -0.5
+    scale = positive(config, "query_pre_attn_scalar", float(head_dim)) ** -0.5
     return Layer(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,

@@ -229,6 +229,8 @@ TINY = [
     ),
 ]
 
+ONE_EACH = list({tiny.config.model_type: tiny for tiny in reversed(TINY)}.values())[::-1]  # a model of each family
+
 
 def make_tiny(tiny: Tiny, folder: Path) -> Any:
     """The `transformers` model with random float32 weights, norms included, saved to the folder."""

@@ -18,7 +18,7 @@ from infer.checkpoint import open_checkpoint
 from infer.checkpoint.stored import LazyWeights
 from infer.loading import load_tokenizer, sampling_defaults
 from infer.model.families import make_architecture
-from infer.model.load import check_tensors
+from infer.model.load import check_tensors, expected_shapes
 from infer.tokenizer import Tokenizer
 
 NUM_TOKENS = 258  # of the GGUF file: bytes, "ab" and the end of a turn; the folder's has one more
@@ -189,7 +189,7 @@ def read_everything(path: Path) -> Tokenizer:
     tokenizer = load_tokenizer(checkpoint)
     SamplingParams(**sampling_defaults(checkpoint.generation_config))
     weights = LazyWeights(checkpoint.tensors)
-    check_tensors(make_architecture(checkpoint.config), weights)
+    check_tensors(expected_shapes(make_architecture(checkpoint.config)), weights)
     for name in weights:
         assert weights[name].data.numel() > 0
     use(tokenizer)

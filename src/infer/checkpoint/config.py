@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 import numpy as np
 
 from infer.checkpoint.gguf import GGUFFile
-from infer.checkpoint.settings import check_settings
 from infer.errors import ModelFormatError, UnsupportedModelError
 from infer.json_file import inside, read_json_file
 
@@ -21,6 +20,11 @@ _GEMMA3_PATTERN, _GEMMA3_LOCAL_BASE = 6, 10000.0  # constants of llama.cpp: ever
 _GEMMA3_27B_LAYERS = 62  # the size whose attention is scaled by hidden_size / heads instead of head_dim
 _LARGEST = float(np.finfo(np.float32).max)
 _OF_THE_WHOLE = ("tie_word_embeddings", "torch_dtype", "dtype", "quantization_config")  # of a multimodal model
+_KINDS: dict[str, tuple[type, str]] = {  # of what is read before a family is known
+    "model_type": (str, "a name"),
+    "text_config": (dict, "an object"),
+    "quantization_config": (dict, "an object"),
+}
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -34,16 +38,13 @@ def config_from_folder(folder: Path) -> dict[str, Any]:
     """config.json. Of a multimodal model its text part, with what only the whole says (tied embeddings)."""
     path = inside(folder, "config.json")
     config = read_json_file(path)
-    check_settings(path, config)
+    for name, (kind, words) in _KINDS.items():
+        if config.get(name) is not None and not isinstance(config[name], kind):
+            raise ModelFormatError(path, name, f"expected {words}, got {config[name]!r:.80}")
     text = config.get("text_config")
     if text is None:
         return config
-    check_settings(path, text)
-    shared = {
-        key: config[key]
-        for key in ("tie_word_embeddings", "torch_dtype", "dtype", "quantization_config")
-        if key in config
-    }
+    shared = {key: config[key] for key in _OF_THE_WHOLE if key in config}
     return {"model_type": config.get("model_type"), **shared, **text}
 
 

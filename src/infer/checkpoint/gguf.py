@@ -45,7 +45,7 @@ class GGUFFile:
     path: Path
     metadata: dict[str, Any]  # numbers, bools, strings and lists of them
     tensors: dict[str, TensorInfo]
-    content: mmap.mmap = field(repr=False)
+    contents: tuple[mmap.mmap, ...] = field(repr=False)  # one, or of a split model one for each part
 
     def floats(self, name: str, count: int) -> list[float]:
         """A small tensor of `count` float32."""
@@ -93,7 +93,7 @@ class _Header:
                 self.fail(f"tensor {entry.name!r:.80}", "appears twice", None)
             tensors[entry.name] = replace(entry, offset=data_start + entry.offset)
         self.check_layout(list(tensors.values()), data_start, alignment)
-        return GGUFFile(self.path, metadata, tensors, self.content)
+        return GGUFFile(self.path, metadata, tensors, (self.content,))
 
     def read_counts(self) -> tuple[int, int]:
         magic = self.content[:4]
@@ -140,7 +140,8 @@ class _Header:
             return kind
         if type_id in _OTHER_TYPES:
             raise UnsupportedModelError(
-                f"{self.path.name}: {where} is {_OTHER_TYPES[type_id]}; we run {', '.join(BLOCK_TYPES)}"
+                f"{self.path.name}: {where} is {_OTHER_TYPES[type_id]}; we run {', '.join(BLOCK_TYPES)}: "
+                "take a file of the model in one of these, such as Q4_K_M"
             )
         return self.fail(where, f"{type_id} is not a tensor type", self.position - 4)
 

@@ -75,7 +75,7 @@ def weight_options(function: Function) -> Function:
     )
     options = [
         click.option("--model", default="smollm2", show_default=True, metavar="NAME|PATH",
-                     help="An installed model, a folder or a .gguf file."),
+                     help="An installed model, a folder, a .gguf file, or org/repo[@revision][:Q4_K_M] on the hub."),
         click.option("--threads", type=int, help="Threads to compute with.  [default: all cores]"),
         click.option("--precision", type=click.Choice(["exact", "fast"]), default="exact", show_default=True,
                      help="Of activations beside quantised weights, on a CPU: 16 bits or 8."),

@@ -31,6 +31,7 @@ _SAMPLING = {
     "top_p": "top_p",
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
+    "penalty_last_n": "repetition_window",
 }
 
 

@@ -43,6 +43,7 @@ _SAMPLING = {
     "top_p": "top_p",
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
+    "penalty_last_n": "repetition_window",
 }
 
 

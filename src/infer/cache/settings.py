@@ -86,6 +86,11 @@ class CacheSettings:
     def evicts(self) -> bool:
         return self.eviction_policy != "none"
 
+    @property
+    def keeps_whole_prompts(self) -> bool:
+        """Whether more than the window may have to lie there for a while."""
+        return self.eviction_policy == "snapkv" or self.memory_threshold_mb is not None
+
     def check_model(self, layers: Sequence[Layer]) -> None:
         """Raises InvalidRequestError where such a network cannot have these settings."""
         if self.kv_type in ("q8", "q4"):

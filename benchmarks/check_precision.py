@@ -32,6 +32,7 @@ from bench_peers import Side, SideError, Worker, find_llama_python, make_peer, s
 from infer import __version__, load_model, load_tokenizer
 from infer.batch import Step
 from infer.checkpoint import open_checkpoint, resolve
+from infer.checkpoint.stored import LazyWeights
 from infer.context import make_cache
 from infer.llm import set_num_threads
 from infer.model.load import dense
@@ -189,11 +190,11 @@ def compare(name: str, token_ids: list[int], sources: dict[str, LogitsSource], c
 def write_safetensors(name: str, folder: Path) -> Path:
     """A GGUF model as a Hugging Face folder: its dequantised weights, matrices in bfloat16."""
     checkpoint = open_checkpoint(name)
-    has_four_norms = "model.layers.0.post_mlp_norm.weight" in checkpoint.weights
+    has_four_norms = "model.layers.0.post_mlp_norm.weight" in checkpoint.tensors
     names = _FOUR_NORMS if has_four_norms else _TWO_NORMS
     tensors = {}
-    for ours in checkpoint.weights:
-        tensor = dense(checkpoint.weights[ours]).float()
+    for ours, weight in LazyWeights(checkpoint.tensors).items():
+        tensor = dense(weight).float()
         if tensor.dim() > 1:
             tensor = tensor.to(torch.bfloat16)
         elif has_four_norms:

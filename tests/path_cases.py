@@ -188,7 +188,7 @@ def constraint_of(world: World, params: SamplingParams) -> Constraint | None:
 def full_logits(world: World, token_ids: Sequence[int]) -> torch.Tensor:
     """What follows the last of them, from nothing but the forward."""
     model = world.model
-    cache = DenseCache(model.architecture.layers, 1, len(token_ids), model.dtype, model.device)
+    cache = DenseCache(model.architecture.layers, 1, len(token_ids), model.kv_type, model.device)
     return model.forward(Step.of(token_ids), cache)[0, :VOCAB_SIZE].clone()
 
 

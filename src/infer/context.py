@@ -290,5 +290,5 @@ class RecomputedContext(Context):
 
 
 def make_cache(model: Transformer, capacity: int, num_rows: int = 1) -> DenseCache:
-    """A dense cache in the dtype that the model asks for."""
-    return DenseCache(model.architecture.layers, num_rows, capacity, model.cache_dtype, model.device)
+    """A dense cache of the kv type that the model asks for."""
+    return DenseCache(model.architecture.layers, num_rows, capacity, model.kv_type, model.device)

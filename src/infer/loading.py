@@ -9,6 +9,7 @@ import torch
 from infer import ops
 from infer.architecture import Architecture
 from infer.checkpoint import Checkpoint, open_checkpoint
+from infer.checkpoint.stored import LazyWeights
 from infer.errors import InvalidRequestError, ModelError
 from infer.model.families import make_architecture
 from infer.model.load import FloatsAs, OnProgress, load_transformer
@@ -86,7 +87,7 @@ def load_checked(
     with ops.threads_for(chosen_device):
         model = load_transformer(
             architecture,
-            checkpoint.weights,
+            LazyWeights(checkpoint.tensors),
             device=chosen_device,
             dtype=chosen_dtype,
             keep_floats_as=_choice("weights", weights, get_args(FloatsAs)),

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from infer.architecture import Activation
 from infer.batch import Step
+from infer.kv_blocks import LayerCache
 from infer.sampling import sampler
 from infer.sampling.history import History
 from infer.sampling.rows import Rows
@@ -34,6 +35,7 @@ from infer.weights import Heads, Norm, Projection, Weight
 _NO_HUGE_PAGES: int | None = getattr(mmap, "MADV_NOHUGEPAGE", None)  # Linux has it
 Precision = Literal["exact", "fast"]
 
+_KV_TYPE_BY_DTYPE = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _MODULE_BY_DEVICE = {"cpu": "infer.kernels.cpu", "cuda": "infer.kernels.gpu"}
 _forced: ContextVar[str | None] = ContextVar("infer_kernels", default=None)
 
@@ -126,11 +128,11 @@ def activation_dtype(device: torch.device, dtype: torch.dtype | None) -> torch.d
     return torch.float32 if device.type == "cpu" else dtype or torch.bfloat16
 
 
-def cache_dtype(device: torch.device, dtype: torch.dtype | None, precision: Precision) -> torch.dtype:
-    """What keys and values are kept in: 16 bits beside 8-bit activations, where they change no measurable error."""
+def kv_type(device: torch.device, dtype: torch.dtype | None, precision: Precision) -> str:
+    """How keys and values are stored: in 16 bits beside 8-bit activations, where they change no measurable error."""
     if device.type == "cpu" and dtype is None and precision == "fast":
-        return torch.float16
-    return activation_dtype(device, dtype)
+        return "f16"
+    return _KV_TYPE_BY_DTYPE[activation_dtype(device, dtype)]
 
 
 @contextmanager
@@ -175,17 +177,15 @@ def norm_project(x: Float[Tensor, "tokens hidden"], norm: Norm, projection: Proj
 def attend(
     qkv: Float[Tensor, "tokens out"],
     heads: Heads,
-    keys: Float[Tensor, "rows kv_heads blocks dim lanes"],
-    values: Float[Tensor, "rows kv_heads positions dim"],
+    layer: LayerCache,
     step: Step,
 ) -> Float[Tensor, "tokens heads_dim"]:
     """softmax(q kᵀ × scale) v over what each token may see, after normalising and rotating q and k.
 
     qkv is q, k and v side by side. Writes the step's k and v into the cache's layer, at each token's row and
-    position, before reading it. Keys lie in blocks of 16 positions, transposed, so that a vector of 16 positions
-    is contiguous: position p of a row is keys[row, :, p // 16, :, p % 16].
+    position, before reading it: position p of a row is in block p // 16 (`kv_blocks` says where in it).
     """
-    y: Tensor = kernels(qkv.device).attend(qkv, heads, keys, values, step)
+    y: Tensor = kernels(qkv.device).attend(qkv, heads, layer, step)
     return y
 
 

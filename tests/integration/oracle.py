@@ -6,6 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PretrainedConfig
 
 from infer.checkpoint import Checkpoint
+from infer.checkpoint.stored import LazyWeights
 from infer.model.load import dense
 
 _GEMMA_NORMS = {
@@ -24,7 +25,7 @@ def make_oracle(checkpoint: Checkpoint) -> Any:
     config: PretrainedConfig = Gemma3TextConfig(**settings) if is_gemma else LlamaConfig(**settings)
     names = _GEMMA_NORMS if is_gemma else _LLAMA_NORMS
     state = {}
-    for name, weight in checkpoint.weights.items():
+    for name, weight in LazyWeights(checkpoint.tensors).items():
         values = dense(weight).float().clone()
         for ours, theirs in names.items():
             name = name.replace(f".{ours}.", f".{theirs}.")

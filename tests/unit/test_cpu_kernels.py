@@ -25,6 +25,8 @@ from infer.kernels import cpu, reference
 from infer.kernels.cpu.isa import INSTRUCTION_SETS, instruction_set, usable_instruction_sets
 from infer.kernels.cpu.layouts import LAYOUTS
 from infer.kernels.cpu.threads import set_num_threads
+from infer.kv_blocks import LayerCache
+from infer.kv_types import key_block_bytes, num_blocks, value_block_bytes
 from infer.params import SamplingParams
 from infer.sampling import sampler
 from infer.sampling.history import History
@@ -203,10 +205,10 @@ def make_heads(num_heads: int, kv_heads: int, dim: int, window: int | None, rota
     return Heads(num_heads, kv_heads, dim, dim**-0.5, window, rope, norm, norm)
 
 
-def make_layer(heads: Heads, rows: int, capacity: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    blocks, dim = -(-capacity // 16), heads.head_dim
-    keys = torch.zeros(rows, heads.num_kv_heads, blocks, dim, 16, dtype=dtype)
-    return keys, torch.zeros(rows, heads.num_kv_heads, blocks * 16, dim, dtype=dtype)
+def make_layer(heads: Heads, rows: int, capacity: int, kv_type: str = "f32") -> LayerCache:
+    shape, dim = (rows, heads.num_kv_heads, num_blocks(capacity)), heads.head_dim
+    keys = torch.zeros(*shape, key_block_bytes(kv_type, dim), dtype=torch.uint8)
+    return LayerCache(kv_type, keys, torch.zeros(*shape, value_block_bytes(kv_type, dim), dtype=torch.uint8))
 
 
 def step_of(row: int, start: int, count: int) -> Step:
@@ -214,28 +216,28 @@ def step_of(row: int, start: int, count: int) -> Step:
 
 
 @pytest.mark.parametrize(
-    ("shape", "window", "rotated", "softcap", "dtype"),
+    ("shape", "window", "rotated", "softcap", "kv_type"),
     [
-        ((9, 3, 64), None, 64, None, torch.float32),
-        ((4, 1, 256), 100, 256, 0.5, torch.float16),
-        ((8, 2, 128), 300, 64, None, torch.bfloat16),
-        ((4, 4, 40), None, 0, 0.5, torch.float32),
-        ((6, 2, 20), 7, 20, 3.0, torch.float32),
+        ((9, 3, 64), None, 64, None, "f32"),
+        ((4, 1, 256), 100, 256, 0.5, "f16"),
+        ((8, 2, 128), 300, 64, None, "bf16"),
+        ((4, 4, 40), None, 0, 0.5, "f32"),
+        ((6, 2, 20), 7, 20, 3.0, "f32"),
     ],
 )
 def test_attention_agrees_with_reference(
-    shape: tuple[int, int, int], window: int | None, rotated: int, softcap: float | None, dtype: torch.dtype
+    shape: tuple[int, int, int], window: int | None, rotated: int, softcap: float | None, kv_type: str
 ) -> None:
-    heads = make_heads(*shape, window, rotated, normed=dtype != torch.float32)
+    heads = make_heads(*shape, window, rotated, normed=kv_type != "f32")
     heads = replace(heads, softcap=softcap)
-    caches = [make_layer(heads, 2, 1000, dtype) for _ in range(2)]
+    caches = [make_layer(heads, 2, 1000, kv_type) for _ in range(2)]
     steps = [step_of(0, 0, 5), step_of(1, 0, 300), step_of(0, 5, 1), Step.join([step_of(0, 6, 2), step_of(1, 300, 1)])]
     steps += [step_of(1, 301, 600), step_of(1, 901, 3), Step.join([step_of(1, 904, 40), step_of(0, 8, 17)])]
     for index, step in enumerate(steps):
         qkv = torch.randn(len(step.tokens), (shape[0] + 2 * shape[1]) * shape[2], generator=torch.manual_seed(index))
         remaining = iter(caches)
-        actual, expected = both(lambda qkv=qkv, step=step, left=remaining: ops.attend(qkv, heads, *next(left), step))
-        assert_near(actual, expected, 5e-6 if dtype == torch.float32 else 2e-2)
+        actual, expected = both(lambda qkv=qkv, step=step, left=remaining: ops.attend(qkv, heads, next(left), step))
+        assert_near(actual, expected, 5e-6 if kv_type == "f32" else 2e-2)
 
 
 class Tiny:
@@ -261,8 +263,8 @@ class Tiny:
 
     def forward(self, step: Step) -> Tensor:
         x = cpu.embed(self.embedding.parts[0], step.tokens, 2.0)
-        for (qkv, output, gate_up, down), (keys, values) in zip(self.layers, self.caches, strict=True):
-            attended = cpu.attend(cpu.norm_project(x, self.norm, qkv), self.heads, keys, values, step)
+        for (qkv, output, gate_up, down), layer in zip(self.layers, self.caches, strict=True):
+            attended = cpu.attend(cpu.norm_project(x, self.norm, qkv), self.heads, layer, step)
             x = cpu.project_add(x, attended, output, None)
             x = cpu.project_add(x, cpu.norm_gate(x, self.norm, gate_up, "silu"), down, self.norm)
         return cpu.head(x, step.wanted, self.norm, self.embedding)

@@ -11,6 +11,7 @@ from torch import Tensor
 from infer.batch import Step
 from infer.cache.dense import DenseCache
 from infer.checkpoint import open_checkpoint
+from infer.checkpoint.stored import LazyWeights
 from infer.context import make_cache
 from infer.model.families import make_architecture
 from infer.model.load import load_transformer
@@ -31,7 +32,9 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def load(folder: Path) -> Transformer:
     checkpoint = open_checkpoint(folder)
-    return load_transformer(make_architecture(checkpoint.config), checkpoint.weights, device=torch.device("cpu"))
+    return load_transformer(
+        make_architecture(checkpoint.config), LazyWeights(checkpoint.tensors), device=torch.device("cpu")
+    )
 
 
 def random_ids(length: int, seed: int = 0) -> list[int]:

@@ -32,10 +32,11 @@ from gguf_files import (
     text,
     write_model,
 )  # fmt: skip
+from infer.block_types import BLOCK_TYPES
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.gguf import read_gguf
-from infer.checkpoint.stored import in_half_order
-from infer.quants import BLOCK_TYPES, dequantize
+from infer.checkpoint.stored import LazyWeights, in_half_order, read_weight
+from infer.quants import dequantize
 from infer.weights import StoredWeight
 
 
@@ -43,11 +44,11 @@ def test_the_same_bytes_without_a_fault_are_read(tmp_path: Path) -> None:
     values = (key_value("k", 9, struct.pack("<IQ", 7, 2) + b"\1\0"), key_value("t", 8, text("é")))
     file = read_bytes(tmp_path, raw_file(values, (ONE, TWO), np.arange(16, dtype="<f4").tobytes()))
     assert file.metadata == {"k": [True, False], "t": "é"}
-    assert file.weight("b").data.tolist() == list(range(8, 16))
+    assert read_weight(file.tensors["b"]).data.tolist() == list(range(8, 16))
 
 
 def test_padding_after_the_last_tensor_is_no_trailing_byte(tmp_path: Path) -> None:
-    assert read_bytes(tmp_path, raw_file((), (tensor_entry("a", (2,), 0, 0),), bytes(32))).weight("a").shape == (2,)
+    assert read_bytes(tmp_path, raw_file((), (tensor_entry("a", (2,), 0, 0),), bytes(32))).tensors["a"].shape == (2,)
 
 
 def test_the_order_of_the_entries_need_not_be_that_of_the_data(tmp_path: Path) -> None:
@@ -90,7 +91,7 @@ def test_every_tensor_type_is_the_files_bytes_under_the_logical_shape(tmp_path: 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    weight = read_gguf(path).weight("w")
+    weight = read_weight(read_gguf(path).tensors["w"])
     assert (weight.type, weight.shape) == (name, (3, 512))
     assert weight.data.shape == ((3, 512) if kind.is_float else raw.shape)
     assert np.array_equal(weight.data.view(torch.uint8).numpy(), raw)
@@ -100,7 +101,7 @@ def test_weights_are_views_of_the_file_and_cannot_change_it(tmp_path: Path) -> N
     path = write_model(tmp_path / "m.gguf")
     before = path.read_bytes()
     file = read_gguf(path)
-    first, second = file.weight("token_embd.weight").data, file.weight("token_embd.weight").data
+    first, second = (read_weight(file.tensors["token_embd.weight"]).data for _ in range(2))
     assert first.data_ptr() == second.data_ptr()
     first.zero_()
     assert path.read_bytes() == before
@@ -108,7 +109,7 @@ def test_weights_are_views_of_the_file_and_cannot_change_it(tmp_path: Path) -> N
 
 def test_weights_outlive_the_file_object_and_the_file(tmp_path: Path) -> None:
     path = write_model(tmp_path / "m.gguf")
-    data = read_gguf(path).weight("token_embd.weight").data
+    data = read_weight(read_gguf(path).tensors["token_embd.weight"]).data
     path.unlink()
     assert np.array_equal(data.numpy(), random_tensors("llama")["token_embd.weight"])
 
@@ -122,7 +123,7 @@ def test_a_llamas_q_and_k_come_out_in_the_order_of_hugging_face(tmp_path: Path, 
     for name, heads in (("q", HEADS), ("k", KV_HEADS)):
         for part in ("weight", "bias"):
             stored[f"blk.0.attn_{name}.{part}"] = permuted(original[f"blk.0.attn_{name}.{part}"], heads)
-    weights = open_checkpoint(write_model(tmp_path / "m.gguf", "llama", stored, quantise)).weights
+    weights = LazyWeights(open_checkpoint(write_model(tmp_path / "m.gguf", "llama", stored, quantise)).tensors)
     for name in "qk":
         weight = weights[f"model.layers.0.self_attn.{name}_proj.weight"]
         expected = original[f"blk.0.attn_{name}.weight"]
@@ -146,7 +147,7 @@ def test_undoing_llama_cpps_permutation_restores_any_shape(heads: int, half: int
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3"])
 def test_other_families_q_and_k_and_norms_come_out_as_stored(tmp_path: Path, architecture: str) -> None:
     original = random_tensors(architecture)
-    weights = open_checkpoint(write_model(tmp_path / "m.gguf", architecture)).weights
+    weights = LazyWeights(open_checkpoint(write_model(tmp_path / "m.gguf", architecture)).tensors)
     for ours, stored in {
         "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "attention_norm": "attn_norm",
         "mlp_norm": "ffn_norm", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
@@ -173,7 +174,7 @@ def test_an_output_matrix_unties_the_embeddings(tmp_path: Path) -> None:
     tensors["output.weight"] = tensors["token_embd.weight"] + 1
     checkpoint = open_checkpoint(write_model(tmp_path / "m.gguf", tensors=tensors))
     assert checkpoint.config["tie_word_embeddings"] is False
-    assert np.array_equal(checkpoint.weights["lm_head.weight"].data.numpy(), tensors["output.weight"])
+    assert np.array_equal(LazyWeights(checkpoint.tensors)["lm_head.weight"].data.numpy(), tensors["output.weight"])
 
 
 def test_rope_factors_and_scaling_reach_the_config_and_not_the_weights(tmp_path: Path) -> None:
@@ -189,7 +190,7 @@ def test_rope_factors_and_scaling_reach_the_config_and_not_the_weights(tmp_path:
     assert checkpoint.config["rope_frequency_factors"] == [1, 2, 3, 4, 5, 6, 7, 8]
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
     assert checkpoint.config["rope_scaling"] == scaling
-    assert "rope_freqs.weight" not in checkpoint.weights
+    assert "rope_freqs.weight" not in LazyWeights(checkpoint.tensors)
 
 
 def test_gemma_gets_what_its_file_does_not_say(tmp_path: Path) -> None:
@@ -237,8 +238,8 @@ def test_real_weights_equal_what_the_gguf_package_reads(name: str) -> None:
     reader = gguf.GGUFReader(checkpoint.path)
     assert {tensor.name for tensor in reader.tensors} == file.tensors.keys()
     for tensor in reader.tensors:
-        weight = file.weight(tensor.name)
+        weight = read_weight(file.tensors[tensor.name])
         assert weight.shape == tuple(reversed(tensor.shape.tolist()))
         assert np.array_equal(weight.data.view(torch.uint8).numpy().ravel(), tensor.data.view(np.uint8).ravel())
-    for weight in checkpoint.weights.values():
+    for weight in LazyWeights(checkpoint.tensors).values():
         assert weight.data.is_floating_point() or weight.data.dtype == torch.uint8

@@ -22,6 +22,7 @@ TEXT_SUFFIXES = {".py", ".md", ".toml", ".yml", ".yaml", ".txt", ".sh", ""}
 
 # What a function may import: a heavy dependency that most programs never need, loaded on its first use.
 LAZY_DEPENDENCIES = {"huggingface_hub", "llguidance", "readline", "rich", "torch", "triton", "uvicorn", "xgrammar"}
+LIGHT_MODULES = ["infer", "infer.params", "infer.results", "infer.errors", "infer.cli", "infer.checkpoint"]
 # Modules that answer --help, or are imported, before torch is: they may load the rest of infer late.
 LAZY_FRONT = ("__init__.py", "cli/")
 
@@ -37,7 +38,7 @@ def run_python(code: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("module", ["infer", "infer.params", "infer.results", "infer.errors", "infer.cli"])
+@pytest.mark.parametrize("module", LIGHT_MODULES)
 def test_light_modules_do_not_load_torch(module: str) -> None:
     assert run_python(f"import sys, {module}; print('torch' in sys.modules)").strip() == "False"
 

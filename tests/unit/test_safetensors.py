@@ -18,6 +18,7 @@ from torch import Tensor
 
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.safetensors import read_safetensors
+from infer.checkpoint.stored import LazyWeights, read_weight
 from infer.errors import ModelError, ModelFormatError, UnsupportedModelError
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -59,7 +60,7 @@ def entry(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[
 @pytest.mark.parametrize("name", FLOATS)
 def test_every_float_type_is_the_files_bytes(tmp_path: Path, name: str) -> None:
     expected = torch.randn(5, 3).to(FLOATS[name])
-    weight = open_checkpoint(make_folder(tmp_path, {"lm_head.weight": expected})).weights["lm_head.weight"]
+    weight = LazyWeights(open_checkpoint(make_folder(tmp_path, {"lm_head.weight": expected})).tensors)["lm_head.weight"]
     assert (weight.type, weight.shape) == (name, (5, 3))
     assert torch.equal(weight.data, expected)
 
@@ -67,7 +68,7 @@ def test_every_float_type_is_the_files_bytes(tmp_path: Path, name: str) -> None:
 def test_tensors_are_views_of_the_file_and_cannot_change_it(tmp_path: Path) -> None:
     path = make_folder(tmp_path, {"lm_head.weight": torch.randn(5, 3)}) / "model.safetensors"
     before = path.read_bytes()
-    weights = open_checkpoint(tmp_path).weights
+    weights = LazyWeights(open_checkpoint(tmp_path).tensors)
     first, second = weights["lm_head.weight"].data, weights["lm_head.weight"].data
     assert first.data_ptr() == second.data_ptr()
     first.zero_()
@@ -79,21 +80,21 @@ def test_a_tensor_that_the_file_does_not_align_is_read_all_the_same(tmp_path: Pa
     path = tmp_path / "model.safetensors"
     header = json.dumps({"a": entry()})
     path.write_bytes(raw_file(header + " " * (1 + -len(header) % 4), values.numpy().tobytes()))
-    assert torch.equal(read_safetensors(path)["a"].weight().data, values)
+    assert torch.equal(read_weight(read_safetensors(path)["a"]).data, values)
 
 
 def test_tensors_without_elements_are_read(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(save({"none": torch.empty(0, 3), "one": torch.ones(())}))
     tensors = read_safetensors(path)
-    assert tensors["none"].weight().shape == (0, 3)
-    assert tensors["one"].weight().data.item() == 1
+    assert read_weight(tensors["none"]).shape == (0, 3)
+    assert read_weight(tensors["one"]).data.item() == 1
 
 
 def test_vectors_come_out_as_float32(tmp_path: Path) -> None:
     norm, bias = torch.randn(4).bfloat16(), torch.randn(4).half()
     folder = make_folder(tmp_path, {"model.norm.weight": norm, "model.layers.0.self_attn.q_proj.bias": bias})
-    weights = open_checkpoint(folder).weights
+    weights = LazyWeights(open_checkpoint(folder).tensors)
     assert torch.equal(weights["model.norm.weight"].data, norm.float())
     assert weights["model.norm.weight"].type == "F32"
     assert torch.equal(weights["model.layers.0.self_attn.q_proj.bias"].data, bias.float())
@@ -108,7 +109,7 @@ def test_gemmas_norms_come_out_with_the_one_that_they_mean_added(tmp_path: Path)
     stored += [f"model.layers.0.{name}_layernorm" for name in ("input", "post_attention")]
     stored += [f"model.layers.0.{name}_layernorm" for name in ("pre_feedforward", "post_feedforward")]
     tensors = {f"{name}.weight": torch.randn(4).bfloat16() for name in stored}
-    weights = open_checkpoint(make_folder(tmp_path, tensors, {"model_type": "gemma3_text"})).weights
+    weights = LazyWeights(open_checkpoint(make_folder(tmp_path, tensors, {"model_type": "gemma3_text"})).tensors)
     assert weights.keys() == {f"{name}.weight" for name in norms}
     for ours, theirs in zip(norms, stored, strict=True):
         assert torch.equal(weights[f"{ours}.weight"].data, 1.0 + tensors[f"{theirs}.weight"].float())
@@ -124,7 +125,7 @@ def test_the_text_part_of_a_multimodal_folder_is_a_model(tmp_path: Path) -> None
     config = {"model_type": "gemma3", "text_config": text, "vision_config": {}, "tie_word_embeddings": True}
     checkpoint = open_checkpoint(make_folder(tmp_path, tensors, config))
     assert checkpoint.config == text | {"tie_word_embeddings": True}
-    assert {name: weight.data.tolist() for name, weight in checkpoint.weights.items()} == {
+    assert {name: weight.data.tolist() for name, weight in LazyWeights(checkpoint.tensors).items()} == {
         "model.norm.weight": [1.0] * 4
     }
 
@@ -142,7 +143,7 @@ def test_both_configs_are_handed_on_as_they_are(tmp_path: Path) -> None:
 
 def test_shards_read_as_one_model(tmp_path: Path) -> None:
     tensors = make_shards(tmp_path)
-    weights = open_checkpoint(tmp_path).weights
+    weights = LazyWeights(open_checkpoint(tmp_path).tensors)
     assert weights.keys() == tensors.keys()
     assert all(torch.equal(weights[name].data, tensors[name]) for name in tensors)
 
@@ -269,7 +270,7 @@ def test_the_links_of_a_hugging_face_cache_count_as_inside(tmp_path: Path) -> No
     save_file({"lm_head.weight": torch.ones(2, 2)}, blobs / "2")
     (snapshot / "config.json").symlink_to("../../blobs/1")
     (snapshot / "model.safetensors").symlink_to("../../blobs/2")
-    assert open_checkpoint(snapshot).weights.keys() == {"lm_head.weight"}
+    assert open_checkpoint(snapshot).tensors.keys() == {"lm_head.weight"}
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
@@ -306,5 +307,5 @@ def test_any_byte_of_the_header_may_change_without_another_exception(tmp_path: P
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(GOOD[:position] + bytes([value]) + GOOD[position + 1 :])
     with suppress(ModelError):
-        for weight in open_checkpoint(tmp_path).weights.values():
+        for weight in LazyWeights(open_checkpoint(tmp_path).tensors).values():
             assert weight.data.numel() >= 0

@@ -18,6 +18,7 @@ import torch
 
 from infer import ops
 from infer.errors import InvalidRequestError
+from infer.kv_types import BLOCK_POSITIONS, key_block_bytes, value_block_bytes
 from infer.llm import LLM
 from infer.model.transformer import Transformer
 from infer.params import SamplingParams
@@ -176,8 +177,9 @@ def kv_bytes(model: Transformer, context: int) -> int:
     total = 0
     for layer in model.architecture.layers:
         visible = context if layer.window is None else min(context, layer.window)
-        total += 2 * layer.num_kv_heads * layer.head_dim * visible
-    return total * model.cache_dtype.itemsize
+        block = key_block_bytes(model.kv_type, layer.head_dim) + value_block_bytes(model.kv_type, layer.head_dim)
+        total += layer.num_kv_heads * visible * block // BLOCK_POSITIONS
+    return total
 
 
 # Memory

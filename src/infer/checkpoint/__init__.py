@@ -1,17 +1,18 @@
 """Files → hyperparameters and named weights. Nothing above this package knows what format a model came in.
 
-Opening reads headers only; weights are views of the mapped files, in the types in which they are stored. Names are
-those of `names`, and what a format does to weights (GGUF's order of q's and k's rows, Gemma's w for 1 + w) is undone.
+Opening reads headers only and loads no torch: `stored.LazyWeights` makes weights of `Checkpoint.tensors`, views of the
+mapped files in the types in which they are stored. Names are those of `names`; what a format does to weights (GGUF's
+order of q's and k's rows, Gemma's w for 1 + w) is written down here and undone there.
 """
 
 import hashlib
 import mmap
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from infer.block_types import FLOAT_TYPES
 from infer.checkpoint.config import (
     config_from_folder,
     config_from_gguf,
@@ -19,13 +20,11 @@ from infer.checkpoint.config import (
     generation_config_from_gguf,
 )
 from infer.checkpoint.gguf import GGUFFile, read_gguf
-from infer.checkpoint.mapped import release_pages
+from infer.checkpoint.mapped import TensorInfo, release_pages
 from infer.checkpoint.names import is_norm, names_from_gguf, names_from_hugging_face
 from infer.checkpoint.resolve import resolve
 from infer.checkpoint.safetensors import read_safetensors_folder
-from infer.checkpoint.stored import LazyWeights, as_float32, in_half_order, rename
-from infer.errors import ModelFormatError
-from infer.weights import StoredWeight
+from infer.errors import ModelFormatError, UnsupportedModelError
 
 __all__ = ["Checkpoint", "open_checkpoint", "resolve"]
 
@@ -41,7 +40,7 @@ class Checkpoint:
     path: Path  # the folder, or the .gguf file
     config: Mapping[str, Any]
     metadata: Mapping[str, Any] = field(repr=False)  # GGUF's key-values, for the tokenizer; {} for a folder
-    weights: Mapping[str, StoredWeight] = field(repr=False)
+    tensors: Mapping[str, TensorInfo] = field(repr=False)  # by our names
     generation_config: Mapping[str, Any]  # {} if the model has none
     contents: tuple[mmap.mmap, ...] = field(default=(), repr=False)  # the mapped files of the weights
 
@@ -74,40 +73,46 @@ def open_checkpoint(model_id: str | Path) -> Checkpoint:
 
 def _open_folder(folder: Path) -> Checkpoint:
     config = config_from_folder(folder)
-    tensors = read_safetensors_folder(folder)
+    stored = read_safetensors_folder(folder)
     added = 1.0 if config.get("model_type") in _NORMS_LESS_ONE else 0.0
-    makers: dict[str, Callable[[], StoredWeight]] = {}
-    for name, stored in rename(folder, names_from_hugging_face(tensors)).items():
-        tensor = tensors[stored]
-        tensor.check_supported()
-        makers[name] = partial(_plain, tensor.weight, len(tensor.shape), added if is_norm(name) else 0.0)
-    contents = tuple({id(tensor.content): tensor.content for tensor in tensors.values()}.values())
-    return Checkpoint(folder, config, {}, LazyWeights(makers), generation_config_from_folder(folder), contents)
+    tensors: dict[str, TensorInfo] = {}
+    for name, info in _renamed(folder, stored, names_from_hugging_face(stored)).items():
+        _check_supported(info)
+        tensors[name] = replace(info, added=added) if is_norm(name) else info
+    contents = tuple({id(info.content): info.content for info in stored.values()}.values())
+    return Checkpoint(folder, config, {}, tensors, generation_config_from_folder(folder), contents)
 
 
 def _open_gguf(path: Path) -> Checkpoint:
     file = read_gguf(path)
     config = config_from_gguf(file)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    makers: dict[str, Callable[[], StoredWeight]] = {}
-    for name, stored in rename(path, names_from_gguf(file.tensors)).items():
-        shape = file.tensors[stored].shape
-        make = partial(_plain, partial(file.weight, stored), len(shape))
+    tensors: dict[str, TensorInfo] = {}
+    for name, info in _renamed(path, file.tensors, names_from_gguf(file.tensors)).items():
         projection = name.rpartition(".")[0].rpartition(".")[2]
         if projection in heads and file.metadata["general.architecture"] in _ROWS_IN_PAIRS:
-            _check_heads(file, stored, heads[projection])
-            make = partial(_in_half_order, make, heads[projection])
-        makers[name] = make
-    generation_config = generation_config_from_gguf(file)
-    return Checkpoint(path, config, file.metadata, LazyWeights(makers), generation_config, (file.content,))
+            _check_heads(file, info.name, heads[projection])
+            info = replace(info, num_paired_heads=heads[projection])
+        tensors[name] = info
+    return Checkpoint(path, config, file.metadata, tensors, generation_config_from_gguf(file), (file.content,))
 
 
-def _plain(make: Callable[[], StoredWeight], num_dimensions: int, added: float = 0.0) -> StoredWeight:
-    return as_float32(make(), added) if num_dimensions == 1 else make()
+def _renamed(path: Path, stored: Mapping[str, TensorInfo], names: Mapping[str, str]) -> dict[str, TensorInfo]:
+    """By our names. ModelFormatError where two tensors of the file are one of ours."""
+    renamed: dict[str, TensorInfo] = {}
+    for theirs, ours in names.items():
+        if ours in renamed:
+            raise ModelFormatError(path, f"tensor {theirs!r:.80}", f"is the same weight as {renamed[ours].name!r:.80}")
+        renamed[ours] = stored[theirs]
+    return renamed
 
 
-def _in_half_order(make: Callable[[], StoredWeight], num_heads: int) -> StoredWeight:
-    return in_half_order(make(), num_heads)
+def _check_supported(info: TensorInfo) -> None:
+    if info.type not in FLOAT_TYPES:
+        raise UnsupportedModelError(
+            f"{info.path.name}: tensor {info.name!r:.80} is {info.type}; we read {', '.join(FLOAT_TYPES)}: "
+            "take the model's unquantised safetensors or a GGUF of it"
+        )
 
 
 def _check_heads(file: GGUFFile, name: str, num_heads: int) -> None:

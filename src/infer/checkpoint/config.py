@@ -111,11 +111,7 @@ def _rope(file: GGUFFile, values: "_Values", head_dim: int) -> dict[str, Any]:
             scaling["attention_factor"] = values.real(key)
         found["rope_scaling"] = scaling
     if "rope_freqs.weight" in file.tensors:
-        weight = file.weight("rope_freqs.weight")
-        if weight.type != "F32" or weight.shape != (rotated // 2,):
-            problem = f"expected F32 of {rotated // 2}, got {weight.type} of {weight.shape}"
-            raise ModelFormatError(file.path, "tensor 'rope_freqs.weight'", problem)
-        found["rope_frequency_factors"] = weight.data.tolist()
+        found["rope_frequency_factors"] = file.floats("rope_freqs.weight", rotated // 2)
     return found
 
 

@@ -1,23 +1,22 @@
 """Reads GGUF version 2 and 3 through a memory map (github.com/ggml-org/ggml, docs/gguf.md).
 
 Nothing in the file is believed: a count or a length is compared, as a Python integer, with the bytes that remain
-before anything loops over it or allocates for it. Tensors are views of the map; opening a file reads its header only.
+before anything loops over it or allocates for it. Opening a file reads its header only.
 """
 
 import mmap
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn, final
 
 import numpy as np
 
-from infer.checkpoint.mapped import map_file, view_floats, view_rows
+from infer.block_types import BLOCK_TYPES, BlockType
+from infer.checkpoint.mapped import TensorInfo, map_file
 from infer.errors import ModelFormatError, UnsupportedModelError
-from infer.quants import BLOCK_TYPES, BlockType
-from infer.weights import StoredWeight
 
 MAGIC = b"GGUF"
 MAX_KEY_VALUES = 65_536
@@ -42,33 +41,19 @@ _OTHER_TYPES = {  # known to ggml, without a dequantiser here
 
 
 @dataclass(frozen=True)
-class TensorInfo:
-    name: str
-    type: BlockType
-    shape: tuple[int, ...]  # rows first, as torch has it; the file has the reverse
-    offset: int  # from the start of the file
-    num_bytes: int
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.num_bytes
-
-
-@dataclass(frozen=True)
 class GGUFFile:
     path: Path
     metadata: dict[str, Any]  # numbers, bools, strings and lists of them
     tensors: dict[str, TensorInfo]
     content: mmap.mmap = field(repr=False)
 
-    def weight(self, name: str) -> StoredWeight:
-        """A view of the map: no bytes are read yet."""
+    def floats(self, name: str, count: int) -> list[float]:
+        """A small tensor of `count` float32."""
         info = self.tensors[name]
-        if info.type.is_float:
-            data = view_floats(self.content, info.type.name, info.offset, info.shape)
-        else:
-            data = view_rows(self.content, info.offset, prod(info.shape[:-1]), info.type.row_bytes(info.shape[-1]))
-        return StoredWeight(info.type.name, info.shape, data)
+        if info.type != "F32" or info.shape != (count,):
+            problem = f"expected F32 of {count}, got {info.type} of {info.shape}"
+            raise ModelFormatError(self.path, f"tensor {name!r:.80}", problem)
+        return list(np.frombuffer(info.content, "<f4", count, info.offset).tolist())
 
 
 def read_gguf(path: Path) -> GGUFFile:
@@ -106,9 +91,7 @@ class _Header:
         for entry in entries:
             if entry.name in tensors:
                 self.fail(f"tensor {entry.name!r:.80}", "appears twice", None)
-            tensors[entry.name] = TensorInfo(
-                entry.name, entry.type, entry.shape, data_start + entry.offset, entry.num_bytes
-            )
+            tensors[entry.name] = replace(entry, offset=data_start + entry.offset)
         self.check_layout(list(tensors.values()), data_start, alignment)
         return GGUFFile(self.path, metadata, tensors, self.content)
 
@@ -149,7 +132,7 @@ class _Header:
         if offset + num_bytes > self.size:
             problem = f"{num_bytes} bytes at {offset} of the data do not fit into a file of {self.size}"
             self.fail(where, problem, start)
-        return TensorInfo(name, kind, shape, offset, num_bytes)
+        return TensorInfo(self.path, self.content, name, kind.name, shape, offset, num_bytes)
 
     def tensor_type(self, where: str, type_id: int) -> BlockType:
         kind = _TYPE_BY_ID.get(type_id)

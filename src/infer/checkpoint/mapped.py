@@ -1,4 +1,4 @@
-"""A file as memory, and tensors that are views of it.
+"""A file as memory, and where tensors lie in it. Nothing here loads torch: `stored` makes weights of what lies there.
 
 The map is private: writing to a tensor would change this process's copy of a page, never the file.
 """
@@ -6,16 +6,29 @@ The map is private: writing to a tensor would change this process's copy of a pa
 import mmap
 import stat
 import sys
-from math import prod
+from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch
-from jaxtyping import UInt8
-from torch import Tensor
 
 from infer.errors import ModelError, ModelFormatError
 
-DTYPE_BY_TYPE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+@dataclass(frozen=True, eq=False)
+class TensorInfo:
+    """Where a tensor lies, under its file's name and in its file's type, and what is to be undone to have ours."""
+
+    path: Path
+    content: mmap.mmap = field(repr=False)
+    name: str
+    type: str
+    shape: tuple[int, ...]  # rows first
+    offset: int  # from the start of the file
+    num_bytes: int
+    num_paired_heads: int = 0  # so many heads' rows are in llama.cpp's order; 0: the rows are as they should be
+    added: float = 0.0  # what the stored values lack
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.num_bytes
 
 
 def map_file(path: Path, at_least: int) -> mmap.mmap:
@@ -30,21 +43,6 @@ def map_file(path: Path, at_least: int) -> mmap.mmap:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def view_floats(content: mmap.mmap, type: str, offset: int, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of a float type. Copied only where the file does not align it to its own element."""
-    dtype = DTYPE_BY_TYPE[type]
-    if not prod(shape):
-        return torch.empty(shape, dtype=dtype)
-    if offset % dtype.itemsize == 0:
-        return torch.frombuffer(content, dtype=dtype, count=prod(shape), offset=offset).reshape(shape)
-    raw = torch.frombuffer(content, dtype=torch.uint8, count=prod(shape) * dtype.itemsize, offset=offset)
-    return raw.clone().view(dtype).reshape(shape)
-
-
-def view_rows(content: mmap.mmap, offset: int, rows: int, row_bytes: int) -> UInt8[Tensor, "rows bytes"]:
-    return torch.frombuffer(content, dtype=torch.uint8, count=rows * row_bytes, offset=offset).reshape(rows, row_bytes)
 
 
 def release_pages(content: mmap.mmap) -> None:

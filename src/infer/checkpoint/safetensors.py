@@ -4,21 +4,13 @@ Tensors fill a file without hole or overlap, as the format demands; keys that ap
 library accepts, are refused. Pickled weights are never opened.
 """
 
-import json
-import mmap
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
-
-import torch
-from torch import Tensor
+from typing import Any, NoReturn
 
 from infer.checkpoint.json_file import inside, parse_json, read_json_file
-from infer.checkpoint.mapped import DTYPE_BY_TYPE, map_file, view_floats
-from infer.errors import ModelError, ModelFormatError, UnsupportedModelError
-from infer.weights import StoredWeight
+from infer.checkpoint.mapped import TensorInfo, map_file
+from infer.errors import ModelError, ModelFormatError
 
 SINGLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
@@ -30,52 +22,9 @@ _BITS = {
     "F8_E5M2FNUZ": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "C64": 64, "BOOL": 8, "I8": 8, "U8": 8, "I16": 16,
     "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64,
 }  # fmt: skip
-_TYPE_BY_DTYPE = {
-    torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8", torch.int8: "I8",
-    torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
-}  # fmt: skip
-_DTYPE_BY_NAME = {name: dtype for dtype, name in _TYPE_BY_DTYPE.items()}
-
-NamedTensors = Iterable[tuple[str, Tensor]]
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """Where one tensor lies. Nothing is read until `weight`."""
-
-    path: Path
-    content: mmap.mmap
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int  # from the start of the file
-
-    def check_supported(self) -> None:
-        if self.dtype not in DTYPE_BY_TYPE:
-            raise UnsupportedModelError(
-                f"{self.path.name}: tensor {self.name!r:.80} is {self.dtype}; we read {', '.join(DTYPE_BY_TYPE)}: "
-                "take the model's unquantised safetensors or a GGUF of it"
-            )
-
-    def weight(self) -> StoredWeight:
-        return StoredWeight(self.dtype, self.shape, view_floats(self.content, self.dtype, self.offset, self.shape))
-
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) * _BITS[self.dtype] // 8
-
-    def tensor(self) -> Tensor:
-        """Its values, where they lie in the file if that aligns them."""
-        if self.dtype not in _DTYPE_BY_NAME:
-            raise ModelFormatError(self.path, f"tensor {self.name!r:.80}", f"expected plain numbers, got {self.dtype}")
-        dtype = _DTYPE_BY_NAME[self.dtype]
-        if not self.num_bytes:
-            return torch.empty(self.shape, dtype=dtype)
-        raw = torch.frombuffer(self.content, dtype=torch.uint8, count=self.num_bytes, offset=self.offset)
-        return (raw.clone() if self.offset % dtype.itemsize else raw).view(dtype).reshape(self.shape)
-
-
-def read_safetensors_folder(folder: Path) -> dict[str, StoredTensor]:
+def read_safetensors_folder(folder: Path) -> dict[str, TensorInfo]:
     """`model.safetensors`, or what the index lists; names as the file has them."""
     if (folder / SINGLE_NAME).is_symlink() or (folder / SINGLE_NAME).exists():
         return read_safetensors(inside(folder, SINGLE_NAME))
@@ -90,11 +39,11 @@ def read_safetensors_folder(folder: Path) -> dict[str, StoredTensor]:
     raise ModelError(f"{folder} holds no weights: expected {SINGLE_NAME} or {INDEX_NAME}")
 
 
-def read_safetensors(path: Path) -> dict[str, StoredTensor]:
+def read_safetensors(path: Path) -> dict[str, TensorInfo]:
     return read_with_metadata(path)[0]
 
 
-def read_with_metadata(path: Path) -> tuple[dict[str, StoredTensor], dict[str, Any], bytes]:
+def read_with_metadata(path: Path) -> tuple[dict[str, TensorInfo], dict[str, Any], bytes]:
     """The tensors, what the file says besides, and all that stands before the data."""
     content = map_file(path, at_least=8)
     length = int.from_bytes(content[:8], "little")
@@ -106,40 +55,13 @@ def read_with_metadata(path: Path) -> tuple[dict[str, StoredTensor], dict[str, A
     metadata = header.pop("__metadata__", {})
 
     spans: list[tuple[int, int, str]] = []
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, TensorInfo] = {}
     for name, entry in header.items():
         dtype, shape, begin, end = _read_entry(path, name, entry)
         spans.append((begin, end, name))
-        tensors[name] = StoredTensor(path, content, name, dtype, shape, data_start + begin)
+        tensors[name] = TensorInfo(path, content, name, dtype, shape, data_start + begin, end - begin)
     _check_layout(path, sorted(spans), data_start, len(content))
     return tensors, metadata if isinstance(metadata, dict) else {}, content[:data_start]
-
-
-def write_safetensors(
-    file: BinaryIO,
-    metadata: Mapping[str, str],
-    tensors: Callable[[], NamedTensors],
-    on_block: Callable[[bytes | memoryview], None] = lambda block: None,
-) -> None:
-    """`tensors` is asked twice, for the header and for the data: one tensor is held at a time.
-
-    `on_block` sees the header and then each tensor's bytes before they are written; `tensors` may go by what it saw.
-    """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    end = 0
-    for name, tensor in tensors():
-        begin, end = end, end + tensor.nbytes
-        entry = {"dtype": _TYPE_BY_DTYPE[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        header[name] = entry
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
-    on_block(head)
-    file.write(head)
-    for _, tensor in tensors():
-        block = tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
-        on_block(block)
-        file.write(block)
 
 
 def _read_entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
@@ -179,12 +101,12 @@ def _check_layout(path: Path, spans: list[tuple[int, int, str]], data_start: int
         raise ModelFormatError(path, "file size", f"{problem}: expected {data_start + previous} bytes, got {size}")
 
 
-def _read_shards(folder: Path) -> dict[str, StoredTensor]:
+def _read_shards(folder: Path) -> dict[str, TensorInfo]:
     index = inside(folder, INDEX_NAME)
     names = read_json_file(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(shard, str) for shard in names.values()):
         raise ModelFormatError(index, "weight_map", "expected an object of tensor names and file names")
-    shards: dict[str, dict[str, StoredTensor]] = {}
+    shards: dict[str, dict[str, TensorInfo]] = {}
     for shard in sorted(set(names.values())):
         if not shard.endswith(".safetensors"):
             raise ModelFormatError(index, "weight_map", f"{shard!r:.80} is not a safetensors file")

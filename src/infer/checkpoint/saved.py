@@ -17,7 +17,9 @@ from torch import Tensor
 
 from infer.atomic import replacing
 from infer.checkpoint.json_file import parse_json
-from infer.checkpoint.safetensors import NamedTensors, StoredTensor, read_with_metadata, write_safetensors
+from infer.checkpoint.mapped import TensorInfo
+from infer.checkpoint.plain import NamedTensors, read_tensor, write_safetensors
+from infer.checkpoint.safetensors import read_with_metadata
 from infer.errors import InvalidRequestError, ModelError, ModelFormatError
 
 FORMAT, VERSION = "infer-session", "1"
@@ -88,20 +90,19 @@ def _read(path: Path, fingerprint: Mapping[str, str]) -> Saved:
         raise ModelFormatError(path, "header", "is damaged: its checksum differs")
     _check_fingerprint(path, metadata, fingerprint)
     for tensor, digest in zip(blocks[:-1], digests[1:], strict=True):
-        end = tensor.offset + tensor.num_bytes
-        with memoryview(tensor.content) as content, content[tensor.offset : end] as block:
+        with memoryview(tensor.content) as content, content[tensor.offset : tensor.end] as block:
             if _digest(block) != digest:
                 raise ModelFormatError(path, f"block {tensor.name!r:.80}", "is damaged: its checksum differs")
     return _interpret(path, tensors)
 
 
-def _read_digests(path: Path, blocks: Sequence[StoredTensor]) -> list[bytes]:
-    if not blocks or (blocks[-1].name, blocks[-1].dtype) != ("digests", "U8"):
+def _read_digests(path: Path, blocks: Sequence[TensorInfo]) -> list[bytes]:
+    if not blocks or (blocks[-1].name, blocks[-1].type) != ("digests", "U8"):
         raise ModelFormatError(path, "digests", "are missing")
     if blocks[-1].shape != (len(blocks), DIGEST_BYTES):
         problem = f"expected {len(blocks)} of {DIGEST_BYTES} bytes, got the shape {blocks[-1].shape}"
         raise ModelFormatError(path, "digests", problem)
-    return [bytes(line) for line in blocks[-1].tensor().numpy()]
+    return [bytes(line) for line in read_tensor(blocks[-1]).numpy()]
 
 
 def _check_fingerprint(path: Path, metadata: Mapping[str, Any], fingerprint: Mapping[str, str]) -> None:
@@ -111,14 +112,14 @@ def _check_fingerprint(path: Path, metadata: Mapping[str, Any], fingerprint: Map
         raise ModelFormatError(path, "model", f"it was saved with another {', '.join(names)}")
 
 
-def _interpret(path: Path, tensors: Mapping[str, StoredTensor]) -> Saved:
+def _interpret(path: Path, tensors: Mapping[str, TensorInfo]) -> Saved:
     ids, record = tensors.get("token_ids"), tensors.get("record")
-    if ids is None or record is None or ids.dtype != "I64" or len(ids.shape) != 1 or record.dtype != "U8":
+    if ids is None or record is None or ids.type != "I64" or len(ids.shape) != 1 or record.type != "U8":
         raise ModelFormatError(path, "token_ids", "or the record are missing or of another type")
     return Saved(
-        ids.tensor().tolist(),
-        parse_json(path, record.tensor().numpy().tobytes()),
-        {name.removeprefix(_CACHE): tensor.tensor() for name, tensor in tensors.items() if name.startswith(_CACHE)},
+        read_tensor(ids).tolist(),
+        parse_json(path, read_tensor(record).numpy().tobytes()),
+        {name.removeprefix(_CACHE): read_tensor(tensor) for name, tensor in tensors.items() if name.startswith(_CACHE)},
     )
 
 

@@ -1,20 +1,24 @@
-"""Undoes what formats do to weights, and hands them out by our names.
+"""Makes weights of what lies in a file, undoes what formats do to them, and hands them out by our names.
 
 Two things are undone: llama.cpp's order of the rows of q and k, and Gemma's norms kept as w where 1 + w is meant.
 Values of one axis (norms, biases) come out as float32.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from math import prod
 from typing import final
 
 import torch
+from jaxtyping import UInt8
 from torch import Tensor
 
-from infer.errors import ModelFormatError
+from infer.block_types import BLOCK_TYPES
+from infer.checkpoint.mapped import TensorInfo
 from infer.quants import dequantize
 from infer.weights import StoredWeight
+
+_DTYPE_BY_TYPE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @final
@@ -22,16 +26,38 @@ from infer.weights import StoredWeight
 class LazyWeights(Mapping[str, StoredWeight]):
     """Weights that are made when they are asked for."""
 
-    make_by_name: Mapping[str, Callable[[], StoredWeight]]
+    tensors: Mapping[str, TensorInfo]
 
     def __getitem__(self, name: str) -> StoredWeight:
-        return self.make_by_name[name]()
+        info = self.tensors[name]
+        weight = read_weight(info)
+        if len(info.shape) == 1:
+            weight = as_float32(weight, info.added)
+        return in_half_order(weight, info.num_paired_heads) if info.num_paired_heads else weight
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.make_by_name)
+        return iter(self.tensors)
 
     def __len__(self) -> int:
-        return len(self.make_by_name)
+        return len(self.tensors)
+
+
+def read_weight(info: TensorInfo) -> StoredWeight:
+    """What the file has, as a view of it: no bytes are read yet. Floats are copied where the file does not align them
+    to their own element."""
+    kind = BLOCK_TYPES[info.type]
+    if not kind.is_float:
+        rows, row_bytes = prod(info.shape[:-1]), kind.row_bytes(info.shape[-1])
+        return StoredWeight(info.type, info.shape, _bytes(info).reshape(rows, row_bytes))
+    dtype = _DTYPE_BY_TYPE[info.type]
+    if not info.num_bytes:
+        return StoredWeight(info.type, info.shape, torch.empty(info.shape, dtype=dtype))
+    raw = _bytes(info).clone() if info.offset % dtype.itemsize else _bytes(info)
+    return StoredWeight(info.type, info.shape, raw.view(dtype).reshape(info.shape))
+
+
+def _bytes(info: TensorInfo) -> UInt8[Tensor, "bytes"]:
+    return torch.frombuffer(info.content, dtype=torch.uint8, count=info.num_bytes, offset=info.offset)
 
 
 def in_half_order(weight: StoredWeight, num_heads: int) -> StoredWeight:
@@ -50,13 +76,3 @@ def as_float32(weight: StoredWeight, added: float = 0.0) -> StoredWeight:
     values: Tensor = weight.data if weight.data.is_floating_point() else dequantize(weight.data, weight.type)
     values = values.reshape(weight.shape).to(torch.float32)
     return StoredWeight("F32", weight.shape, values + added if added else values)
-
-
-def rename(path: Path, names: Mapping[str, str]) -> dict[str, str]:
-    """Our name → the file's. ModelFormatError where two tensors of the file are one of ours."""
-    renamed: dict[str, str] = {}
-    for stored, ours in names.items():
-        if ours in renamed:
-            raise ModelFormatError(path, f"tensor {stored!r:.80}", f"is the same weight as {renamed[ours]!r:.80}")
-        renamed[ours] = stored
-    return renamed

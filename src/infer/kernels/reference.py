@@ -10,6 +10,8 @@ from torch import Tensor
 
 from infer.architecture import Activation
 from infer.batch import Step
+from infer.kv_blocks import LayerCache, decode, encode, key_parts, value_parts
+from infer.kv_types import BLOCK_POSITIONS, num_blocks
 from infer.quants import dequantize
 from infer.sampling import sampler
 from infer.sampling.history import History
@@ -40,26 +42,29 @@ def norm_project(x: Float[Tensor, "tokens hidden"], norm: Norm, projection: Proj
 def attend(
     qkv: Float[Tensor, "tokens out"],
     heads: Heads,
-    keys: Float[Tensor, "rows kv_heads blocks dim lanes"],
-    values: Float[Tensor, "rows kv_heads positions dim"],
+    layer: LayerCache,
     step: Step,
 ) -> Float[Tensor, "tokens heads_dim"]:
     counts = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
     q, k, v = torch.split(qkv.view(len(qkv), -1, heads.head_dim), counts, dim=1)
     q, k = rotate(q, heads.q_norm, heads.rope, step), rotate(k, heads.k_norm, heads.rope, step)
-    lanes = keys.shape[-1]
-    keys[step.rows, :, step.positions // lanes, :, step.positions % lanes] = k.to(keys.dtype)
-    values[step.rows, :, step.positions] = v.to(values.dtype)
+    kv_type, blocks, lanes = layer.kv_type, step.positions // BLOCK_POSITIONS, step.positions % BLOCK_POSITIONS
+    all_keys, all_values = key_parts(layer.keys, kv_type), value_parts(layer.values, kv_type)
+    for parts, new in ((all_keys, k), (all_values, v)):
+        for part, stored in zip(parts, encode(new, kv_type), strict=True):
+            part[step.rows, :, blocks, lanes] = stored
 
     out = torch.empty_like(q)
     for row in sorted(set(step.rows.tolist())):
         mine = step.rows == row
         positions = step.positions[mine]
         span = int(positions.max()) + 1
-        blocks = -(-span // lanes)
-        row_keys = keys[row, :, :blocks].transpose(-1, -2).flatten(1, 2)[:, :span].to(q.dtype)
-        row_values = values[row, :, :span].to(q.dtype)
-        out[mine] = attend_row(q[mine], row_keys, row_values, visible(positions, span, heads.window), heads)
+        held = [
+            decode(tuple(part[row, :, : num_blocks(span)].flatten(1, 2)[:, :span] for part in parts), kv_type)
+            for parts in (all_keys, all_values)
+        ]
+        seen = visible(positions, span, heads.window)
+        out[mine] = attend_row(q[mine], held[0].to(q.dtype), held[1].to(q.dtype), seen, heads)
     return out.flatten(1)
 
 

@@ -45,7 +45,7 @@ class Transformer:
     max_seq_len: int  # positions that the rope tables cover
     device: torch.device
     dtype: torch.dtype  # of the residual stream
-    cache_dtype: torch.dtype
+    kv_type: str  # how its keys and values are stored where nothing else is asked for
 
     def forward(self, step: Step, cache: KVCache) -> Float[Tensor, "wanted vocab"]:
         """float32 logits of the wanted tokens. Appends the step's keys and values to the cache provisionally."""

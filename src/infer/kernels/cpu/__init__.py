@@ -13,6 +13,7 @@ from infer.kernels.cpu import commands
 from infer.kernels.cpu.packed import prepare
 from infer.kernels.cpu.recording import scope
 from infer.kernels.cpu.sampling import choose_tokens
+from infer.kv_blocks import LayerCache
 from infer.weights import Heads, Norm, Projection, Weight
 
 __all__ = ["attend", "choose_tokens", "embed", "head", "norm_gate", "norm_project", "prepare", "project_add"]
@@ -31,12 +32,11 @@ def norm_project(x: Float[Tensor, "tokens hidden"], norm: Norm, projection: Proj
 def attend(
     qkv: Float[Tensor, "tokens out"],
     heads: Heads,
-    keys: Float[Tensor, "rows kv_heads blocks dim lanes"],
-    values: Float[Tensor, "rows kv_heads positions dim"],
+    layer: LayerCache,
     step: Step,
 ) -> Float[Tensor, "tokens heads_dim"]:
     with scope("attend", step=step) as run:
-        return commands.attend(run, qkv, heads, keys, values)
+        return commands.attend(run, qkv, heads, layer)
 
 
 def project_add(

@@ -1,4 +1,4 @@
-"""Attention over a cache of floats: rotate and append, attend in chunks of positions, merge and quantise.
+"""Attention over a cache: rotate and append, attend in chunks of positions, merge and quantise.
 
 The positions are cut into chunks of 256, always at multiples of 256. A chunk gives a partial result for a query,
 (largest score m, Σ e^(s − m), Σ e^(s − m) v), and a query's partials are merged in the order of the chunks
@@ -15,9 +15,16 @@ from numba import carray, njit
 
 from infer.kernels.cpu import simd
 from infer.kernels.cpu.activations import inverse_rms, quantize_block, record_address
-from infer.kernels.cpu.attention_tiles import score_tile, value_tile
+from infer.kernels.cpu.cache_blocks import (
+    add_values,
+    block_scores,
+    key_bytes,
+    make_put_key,
+    make_put_value,
+    value_bytes,
+)
 from infer.kernels.cpu.layouts import BLOCK, LANES
-from infer.kernels.cpu.records import CACHE_BYTES, CHUNK, MAX_HEAD_DIM, SPLIT_TOKENS
+from infer.kernels.cpu.records import CHUNK, MAX_HEAD_DIM, SPLIT_TOKENS
 from infer.kernels.cpu.simd import (
     load_f32,
     load_i64,
@@ -66,20 +73,16 @@ def _rotate_head(x, weight, eps, cos, sin, half, dim, scale, out):  # type: igno
 
 
 @njit(inline="always")
-def _put(at, size, is_f16, value):  # type: ignore[no-untyped-def]
-    if size == 4:
-        store_scalar_f32(at, value)
-    elif is_f16:
-        simd.store_u16(at, simd.f16_bits(value))
-    else:
-        simd.store_u16(at, simd.bf16_bits(value))
+def _block_at(kv_type, args, row, kv, block):  # type: ignore[no-untyped-def]
+    """Where a head's block of keys lies, and that of values."""
+    keys = args.keys + row * args.key_strides[0] + kv * args.key_strides[1]
+    values = args.values + row * args.value_strides[0] + kv * args.value_strides[1]
+    return keys + block * key_bytes(kv_type, args.dim), values + block * value_bytes(kv_type, args.dim)
 
 
-def make_rotate(kind: str) -> Callable[..., None]:
+def make_rotate(kv_type: str) -> Callable[..., None]:
     """q → queries; k, v → cache. Tokens are shared out, or a single one done by every thread for itself."""
-    size = CACHE_BYTES[kind]
-
-    is_f16 = kind == "F16"
+    put_key, put_value = make_put_key(kv_type), make_put_value(kv_type)
 
     def rotate(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
@@ -100,14 +103,9 @@ def make_rotate(kind: str) -> Callable[..., None]:
             for head in range(kv_heads):
                 k = x + 4 * dim * (args.num_heads + head)
                 _rotate_head(k, args.norms[1], args.eps[1], cos, sin, args.half, dim, np.float32(1), rotated)
-                keys = args.keys + row * args.key_strides[0] + head * args.key_strides[1]
-                keys += (position // LANES * dim * LANES + position % LANES) * size
-                values = args.values + row * args.value_strides[0] + head * args.value_strides[1]
-                values += position * dim * size
-                v = k + 4 * dim * kv_heads
-                for i in range(dim):
-                    _put(keys + i * LANES * size, size, is_f16, load_scalar_f32(rotated + 4 * i))
-                    _put(values + i * size, size, is_f16, load_scalar_f32(v + 4 * i))
+                keys, values = _block_at(kv_type, args, row, head, position // LANES)
+                put_key(keys, position % LANES, dim, rotated)
+                put_value(values, position % LANES, dim, k + 4 * dim * kv_heads)
 
     return rotate
 
@@ -181,76 +179,29 @@ def _first_seen(position, window):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _scores(kind, columns, size, q, keys, dim, first, end, out):  # type: ignore[no-untyped-def]
-    """Scores of positions [first, end) of a chunk, multiples of 16, as [column, 256]."""
-    at, block_bytes = first, dim * LANES * size
-    blocks = 2 if columns == 8 else 4  # as many sums as fit the registers
-    while end - at >= blocks * LANES:
-        score_tile(kind, columns, blocks, q, keys + at // LANES * block_bytes, dim, out + 4 * at, 4 * CHUNK)
-        at += blocks * LANES
-    while end - at > 0:
-        score_tile(kind, columns, 1, q, keys + at // LANES * block_bytes, dim, out + 4 * at, 4 * CHUNK)
-        at += LANES
-
-
-@njit(inline="always")
-def _values(kind, columns, size, p, values, dim, first, end, out, out_stride):  # type: ignore[no-untyped-def]
-    """out[column] = Σ p × values over positions [first, end) of a chunk."""
-    start, count, at = values + first * dim * size, end - first, 0
-    p += 4 * first
-    vectors = 2 if columns == 8 else 4
-    while dim - at >= vectors * LANES:
-        value_tile(kind, columns, vectors, p, 4 * CHUNK, start + at * size, dim, count, out + 4 * at, out_stride)
-        at += vectors * LANES
-    while dim - at >= LANES:
-        value_tile(kind, columns, 1, p, 4 * CHUNK, start + at * size, dim, count, out + 4 * at, out_stride)
-        at += LANES
-    while at < dim:
-        for column in range(columns):
-            total = np.float32(0)
-            for i in range(count):
-                v = start + (i * dim + at) * size
-                value = load_scalar_f32(v) if size == 4 else _half(kind, v)
-                total += load_scalar_f32(p + 4 * (column * CHUNK + i)) * value
-            store_scalar_f32(out + column * out_stride + 4 * at, total)
-        at += 1
-
-
-@njit(inline="always")
-def _half(kind, at):  # type: ignore[no-untyped-def]
-    return simd.f16_value(simd.load_u16(at)) if kind == "F16" else simd.bf16_value(simd.load_u16(at))
-
-
-@njit(inline="always")
-def _chunk_at(args, row, kv, chunk, size):  # type: ignore[no-untyped-def]
-    """Where a chunk's keys and values of a head lie."""
-    skipped = chunk * CHUNK * args.dim * size
-    keys = args.keys + row * args.key_strides[0] + kv * args.key_strides[1] + skipped
-    return keys, args.values + row * args.value_strides[0] + kv * args.value_strides[1] + skipped
-
-
-@njit(inline="always")
 def _seen_of_chunk(chunk, window, position):  # type: ignore[no-untyped-def]
     """The positions [low, high) of a chunk that a query sees."""
     return max(0, _first_seen(position, window) - chunk * CHUNK), min(CHUNK, position + 1 - chunk * CHUNK)
 
 
 @njit(inline="always")
-def _same_position(kind, columns, size, args, cached, q, low, high, scores, out, out_stride):  # type: ignore[no-untyped-def]
+def _same_position(kv_type, columns, args, cached, q, low, high, scores, out, out_stride):  # type: ignore[no-untyped-def]
     """Partials of a few heads that share keys, for one token."""
     dim, softcap = args.dim, args.softcap
     first, end = low // LANES * LANES, (high + LANES - 1) // LANES * LANES
-    _scores(kind, columns, size, q, cached[0], dim, first, end, scores)
+    keys = cached[0] + first // LANES * key_bytes(kv_type, dim)
+    block_scores(kv_type, columns, q, dim, keys, (end - first) // LANES, scores + 4 * first)
     for column in range(columns):
+        _clear(out + column * out_stride, dim)
         m, part = _softmax_part(scores + 4 * CHUNK * column, first, end, low, high, softcap)
         store_scalar_f32(out + column * out_stride + 4 * dim, m)
         store_scalar_f32(out + column * out_stride + 4 * dim + 4, part)
-    _values(kind, columns, size, scores, cached[1], dim, first, high, out, out_stride)
+    values = cached[1] + first // LANES * value_bytes(kv_type, dim)
+    add_values(kv_type, columns, scores + 4 * first, dim, values, high - first, out, out_stride)
 
 
-def make_attend_few(kind: str) -> Callable[..., None]:
+def make_attend_few(kv_type: str) -> Callable[..., None]:
     """Partials of (token, chunk, head), shared out. Neighbours with the same keys go together."""
-    size = CACHE_BYTES[kind]
 
     def attend_few(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
@@ -274,24 +225,24 @@ def make_attend_few(kind: str) -> Callable[..., None]:
                 while head < last:
                     kv = head // group
                     count = min(last, (kv + 1) * group) - head
-                    cached = _chunk_at(args, row, kv, chunk, size)
+                    cached = _block_at(kv_type, args, row, kv, chunk * CHUNK // LANES)
                     q = queries + 4 * dim * ((kv * tokens + token) * group + head % group)
                     out = args.partials + (token * heads + head) * stride + chunk * 4 * (dim + LANES)
                     if count >= 4:
-                        _same_position(kind, 4, size, args, cached, q, low, high, scores, out, stride)
+                        _same_position(kv_type, 4, args, cached, q, low, high, scores, out, stride)
                         head += 4
                     elif count >= 2:
-                        _same_position(kind, 2, size, args, cached, q, low, high, scores, out, stride)
+                        _same_position(kv_type, 2, args, cached, q, low, high, scores, out, stride)
                         head += 2
                     else:
-                        _same_position(kind, 1, size, args, cached, q, low, high, scores, out, stride)
+                        _same_position(kv_type, 1, args, cached, q, low, high, scores, out, stride)
                         head += 1
 
     return attend_few
 
 
 @njit(inline="always")
-def _consecutive(kind, width, args, size, chunk, cached, position, column, q, scores, sums, results):  # type: ignore[no-untyped-def]
+def _consecutive(kv_type, width, args, chunk, cached, position, column, q, scores, sums, results):  # type: ignore[no-untyped-def]
     """Merge a chunk into the results of `width` queries from `column` on, whose first token is at `position`."""
     dim, group, window = args.dim, args.num_heads // args.num_kv_heads, args.window
     partial_bytes = 4 * (dim + LANES)
@@ -300,13 +251,16 @@ def _consecutive(kind, width, args, size, chunk, cached, position, column, q, sc
     if low >= high:
         return
     first, end = low // LANES * LANES, (high + LANES - 1) // LANES * LANES
-    _scores(kind, width, size, q, cached[0], dim, first, end, scores)
+    keys = cached[0] + first // LANES * key_bytes(kv_type, dim)
+    block_scores(kv_type, width, q, dim, keys, (end - first) // LANES, scores + 4 * first)
     for i in range(width):
+        _clear(sums + i * partial_bytes, dim)
         seen, bound = _seen_of_chunk(chunk, window, position + (column + i) // group)
         m, part = _softmax_part(scores + 4 * CHUNK * i, first, end, seen, bound, args.softcap)
         store_scalar_f32(sums + i * partial_bytes + 4 * dim, m)
         store_scalar_f32(sums + i * partial_bytes + 4 * dim + 4, part)
-    _values(kind, width, size, scores, cached[1], dim, first, high, sums, partial_bytes)
+    values = cached[1] + first // LANES * value_bytes(kv_type, dim)
+    add_values(kv_type, width, scores + 4 * first, dim, values, high - first, sums, partial_bytes)
     for i in range(width):
         _merge(results + i * partial_bytes, sums + i * partial_bytes, dim)
 
@@ -320,9 +274,8 @@ def _run_length(state, token):  # type: ignore[no-untyped-def]
     return row, run
 
 
-def make_attend(kind: str) -> Callable[..., None]:
+def make_attend(kv_type: str) -> Callable[..., None]:
     """Many tokens: results of 64 queries at a time, shared out; a query's chunks are merged in order."""
-    size = CACHE_BYTES[kind]
 
     def attend(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
@@ -346,17 +299,17 @@ def make_attend(kind: str) -> Callable[..., None]:
                         _clear(results + column * partial_bytes, dim)
                     left, right = run_position + start // group, run_position + (start + count - 1) // group
                     for chunk in range(_first_seen(left, args.window) // CHUNK, right // CHUNK + 1):
-                        cached, at = _chunk_at(args, row, kv, chunk, size), 0
+                        cached, at = _block_at(kv_type, args, row, kv, chunk * CHUNK // LANES), 0
                         while at < count:
                             index, to, query = start + at, results + at * partial_bytes, q + 4 * dim * at
                             if count - at >= _COLUMNS:
                                 _consecutive(
-                                    kind, 8, args, size, chunk, cached, run_position, index, query, scores, sums, to
+                                    kv_type, 8, args, chunk, cached, run_position, index, query, scores, sums, to
                                 )
                                 at += _COLUMNS
                             else:
                                 _consecutive(
-                                    kind, 1, args, size, chunk, cached, run_position, index, query, scores, sums, to
+                                    kv_type, 1, args, chunk, cached, run_position, index, query, scores, sums, to
                                 )
                                 at += 1
                     for column in range(count):

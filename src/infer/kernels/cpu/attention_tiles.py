@@ -14,40 +14,40 @@ from numba.extending import intrinsic
 
 from infer.kernels.cpu import simd
 from infer.kernels.cpu.layouts import LANES
-from infer.kernels.cpu.records import CACHE_BYTES
 from infer.kernels.cpu.simd import F32, F32X16, I16X16, I64, Value, constant, load
 
+FLOAT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 
-def _load_cached(b: Builder, kind: str, where: Value) -> Value:
-    if kind == "F32":
+
+def _load_cached(b: Builder, kv_type: str, where: Value) -> Value:
+    if kv_type == "f32":
         return load(b, where, F32X16, 4)
     bits = load(b, where, I16X16, 2)
-    return simd.widen_f16(b, bits) if kind == "F16" else simd.widen_bf16(b, bits)
+    return simd.widen_f16(b, bits) if kv_type == "f16" else simd.widen_bf16(b, bits)
 
 
 def _broadcast(b: Builder, where: Value) -> Value:
     return simd.splat(b, load(b, where, F32, 4))
 
 
-def _variables(b: Builder, count: int) -> list[Value]:
-    zero = constant(F32X16, 0.0)
-    slots = [cgutils.alloca_once(b, F32X16) for _ in range(count)]
-    for slot in slots:
-        b.store(zero, slot)
+def _variables(b: Builder, values: list[Value]) -> list[Value]:
+    slots = [cgutils.alloca_once(b, F32X16) for _ in values]
+    for slot, value in zip(slots, values, strict=True):
+        b.store(value, slot)
     return slots
 
 
 @intrinsic(prefer_literal=True)
 def score_tile(
-    context: Any, kind: Any, columns: Any, blocks: Any, queries: Any, keys: Any, dim: Any, out: Any, stride: Any
+    context: Any, kv_type: Any, columns: Any, blocks: Any, queries: Any, keys: Any, dim: Any, out: Any, stride: Any
 ) -> Any:
     """out[column × stride + block × 64 bytes] = queries[column] · keys of 16 positions, for columns × blocks."""
-    name, width, count = kind.literal_value, columns.literal_value, blocks.literal_value
+    name, width, count = kv_type.literal_value, columns.literal_value, blocks.literal_value
 
     def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Any:
         *_, queries, keys, dim, out, stride = arguments
-        sums = _variables(b, width * count)
-        row_bytes = LANES * CACHE_BYTES[name]
+        sums = _variables(b, [constant(F32X16, 0.0)] * (width * count))
+        row_bytes = LANES * FLOAT_BYTES[name]
         query_bytes, block_bytes = b.mul(dim, constant(I64, 4)), b.mul(dim, constant(I64, row_bytes))
         query_at = [b.add(queries, b.mul(query_bytes, constant(I64, c))) for c in range(width)]
         keys_at = [b.add(keys, b.mul(block_bytes, constant(I64, k))) for k in range(count)]
@@ -65,44 +65,67 @@ def score_tile(
                 simd.store_f32(b, simd.offset(b, row, 64 * block), b.load(sums[column * count + block]))
         return context.get_dummy_value()
 
-    return types.void(kind, columns, blocks, *(types.int64,) * 5), emit
+    return types.void(kv_type, columns, blocks, *(types.int64,) * 5), emit
 
 
 @intrinsic(prefer_literal=True)
 def value_tile(
     context: Any,
-    kind: Any,
+    kv_type: Any,
     columns: Any,
     vectors: Any,
     probabilities: Any,
     stride: Any,
     values: Any,
     dim: Any,
+    first_dim: Any,
     num_positions: Any,
     out: Any,
     out_stride: Any,
 ) -> Any:
-    """out[column × out_stride + 16 vector lanes] = Σ of probabilities[column × stride] × values, over positions."""
-    name, width, count = kind.literal_value, columns.literal_value, vectors.literal_value
+    """out[column × out_stride + first_dim …] += Σ of probabilities[column × stride] × values, over positions."""
+    name, width, count = kv_type.literal_value, columns.literal_value, vectors.literal_value
 
     def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Any:
-        *_, probabilities, stride, values, dim, num_positions, out, out_stride = arguments
-        sums = _variables(b, width * count)
-        size = CACHE_BYTES[name]
+        *_, probabilities, stride, values, dim, first_dim, num_positions, out, out_stride = arguments
+        out = b.add(out, b.mul(first_dim, constant(I64, 4)))
+        sums_at = [
+            simd.offset(b, b.add(out, b.mul(out_stride, constant(I64, column))), 64 * vector)
+            for column in range(width)
+            for vector in range(count)
+        ]
+        sums = _variables(b, [simd.load_f32(b, at) for at in sums_at])
+        size = FLOAT_BYTES[name]
         value_bytes = b.mul(dim, constant(I64, size))
+        first = b.add(values, b.mul(first_dim, constant(I64, size)))
         at = [b.add(probabilities, b.mul(stride, constant(I64, c))) for c in range(width)]
         with cgutils.for_range(b, num_positions) as loop:
-            row = b.add(values, b.mul(loop.index, value_bytes))
+            row = b.add(first, b.mul(loop.index, value_bytes))
             cached = [_load_cached(b, name, simd.offset(b, row, LANES * size * v)) for v in range(count)]
             for column in range(width):
                 p = _broadcast(b, b.add(at[column], b.mul(loop.index, constant(I64, 4))))
                 for vector in range(count):
                     total = sums[column * count + vector]
                     b.store(simd.fma(b, p, cached[vector], b.load(total)), total)
-        for column in range(width):
-            row = b.add(out, b.mul(out_stride, constant(I64, column)))
-            for vector in range(count):
-                simd.store_f32(b, simd.offset(b, row, 64 * vector), b.load(sums[column * count + vector]))
+        for where, total in zip(sums_at, sums, strict=True):
+            simd.store_f32(b, where, b.load(total))
         return context.get_dummy_value()
 
-    return types.void(kind, columns, vectors, *(types.int64,) * 7), emit
+    return types.void(kv_type, columns, vectors, *(types.int64,) * 8), emit
+
+
+@intrinsic(prefer_literal=True)
+def float_value(context: Any, kv_type: Any, values: Any, dim: Any, element: Any, position: Any) -> Any:
+    """A single value of a run of blocks of floats."""
+    name = kv_type.literal_value
+
+    def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Any:
+        _, values, dim, element, position = arguments
+        index = b.add(b.mul(position, dim), element)
+        where = b.add(values, b.mul(index, constant(I64, FLOAT_BYTES[name])))
+        if name == "f32":
+            return simd.load_scalar_f32(b, where)
+        bits = simd.load_u16(b, where)
+        return simd.f16_value(b, bits) if name == "f16" else simd.bf16_value(b, bits)
+
+    return types.float32(kv_type, *(types.int64,) * 4), emit

@@ -13,7 +13,6 @@ from infer.kernels.cpu.recording import Arguments, Run
 from infer.kernels.cpu.records import (
     ADD_NORMALIZED,
     ATTEND,
-    CACHE_BYTES,
     CHUNK,
     EMBED,
     EPILOGUE,
@@ -23,11 +22,12 @@ from infer.kernels.cpu.records import (
     SPLIT_TOKENS,
 )
 from infer.kernels.cpu.table import BARRIER, BARRIER_IF_MANY, NO_BARRIER
+from infer.kv_blocks import LayerCache
+from infer.kv_types import BLOCK_POSITIONS, check_kv_type, key_block_bytes, value_block_bytes
 from infer.weights import Heads, Norm, Projection, Weight
 
 _CACHED_ACTIVATIONS = 1 << 19  # bytes of activations that should stay in a core's cache while weights stream by
 _GROUPS_PER_THREAD = 8  # from here on, threads share out pairs of groups, which a tile does at once
-_KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 def embed(run: Run, table: Weight, scale: float) -> Tensor:
@@ -105,23 +105,22 @@ def _gate_and_up(gate_up: Projection) -> tuple[PackedWeight, int] | None:
     return None
 
 
-def attend(run: Run, qkv: Tensor, heads: Heads, keys: Tensor, values: Tensor) -> Tensor:
-    arguments = _attend_arguments(heads, keys, values)
+def attend(run: Run, qkv: Tensor, heads: Heads, layer: LayerCache) -> Tensor:
+    arguments = _attend_arguments(heads, layer)
     dim, features = heads.head_dim, heads.num_heads * heads.head_dim
     _check_rows(qkv)
     out = run.tensor("attended", run.capacity, features)
     queries = run.tensor("queries", max(run.capacity, run.max_threads), features)
-    chunks = -(-values.shape[2] // CHUNK)
+    chunks = -(-layer.values.shape[2] * BLOCK_POSITIONS // CHUNK)
     split = min(run.capacity, SPLIT_TOKENS)
     partials = run.tensor("partials", split, heads.num_heads, chunks, dim + LANES)
     arguments["qkv"], arguments["out"], arguments["queries"] = qkv.data_ptr(), out.data_ptr(), queries.data_ptr()
     arguments["private_bytes"], arguments["partials"] = 4 * features, partials.data_ptr()
     arguments["num_chunks"] = chunks
-    kind = _KINDS[keys.dtype]
-    keeps = (qkv, heads, keys, values, out, queries, partials)
-    rotate = compiled_address(".attention:make_rotate", ATTEND, kind)
-    walk = compiled_address(".attention:make_attend", ATTEND, kind)
-    few = compiled_address(".attention:make_attend_few", ATTEND, kind)
+    keeps = (qkv, heads, layer, out, queries, partials)
+    rotate = compiled_address(".attention:make_rotate", ATTEND, layer.kv_type)
+    walk = compiled_address(".attention:make_attend", ATTEND, layer.kv_type)
+    few = compiled_address(".attention:make_attend_few", ATTEND, layer.kv_type)
     finish = compiled_address(".attention:make_finish", ATTEND)
     run.append(rotate, arguments, BARRIER_IF_MANY, "rotate", keeps)
     run.append(few, arguments, NO_BARRIER, "chunks", keeps)
@@ -132,14 +131,15 @@ def attend(run: Run, qkv: Tensor, heads: Heads, keys: Tensor, values: Tensor) ->
     return out
 
 
-def _attend_arguments(heads: Heads, keys: Tensor, values: Tensor) -> Arguments:
+def _attend_arguments(heads: Heads, layer: LayerCache) -> Arguments:
     if heads.head_dim > MAX_HEAD_DIM:
         raise InvalidRequestError(f"head_dim must be at most {MAX_HEAD_DIM}, got {heads.head_dim}")
-    if keys.dtype not in _KINDS or values.dtype != keys.dtype:
-        raise InvalidRequestError(f"a cache must be float32, float16 or bfloat16, got {keys.dtype} and {values.dtype}")
-    dim, size = heads.head_dim, CACHE_BYTES[_KINDS[keys.dtype]]
-    if keys.stride()[2:] != (dim * LANES, LANES, 1) or values.stride()[2:] != (dim, 1):
-        raise InvalidRequestError("a head's keys and values must be contiguous")
+    dim, keys, values = heads.head_dim, layer.keys, layer.values
+    check_kv_type(layer.kv_type)
+    sizes = key_block_bytes(layer.kv_type, dim), value_block_bytes(layer.kv_type, dim)
+    for blocks, size in zip((keys, values), sizes, strict=True):
+        if blocks.shape[3] != size or blocks.stride()[2:] != (size, 1):
+            raise InvalidRequestError(f"a head's blocks of {layer.kv_type} must be contiguous and of {size} bytes")
     arguments = np.zeros(1, ATTEND)
     arguments["num_heads"], arguments["num_kv_heads"], arguments["dim"] = heads.num_heads, heads.num_kv_heads, dim
     arguments["window"], arguments["scale"] = heads.window or 0, heads.scale
@@ -154,8 +154,8 @@ def _attend_arguments(heads: Heads, keys: Tensor, values: Tensor) -> Arguments:
         arguments["cos"], arguments["sin"] = heads.rope.cos.data_ptr(), heads.rope.sin.data_ptr()
         arguments["half"] = heads.rope.cos.shape[1]
     arguments["keys"], arguments["values"] = keys.data_ptr(), values.data_ptr()
-    arguments["key_strides"] = [stride * size for stride in keys.stride()[:2]]
-    arguments["value_strides"] = [stride * size for stride in values.stride()[:2]]
+    arguments["key_strides"] = keys.stride()[:2]
+    arguments["value_strides"] = values.stride()[:2]
     return arguments
 
 

@@ -90,7 +90,10 @@ def prune(newest: Path) -> None:
 
 
 # Where kernels of this package take constants from.
-_CONSTANTS = [Path(__file__).parents[2] / "sampling" / name for name in ("noise.py", "weight.py", "sampler.py")]
+_CONSTANTS = [
+    Path(__file__).parents[2] / name
+    for name in ("kv_types.py", "sampling/noise.py", "sampling/weight.py", "sampling/sampler.py")
+]
 
 
 @cache

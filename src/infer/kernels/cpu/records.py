@@ -63,8 +63,6 @@ ADD_NORMALIZED = np.dtype(
 CHUNK = 256  # positions that give one partial result
 SPLIT_TOKENS = 4  # up to this many tokens, the chunks are shared out; beyond, the tokens are
 MAX_HEAD_DIM = 512
-CACHE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-
 
 ATTEND = np.dtype(
     [

@@ -1,0 +1,42 @@
+"""GGML's tensor types as sizes: what they are called, and how many bytes hold how many values."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """`block_size` consecutive values of a row lie in `block_bytes` bytes; a float type is a block of one."""
+
+    name: str
+    ggml_id: int
+    block_size: int
+    block_bytes: int
+
+    @property
+    def is_float(self) -> bool:
+        return self.block_size == 1
+
+    def row_bytes(self, columns: int) -> int:
+        """Bytes of a row; columns must be a multiple of the block."""
+        return columns // self.block_size * self.block_bytes
+
+
+BLOCK_TYPES: dict[str, BlockType] = {
+    kind.name: kind
+    for kind in (
+        BlockType("F32", 0, 1, 4),
+        BlockType("F16", 1, 1, 2),
+        BlockType("BF16", 30, 1, 2),
+        BlockType("Q4_0", 2, 32, 18),
+        BlockType("Q4_1", 3, 32, 20),
+        BlockType("Q5_0", 6, 32, 22),
+        BlockType("Q5_1", 7, 32, 24),
+        BlockType("Q8_0", 8, 32, 34),
+        BlockType("Q2_K", 10, 256, 84),
+        BlockType("Q3_K", 11, 256, 110),
+        BlockType("Q4_K", 12, 256, 144),
+        BlockType("Q5_K", 13, 256, 176),
+        BlockType("Q6_K", 14, 256, 210),
+    )
+}
+FLOAT_TYPES = tuple(name for name, kind in BLOCK_TYPES.items() if kind.is_float)

@@ -1,0 +1,54 @@
+"""What the bytes of a cache block mean, for every kv type, in plain torch: the definition of correct.
+
+A position's key (or value) is stored as a few **parts**, tensors that `encode` makes and `decode` reads:
+
+    f32, f16, bf16    the vector, rounded
+
+A part of a block of keys lies transposed, [dim, 16 positions], so that 16 positions are a vector of the machine;
+a part of a block of values lies as [16 positions, dim].
+"""
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from jaxtyping import Float, Shaped, UInt8
+from torch import Tensor
+
+from infer.kv_types import BLOCK_POSITIONS
+
+_FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+Memory = UInt8[Tensor, "*where bytes"]
+Parts = tuple[Shaped[Tensor, "*where positions size"], ...]
+
+
+@final
+@dataclass(frozen=True)
+class LayerCache:
+    """The blocks of a layer: position p of a row is in block p // 16."""
+
+    kv_type: str
+    keys: UInt8[Tensor, "rows kv_heads blocks key_bytes"]
+    values: UInt8[Tensor, "rows kv_heads blocks value_bytes"]
+
+
+def encode(x: Float[Tensor, "*where dim"], kv_type: str) -> tuple[Tensor, ...]:
+    return (x.to(_FLOATS[kv_type]),)
+
+
+def decode(parts: tuple[Tensor, ...], kv_type: str) -> Float[Tensor, "*where dim"]:
+    """float32"""
+    assert kv_type in _FLOATS
+    return parts[0].float()
+
+
+def key_parts(blocks: Memory, kv_type: str) -> Parts:
+    """Views of blocks of keys: what is written to them is stored."""
+    floats = blocks.view(_FLOATS[kv_type])
+    return (floats.view(*floats.shape[:-1], floats.shape[-1] // BLOCK_POSITIONS, BLOCK_POSITIONS).transpose(-1, -2),)
+
+
+def value_parts(blocks: Memory, kv_type: str) -> Parts:
+    floats = blocks.view(_FLOATS[kv_type])
+    return (floats.view(*floats.shape[:-1], BLOCK_POSITIONS, floats.shape[-1] // BLOCK_POSITIONS),)

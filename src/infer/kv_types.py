@@ -1,0 +1,29 @@
+"""How keys and values may be stored, and what that takes: names and sizes, no torch.
+
+A **cache block** is 16 consecutive positions of one kv head of one layer. Its keys are one contiguous piece of bytes
+and its values another; what lies where in them is known to `kv_blocks` (plain torch, the definition) and to
+`kernels.cpu.cache_blocks` (compiled) alone.
+"""
+
+from infer.errors import InvalidRequestError
+
+BLOCK_POSITIONS = 16
+BYTES_PER_DIM = {"f32": 64, "f16": 32, "bf16": 32}  # of a block, for each of the head's dimensions
+KV_TYPES = tuple(BYTES_PER_DIM)
+
+
+def check_kv_type(kv_type: str) -> None:
+    if kv_type not in BYTES_PER_DIM:
+        raise InvalidRequestError(f"kv_type must be one of {', '.join(KV_TYPES)}, got {kv_type!r:.40}")
+
+
+def key_block_bytes(kv_type: str, head_dim: int) -> int:
+    return BYTES_PER_DIM[kv_type] * head_dim
+
+
+def value_block_bytes(kv_type: str, head_dim: int) -> int:
+    return BYTES_PER_DIM[kv_type] * head_dim
+
+
+def num_blocks(num_positions: int) -> int:
+    return -(-num_positions // BLOCK_POSITIONS)

@@ -98,7 +98,7 @@ class Tables(RuleBasedStateMachine):
             self.content[target] = self.content[source]
         for index in range(start // PAGE, -(-end // PAGE)):
             self.num_written += 1
-            page = self.table.page(row, index)
+            page = self.table.page_by_index(row)[index]
             self.content[page] = self.num_written
             self.expected[row][index:] = [self.num_written]
         self.lengths[row] = end
@@ -138,7 +138,7 @@ class Tables(RuleBasedStateMachine):
     def rows_hold_what_was_written(self) -> None:
         self.table.check_integrity()
         for row, expected in enumerate(self.expected):
-            assert [self.content[self.table.page(row, index)] for index in range(len(expected))] == expected
+            assert [self.content[self.table.page_by_index(row)[index]] for index in range(len(expected))] == expected
             assert self.table.holds(row, 0, self.lengths[row])
 
 

@@ -5,7 +5,7 @@ more rows. A row of `PageTable` holds at most its share of the pool, and the poo
 always be had.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import final
 
 import numpy as np
@@ -23,6 +23,10 @@ class PagePool:
         self._cached: dict[int, None] = {}
         self._page_by_key: dict[bytes, int] = {}
         self._key_by_page: dict[int, bytes] = {}
+
+    @property
+    def num_pages(self) -> int:
+        return len(self._counts)
 
     @property
     def num_held(self) -> int:
@@ -96,7 +100,7 @@ class PageTable:
     def __init__(self, num_rows: int, num_slots: int, page_tokens: int, pages_per_row: int, num_fixed: int = 0) -> None:
         self.page_tokens, self.pages_per_row, self._num_fixed = page_tokens, pages_per_row, num_fixed
         self.pool = PagePool(num_rows * pages_per_row)
-        self.table = np.zeros((num_rows, num_pages(num_slots, page_tokens)), np.int32)
+        self.table = np.zeros((num_rows, num_pages(num_slots, page_tokens)), np.int64)
         self._held: list[dict[int, int]] = [{} for _ in range(num_rows)]
 
     def reserve(self, row: int, start: int, end: int, first_seen: int) -> list[tuple[int, int]]:
@@ -119,6 +123,12 @@ class PageTable:
             else:
                 self.pool.forget(page)
         return copies
+
+    def is_ready(self, row: int, start: int, end: int) -> bool:
+        """Whether the slots [start, end) are the row's own already."""
+        held = self._held[row]
+        indices = range(start // self.page_tokens, num_pages(end, self.page_tokens))
+        return all(index in held and not self.pool.is_shared(held[index]) for index in indices)
 
     def _take(self, row: int, index: int) -> int:
         ring = self.pages_per_row - self._num_fixed
@@ -155,8 +165,14 @@ class PageTable:
         indices = range(first // self.page_tokens, num_pages(end, self.page_tokens))
         return first >= end or all(index in self._held[row] for index in indices)
 
-    def page(self, row: int, index: int) -> int:
-        return self._held[row][index]
+    def page_by_index(self, row: int) -> dict[int, int]:
+        """All that the row holds."""
+        return dict(self._held[row])
+
+    def hold_new(self, row: int, indices: Iterable[int]) -> None:
+        """Pages with these indices for an empty row."""
+        for index in indices:
+            self._held[row][index] = self.table[row, index] = self._take(row, index)
 
     def share(self, row: int, source_row: int) -> None:
         """Replace a row's pages by another's; who writes to one first gets a copy."""

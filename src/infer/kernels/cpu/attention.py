@@ -1,9 +1,10 @@
-"""Attention over a cache: rotate and append, attend in chunks of positions, merge and quantise.
+"""Attention over a cache: rotate and append, attend in chunks of slots, merge and quantise.
 
-The positions are cut into chunks of 256, always at multiples of 256. A chunk gives a partial result for a query,
+A row's slots are cut into chunks of 256, always at multiples of 256. A chunk gives a partial result for a query,
 (largest score m, Σ e^(s − m), Σ e^(s − m) v), and a query's partials are merged in the order of the chunks
 (online softmax, arXiv:1805.02867). A few tokens share the chunks out over threads, many tokens walk them in sequence
 with the keys and values of a chunk in the cache: the same partials, merged in the same order, so the same bits.
+A chunk may lie in several pages: its sums go on from one to the next, so that bits do not depend on pages either.
 
 Queries lie rotated and scaled as [kv head, token, query head of the group, dim]: the columns of a tile are neighbours.
 """
@@ -73,11 +74,27 @@ def _rotate_head(x, weight, eps, cos, sin, half, dim, scale, out):  # type: igno
 
 
 @njit(inline="always")
-def _block_at(kv_type, args, row, kv, block):  # type: ignore[no-untyped-def]
-    """Where a head's block of keys lies, and that of values."""
-    keys = args.keys + row * args.key_strides[0] + kv * args.key_strides[1]
-    values = args.values + row * args.value_strides[0] + kv * args.value_strides[1]
-    return keys + block * key_bytes(kv_type, args.dim), values + block * value_bytes(kv_type, args.dim)
+def _block_at(kv_type, args, row, kv, slot):  # type: ignore[no-untyped-def]
+    """Where a head's block of keys lies that has the slot, and that of values."""
+    page = load_i64(args.table + 8 * (row * args.table_stride + (slot >> args.page_bits)))
+    block = ((page << args.page_bits) + (slot & ((1 << args.page_bits) - 1))) // LANES
+    keys = args.keys + kv * args.key_stride + block * key_bytes(kv_type, args.dim)
+    return keys, args.values + kv * args.value_stride + block * value_bytes(kv_type, args.dim)
+
+
+@njit
+def _end_of_run(args, row, slot, end):  # type: ignore[no-untyped-def]
+    """How far the slots from `slot` on, before `end`, lie one behind the other in memory."""
+    index = slot >> args.page_bits
+    entry, stop = args.table + 8 * (row * args.table_stride + index), (index + 1) << args.page_bits
+    while stop < end and load_i64(entry + 8) == load_i64(entry) + 1:
+        entry, stop = entry + 8, stop + (1 << args.page_bits)
+    return min(stop, end)
+
+
+@njit(inline="always")
+def _slot(args, row, position):  # type: ignore[no-untyped-def]
+    return position - load_i64(args.shifts + 8 * row)
 
 
 def make_rotate(kv_type: str) -> Callable[..., None]:
@@ -103,34 +120,49 @@ def make_rotate(kv_type: str) -> Callable[..., None]:
             for head in range(kv_heads):
                 k = x + 4 * dim * (args.num_heads + head)
                 _rotate_head(k, args.norms[1], args.eps[1], cos, sin, args.half, dim, np.float32(1), rotated)
-                keys, values = _block_at(kv_type, args, row, head, position // LANES)
-                put_key(keys, position % LANES, dim, rotated)
-                put_value(values, position % LANES, dim, k + 4 * dim * kv_heads)
+                slot = _slot(args, row, position)
+                keys, values = _block_at(kv_type, args, row, head, slot)
+                put_key(keys, slot % LANES, dim, rotated)
+                put_value(values, slot % LANES, dim, k + 4 * dim * kv_heads)
 
     return rotate
 
 
+@njit(inline="always")
+def _seen_lanes(at, sinks, low, high, x):  # type: ignore[no-untyped-def]
+    """Slots [at, at + 16) of a chunk, −infinity where they are neither in [0, sinks) nor in [low, high)."""
+    seen = simd.keep_lanes(np.int32(low - at), np.int32(high - at), x)
+    if at < sinks:
+        seen = simd.maximum(seen, simd.keep_lanes(np.int32(-at), np.int32(sinks - at), x))
+    return seen
+
+
 @njit
-def _softmax_part(scores, first, end, low, high, softcap):  # type: ignore[no-untyped-def]
-    """Scores → e^(s − m) in place over [first, end), which are multiples of 16; only [low, high) is seen. (m, sum)."""
-    if softcap != np.float32(0):
-        for at in range(first, end, LANES):
-            capped = splat_f32(softcap) * simd.tanh(load_f32(scores + 4 * at) / splat_f32(softcap))
-            store_f32(scores + 4 * at, capped)
+def _softmax_part(scores, parts, sinks, low, high, softcap):  # type: ignore[no-untyped-def]
+    """Scores → e^(s − m) in place over the parts; only [0, sinks) and [low, high) are seen. (m, sum)."""
+    gap, first, end = parts
+    begin = 0 if gap > 0 else first
     largest = splat_f32(_NEVER)
-    for at in range(first, end, LANES):
-        seen = simd.keep_lanes(np.int32(low - at), np.int32(high - at), load_f32(scores + 4 * at))
+    at = begin
+    while at < end:
+        score = load_f32(scores + 4 * at)
+        if softcap != np.float32(0):
+            score = splat_f32(softcap) * simd.tanh(score / splat_f32(softcap))
+        seen = _seen_lanes(at, sinks, low, high, score)
         store_f32(scores + 4 * at, seen)
         largest = simd.maximum(seen, largest)
+        at = first if at + LANES == gap else at + LANES
     m = simd.max_f32(largest)
     total = splat_f32(np.float32(0))
     if m == _NEVER:
         return m, np.float32(0)
     shift = splat_f32(m)
-    for at in range(first, end, LANES):
+    at = begin
+    while at < end:
         p = simd.exp(load_f32(scores + 4 * at) - shift)
         store_f32(scores + 4 * at, p)
         total = total + p
+        at = first if at + LANES == gap else at + LANES
     return m, simd.sum_f32(total)
 
 
@@ -174,30 +206,81 @@ def _divide(partial, dim, out):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _first_seen(position, window):  # type: ignore[no-untyped-def]
-    return 0 if window == 0 else max(0, position + 1 - window)
+def _first_seen(slot, window):  # type: ignore[no-untyped-def]
+    return 0 if window == 0 else max(0, slot + 1 - window)
+
+
+@njit
+def _chunks_seen(args, row, slot):  # type: ignore[no-untyped-def]
+    """A token sees something of the first so many chunks, nothing of so many behind them, and of the rest up to its
+    own."""
+    sinks = min(load_i64(args.sinks + 8 * row), slot + 1)
+    num_first = (sinks + CHUNK - 1) // CHUNK
+    return num_first, max(0, _first_seen(slot, load_i64(args.windows + 8 * row)) // CHUNK - num_first)
+
+
+@njit
+def _seen_of_chunk(args, row, chunk, slot):  # type: ignore[no-untyped-def]
+    """A token sees [0, sinks) and [low, high) of a chunk."""
+    start = chunk * CHUNK
+    high = min(CHUNK, slot + 1 - start)
+    low = max(0, _first_seen(slot, load_i64(args.windows + 8 * row)) - start)
+    sinks = min(load_i64(args.sinks + 8 * row) - start, CHUNK)
+    if sinks >= low:
+        return 0, 0, high
+    return max(0, sinks), min(low, max(0, high)), high
+
+
+@njit
+def _parts_of_chunk(sinks, low, high):  # type: ignore[no-untyped-def]
+    """[0, gap) and [first, end) are the blocks that have what is seen; gap is 0 where one part has it all."""
+    gap, first, end = _up(sinks), low // LANES * LANES, _up(high)
+    if gap == 0:
+        return 0, first, end
+    return (gap, first, end) if gap < first else (0, 0, max(end, gap))
 
 
 @njit(inline="always")
-def _seen_of_chunk(chunk, window, position):  # type: ignore[no-untyped-def]
-    """The positions [low, high) of a chunk that a query sees."""
-    return max(0, _first_seen(position, window) - chunk * CHUNK), min(CHUNK, position + 1 - chunk * CHUNK)
+def _up(slots):  # type: ignore[no-untyped-def]
+    return (slots + LANES - 1) // LANES * LANES
 
 
 @njit(inline="always")
-def _same_position(kv_type, columns, args, cached, q, low, high, scores, out, out_stride):  # type: ignore[no-untyped-def]
+def _scores(kv_type, columns, args, row, kv, chunk, parts, q, out):  # type: ignore[no-untyped-def]
+    """Scores of a chunk's parts, as [column, 256]."""
+    start, (gap, first, end) = chunk * CHUNK, parts
+    at = 0 if gap > 0 else first
+    while at < end:
+        run = _end_of_run(args, row, start + at, start + (gap if at < gap else end)) - start
+        keys, _ = _block_at(kv_type, args, row, kv, start + at)
+        block_scores(kv_type, columns, q, args.dim, keys, (run - at) // LANES, out + 4 * at)
+        at = first if run == gap else run
+
+
+@njit(inline="always")
+def _add_values(kv_type, columns, args, row, kv, chunk, parts, seen, p, out, out_stride):  # type: ignore[no-untyped-def]
+    """out[column] += Σ p × values over a chunk's parts, of which no more than [0, sinks) and [.., high) counts."""
+    start, (gap, first, _), (sinks, high) = chunk * CHUNK, parts, seen
+    at = 0 if gap > 0 else first
+    while at < high or at < gap:
+        run = _end_of_run(args, row, start + at, start + (sinks if at < gap else high)) - start
+        _, values = _block_at(kv_type, args, row, kv, start + at)
+        add_values(kv_type, columns, p + 4 * at, args.dim, values, run - at, out, out_stride)
+        at = first if gap > 0 and run == sinks else run
+
+
+@njit(inline="always")
+def _same_slot(kv_type, columns, args, row, kv, chunk, seen, q, scores, out, out_stride):  # type: ignore[no-untyped-def]
     """Partials of a few heads that share keys, for one token."""
-    dim, softcap = args.dim, args.softcap
-    first, end = low // LANES * LANES, (high + LANES - 1) // LANES * LANES
-    keys = cached[0] + first // LANES * key_bytes(kv_type, dim)
-    block_scores(kv_type, columns, q, dim, keys, (end - first) // LANES, scores + 4 * first)
+    dim, (sinks, low, high) = args.dim, seen
+    parts = _parts_of_chunk(sinks, low, high)
+    _scores(kv_type, columns, args, row, kv, chunk, parts, q, scores)
     for column in range(columns):
         _clear(out + column * out_stride, dim)
-        m, part = _softmax_part(scores + 4 * CHUNK * column, first, end, low, high, softcap)
+        m, part = _softmax_part(scores + 4 * CHUNK * column, parts, sinks, low, high, args.softcap)
         store_scalar_f32(out + column * out_stride + 4 * dim, m)
         store_scalar_f32(out + column * out_stride + 4 * dim + 4, part)
-    values = cached[1] + first // LANES * value_bytes(kv_type, dim)
-    add_values(kv_type, columns, scores + 4 * first, dim, values, high - first, out, out_stride)
+    _add_values(kv_type, columns, args, row, kv, chunk, parts, (sinks, high), scores, out, out_stride)
 
 
 def make_attend_few(kv_type: str) -> Callable[..., None]:
@@ -205,7 +288,7 @@ def make_attend_few(kv_type: str) -> Callable[..., None]:
 
     def attend_few(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
-        tokens, dim, heads, window = state.num_tokens, args.dim, args.num_heads, args.window
+        tokens, dim, heads = state.num_tokens, args.dim, args.num_heads
         if tokens > SPLIT_TOKENS:
             return
         group, stride = heads // args.num_kv_heads, 4 * (dim + LANES) * args.num_chunks
@@ -213,54 +296,57 @@ def make_attend_few(kv_type: str) -> Callable[..., None]:
         scores = simd.stack(_SCORE_BYTES)
         total = 0
         for token in range(tokens):
-            position = load_i64(state.positions + 8 * token)
-            total += (position // CHUNK + 1 - _first_seen(position, window) // CHUNK) * heads
+            row = load_i64(state.rows + 8 * token)
+            slot = _slot(args, row, load_i64(state.positions + 8 * token))
+            total += (slot // CHUNK + 1 - _chunks_seen(args, row, slot)[1]) * heads
         begin, stop, item = total * thread // num_threads, total * (thread + 1) // num_threads, 0
         for token in range(tokens):
-            position, row = load_i64(state.positions + 8 * token), load_i64(state.rows + 8 * token)
-            for chunk in range(_first_seen(position, window) // CHUNK, position // CHUNK + 1):
-                low, high = _seen_of_chunk(chunk, window, position)
+            row = load_i64(state.rows + 8 * token)
+            slot = _slot(args, row, load_i64(state.positions + 8 * token))
+            num_first, num_skipped = _chunks_seen(args, row, slot)
+            for index in range(slot // CHUNK + 1 - num_skipped):
                 head, last = max(0, begin - item), min(heads, stop - item)
                 item += heads
+                if head >= last:
+                    continue
+                chunk = index if index < num_first else index + num_skipped
+                seen = _seen_of_chunk(args, row, chunk, slot)
                 while head < last:
                     kv = head // group
                     count = min(last, (kv + 1) * group) - head
-                    cached = _block_at(kv_type, args, row, kv, chunk * CHUNK // LANES)
                     q = queries + 4 * dim * ((kv * tokens + token) * group + head % group)
                     out = args.partials + (token * heads + head) * stride + chunk * 4 * (dim + LANES)
                     if count >= 4:
-                        _same_position(kv_type, 4, args, cached, q, low, high, scores, out, stride)
+                        _same_slot(kv_type, 4, args, row, kv, chunk, seen, q, scores, out, stride)
                         head += 4
                     elif count >= 2:
-                        _same_position(kv_type, 2, args, cached, q, low, high, scores, out, stride)
+                        _same_slot(kv_type, 2, args, row, kv, chunk, seen, q, scores, out, stride)
                         head += 2
                     else:
-                        _same_position(kv_type, 1, args, cached, q, low, high, scores, out, stride)
+                        _same_slot(kv_type, 1, args, row, kv, chunk, seen, q, scores, out, stride)
                         head += 1
 
     return attend_few
 
 
 @njit(inline="always")
-def _consecutive(kv_type, width, args, chunk, cached, position, column, q, scores, sums, results):  # type: ignore[no-untyped-def]
-    """Merge a chunk into the results of `width` queries from `column` on, whose first token is at `position`."""
-    dim, group, window = args.dim, args.num_heads // args.num_kv_heads, args.window
+def _consecutive(kv_type, width, args, row, kv, chunk, slot, column, q, scores, sums, results):  # type: ignore[no-untyped-def]
+    """Merge a chunk into the results of `width` queries from `column` on, whose first token is at `slot`."""
+    dim, group = args.dim, args.num_heads // args.num_kv_heads
     partial_bytes = 4 * (dim + LANES)
-    low, _ = _seen_of_chunk(chunk, window, position + column // group)
-    _, high = _seen_of_chunk(chunk, window, position + (column + width - 1) // group)
-    if low >= high:
+    sinks, low, _ = _seen_of_chunk(args, row, chunk, slot + column // group)
+    _, _, high = _seen_of_chunk(args, row, chunk, slot + (column + width - 1) // group)
+    if low >= high and sinks == 0:
         return
-    first, end = low // LANES * LANES, (high + LANES - 1) // LANES * LANES
-    keys = cached[0] + first // LANES * key_bytes(kv_type, dim)
-    block_scores(kv_type, width, q, dim, keys, (end - first) // LANES, scores + 4 * first)
+    parts = _parts_of_chunk(sinks, low, high)
+    _scores(kv_type, width, args, row, kv, chunk, parts, q, scores)
     for i in range(width):
         _clear(sums + i * partial_bytes, dim)
-        seen, bound = _seen_of_chunk(chunk, window, position + (column + i) // group)
-        m, part = _softmax_part(scores + 4 * CHUNK * i, first, end, seen, bound, args.softcap)
+        own_sinks, own_low, own_high = _seen_of_chunk(args, row, chunk, slot + (column + i) // group)
+        m, part = _softmax_part(scores + 4 * CHUNK * i, parts, own_sinks, own_low, own_high, args.softcap)
         store_scalar_f32(sums + i * partial_bytes + 4 * dim, m)
         store_scalar_f32(sums + i * partial_bytes + 4 * dim + 4, part)
-    values = cached[1] + first // LANES * value_bytes(kv_type, dim)
-    add_values(kv_type, width, scores + 4 * first, dim, values, high - first, sums, partial_bytes)
+    _add_values(kv_type, width, args, row, kv, chunk, parts, (sinks, high), scores, sums, partial_bytes)
     for i in range(width):
         _merge(results + i * partial_bytes, sums + i * partial_bytes, dim)
 
@@ -287,7 +373,7 @@ def make_attend(kv_type: str) -> Callable[..., None]:
         token, item = 0, 0
         while token < tokens:
             row, run = _run_length(state, token)
-            run_position = load_i64(state.positions + 8 * token)
+            run_slot = _slot(args, row, load_i64(state.positions + 8 * token))
             for kv in range(kv_heads):
                 for start in range(0, run * group, _COLUMNS_PER_ITEM):
                     item += 1
@@ -297,20 +383,17 @@ def make_attend(kv_type: str) -> Callable[..., None]:
                     q = args.queries + 4 * dim * ((kv * tokens + token) * group + start)
                     for column in range(count):
                         _clear(results + column * partial_bytes, dim)
-                    left, right = run_position + start // group, run_position + (start + count - 1) // group
-                    for chunk in range(_first_seen(left, args.window) // CHUNK, right // CHUNK + 1):
-                        cached, at = _block_at(kv_type, args, row, kv, chunk * CHUNK // LANES), 0
+                    left, right = run_slot + start // group, run_slot + (start + count - 1) // group
+                    num_first, num_skipped = _chunks_seen(args, row, left)
+                    for number in range(right // CHUNK + 1 - num_skipped):
+                        chunk, at = number if number < num_first else number + num_skipped, 0
                         while at < count:
                             index, to, query = start + at, results + at * partial_bytes, q + 4 * dim * at
                             if count - at >= _COLUMNS:
-                                _consecutive(
-                                    kv_type, 8, args, chunk, cached, run_position, index, query, scores, sums, to
-                                )
+                                _consecutive(kv_type, 8, args, row, kv, chunk, run_slot, index, query, scores, sums, to)
                                 at += _COLUMNS
                             else:
-                                _consecutive(
-                                    kv_type, 1, args, chunk, cached, run_position, index, query, scores, sums, to
-                                )
+                                _consecutive(kv_type, 1, args, row, kv, chunk, run_slot, index, query, scores, sums, to)
                                 at += 1
                     for column in range(count):
                         index = start + column
@@ -334,12 +417,15 @@ def make_finish() -> Callable[..., None]:
         num_records, record_bytes = heads * dim // BLOCK, BLOCK * args.planes + 16
         for item in range(items * thread // num_threads, items * (thread + 1) // num_threads):
             token, first = item // (heads // per_item), item % (heads // per_item) * per_item
-            position = load_i64(state.positions + 8 * token)
+            row = load_i64(state.rows + 8 * token)
+            slot = _slot(args, row, load_i64(state.positions + 8 * token))
             out = args.out + 4 * dim * (token * heads + first)
             if tokens <= SPLIT_TOKENS:
+                num_first, num_skipped = _chunks_seen(args, row, slot)
                 for head in range(first, first + per_item):
                     _clear(result, dim)
-                    for chunk in range(_first_seen(position, args.window) // CHUNK, position // CHUNK + 1):
+                    for index in range(slot // CHUNK + 1 - num_skipped):
+                        chunk = index if index < num_first else index + num_skipped
                         at = args.partials + ((token * heads + head) * args.num_chunks + chunk) * partial_bytes
                         _merge(result, at, dim)
                     _divide(result, dim, out + 4 * dim * (head - first))

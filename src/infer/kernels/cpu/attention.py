@@ -95,19 +95,12 @@ def make_rotate(kv_type: str) -> Callable[..., None]:
                 rotate_head(x + 4 * dim * head, weight, factor, cos, sin, args.half, dim, args.scale, to)
             for head in range(kv_heads):
                 k = x + 4 * dim * (args.num_heads + head)
-<<<<<<< HEAD
-                _rotate_head(k, args.norms[1], args.eps[1], cos, sin, args.half, dim, np.float32(1), rotated)
+                weight, factor = norm_of_head(args, 1, k, head, of_all_k)
+                rotate_head(k, weight, factor, cos, sin, args.half, dim, np.float32(1), rotated)
                 slot = _slot(args, row, position)
                 keys, values = _block_at(kv_type, args, row, head, slot)
                 put_key(keys, slot % LANES, dim, rotated)
                 put_value(values, slot % LANES, dim, k + 4 * dim * kv_heads)
-=======
-                weight, factor = norm_of_head(args, 1, k, head, of_all_k)
-                rotate_head(k, weight, factor, cos, sin, args.half, dim, np.float32(1), rotated)
-                keys, values = _block_at(kv_type, args, row, head, position // LANES)
-                put_key(keys, position % LANES, dim, rotated)
-                put_value(values, position % LANES, dim, k + 4 * dim * kv_heads)
->>>>>>> main
 
     return rotate
 
@@ -122,24 +115,16 @@ def _seen_lanes(at, sinks, low, high, x):  # type: ignore[no-untyped-def]
 
 
 @njit
-<<<<<<< HEAD
 def _softmax_part(scores, parts, sinks, low, high, softcap):  # type: ignore[no-untyped-def]
     """Scores → e^(s − m) in place over the parts; only [0, sinks) and [low, high) are seen. (m, sum)."""
     gap, first, end = parts
     begin = 0 if gap > 0 else first
-=======
-def _softmax_part(scores, first, end, low, high, softcap):  # type: ignore[no-untyped-def]
-    """Scores → e^(s − m) in place over [first, end), which are multiples of 16; only [low, high) is seen. (m, sum)."""
-    if softcap != np.float32(0):
-        for at in range(first, end, LANES):
-            store_f32(scores + 4 * at, softcapped(load_f32(scores + 4 * at), softcap))
->>>>>>> main
     largest = splat_f32(_NEVER)
     at = begin
     while at < end:
         score = load_f32(scores + 4 * at)
         if softcap != np.float32(0):
-            score = splat_f32(softcap) * simd.tanh(score / splat_f32(softcap))
+            score = softcapped(score, softcap)
         seen = _seen_lanes(at, sinks, low, high, score)
         store_f32(scores + 4 * at, seen)
         largest = simd.maximum(seen, largest)

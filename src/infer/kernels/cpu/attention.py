@@ -16,13 +16,16 @@ from numba import carray, njit
 
 from infer.kernels.cpu import simd
 from infer.kernels.cpu.activations import quantize_block, record_address
-from infer.kernels.cpu.cache_blocks import (
-    add_values,
-    block_scores,
-    key_bytes,
-    make_put_key,
-    make_put_value,
-    value_bytes,
+from infer.kernels.cpu.cache_blocks import make_put_key, make_put_value
+from infer.kernels.cpu.cache_slots import (
+    add_chunk_values,
+    block_at,
+    chunk_scores,
+    chunks_seen,
+    parts_of_chunk,
+    seen_lanes,
+    seen_of_chunk,
+    slot_of,
 )
 from infer.kernels.cpu.curves import softcapped
 from infer.kernels.cpu.layouts import BLOCK, LANES
@@ -44,30 +47,6 @@ _SUM_BYTES = 4 * _COLUMNS * (MAX_HEAD_DIM + LANES)
 _RESULT_BYTES = 4 * _COLUMNS_PER_ITEM * (MAX_HEAD_DIM + LANES)
 _HEAD_BYTES = 4 * (MAX_HEAD_DIM + LANES)
 _NEVER = np.float32(-np.inf)
-
-
-@njit(inline="always")
-def _block_at(kv_type, args, row, kv, slot):  # type: ignore[no-untyped-def]
-    """Where a head's block of keys lies that has the slot, and that of values."""
-    page = load_i64(args.table + 8 * (row * args.table_stride + (slot >> args.page_bits)))
-    block = ((page << args.page_bits) + (slot & ((1 << args.page_bits) - 1))) // LANES
-    keys = args.keys + kv * args.key_stride + block * key_bytes(kv_type, args.dim)
-    return keys, args.values + kv * args.value_stride + block * value_bytes(kv_type, args.dim)
-
-
-@njit
-def _end_of_run(args, row, slot, end):  # type: ignore[no-untyped-def]
-    """How far the slots from `slot` on, before `end`, lie one behind the other in memory."""
-    index = slot >> args.page_bits
-    entry, stop = args.table + 8 * (row * args.table_stride + index), (index + 1) << args.page_bits
-    while stop < end and load_i64(entry + 8) == load_i64(entry) + 1:
-        entry, stop = entry + 8, stop + (1 << args.page_bits)
-    return min(stop, end)
-
-
-@njit(inline="always")
-def _slot(args, row, position):  # type: ignore[no-untyped-def]
-    return position - load_i64(args.shifts + 8 * row)
 
 
 def make_rotate(kv_type: str) -> Callable[..., None]:
@@ -97,21 +76,12 @@ def make_rotate(kv_type: str) -> Callable[..., None]:
                 k = x + 4 * dim * (args.num_heads + head)
                 weight, factor = norm_of_head(args, 1, k, head, of_all_k)
                 rotate_head(k, weight, factor, cos, sin, args.half, dim, np.float32(1), rotated)
-                slot = _slot(args, row, position)
-                keys, values = _block_at(kv_type, args, row, head, slot)
+                slot = slot_of(args, row, position)
+                keys, values = block_at(kv_type, args, row, head, slot)
                 put_key(keys, slot % LANES, dim, rotated)
                 put_value(values, slot % LANES, dim, k + 4 * dim * kv_heads)
 
     return rotate
-
-
-@njit(inline="always")
-def _seen_lanes(at, sinks, low, high, x):  # type: ignore[no-untyped-def]
-    """Slots [at, at + 16) of a chunk, −infinity where they are neither in [0, sinks) nor in [low, high)."""
-    seen = simd.keep_lanes(np.int32(low - at), np.int32(high - at), x)
-    if at < sinks:
-        seen = simd.maximum(seen, simd.keep_lanes(np.int32(-at), np.int32(sinks - at), x))
-    return seen
 
 
 @njit
@@ -125,7 +95,7 @@ def _softmax_part(scores, parts, sinks, low, high, softcap):  # type: ignore[no-
         score = load_f32(scores + 4 * at)
         if softcap != np.float32(0):
             score = softcapped(score, softcap)
-        seen = _seen_lanes(at, sinks, low, high, score)
+        seen = seen_lanes(at, sinks, low, high, score)
         store_f32(scores + 4 * at, seen)
         largest = simd.maximum(seen, largest)
         at = first if at + LANES == gap else at + LANES
@@ -183,81 +153,17 @@ def _divide(partial, dim, out):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _first_seen(slot, window):  # type: ignore[no-untyped-def]
-    return 0 if window == 0 else max(0, slot + 1 - window)
-
-
-@njit
-def _chunks_seen(args, row, slot):  # type: ignore[no-untyped-def]
-    """A token sees something of the first so many chunks, nothing of so many behind them, and of the rest up to its
-    own."""
-    sinks = min(load_i64(args.sinks + 8 * row), slot + 1)
-    num_first = (sinks + CHUNK - 1) // CHUNK
-    return num_first, max(0, _first_seen(slot, load_i64(args.windows + 8 * row)) // CHUNK - num_first)
-
-
-@njit
-def _seen_of_chunk(args, row, chunk, slot):  # type: ignore[no-untyped-def]
-    """A token sees [0, sinks) and [low, high) of a chunk."""
-    start = chunk * CHUNK
-    high = min(CHUNK, slot + 1 - start)
-    low = max(0, _first_seen(slot, load_i64(args.windows + 8 * row)) - start)
-    sinks = min(load_i64(args.sinks + 8 * row) - start, CHUNK)
-    if sinks >= low:
-        return 0, 0, high
-    return max(0, sinks), min(low, max(0, high)), high
-
-
-@njit
-def _parts_of_chunk(sinks, low, high):  # type: ignore[no-untyped-def]
-    """[0, gap) and [first, end) are the blocks that have what is seen; gap is 0 where one part has it all."""
-    gap, first, end = _up(sinks), low // LANES * LANES, _up(high)
-    if gap == 0:
-        return 0, first, end
-    return (gap, first, end) if gap < first else (0, 0, max(end, gap))
-
-
-@njit(inline="always")
-def _up(slots):  # type: ignore[no-untyped-def]
-    return (slots + LANES - 1) // LANES * LANES
-
-
-@njit(inline="always")
-def _scores(kv_type, columns, args, row, kv, chunk, parts, q, out):  # type: ignore[no-untyped-def]
-    """Scores of a chunk's parts, as [column, 256]."""
-    start, (gap, first, end) = chunk * CHUNK, parts
-    at = 0 if gap > 0 else first
-    while at < end:
-        run = _end_of_run(args, row, start + at, start + (gap if at < gap else end)) - start
-        keys, _ = _block_at(kv_type, args, row, kv, start + at)
-        block_scores(kv_type, columns, q, args.dim, keys, (run - at) // LANES, out + 4 * at)
-        at = first if run == gap else run
-
-
-@njit(inline="always")
-def _add_values(kv_type, columns, args, row, kv, chunk, parts, seen, p, out, out_stride):  # type: ignore[no-untyped-def]
-    """out[column] += Σ p × values over a chunk's parts, of which no more than [0, sinks) and [.., high) counts."""
-    start, (gap, first, _), (sinks, high) = chunk * CHUNK, parts, seen
-    at = 0 if gap > 0 else first
-    while at < high or at < gap:
-        run = _end_of_run(args, row, start + at, start + (sinks if at < gap else high)) - start
-        _, values = _block_at(kv_type, args, row, kv, start + at)
-        add_values(kv_type, columns, p + 4 * at, args.dim, values, run - at, out, out_stride)
-        at = first if gap > 0 and run == sinks else run
-
-
-@njit(inline="always")
 def _same_slot(kv_type, columns, args, row, kv, chunk, seen, q, scores, out, out_stride):  # type: ignore[no-untyped-def]
     """Partials of a few heads that share keys, for one token."""
     dim, (sinks, low, high) = args.dim, seen
-    parts = _parts_of_chunk(sinks, low, high)
-    _scores(kv_type, columns, args, row, kv, chunk, parts, q, scores)
+    parts = parts_of_chunk(sinks, low, high)
+    chunk_scores(kv_type, columns, args, row, kv, chunk, parts, q, scores)
     for column in range(columns):
         _clear(out + column * out_stride, dim)
         m, part = _softmax_part(scores + 4 * CHUNK * column, parts, sinks, low, high, args.softcap)
         store_scalar_f32(out + column * out_stride + 4 * dim, m)
         store_scalar_f32(out + column * out_stride + 4 * dim + 4, part)
-    _add_values(kv_type, columns, args, row, kv, chunk, parts, (sinks, high), scores, out, out_stride)
+    add_chunk_values(kv_type, columns, args, row, kv, chunk, parts, (sinks, high), scores, out, out_stride)
 
 
 def make_attend_few(kv_type: str) -> Callable[..., None]:
@@ -274,20 +180,20 @@ def make_attend_few(kv_type: str) -> Callable[..., None]:
         total = 0
         for token in range(tokens):
             row = load_i64(state.rows + 8 * token)
-            slot = _slot(args, row, load_i64(state.positions + 8 * token))
-            total += (slot // CHUNK + 1 - _chunks_seen(args, row, slot)[1]) * heads
+            slot = slot_of(args, row, load_i64(state.positions + 8 * token))
+            total += (slot // CHUNK + 1 - chunks_seen(args, row, slot)[1]) * heads
         begin, stop, item = total * thread // num_threads, total * (thread + 1) // num_threads, 0
         for token in range(tokens):
             row = load_i64(state.rows + 8 * token)
-            slot = _slot(args, row, load_i64(state.positions + 8 * token))
-            num_first, num_skipped = _chunks_seen(args, row, slot)
+            slot = slot_of(args, row, load_i64(state.positions + 8 * token))
+            num_first, num_skipped = chunks_seen(args, row, slot)
             for index in range(slot // CHUNK + 1 - num_skipped):
                 head, last = max(0, begin - item), min(heads, stop - item)
                 item += heads
                 if head >= last:
                     continue
                 chunk = index if index < num_first else index + num_skipped
-                seen = _seen_of_chunk(args, row, chunk, slot)
+                seen = seen_of_chunk(args, row, chunk, slot)
                 while head < last:
                     kv = head // group
                     count = min(last, (kv + 1) * group) - head
@@ -311,19 +217,19 @@ def _consecutive(kv_type, width, args, row, kv, chunk, slot, column, q, scores, 
     """Merge a chunk into the results of `width` queries from `column` on, whose first token is at `slot`."""
     dim, group = args.dim, args.num_heads // args.num_kv_heads
     partial_bytes = 4 * (dim + LANES)
-    sinks, low, _ = _seen_of_chunk(args, row, chunk, slot + column // group)
-    _, _, high = _seen_of_chunk(args, row, chunk, slot + (column + width - 1) // group)
+    sinks, low, _ = seen_of_chunk(args, row, chunk, slot + column // group)
+    _, _, high = seen_of_chunk(args, row, chunk, slot + (column + width - 1) // group)
     if low >= high and sinks == 0:
         return
-    parts = _parts_of_chunk(sinks, low, high)
-    _scores(kv_type, width, args, row, kv, chunk, parts, q, scores)
+    parts = parts_of_chunk(sinks, low, high)
+    chunk_scores(kv_type, width, args, row, kv, chunk, parts, q, scores)
     for i in range(width):
         _clear(sums + i * partial_bytes, dim)
-        own_sinks, own_low, own_high = _seen_of_chunk(args, row, chunk, slot + (column + i) // group)
+        own_sinks, own_low, own_high = seen_of_chunk(args, row, chunk, slot + (column + i) // group)
         m, part = _softmax_part(scores + 4 * CHUNK * i, parts, own_sinks, own_low, own_high, args.softcap)
         store_scalar_f32(sums + i * partial_bytes + 4 * dim, m)
         store_scalar_f32(sums + i * partial_bytes + 4 * dim + 4, part)
-    _add_values(kv_type, width, args, row, kv, chunk, parts, (sinks, high), scores, sums, partial_bytes)
+    add_chunk_values(kv_type, width, args, row, kv, chunk, parts, (sinks, high), scores, sums, partial_bytes)
     for i in range(width):
         _merge(results + i * partial_bytes, sums + i * partial_bytes, dim)
 
@@ -350,7 +256,7 @@ def make_attend(kv_type: str) -> Callable[..., None]:
         token, item = 0, 0
         while token < tokens:
             row, run = _run_length(state, token)
-            run_slot = _slot(args, row, load_i64(state.positions + 8 * token))
+            run_slot = slot_of(args, row, load_i64(state.positions + 8 * token))
             for kv in range(kv_heads):
                 for start in range(0, run * group, _COLUMNS_PER_ITEM):
                     item += 1
@@ -361,7 +267,7 @@ def make_attend(kv_type: str) -> Callable[..., None]:
                     for column in range(count):
                         _clear(results + column * partial_bytes, dim)
                     left, right = run_slot + start // group, run_slot + (start + count - 1) // group
-                    num_first, num_skipped = _chunks_seen(args, row, left)
+                    num_first, num_skipped = chunks_seen(args, row, left)
                     for number in range(right // CHUNK + 1 - num_skipped):
                         chunk, at = number if number < num_first else number + num_skipped, 0
                         while at < count:
@@ -395,10 +301,10 @@ def make_finish() -> Callable[..., None]:
         for item in range(items * thread // num_threads, items * (thread + 1) // num_threads):
             token, first = item // (heads // per_item), item % (heads // per_item) * per_item
             row = load_i64(state.rows + 8 * token)
-            slot = _slot(args, row, load_i64(state.positions + 8 * token))
+            slot = slot_of(args, row, load_i64(state.positions + 8 * token))
             out = args.out + 4 * dim * (token * heads + first)
             if tokens <= SPLIT_TOKENS:
-                num_first, num_skipped = _chunks_seen(args, row, slot)
+                num_first, num_skipped = chunks_seen(args, row, slot)
                 for head in range(first, first + per_item):
                     _clear(result, dim)
                     for index in range(slot // CHUNK + 1 - num_skipped):

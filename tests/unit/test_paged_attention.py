@@ -56,8 +56,8 @@ def attend_all(layer: LayerCache, sizes: Sequence[int] = SIZES, *, shift: int = 
 
 
 def expected(sinks: int, window: int, shift: int = 0) -> Tensor:
-    """Softmax over all tokens, masked to what is kept."""
-    q, k, v = make_qkv(LENGTH, 0).view(LENGTH, -1, DIM).split([NUM_HEADS, KV_HEADS, KV_HEADS], dim=1)
+    """Softmax over all tokens, masked to what is kept, in float64."""
+    q, k, v = make_qkv(LENGTH, 0).double().view(LENGTH, -1, DIM).split([NUM_HEADS, KV_HEADS, KV_HEADS], dim=1)
     cos, sin = (angles[shift : shift + LENGTH, None] for angles in (ANGLES.cos(), ANGLES.sin()))
 
     def rotate(x: Tensor) -> Tensor:

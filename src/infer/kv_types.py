@@ -8,13 +8,19 @@ and its values another; what lies where in them is known to `kv_blocks` (plain t
 from infer.errors import InvalidRequestError
 
 BLOCK_POSITIONS = 16
-BYTES_PER_DIM = {"f32": 64, "f16": 32, "bf16": 32}  # of a block, for each of the head's dimensions
-KV_TYPES = tuple(BYTES_PER_DIM)
+VALUES_PER_SCALE = 32  # of a head, in q8 and q4
+BYTES_PER_DIM = {"f32": 64, "f16": 32, "bf16": 32, "q8": 17, "q4": 10}  # of a block, for each of a head's dimensions
+QUANTIZED = ("q8", "q4")
 
 
-def check_kv_type(kv_type: str) -> None:
+def check_kv_type(kv_type: str, head_dim: int) -> None:
+    """Raises InvalidRequestError where there is none such, or heads of this size cannot be stored in it."""
     if kv_type not in BYTES_PER_DIM:
-        raise InvalidRequestError(f"kv_type must be one of {', '.join(KV_TYPES)}, got {kv_type!r:.40}")
+        raise InvalidRequestError(f"kv_type must be one of {', '.join(BYTES_PER_DIM)}, got {kv_type!r:.40}")
+    if kv_type in QUANTIZED and head_dim % VALUES_PER_SCALE:
+        raise InvalidRequestError(
+            f"kv_type {kv_type} needs a head size that {VALUES_PER_SCALE} divides, got {head_dim}: use f16"
+        )
 
 
 def key_block_bytes(kv_type: str, head_dim: int) -> int:

@@ -14,6 +14,7 @@ from numba.extending import intrinsic
 
 from infer.kernels.cpu import simd
 from infer.kernels.cpu.layouts import LANES
+from infer.kernels.cpu.quantized_tiles import CODES_BYTES, emit_scores, emit_values
 from infer.kernels.cpu.simd import F32, F32X16, I16X16, I64, Value, constant, load
 
 FLOAT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
@@ -39,13 +40,28 @@ def _variables(b: Builder, values: list[Value]) -> list[Value]:
 
 @intrinsic(prefer_literal=True)
 def score_tile(
-    context: Any, kv_type: Any, columns: Any, blocks: Any, queries: Any, keys: Any, dim: Any, out: Any, stride: Any
+    context: Any,
+    kv_type: Any,
+    columns: Any,
+    blocks: Any,
+    queries: Any,
+    sums: Any,
+    keys: Any,
+    dim: Any,
+    out: Any,
+    stride: Any,
 ) -> Any:
-    """out[column × stride + block × 64 bytes] = queries[column] · keys of 16 positions, for columns × blocks."""
+    """out[column × stride + block × 64 bytes] = queries[column] · keys of 16 positions, for columns × blocks.
+
+    `sums` are those of `sum_queries`.
+    """
     name, width, count = kv_type.literal_value, columns.literal_value, blocks.literal_value
 
     def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Any:
-        *_, queries, keys, dim, out, stride = arguments
+        if name in CODES_BYTES:
+            emit_scores(b, name, width, count, arguments[3:])
+            return context.get_dummy_value()
+        *_, queries, _, keys, dim, out, stride = arguments
         sums = _variables(b, [constant(F32X16, 0.0)] * (width * count))
         row_bytes = LANES * FLOAT_BYTES[name]
         query_bytes, block_bytes = b.mul(dim, constant(I64, 4)), b.mul(dim, constant(I64, row_bytes))
@@ -65,7 +81,7 @@ def score_tile(
                 simd.store_f32(b, simd.offset(b, row, 64 * block), b.load(sums[column * count + block]))
         return context.get_dummy_value()
 
-    return types.void(kv_type, columns, blocks, *(types.int64,) * 5), emit
+    return types.void(kv_type, columns, blocks, *(types.int64,) * 6), emit
 
 
 @intrinsic(prefer_literal=True)
@@ -87,6 +103,10 @@ def value_tile(
     name, width, count = kv_type.literal_value, columns.literal_value, vectors.literal_value
 
     def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Any:
+        if name in CODES_BYTES:
+            if count % 2 == 0:  # a single vector is no record: a head of codes never comes to it
+                emit_values(b, name, width, count // 2, arguments[3:])
+            return context.get_dummy_value()
         *_, probabilities, stride, values, dim, first_dim, num_positions, out, out_stride = arguments
         out = b.add(out, b.mul(first_dim, constant(I64, 4)))
         sums_at = [
@@ -120,6 +140,8 @@ def float_value(context: Any, kv_type: Any, values: Any, dim: Any, element: Any,
     name = kv_type.literal_value
 
     def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Any:
+        if name in CODES_BYTES:  # whose heads have no rest
+            return constant(F32, 0.0)
         _, values, dim, element, position = arguments
         index = b.add(b.mul(position, dim), element)
         where = b.add(values, b.mul(index, constant(I64, FLOAT_BYTES[name])))

@@ -19,6 +19,7 @@ from infer.kernels.cpu.cache_blocks import (
     add_values,
     block_scores,
     key_bytes,
+    make_mix,
     make_put_key,
     make_put_value,
     value_bytes,
@@ -82,7 +83,7 @@ def _block_at(kv_type, args, row, kv, block):  # type: ignore[no-untyped-def]
 
 def make_rotate(kv_type: str) -> Callable[..., None]:
     """q → queries; k, v → cache. Tokens are shared out, or a single one done by every thread for itself."""
-    put_key, put_value = make_put_key(kv_type), make_put_value(kv_type)
+    mix, put_key, put_value = make_mix(kv_type), make_put_key(kv_type), make_put_value(kv_type)
 
     def rotate(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
@@ -100,10 +101,12 @@ def make_rotate(kv_type: str) -> Callable[..., None]:
             for head in range(args.num_heads):
                 to = queries + 4 * dim * ((head // group * tokens + token) * group + head % group)
                 _rotate_head(x + 4 * dim * head, args.norms[0], args.eps[0], cos, sin, args.half, dim, args.scale, to)
+                mix(to, dim)
             for head in range(kv_heads):
                 k = x + 4 * dim * (args.num_heads + head)
                 _rotate_head(k, args.norms[1], args.eps[1], cos, sin, args.half, dim, np.float32(1), rotated)
                 keys, values = _block_at(kv_type, args, row, head, position // LANES)
+                mix(rotated, dim)
                 put_key(keys, position % LANES, dim, rotated)
                 put_value(values, position % LANES, dim, k + 4 * dim * kv_heads)
 
@@ -231,7 +234,10 @@ def make_attend_few(kv_type: str) -> Callable[..., None]:
                     if count >= 4:
                         _same_position(kv_type, 4, args, cached, q, low, high, scores, out, stride)
                         head += 4
-                    elif count >= 2:
+                    elif count == 3:
+                        _same_position(kv_type, 3, args, cached, q, low, high, scores, out, stride)
+                        head += 3
+                    elif count == 2:
                         _same_position(kv_type, 2, args, cached, q, low, high, scores, out, stride)
                         head += 2
                     else:

@@ -14,8 +14,9 @@ from numba.extending import intrinsic
 
 from infer.kernels.cpu import simd
 from infer.kernels.cpu.layouts import LANES
-from infer.kernels.cpu.quantized_tiles import CODES_BYTES, emit_scores, emit_values
+from infer.kernels.cpu.quantized_tiles import emit_mix, emit_scores, emit_values
 from infer.kernels.cpu.simd import F32, F32X16, I16X16, I64, Value, constant, load
+from infer.kv_types import QUANTIZED
 
 FLOAT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 
@@ -38,6 +39,17 @@ def _variables(b: Builder, values: list[Value]) -> list[Value]:
     return slots
 
 
+@intrinsic
+def mix_32(context: Any, where: Any) -> Any:
+    """`kv_blocks.mix` of 32 floats, in place."""
+
+    def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Any:
+        emit_mix(b, arguments[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), emit
+
+
 @intrinsic(prefer_literal=True)
 def score_tile(
     context: Any,
@@ -45,23 +57,19 @@ def score_tile(
     columns: Any,
     blocks: Any,
     queries: Any,
-    sums: Any,
     keys: Any,
     dim: Any,
     out: Any,
     stride: Any,
 ) -> Any:
-    """out[column × stride + block × 64 bytes] = queries[column] · keys of 16 positions, for columns × blocks.
-
-    `sums` are those of `sum_queries`.
-    """
+    """out[column × stride + block × 64 bytes] = queries[column] · keys of 16 positions, for columns × blocks."""
     name, width, count = kv_type.literal_value, columns.literal_value, blocks.literal_value
 
     def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Any:
-        if name in CODES_BYTES:
-            emit_scores(b, name, width, count, arguments[3:])
+        if name in QUANTIZED:
+            emit_scores(b, width, count, arguments[3:])
             return context.get_dummy_value()
-        *_, queries, _, keys, dim, out, stride = arguments
+        *_, queries, keys, dim, out, stride = arguments
         sums = _variables(b, [constant(F32X16, 0.0)] * (width * count))
         row_bytes = LANES * FLOAT_BYTES[name]
         query_bytes, block_bytes = b.mul(dim, constant(I64, 4)), b.mul(dim, constant(I64, row_bytes))
@@ -81,7 +89,7 @@ def score_tile(
                 simd.store_f32(b, simd.offset(b, row, 64 * block), b.load(sums[column * count + block]))
         return context.get_dummy_value()
 
-    return types.void(kv_type, columns, blocks, *(types.int64,) * 6), emit
+    return types.void(kv_type, columns, blocks, *(types.int64,) * 5), emit
 
 
 @intrinsic(prefer_literal=True)
@@ -103,7 +111,7 @@ def value_tile(
     name, width, count = kv_type.literal_value, columns.literal_value, vectors.literal_value
 
     def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Any:
-        if name in CODES_BYTES:
+        if name in QUANTIZED:
             if count % 2 == 0:  # a single vector is no record: a head of codes never comes to it
                 emit_values(b, name, width, count // 2, arguments[3:])
             return context.get_dummy_value()
@@ -140,7 +148,7 @@ def float_value(context: Any, kv_type: Any, values: Any, dim: Any, element: Any,
     name = kv_type.literal_value
 
     def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Any:
-        if name in CODES_BYTES:  # whose heads have no rest
+        if name in QUANTIZED:  # whose heads have no rest
             return constant(F32, 0.0)
         _, values, dim, element, position = arguments
         index = b.add(b.mul(position, dim), element)

@@ -13,15 +13,14 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from infer.kernels.cpu import simd
-from infer.kernels.cpu.attention_tiles import FLOAT_BYTES, float_value, score_tile, value_tile
+from infer.kernels.cpu.attention_tiles import FLOAT_BYTES, float_value, mix_32, score_tile, value_tile
 from infer.kernels.cpu.layouts import BLOCK, LANES
-from infer.kernels.cpu.quantized_tiles import CODES_BYTES, RECORD_BYTES, sum_queries
+from infer.kernels.cpu.quantized_tiles import KEY_CODES, KEY_RECORD, VALUE_CODES, VALUE_RECORD
 from infer.kernels.cpu.records import CHUNK
 from infer.kernels.cpu.simd import load_f32, load_scalar_f32, splat_f32, splat_i32, store_scalar_f32
-from infer.kv_types import key_block_bytes, value_block_bytes
+from infer.kv_types import QUANTIZED, key_block_bytes, value_block_bytes
 
 _CODES = BLOCK
-_QUERY_SUMS = 4 * 8 * LANES  # a float for each of 8 columns × 16 records of a head
 
 
 @intrinsic(prefer_literal=True)
@@ -54,10 +53,23 @@ def _put(at, size, is_f16, value):  # type: ignore[no-untyped-def]
         simd.store_u16(at, simd.bf16_bits(value))
 
 
+def make_mix(kv_type: str) -> Any:
+    """mix(x, dim), in place: what a query and a key go through before they meet a block, if anything."""
+    is_mixed = kv_type in QUANTIZED
+
+    @njit
+    def mix(x, dim):  # type: ignore[no-untyped-def]
+        if is_mixed:
+            for i in range(0, 4 * dim, 4 * BLOCK):
+                mix_32(x + i)
+
+    return mix
+
+
 def make_put_key(kv_type: str) -> Any:
-    """put(block, lane, dim, x): the key of `dim` floats at x becomes the block's position `lane`."""
-    if kv_type in CODES_BYTES:
-        return _make_put_quantized(kv_type, 1, LANES)
+    """put(block, lane, dim, x): the key of `dim` floats at x, mixed, becomes the block's position `lane`."""
+    if kv_type in QUANTIZED:
+        return _make_put_codes(_quantize_8, KEY_CODES, KEY_RECORD, 1, LANES)
     size, is_f16 = FLOAT_BYTES[kv_type], kv_type == "f16"
 
     @njit
@@ -70,8 +82,9 @@ def make_put_key(kv_type: str) -> Any:
 
 def make_put_value(kv_type: str) -> Any:
     """put(block, lane, dim, x), as for keys."""
-    if kv_type in CODES_BYTES:
-        return _make_put_quantized(kv_type, CODES_BYTES[kv_type] // LANES, 1)
+    if kv_type in QUANTIZED:
+        quantize, codes_bytes = _quantize_8 if kv_type == "q8" else _quantize_4, VALUE_CODES[kv_type]
+        return _make_put_codes(quantize, codes_bytes, VALUE_RECORD[kv_type], codes_bytes // LANES, 1)
     size, is_f16 = FLOAT_BYTES[kv_type], kv_type == "f16"
 
     @njit
@@ -82,10 +95,9 @@ def make_put_value(kv_type: str) -> Any:
     return put
 
 
-def _make_put_quantized(kv_type: str, lane_bytes: int, byte_bytes: int) -> Any:
+def _make_put_codes(quantize: Any, codes_bytes: int, record_bytes: int, lane_bytes: int, byte_bytes: int) -> Any:
     """Byte i of a position's codes lies at lane × lane_bytes + i × byte_bytes of each record."""
-    codes_bytes, record_bytes = CODES_BYTES[kv_type], RECORD_BYTES[kv_type]
-    bytes_per_lane, quantize = codes_bytes // LANES, _quantize_8 if kv_type == "q8" else _quantize_4
+    bytes_per_lane = codes_bytes // LANES
 
     @njit
     def put(block, lane, dim, x):  # type: ignore[no-untyped-def]
@@ -136,16 +148,14 @@ def _quantize_4(x, codes, scale_at):  # type: ignore[no-untyped-def]
 @njit(inline="always")
 def block_scores(kv_type, columns, q, dim, keys, num_blocks, out):  # type: ignore[no-untyped-def]
     """Scores of `columns` queries at q against a run of blocks of keys, as [column, 256]."""
-    sums = simd.stack(_QUERY_SUMS)
-    sum_queries(kv_type, columns, q, dim, sums)
     at, block_bytes = 0, key_bytes(kv_type, dim)
     at_once = 2 if columns == 8 else 4  # as many sums as fit the registers
     while num_blocks - at >= at_once:
         to = out + 4 * LANES * at
-        score_tile(kv_type, columns, at_once, q, sums, keys + at * block_bytes, dim, to, 4 * CHUNK)
+        score_tile(kv_type, columns, at_once, q, keys + at * block_bytes, dim, to, 4 * CHUNK)
         at += at_once
     while num_blocks - at > 0:
-        score_tile(kv_type, columns, 1, q, sums, keys + at * block_bytes, dim, out + 4 * LANES * at, 4 * CHUNK)
+        score_tile(kv_type, columns, 1, q, keys + at * block_bytes, dim, out + 4 * LANES * at, 4 * CHUNK)
         at += 1
 
 

@@ -1,40 +1,38 @@
 """Attention's inner loops over blocks that are quantised along the head: integers are made floats once for all columns.
 
-A block of 16 positions is a record for each 32 of the head's dimensions, in keys and in values alike:
+A block of 16 positions is a record for each 32 of the head's dimensions (`infer.kv_blocks`):
 
-    q8    512 bytes of codes, then f16 scale × 16 positions: x = scale × code
-    q4    256 bytes of codes, f16 scale × 16, f16 minimum × 16: x = scale × code + minimum
+    8 bits    512 bytes of codes, then f16 scale × 16 positions
+    4 bits    256 bytes of codes, f16 scale × 16, f16 minimum × 16
 
-In keys a row of 16 bytes is one dimension of 16 positions, or of q4 dimensions i (low nibbles) and i + 16 (high ones).
-In values a row is the 32 codes of one position, or of q4 its 16 bytes of two dimensions each.
-A score is summed for each record by itself, then scaled. p is multiplied by a position's scale before it meets codes;
-what the minima add is summed over 16 positions and added behind them.
+In keys, which have 8 bits, a row of 16 bytes is one dimension of 16 positions. In values a row is the codes of one
+position, 32 bytes or 16. A score is summed for each record by itself, then scaled. p is multiplied by a position's
+scale before it meets codes; what the minima add is summed over 16 positions and added behind them.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 from llvmlite import ir
 from llvmlite.ir import IRBuilder as Builder
-from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from infer.kernels.cpu import simd
 from infer.kernels.cpu.layouts import BLOCK, LANES
 from infer.kernels.cpu.simd import F32, F32X16, I8X16, I16X16, I32, I32X16, I64, Value, constant, load, offset
+from infer.kv_types import key_block_bytes, value_block_bytes
 
-CODES_BYTES = {"q8": BLOCK * LANES, "q4": BLOCK * LANES // 2}
-RECORD_BYTES = {"q8": CODES_BYTES["q8"] + 2 * LANES, "q4": CODES_BYTES["q4"] + 4 * LANES}
+KEY_CODES, VALUE_CODES = BLOCK * LANES, {"q8": BLOCK * LANES, "q4": BLOCK * LANES // 2}  # bytes of a record
+KEY_RECORD, VALUE_RECORD = key_block_bytes("q8", BLOCK), {name: value_block_bytes(name, BLOCK) for name in VALUE_CODES}
 
 
-def _row(b: Builder, kv_type: str, where: Value) -> list[Value]:
-    """The floats of 16 bytes: one vector of int8, or the low and the high nibbles."""
-    bits = load(b, where, I8X16)
-    if kv_type == "q8":
-        return [b.sitofp(b.sext(bits, I32X16), F32X16)]
-    wide = b.zext(bits, I32X16)
-    halves = [b.and_(wide, constant(I32X16, 15)), b.lshr(wide, constant(I32X16, 4))]
+def _bytes(b: Builder, where: Value) -> Value:
+    return b.sitofp(b.sext(load(b, where, I8X16), I32X16), F32X16)
+
+
+def _nibbles(b: Builder, where: Value) -> list[Value]:
+    """The low ones of 16 bytes, and the high ones."""
+    wide = b.zext(load(b, where, I8X16), I32X16)
+    halves = b.and_(wide, constant(I32X16, 15)), b.lshr(wide, constant(I32X16, 4))
     return [b.sitofp(half, F32X16) for half in halves]
 
 
@@ -62,58 +60,43 @@ def _times(b: Builder, x: Value, factor: int) -> Value:
     return b.mul(x, constant(I64, factor))
 
 
-@intrinsic(prefer_literal=True)
-def sum_queries(context: Any, kv_type: Any, columns: Any, queries: Any, dim: Any, out: Any) -> Any:
-    """out[column × 16 + record] = Σ of a query's 32 elements, which minima are multiplied with: only q4 has them."""
-    name, width = kv_type.literal_value, columns.literal_value
-
-    def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Any:
-        *_, queries, dim, out = arguments
-        if name != "q4":
-            return context.get_dummy_value()
-        for column in range(width):
-            query = b.add(queries, _times(b, dim, 4 * column))
-            with cgutils.for_range(b, b.udiv(dim, constant(I64, BLOCK))) as loop:
-                at = b.add(query, _times(b, loop.index, 4 * BLOCK))
-                total = simd.sum_f32(b, b.fadd(simd.load_f32(b, at), simd.load_f32(b, offset(b, at, 4 * LANES))))
-                to = b.add(out, _times(b, loop.index, 4))
-                simd.store_scalar_f32(b, offset(b, to, 4 * LANES * column), total)
-        return context.get_dummy_value()
-
-    return types.void(kv_type, columns, *(types.int64,) * 3), emit
+def emit_mix(b: Builder, where: Value) -> None:
+    """`kv_blocks.mix` of the 32 floats at `where`, in place."""
+    places = [where, offset(b, where, 4 * LANES)]
+    left, right = (simd.load_f32(b, place) for place in places)
+    mixed, apart = [b.fadd(left, right), b.fsub(left, right)], LANES // 2
+    while apart:
+        neighbours = ir.Constant(I32X16, [lane ^ apart for lane in range(LANES)])
+        signs = ir.Constant(F32X16, [-1.0 if lane & apart else 1.0 for lane in range(LANES)])
+        mixed = [b.fadd(b.shuffle_vector(x, x, neighbours), b.fmul(x, signs)) for x in mixed]
+        apart //= 2
+    for place, x in zip(places, mixed, strict=True):
+        simd.store_f32(b, place, b.fmul(x, constant(F32X16, BLOCK**-0.5)))
 
 
-def emit_scores(b: Builder, name: str, width: int, count: int, arguments: Sequence[Value]) -> None:
+def emit_scores(b: Builder, width: int, count: int, arguments: Sequence[Value]) -> None:
     """`score_tile` for columns × blocks."""
-    queries, sums, keys, dim, out, stride = arguments
+    queries, keys, dim, out, stride = arguments
     totals = _zeros(b, width * count)
     records = b.udiv(dim, constant(I64, BLOCK))
-    block_bytes = _times(b, records, RECORD_BYTES[name])
+    block_bytes = _times(b, records, KEY_RECORD)
     with cgutils.for_range(b, records) as record:
-        first = b.add(keys, _times(b, record.index, RECORD_BYTES[name]))
+        first = b.add(keys, _times(b, record.index, KEY_RECORD))
         at = [b.add(first, _times(b, block_bytes, k)) for k in range(count)]
         query = b.add(queries, _times(b, record.index, 4 * BLOCK))
         parts = _zeros(b, width * count)
-        with cgutils.for_range(b, constant(I64, CODES_BYTES[name] // LANES)) as row:
-            codes = [_row(b, name, b.add(where, _times(b, row.index, LANES))) for where in at]
-            for half in range(len(codes[0])):
-                element = offset(b, b.add(query, _times(b, row.index, 4)), 4 * LANES * half)
-                for column in range(width):
-                    q = _broadcast(b, b.add(element, _times(b, dim, 4 * column)))
-                    for block in range(count):
-                        _add_product(b, parts[column * count + block], q, codes[block][half])
+        with cgutils.for_range(b, constant(I64, BLOCK)) as row:
+            codes = [_bytes(b, b.add(where, _times(b, row.index, LANES))) for where in at]
+            element = b.add(query, _times(b, row.index, 4))
+            for column in range(width):
+                q = _broadcast(b, b.add(element, _times(b, dim, 4 * column)))
+                for block in range(count):
+                    _add_product(b, parts[column * count + block], q, codes[block])
         for block in range(count):
-            scale = _halves(b, offset(b, at[block], CODES_BYTES[name]))
+            scale = _halves(b, offset(b, at[block], KEY_CODES))
             for column in range(width):
                 index = column * count + block
                 _add_product(b, totals[index], b.load(parts[index]), scale)
-            if name == "q8":
-                continue
-            minimum = _halves(b, offset(b, at[block], CODES_BYTES[name] + 2 * LANES))
-            for column in range(width):
-                total = b.add(sums, _times(b, record.index, 4))
-                q = _broadcast(b, offset(b, total, 4 * LANES * column))
-                _add_product(b, totals[column * count + block], q, minimum)
     for column in range(width):
         to = b.add(out, _times(b, stride, column))
         for block in range(count):
@@ -133,18 +116,18 @@ def emit_values(b: Builder, name: str, width: int, count: int, arguments: Sequen
     for slot, place in zip(sums, places, strict=True):
         b.store(simd.load_f32(b, place), slot)
     scaled = [_lanes(b) for _ in range(width * count)]
-    block_bytes = _times(b, b.udiv(dim, constant(I64, BLOCK)), RECORD_BYTES[name])
-    start = b.add(values, _times(b, first, RECORD_BYTES[name]))
+    block_bytes = _times(b, b.udiv(dim, constant(I64, BLOCK)), VALUE_RECORD[name])
+    start = b.add(values, _times(b, first, VALUE_RECORD[name]))
     blocks = b.udiv(b.add(num_positions, constant(I64, LANES - 1)), constant(I64, LANES))
     with cgutils.for_range(b, blocks) as block:
         left = b.sub(num_positions, _times(b, block.index, LANES))
         inside = b.select(b.icmp_signed("<", left, constant(I64, LANES)), left, constant(I64, LANES))
         record = b.add(start, b.mul(block.index, block_bytes))
-        records_at = [offset(b, record, RECORD_BYTES[name] * r) for r in range(count)]
+        records_at = [offset(b, record, VALUE_RECORD[name] * r) for r in range(count)]
         p_at = b.add(probabilities, _times(b, block.index, 4 * LANES))
         p = [simd.load_f32(b, b.add(p_at, _times(b, stride, column))) for column in range(width)]
         for r, at in enumerate(records_at):
-            scale = _halves(b, offset(b, at, CODES_BYTES[name]))
+            scale = _halves(b, offset(b, at, VALUE_CODES[name]))
             for column in range(width):
                 simd.store_f32(b, scaled[column * count + r], b.fmul(p[column], scale))
         with cgutils.for_range(b, inside) as position:
@@ -161,11 +144,10 @@ def emit_values(b: Builder, name: str, width: int, count: int, arguments: Sequen
         simd.store_f32(b, place, b.load(slot))
 
 
-def _position(b: Builder, kv_type: str, record: Value, position: Value) -> list[Value]:
+def _position(b: Builder, name: str, record: Value, position: Value) -> list[Value]:
     """A position's 32 codes as two vectors."""
-    row = CODES_BYTES[kv_type] // LANES
-    at = b.add(record, _times(b, position, row))
-    return [vector for part in range(0, row, LANES) for vector in _row(b, kv_type, offset(b, at, part))]
+    at = b.add(record, _times(b, position, VALUE_CODES[name] // LANES))
+    return _nibbles(b, at) if name == "q4" else [_bytes(b, at), _bytes(b, offset(b, at, LANES))]
 
 
 def _add_minima(b: Builder, records_at: list[Value], p: list[Value], inside: Value, sums: list[Value]) -> None:
@@ -174,7 +156,7 @@ def _add_minima(b: Builder, records_at: list[Value], p: list[Value], inside: Val
     lanes = ir.Constant(I32X16, list(range(LANES)))
     seen = b.icmp_signed("<", lanes, simd.splat(b, b.trunc(inside, I32)))
     for r, at in enumerate(records_at):
-        minimum = _halves(b, offset(b, at, CODES_BYTES["q4"] + 2 * LANES))
+        minimum = _halves(b, offset(b, at, VALUE_CODES["q4"] + 2 * LANES))
         for column, shares in enumerate(p):
             products = b.select(seen, b.fmul(shares, minimum), constant(F32X16, 0.0))
             added = simd.splat(b, simd.sum_f32(b, products))

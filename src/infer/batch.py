@@ -7,11 +7,12 @@
 Prefill, decode and verify are one thing: a number of tokens per row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -87,3 +88,16 @@ class Step:
 
     def to(self, device: torch.device) -> "Step":
         return Step(*(t.to(device) for t in (self.tokens, self.positions, self.rows, self.wanted)))
+
+
+@final
+@dataclass
+class Masks:
+    """The grammars' masks of one step, a line for each of its logits; another thread may fill them while it runs."""
+
+    words: Int[Tensor, "lines words"]
+    is_ready: npt.NDArray[np.int64]  # one number: 1 when all are filled
+    wait: Callable[[], object]  # returns when they are
+    follow: Callable[[Sequence[int], bool], bool]
+    """Behind each step of a chain, with its tokens and whether it is the last: fills the lines for the next one, or
+    has them filled. False ends the chain."""

@@ -37,6 +37,28 @@ BLOCK_TYPES: dict[str, BlockType] = {
         BlockType("Q4_K", 12, 256, 144),
         BlockType("Q5_K", 13, 256, 176),
         BlockType("Q6_K", 14, 256, 210),
+        BlockType("IQ4_NL", 20, 32, 18),
+        BlockType("IQ4_XS", 23, 256, 136),
+        BlockType("MXFP4", 39, 32, 17),
     )
 }
+IQ4_VALUES = (
+    -127,
+    -104,
+    -83,
+    -65,
+    -49,
+    -35,
+    -22,
+    -10,
+    1,
+    13,
+    25,
+    38,
+    53,
+    69,
+    89,
+    113,
+)  # of IQ4_NL's and IQ4_XS's codes
+FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # of MXFP4's, twice what they mean
 FLOAT_TYPES = tuple(name for name, kind in BLOCK_TYPES.items() if kind.is_float)

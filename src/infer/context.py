@@ -7,16 +7,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from infer import ops
-from infer.batch import Part, Step
+from infer.batch import Masks, Part, Step
 from infer.cache.base import KVCache
 from infer.cache.dense import DenseCache
 from infer.capture.cpu import CapturedForward
@@ -29,16 +28,6 @@ from infer.sampling.sampler import Sampled, log_probabilities
 
 PREFILL_CHUNK = 512  # tokens per forward of a prompt: a cancel is seen between two chunks
 MAX_LINES = 64  # logits of one step: rows and their drafts
-
-
-@final
-@dataclass
-class Masks:
-    """The grammars' masks of one step, a line for each of its logits, filled by another thread while the step runs."""
-
-    words: Int[Tensor, "lines words"]
-    is_ready: npt.NDArray[np.int64]  # one number: 1 when all are filled
-    wait: Any  # () → None: returns when they are
 
 
 @final
@@ -77,6 +66,7 @@ class Context(ABC):
         rows: Rows,
         history: History | None,
         stop_ids: Collection[int],
+        masks: Masks | None = None,
     ) -> list[list[int]]:
         """The tokens sampled after each (row, token), up to `count` or until all met a stop id. [] if it cannot.
 
@@ -213,11 +203,12 @@ class CachedContext(Context):
         rows: Rows,
         history: History | None,
         stop_ids: Collection[int],
+        masks: Masks | None = None,
     ) -> list[list[int]]:
         if self._captured is None or len(tokens) > MAX_LINES:
             return []
         step = self._step([Part(row, [token_id]) for row, token_id in tokens], count)
-        by_step = self._captured.run_chain(step, count, rows, history, tuple(stop_ids))
+        by_step = self._captured.run_chain(step, count, rows, history, tuple(stop_ids), masks)
         for row, _ in tokens:
             self.commit(row, len(by_step))
         chains: list[list[int]] = by_step.T.tolist()
@@ -238,8 +229,7 @@ class CachedContext(Context):
             [part.is_wanted for part in parts],
             rows,
             history,
-            None if masks is None else masks.words,
-            None if masks is None else masks.is_ready,
+            masks,
         )
         return [Drawn(token_ids, []) for token_ids in found], 0.0
 

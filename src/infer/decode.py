@@ -6,34 +6,31 @@ Python, and what they gave beyond a stop is dropped. The loop knows neither text
 generation has said, a `Context` where its logits come from.
 """
 
-import math
 import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Self, final
 
-import numpy as np
 import torch
 
 from infer import ops
 from infer.admission import begin
-from infer.batch import Part
+from infer.batch import Masks, Part
 from infer.constraint import Constraint
-from infer.context import MAX_LINES, PREFILL_CHUNK, CachedContext, Context, Drawn, Masks, RecomputedContext
+from infer.context import MAX_LINES, PREFILL_CHUNK, CachedContext, Context, Drawn, RecomputedContext
 from infer.errors import InvalidRequestError
 from infer.generation import Generation
+from infer.masking import MaskFiller
 from infer.model.transformer import Transformer
 from infer.params import SamplingParams
 from infer.results import GenerationResult, Piece
 from infer.running import Running
 from infer.sampling.history import History
-from infer.sampling.rows import Rows, num_mask_words, uses_history
+from infer.sampling.rows import Rows, uses_history
 from infer.tokenizer import Tokenizer
 
 CHAIN = 8  # tokens per return to Python
-HAND_OVER_SECONDS = 300e-6  # what a mask that another thread fills costs besides
 
 OnToken = Callable[[int, str], bool | None]
 OnPrefill = Callable[[int, int], None]
@@ -51,8 +48,7 @@ class Batch:
         self.active: list[Running] = []
         self._rows: Rows | None = None  # of the active ones, packed when they change
         self._history: History | None = None
-        self._filler: ThreadPoolExecutor | None = None
-        self._seconds_per_line = math.inf  # of masks, as last measured
+        self._filler = MaskFiller(fills_at_once=ops.computes_on_host(device))
 
     def add(self, running: Running) -> None:
         """Its row of the context holds `reused_tokens` tokens of its prompt."""
@@ -76,8 +72,12 @@ class Batch:
         started = self._now()
         with ops.threads_for(self._device), torch.inference_mode():
             parts = self._plan()
-            chains = self._try_chain(parts)
-            drawn, sampling_s = ([], 0.0) if chains else self._sample(parts)
+            masks = self._filler.start(self.active, parts)
+            chains = self._try_chain(parts, masks)
+            rows, history = self._packed(), self._history
+            drawn, sampling_s = ([], 0.0) if chains else self._context.sample(parts, rows, history, masks)
+            if masks is not None:
+                masks.wait()
         seconds = self._now() - started
         for index, running in enumerate(self.active):
             if chains:
@@ -90,8 +90,7 @@ class Batch:
         self._leave()
 
     def close(self) -> None:
-        if self._filler is not None:
-            self._filler.shutdown()
+        self._filler.close()
 
     def _now(self) -> float:
         ops.synchronize(self._device)
@@ -144,7 +143,7 @@ class Batch:
                 budget -= len(part.token_ids)
         return [part_by_row[running.row] for running in self.active]
 
-    def _try_chain(self, parts: Sequence[Part]) -> list[list[int]]:
+    def _try_chain(self, parts: Sequence[Part], masks: Masks | None) -> list[list[int]]:
         if any(part.num_drafts for part in parts) or not all(running.can_chain for running in self.active):
             return []
         count = min(running.generation.room for running in self.active)
@@ -153,46 +152,7 @@ class Batch:
             return []
         tokens = [(part.row, part.token_ids[0]) for part in parts]
         stop_ids = frozenset().union(*(running.generation.stop_ids for running in self.active))
-        return self._context.chain(tokens, count, self._packed(), self._history, stop_ids)
-
-    def _sample(self, parts: Sequence[Part]) -> tuple[list[Drawn], float]:
-        masks = self._start_masks(parts)
-        drawn = self._context.sample(parts, self._packed(), self._history, masks)
-        if masks is not None:
-            masks.wait()
-        return drawn
-
-    def _start_masks(self, parts: Sequence[Part]) -> Masks | None:
-        """Let another thread fill the lines of constrained rows while the forward runs, or fill them at once where
-        that takes less than waking a thread on a CPU whose cores all compute."""
-        if all(running.constraint is None for running in self.active):
-            return None
-        jobs, start = [], 0
-        num_words = num_mask_words(self._packed().vocab_size)
-        lines = np.full((sum(part.num_lines for part in parts), num_words), -1, np.int32)
-        for running, part in zip(self.active, parts, strict=True):
-            if running.constraint is not None and part.is_wanted:
-                jobs.append((running, lines[start : start + part.num_lines], part.drafts))
-            start += part.num_lines
-        if not jobs:
-            return None
-        is_ready = np.zeros(1, np.int64)
-
-        def fill() -> None:
-            started = time.thread_time()
-            try:
-                for running, masks, drafts in jobs:
-                    running.fill(masks, drafts)
-            finally:
-                is_ready[0] = 1
-                self._seconds_per_line = (time.thread_time() - started) / len(lines)
-
-        if ops.computes_on_host(self._device) and self._seconds_per_line * len(lines) < HAND_OVER_SECONDS:
-            fill()
-            return Masks(torch.from_numpy(lines), is_ready, lambda: None)
-        if self._filler is None:
-            self._filler = ThreadPoolExecutor(1, thread_name_prefix="infer-masks")
-        return Masks(torch.from_numpy(lines), is_ready, self._filler.submit(fill).result)
+        return self._context.chain(tokens, count, self._packed(), self._history, stop_ids, masks)
 
     def _accept(self, running: Running, token_ids: Sequence[int]) -> Iterator[tuple[Running, Piece]]:
         for token_id in token_ids:

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from infer.block_types import BLOCK_TYPES
+from infer.block_types import BLOCK_TYPES, FP4_VALUES, IQ4_VALUES
 from infer.errors import UnsupportedModelError
 
 Blocks = UInt8[Tensor, "blocks bytes"]
@@ -110,7 +110,7 @@ def _nibbles(packed: Blocks, run: int) -> UInt8[Tensor, "blocks size"]:
 
 
 def _fields(packed: Blocks, run: int, bits: int) -> UInt8[Tensor, "blocks size"]:
-    """As `_nibbles`, for fields of 1 or 2 bits."""
+    """As `_nibbles`, for fields of 1, 2 or 4 bits."""
     runs = packed.reshape(len(packed), packed.shape[1] // run, 1, run)
     mask = (1 << bits) - 1
     return torch.cat([(runs >> shift) & mask for shift in range(0, 8, bits)], dim=2).flatten(1)
@@ -181,6 +181,29 @@ def _q6_k(blocks: Blocks) -> Values:
     return _scaled(q.float().sub_(32), scales).flatten(1)
 
 
+def _iq4_nl(blocks: Blocks) -> Values:
+    return _coded(blocks[:, 2:], IQ4_VALUES).mul_(_half(blocks, 0))
+
+
+def _iq4_xs(blocks: Blocks) -> Values:
+    """The scale of scales, 8 upper pairs of bits of the scales, their low halves, 256 codes."""
+    high = _fields(blocks[:, 2:4], 1, 2)
+    low = _fields(blocks[:, 4:8], 1, 4)
+    scales = _half(blocks, 0) * (low | (high << 4)).float().sub_(32)
+    return _scaled(_coded(blocks[:, 8:], IQ4_VALUES), scales).flatten(1)
+
+
+def _mxfp4(blocks: Blocks) -> Values:
+    """A power of two, then 32 codes. The exponent e means 2^(e − 128), for the codes' values are doubled."""
+    exponent = blocks[:, :1].int()
+    bits = torch.where(exponent < 2, 0x00200000 << exponent.clamp(max=1), (exponent - 1) << 23)
+    return _coded(blocks[:, 1:], FP4_VALUES).mul_(bits.view(torch.float32))
+
+
+def _coded(packed: Blocks, values: tuple[int, ...]) -> Values:
+    return torch.tensor(values, dtype=torch.float32, device=packed.device)[_nibbles(packed, 16).int()]
+
+
 def _scaled(q: Tensor, scales: Float[Tensor, "blocks groups"]) -> Float[Tensor, "blocks groups size"]:
     groups = scales.shape[1]
     return q.float().reshape(len(q), groups, q.shape[1] // groups).mul_(scales[:, :, None])
@@ -206,4 +229,7 @@ _DEQUANTIZE: dict[str, Callable[[Blocks], Values]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
 }

@@ -44,6 +44,7 @@ class Running:
         if num_draft_tokens:
             self._draft, self._policy = NgramDraft(generation.prompt_token_ids), DraftPolicy(num_draft_tokens)
         self._grammar_error: str | None = None
+        self._followed: list[bool] = []  # whether the grammar is done behind each token that is yet to be accepted
         self._waited, self._prefill_s = 0.0, 0.0
         self._decode_times_s, self._sampling_times_s = list[float](), list[float]()
         if constraint is not None:
@@ -66,7 +67,7 @@ class Running:
     @property
     def can_chain(self) -> bool:
         """Whether nothing is asked of the next tokens but what they are."""
-        return self.is_decoding and self.constraint is None and self.params.logprobs is None
+        return self.is_decoding and self.params.logprobs is None
 
     @property
     def chain_limit(self) -> int:
@@ -131,6 +132,16 @@ class Running:
             self._grammar_error = str(error)
         self.constraint.rollback(num_accepted)
 
+    def follow(self, token_id: int) -> bool:
+        """Move the grammar past a token of a chain that is yet to be accepted. Whether it leaves a choice behind it."""
+        assert self.constraint is not None
+        try:
+            self.constraint.accept([token_id])
+            self._followed.append(self.constraint.done)
+            return not self._followed[-1] and not self.constraint.forced()
+        except ConstraintError:  # which it raises again when the token is accepted
+            return False
+
     # After it
 
     def prefilled(self, count: int, seconds: float) -> None:
@@ -168,12 +179,23 @@ class Running:
             return None
         is_complete = False
         if self.constraint is not None:
-            self.constraint.accept([token_id])
-            is_complete = self.constraint.done
+            try:
+                is_complete = self._move(token_id)
+            except ConstraintError as error:
+                self.generation.fail("grammar", str(error))
+                return None
             self.generation.grammar_complete = is_complete
         if self._draft is not None:
             self._draft.append([token_id])
         return self.generation.accept(token_id, is_complete=is_complete)
+
+    def _move(self, token_id: int) -> bool:
+        """The grammar past a token, unless it has followed already; whether it is done there."""
+        assert self.constraint is not None
+        if self._followed:
+            return self._followed.pop(0)
+        self.constraint.accept([token_id])
+        return self.constraint.done
 
     def result(self) -> GenerationResult:
         timing = GenerationTiming(self._prefill_s, self._decode_times_s, self._sampling_times_s)

@@ -55,8 +55,10 @@ def write_model(
     tensors: dict[str, np.ndarray] | None = None,
     quantise: frozenset[str] = frozenset(),
     extend: Callable[[gguf.GGUFWriter], Any] | None = None,
+    split_tensors: int = 0,
 ) -> Path:
-    writer = gguf.GGUFWriter(path, architecture)
+    """With `split_tensors` as several files of so many tensors each, whose names the package makes of the path's."""
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split_tensors)
     writer.add_block_count(1)
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)

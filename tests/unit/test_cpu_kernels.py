@@ -58,7 +58,10 @@ def make_weight(type_: str, rows: int, columns: int, seed: int = 0, scale: float
         return StoredWeight(type_, (rows, columns), values.to(FLOATS[type_]))
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type_]]
     data = rng.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
-    half_at = {"Q6_K": [208], "Q8_0": [0], "Q4_0": [0], "Q5_0": [0]}.get(type_, [0, 2])
+    own = {"Q2_K": [80, 82], "Q3_K": [108], "Q6_K": [208], "MXFP4": []}
+    half_at = own.get(type_, [0, 2] if LAYOUTS[type_].has_minimum else [0])
+    if type_ == "MXFP4":
+        data[:, :, 0] = rng.integers(110, 122, (rows, columns // block))
     for at in half_at:
         halves = (rng.uniform(-1, 1, (rows, columns // block, 1)) * scale / 8).astype(np.float16)
         data[:, :, at : at + 2] = halves.view(np.uint8)

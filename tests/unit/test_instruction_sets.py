@@ -1,10 +1,15 @@
-"""`dot4` of every instruction set, as LLVM compiles it: those of other machines can be read, if not run."""
+"""`dot4` and `look_up` of every instruction set, as LLVM compiles them: others' machines can be read, if not run."""
+
+import ctypes
 
 import llvmlite.binding as llvm
+import numpy as np
 import pytest
 from llvmlite import ir
 
-from infer.kernels.cpu.isa import INSTRUCTION_SETS, usable_instruction_sets
+from infer.block_types import IQ4_VALUES
+from infer.kernels.cpu.codes import look_up
+from infer.kernels.cpu.isa import INSTRUCTION_SETS, target_features, usable_instruction_sets
 from infer.kernels.cpu.simd import I32, I32X16
 from infer.kernels.cpu.tiles import dot4
 
@@ -55,3 +60,49 @@ def test_sdot_takes_weights_of_eight_bits_as_three_products() -> None:
 def test_a_machine_without_any_of_them_has_the_portable_one() -> None:
     assert INSTRUCTION_SETS[-1] == "portable"
     assert "portable" in usable_instruction_sets()
+
+
+def look_up_module(name: str) -> ir.Module:
+    module = ir.Module()
+    pointer = I32X16.as_pointer()
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [pointer]), "look_up")
+    b = ir.IRBuilder(function.append_basic_block())
+    table = [value + 128 for value in IQ4_VALUES]
+    b.store(look_up(b, name, b.load(function.args[0], align=1), table), function.args[0], 1)
+    b.ret_void()
+    return module
+
+
+@pytest.mark.parametrize(
+    ("name", "triple", "features", "instruction", "count"),
+    [
+        ("amx", X86, "+avx512bw", "vpshufb", 1),
+        ("avx512vnni", X86, "+avx512bw", "vpshufb", 1),
+        ("avxvnni", X86, "+avx2", "vpshufb", 2),
+        ("avx2", X86, "+avx2", "vpshufb", 2),
+        ("neon", ARM, "+dotprod", "tbl", 4),
+    ],
+)
+def test_codes_are_looked_up_by_shuffles(name: str, triple: str, features: str, instruction: str, count: int) -> None:
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    parsed = llvm.parse_assembly(f'target triple = "{triple}"\n{look_up_module(name)}')
+    parsed.verify()
+    lines = llvm.Target.from_triple(triple).create_target_machine(features=features).emit_assembly(parsed).splitlines()
+    assert sum(line.strip().startswith(instruction) for line in lines) == count
+
+
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_every_code_becomes_its_value(name: str) -> None:
+    if name not in usable_instruction_sets():
+        pytest.skip(f"hardware: a CPU with {name}")
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    features = ",".join(f"+{feature}" for feature in sorted(target_features()))
+    machine = llvm.Target.from_default_triple().create_target_machine(features=features)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(str(look_up_module(name))), machine)
+    engine.finalize_object()
+    codes = np.random.default_rng(0).integers(0, 16, 64, dtype=np.uint8)
+    found = codes.copy()
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(engine.get_function_address("look_up"))(found.ctypes.data)
+    assert found.tolist() == [IQ4_VALUES[code] + 128 for code in codes]

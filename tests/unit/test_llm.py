@@ -181,7 +181,7 @@ def test_masks_filled_beside_the_step_and_before_it_give_the_same_tokens(
     params = SamplingParams(regex="([ab]{2}|[a-z]{5})+", temperature=1.0, seed=3, max_new_tokens=40)
     found = []
     for seconds in (0.0, 1000.0):
-        monkeypatch.setattr("infer.decode.HAND_OVER_SECONDS", seconds)
+        monkeypatch.setattr("infer.masking.HAND_OVER_SECONDS", seconds)
         found += [llm.generate("abab", params, speculation=speculation) for speculation in (None, "ngram")]
     assert all(result.token_ids == found[0].token_ids for result in found)
     assert all(result.stats.masks_filled >= result.stats.single_steps for result in found)

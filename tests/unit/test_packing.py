@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from infer import ops
 from infer.architecture import Rope
+from infer.block_types import BLOCK_TYPES
 from infer.kernels.cpu.layouts import LAYOUTS, PackedWeight
 from infer.kernels.cpu.threads import set_num_threads
 from infer.kernels.reference import dense
@@ -18,8 +19,8 @@ from infer.weights import Norm, Projection, StoredWeight
 CPU = torch.device("cpu")
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 TYPES = sorted(LAYOUTS)
-HALVES_AT = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2],
-             "Q6_K": [208]}  # fmt: skip
+HALVES_AT = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108],
+             "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0], "MXFP4": []}  # fmt: skip
 EXTREMES = (0.0, -0.0, 6e-8, -6e-8, 5e-5, -0.37, 1.0, 65504.0, -65504.0)  # 6e-8 is the least f16
 
 
@@ -39,6 +40,8 @@ def make_weight(type_: str, rows: int, columns: int, seed: int, scales: tuple[fl
     for at in HALVES_AT[type_]:
         halves = rng.choice(np.array(scales), (rows, columns // block, 1)).astype(np.float16)
         content[:, :, at : at + 2] = halves.view(np.uint8)
+    if type_ == "MXFP4":
+        content[:, :, 0] = rng.integers(118, 128, (rows, columns // block))
     return StoredWeight(type_, (rows, columns), torch.from_numpy(content.reshape(rows, -1)))
 
 
@@ -115,12 +118,14 @@ def test_parts_of_any_types_and_sizes_keep_their_rows_in_order(parts: list[tuple
     assert torch.equal(rows, torch.cat([dense(weight).float() for weight in weights]))
 
 
-def test_types_without_a_layout_become_float32() -> None:
-    weight = StoredWeight("Q2_K", (18, 256), torch.randint(0, 256, (18, 84), dtype=torch.uint8))
-    weight.data[:, 80:] = torch.from_numpy(np.array([0.5, 0.25], np.float16).view(np.uint8))
-    (only,) = packed(weight)
-    assert only.layout.type == "F32"
-    assert_same_values(unpacked(only), weight)
+def test_every_exponent_of_a_power_of_two_is_kept() -> None:
+    weight = make_weight("MXFP4", 256, 32, 0, ())
+    weight.data[:, 0] = torch.arange(256, dtype=torch.uint8)
+    assert_same_values(unpacked(*packed(weight)), weight)
+
+
+def test_every_type_has_a_layout() -> None:
+    assert LAYOUTS.keys() == BLOCK_TYPES.keys()
 
 
 def test_rows_that_are_strided_in_memory_are_packed_as_they_are() -> None:
@@ -134,8 +139,9 @@ def test_rows_that_are_strided_in_memory_are_packed_as_they_are() -> None:
 def test_packed_weights_take_the_bytes_of_the_stored_ones(type_: str) -> None:
     weight = make_weight(type_, 64, 512, 0, (1.0,))
     (only,) = packed(weight)
-    # The 6-bit scales and minimums of Q4_K and Q5_K (12 bytes for 8 pairs) lie as bytes.
-    growth = {"Q4_K": 148 / 144, "Q5_K": 180 / 176}.get(type_, 1.0)
+    # Scales and minimums of 4 or 6 bits lie as bytes.
+    larger = {"Q2_K": 100 / 84, "Q3_K": 114 / 110, "Q4_K": 148 / 144, "Q5_K": 180 / 176, "IQ4_XS": 138 / 136}
+    growth = larger.get(type_, 1.0)
     assert only.num_bytes == pytest.approx(growth * weight.num_bytes, rel=1e-9)
 
 

@@ -309,3 +309,17 @@ def test_any_byte_of_the_header_may_change_without_another_exception(tmp_path: P
     with suppress(ModelError):
         for weight in LazyWeights(open_checkpoint(tmp_path).tensors).values():
             assert weight.data.numel() >= 0
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "fp8", "bitsandbytes", None])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_folders_that_others_quantised_are_refused_with_what_to_take(
+    tmp_path: Path, method: str | None, is_nested: bool
+) -> None:
+    """Multimodal configs have it beside the text part, and there it must not be lost."""
+    quantised = {"quantization_config": {"quant_method": method, "bits": 4} if method else {"bits": 4}}
+    config = {"model_type": "llama", **quantised, **({"text_config": CONFIG} if is_nested else CONFIG)}
+    folder = make_folder(tmp_path / "Model-4bit", {"lm_head.qweight": torch.zeros(2, dtype=torch.int32)}, config)
+    expected = method or "a method that config.json does not name"
+    with pytest.raises(UnsupportedModelError, match=f"Model-4bit: .* by {expected}, .* take .*bfloat16 .* GGUF"):
+        open_checkpoint(folder)

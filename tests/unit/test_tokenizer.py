@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from infer.checkpoint import resolve
 from infer.checkpoint.gguf import read_gguf
 from infer.errors import InvalidRequestError, ModelFormatError, UnsupportedModelError
 from infer.tokenizer import Tokenizer
-from infer.tokenizer.gguf_tokenizer import PRE_TOKENIZERS, TokenType, _find_splits
+from infer.tokenizer.gguf_tokenizer import TokenType, _find_splits
 
 ASSETS = Path(os.environ.get("INFER_TEST_ASSETS", "~/.cache/infer-tests")).expanduser() / "tokenizers"
 NUM_RANDOM_STRINGS = 3000
@@ -102,18 +102,18 @@ def test_bos_is_added_only_where_the_file_asks() -> None:
     assert not Tokenizer.from_gguf(byte_level_metadata(pre="llama-bpe", add_bos_token=False)).adds_bos
 
 
-@pytest.mark.parametrize("name", PRE_TOKENIZERS)
-def test_every_pre_tokenizer_keeps_all_text(name: str) -> None:
-    tokenizer = Tokenizer.from_gguf(byte_level_metadata(pre=name))
-    for text in ("I'LL say: hello  world\r\n\n\t 12345 ½ éa🙂", "hello", " ", "\n", "a" * 50, "￥1,234.50%"):
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_an_unknown_pre_tokenizer_or_model_is_named_with_those_supported() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"'klingon'.*smollm.*qwen2"):
-        Tokenizer.from_gguf(byte_level_metadata(pre="klingon"))
-    with pytest.raises(UnsupportedModelError, match=r"'rwkv'.*gpt2.*llama"):
+def test_an_unknown_model_is_named_with_those_supported() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"'rwkv'.*gpt2.*llama.*gemma4"):
         Tokenizer.from_gguf(byte_level_metadata(model="rwkv"))
+
+
+def test_an_end_of_turn_is_control_whatever_the_file_calls_it() -> None:
+    tokens = byte_level_metadata()["tokenizer.ggml.tokens"]
+    for wrong in (TokenType.NORMAL, TokenType.USER_DEFINED):
+        changes = {"tokens": [*tokens, "<|im_end|>", "</a>"], "token_type": [1] * len(tokens) + [wrong] * 2}
+        tokenizer = Tokenizer.from_gguf(byte_level_metadata(**changes))
+        assert len(tokens) in tokenizer.special_token_ids & tokenizer.eos_token_ids
+        assert len(tokens) + 1 not in tokenizer.special_token_ids
 
 
 @pytest.mark.parametrize(
@@ -408,9 +408,3 @@ def test_llama3s_end_set_takes_eom_from_the_generation_config(tmp_path: Path) ->
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [128001, 128008, 128009]}')
     assert Tokenizer.from_folder(tmp_path).eos_token_ids == {128001, 128008, 128009}
-
-
-def test_the_default_pre_tokenizer_cuts_as_llama_cpp() -> None:
-    steps = [pre_tokenizers.Split(Regex(p), "isolated") for p in PRE_TOKENIZERS["default"].patterns]
-    cut = pre_tokenizers.Sequence(steps).pre_tokenize_str("Hi, you  12345!")
-    assert [text for text, _ in cut] == ["Hi", ",", " you", " ", " ", "123", "45", "!"]

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infer.batch import Step
+from infer.batch import Masks, Step
 from infer.capture.sampled import Chain, Verifier
 from infer.errors import InvalidRequestError
 from infer.kernels.cpu.recording import record
@@ -62,12 +61,13 @@ class CapturedForward:
         rows: Rows,
         history: History | None = None,
         stop_ids: Sequence[int] = (),
+        masks: Masks | None = None,
         num_threads: int | None = None,
     ) -> Int[Tensor, "steps rows"]:
         """Up to `count` sampled steps without a return to Python, from a step of one token a row, all wanted.
 
         Fewer if every row met one of stop_ids; the last may hold a negative code, where a row failed. `history` has
-        seen the step's tokens and sees what is sampled.
+        seen the step's tokens and sees what is sampled. `masks` are the first step's; `masks.follow` sees each.
         """
         if len(step.tokens) > self.wanted_capacity:
             raise InvalidRequestError(f"a chain takes up to {self.wanted_capacity} rows, got {len(step.tokens)}")
@@ -77,7 +77,7 @@ class CapturedForward:
         chain = self._chain
         if chain is None or chain.rows is not rows or chain.history is not history:
             chain = self._chain = Chain(self._recording, self._logits, rows, history)
-        return chain.run(self._recording.state, count, stop_ids, num_threads)
+        return chain.run(self._recording.state, count, stop_ids, masks, num_threads)
 
     def run_verified(
         self,
@@ -87,8 +87,7 @@ class CapturedForward:
         is_wanted: Sequence[bool],
         rows: Rows,
         history: History | None = None,
-        masks: Int[Tensor, "lines words"] | None = None,
-        mask_ready: npt.NDArray[np.int64] | None = None,
+        masks: Masks | None = None,
         num_threads: int | None = None,
     ) -> list[list[int]]:
         """A step of any tokens, and for each wanted row what is sampled behind it: `Verifier.run`.
@@ -107,7 +106,7 @@ class CapturedForward:
         if verifier is None or verifier.rows is not rows or verifier.history is not history:
             verifier = Verifier(self._recording, self._logits, rows, history, num_entries)
             self._verifiers[num_entries] = verifier
-        return verifier.run(self._recording.state, positions, drafts, is_wanted, masks, mask_ready, num_threads)
+        return verifier.run(self._recording.state, positions, drafts, is_wanted, masks, num_threads)
 
     def profile(self, step: Step, num_threads: int | None = None) -> list[tuple[str, int]]:
         """Each command's label and the cycles that thread 0 spent in it, barrier included."""

@@ -1,11 +1,14 @@
 """A recorded forward with the sampler's commands behind it, so that no token leaves compiled code to be chosen.
 
-Chain      forward, scan, narrow, choose, advance            walked once per token, each the next one's input
+Chain      forward, await_mask, scan, narrow,                walked once per token, each the next one's input
+           choose, advance
 Verifier   forward, await_mask, then for each entry          walked once: a row's entries are its line behind the
            scan, narrow, choose, accept                      last known token and one behind each of its drafts
 """
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, final
 
@@ -15,6 +18,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from infer.batch import Masks
 from infer.kernels.cpu import sampling
 from infer.kernels.cpu.compiled import compiled_address
 from infer.kernels.cpu.recording import Recording
@@ -27,6 +31,7 @@ from infer.sampling.history import History
 from infer.sampling.rows import Rows
 
 State = npt.NDArray[Any]
+_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 
 
 @final
@@ -40,9 +45,11 @@ class Chain:
         self._ended = np.zeros(len(rows), np.int64)
         self._arguments["ended"] = self._ended.ctypes.data
         advance = compiled_address(".sample_advance:make_advance", SAMPLE)
+        await_mask = compiled_address(".sample_advance:make_await_mask", SAMPLE)
         self.table = DispatchTable(
             [
                 *recording.table.commands,
+                Command(await_mask, self._arguments, BARRIER, "sample.await_mask"),
                 *sampling.commands(self._arguments, keeps),
                 Command(advance, self._arguments, BARRIER, "sample.advance"),
             ]
@@ -51,7 +58,7 @@ class Chain:
         self._walk.arguments["stop"] = self._arguments.ctypes.data + field_offset(SAMPLE, "stop")
 
     def run(
-        self, state: npt.NDArray[Any], count: int, stop_ids: Sequence[int], num_threads: int | None
+        self, state: State, count: int, stop_ids: Sequence[int], masks: Masks | None, num_threads: int | None
     ) -> Int[Tensor, "steps rows"]:
         generated, stops = np.zeros((count, len(self.rows)), np.int64), np.array(stop_ids, np.int64)
         arguments = self._arguments
@@ -59,8 +66,56 @@ class Chain:
         arguments["stop_ids"], arguments["num_stop_ids"] = stops.ctypes.data, len(stops)
         self._ended[:] = 0
         self._walk.arguments["repeats"] = count
+        _bind_masks(arguments, masks)
+        follower = None if masks is None else Follower(partial(_follow, masks, generated), arguments)
+        arguments["follow"] = 0 if follower is None else follower.address
         team().run(self._walk, state, num_threads)
+        if follower is not None:
+            follower.close()
         return torch.from_numpy(generated[: int(arguments["num_generated"][0])])
+
+
+def _follow(masks: Masks, generated: npt.NDArray[np.int64], num_generated: int) -> bool:
+    return masks.follow(generated[num_generated - 1].tolist(), num_generated == len(generated))
+
+
+def _bind_masks(arguments: State, masks: Masks | None) -> None:
+    arguments["allowed"] = 0 if masks is None else masks.words.data_ptr()
+    arguments["mask_ready"] = 0 if masks is None else masks.is_ready.ctypes.data
+
+
+@final
+class Follower:
+    """A function of Python's as compiled code calls it, in the thread that began the walk; False stops that.
+
+    A generator, as an interrupt that came while compiled code ran is raised where Python goes on: here within a `try`.
+    In a plain function that would be before its first line, and ctypes drops what a callback raises.
+    """
+
+    def __init__(self, follow: Callable[[int], bool], arguments: State) -> None:
+        self._error: BaseException | None = None
+        self._steps = self._run(follow, arguments)
+        next(self._steps)
+        self._callback = _CALLBACK(self._steps.send)
+        self.address = ctypes.cast(self._callback, ctypes.c_void_p).value
+
+    def close(self) -> None:
+        """Behind the walk: raises what was raised within."""
+        self._steps.close()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self, follow: Callable[[int], bool], arguments: State) -> Generator[None, int, None]:
+        try:
+            while True:
+                if not follow((yield)):
+                    arguments["stop"] = 1
+        except GeneratorExit:
+            return
+        except BaseException as error:
+            arguments["stop"] = 1
+            self._error = error
+        yield
 
 
 @final
@@ -104,12 +159,11 @@ class Verifier:
         positions: Sequence[int],
         drafts: Sequence[Sequence[int]],
         is_wanted: Sequence[bool],
-        masks: Int[Tensor, "lines words"] | None,
-        mask_ready: npt.NDArray[np.int64] | None,
+        masks: Masks | None,
         num_threads: int | None,
     ) -> list[list[int]]:
         """The tokens of each wanted row: those of its drafts that were right and the one behind them, which may be the
-        code of a failed row. `masks` may be filled while this runs, if `mask_ready` tells when it is done."""
+        code of a failed row."""
         num_drafts = [len(row) for row in drafts]
         lines = [count + 1 if wanted else 0 for count, wanted in zip(num_drafts, is_wanted, strict=True)]
         self._positions[:], self._alive[:], self._num_drafts[:] = positions, is_wanted, num_drafts
@@ -117,7 +171,6 @@ class Verifier:
         for row, ids in enumerate(drafts):
             self._drafts[row, : len(ids)] = ids
         self._counts[:] = 0
-        self._arguments["allowed"] = 0 if masks is None else masks.data_ptr()
-        self._arguments["mask_ready"] = 0 if mask_ready is None else mask_ready.ctypes.data
+        _bind_masks(self._arguments, masks)
         team().run(self._walk, state, num_threads)
         return [self._generated[:count, row].tolist() for row, count in enumerate(self._counts.tolist())]

@@ -19,17 +19,21 @@ from infer.checkpoint.config import (
     generation_config_from_folder,
     generation_config_from_gguf,
 )
-from infer.checkpoint.gguf import GGUFFile, read_gguf
+from infer.checkpoint.gguf import GGUFFile
 from infer.checkpoint.mapped import TensorInfo, release_pages
 from infer.checkpoint.names import is_norm, names_from_gguf, names_from_hugging_face
 from infer.checkpoint.resolve import resolve
 from infer.checkpoint.safetensors import read_safetensors_folder
+from infer.checkpoint.split import read_whole_gguf
 from infer.errors import ModelFormatError, UnsupportedModelError
 
 __all__ = ["Checkpoint", "open_checkpoint", "resolve"]
 
 _ROWS_IN_PAIRS = frozenset({"llama"})  # GGUF architectures whose converter reorders the rows of q and k
 _NUM_SAMPLES, _SAMPLE_BYTES, _HEAD_BYTES = 1024, 64, 1 << 20  # of a file, to tell it from others
+_INSTEAD = (
+    "take the model's bfloat16 safetensors (weights q8 or q4 quantises them at load) or a GGUF of it, such as Q8_0"
+)
 _NORMS_LESS_ONE = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text"})  # Hugging Face's, not GGUF's
 
 
@@ -73,6 +77,7 @@ def open_checkpoint(model_id: str | Path) -> Checkpoint:
 
 def _open_folder(folder: Path) -> Checkpoint:
     config = config_from_folder(folder)
+    _check_unquantised(folder, config)
     stored = read_safetensors_folder(folder)
     added = 1.0 if config.get("model_type") in _NORMS_LESS_ONE else 0.0
     tensors: dict[str, TensorInfo] = {}
@@ -84,7 +89,7 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 
 def _open_gguf(path: Path) -> Checkpoint:
-    file = read_gguf(path)
+    file = read_whole_gguf(path)
     config = config_from_gguf(file)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     tensors: dict[str, TensorInfo] = {}
@@ -94,7 +99,7 @@ def _open_gguf(path: Path) -> Checkpoint:
             _check_heads(file, info.name, heads[projection])
             info = replace(info, num_paired_heads=heads[projection])
         tensors[name] = info
-    return Checkpoint(path, config, file.metadata, tensors, generation_config_from_gguf(file), (file.content,))
+    return Checkpoint(file.path, config, file.metadata, tensors, generation_config_from_gguf(file), file.contents)
 
 
 def _renamed(path: Path, stored: Mapping[str, TensorInfo], names: Mapping[str, str]) -> dict[str, TensorInfo]:
@@ -107,11 +112,22 @@ def _renamed(path: Path, stored: Mapping[str, TensorInfo], names: Mapping[str, s
     return renamed
 
 
+def _check_unquantised(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refused by name before the tensors are: GPTQ's and AWQ's would be listed one by one as unexpected."""
+    found = config.get("quantization_config") or config.get("compression_config")
+    if not found:
+        return
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    raise UnsupportedModelError(
+        f"{folder.name}: the weights are quantised by {method or 'a method that config.json does not name'!s:.60}, "
+        f"which we do not run: {_INSTEAD}"
+    )
+
+
 def _check_supported(info: TensorInfo) -> None:
     if info.type not in FLOAT_TYPES:
         raise UnsupportedModelError(
-            f"{info.path.name}: tensor {info.name!r:.80} is {info.type}; we read {', '.join(FLOAT_TYPES)}: "
-            "take the model's unquantised safetensors or a GGUF of it"
+            f"{info.path.name}: tensor {info.name!r:.80} is {info.type}; we read {', '.join(FLOAT_TYPES)}: {_INSTEAD}"
         )
 
 

@@ -19,6 +19,7 @@ _MODEL_TYPES = {"gemma3": "gemma3_text"}  # others have the same name in both wo
 _GEMMA3_PATTERN, _GEMMA3_LOCAL_BASE = 6, 10000.0  # constants of llama.cpp: every sixth layer sees everything
 _GEMMA3_27B_LAYERS = 62  # the size whose attention is scaled by hidden_size / heads instead of head_dim
 _LARGEST = float(np.finfo(np.float32).max)
+_OF_THE_WHOLE = ("tie_word_embeddings", "torch_dtype", "dtype", "quantization_config")  # of a multimodal model
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -34,7 +35,11 @@ def config_from_folder(folder: Path) -> dict[str, Any]:
     text = config.get("text_config")
     if not isinstance(text, dict):
         return config
-    shared = {key: config[key] for key in ("tie_word_embeddings", "torch_dtype", "dtype") if key in config}
+    shared = {
+        key: config[key]
+        for key in ("tie_word_embeddings", "torch_dtype", "dtype", "quantization_config")
+        if key in config
+    }
     return {"model_type": config.get("model_type"), **shared, **text}
 
 
@@ -84,10 +89,6 @@ def generation_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
 def _check_whole(file: GGUFFile) -> None:
     if not file.tensors:
         raise ModelFormatError(file.path, "tensor count", "there are no weights, the file holds a vocabulary only")
-    if file.metadata.get("split.count", 1) not in (0, 1):
-        raise UnsupportedModelError(
-            f"{file.path.name} is one part of a split model: join the parts with llama-gguf-split --merge"
-        )
 
 
 def _vocab_size(file: GGUFFile, values: "_Values") -> int:

@@ -34,9 +34,9 @@ _NUMBERS = {  # GGUF's id of a value type → its code in struct and numpy alike
 _READERS = {code: struct.Struct(code) for code in _NUMBERS.values()}
 _TYPE_BY_ID = {kind.ggml_id: kind for kind in BLOCK_TYPES.values()}
 _OTHER_TYPES = {  # known to ggml, without a dequantiser here
-    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
-    22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0",
-    35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
+    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S",
+    22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0",
+    35: "TQ2_0", 40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
 
 
@@ -45,7 +45,7 @@ class GGUFFile:
     path: Path
     metadata: dict[str, Any]  # numbers, bools, strings and lists of them
     tensors: dict[str, TensorInfo]
-    content: mmap.mmap = field(repr=False)
+    contents: tuple[mmap.mmap, ...] = field(repr=False)  # one, or of a split model one for each part
 
     def floats(self, name: str, count: int) -> list[float]:
         """A small tensor of `count` float32."""
@@ -93,7 +93,7 @@ class _Header:
                 self.fail(f"tensor {entry.name!r:.80}", "appears twice", None)
             tensors[entry.name] = replace(entry, offset=data_start + entry.offset)
         self.check_layout(list(tensors.values()), data_start, alignment)
-        return GGUFFile(self.path, metadata, tensors, self.content)
+        return GGUFFile(self.path, metadata, tensors, (self.content,))
 
     def read_counts(self) -> tuple[int, int]:
         magic = self.content[:4]
@@ -140,7 +140,8 @@ class _Header:
             return kind
         if type_id in _OTHER_TYPES:
             raise UnsupportedModelError(
-                f"{self.path.name}: {where} is {_OTHER_TYPES[type_id]}; we run {', '.join(BLOCK_TYPES)}"
+                f"{self.path.name}: {where} is {_OTHER_TYPES[type_id]}; we run {', '.join(BLOCK_TYPES)}: "
+                "take a file of the model in one of these, such as Q4_K_M"
             )
         return self.fail(where, f"{type_id} is not a tensor type", self.position - 4)
 

@@ -1,19 +1,19 @@
 """A `tokenizers` backend from the key-values of a GGUF file.
 
-A GGUF names its pre-tokenizer (`tokenizer.ggml.pre`) instead of spelling it out; the tables below spell them out as the
-models' own `tokenizer.json` do. Source: llama.cpp, `src/llama-vocab.cpp`.
+Two dialects: byte-pair encoding with merges (`gpt2`, `gemma4`), and SentencePiece's scores (`llama`), of which merges
+are made. Source: llama.cpp, `src/llama-vocab.cpp`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 from infer.errors import ModelFormatError, UnsupportedModelError
+from infer.tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer, pre_tokenizer_named
 
 Integers = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
@@ -36,60 +36,16 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
+# What ends a turn or a text by its name, whatever a file says of it.
+END_NAMES = frozenset(
+    {
+        *("<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|end_of_turn|>", "<end_of_turn>", "<|im_end|>"),
+        *("<|return|>", "<|call|>", "<|END_OF_TURN_TOKEN|>", "<end_of_utterance>", "<turn|>"),
+        *("<|end_of_text|>", "<|endoftext|>", "<eos>"),
+    }
+)
+_CONTROL_NAMES = END_NAMES | {"<|end|>"}
 _ADDED_TYPES = (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED)
-
-
-@dataclass(frozen=True)
-class PreTokenizer:
-    """How text is cut into words before byte-pair encoding: each pattern cuts the pieces of the one before."""
-
-    patterns: tuple[str, ...] = ()
-    individual_digits: bool = False
-    gpt2_words: bool = False
-    """Also cut by GPT-2's own pattern."""
-    composes: bool = False
-    """Unicode NFC first."""
-    ignore_merges: bool = False
-    """A word that is in the vocabulary is that token, whatever the merges say."""
-    adds_bos: bool = False
-
-
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORDS_AND_SPACES = (
-    r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{DIGITS}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # {DIGITS}: 1 or 1,3
-)
-_CASED_WORD = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+SUFFIX"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*SUFFIX"
-    r"|\p{N}{DIGITS}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = f"{_CONTRACTIONS}|{_WORDS_AND_SPACES.replace('DIGITS', '1,3')}"
-_QWEN2 = f"{_CONTRACTIONS}|{_WORDS_AND_SPACES.replace('{DIGITS}', '')}"
-_TEKKEN = _CASED_WORD.replace("SUFFIX", "").replace("{DIGITS}", "")
-_GPT4O = _CASED_WORD.replace("SUFFIX", f"{_CONTRACTIONS}?").replace("DIGITS", "1,3")
-
-_STARCODER = PreTokenizer(individual_digits=True, gpt2_words=True)
-_LLAMA_BPE = PreTokenizer((_LLAMA3,), ignore_merges=True, adds_bos=True)
-PRE_TOKENIZERS: dict[str, PreTokenizer] = {
-    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2_WORDS, r"\p{N}+", r"[0-9][0-9][0-9]")),
-    "gpt-2": PreTokenizer(gpt2_words=True),
-    "phi-2": PreTokenizer(gpt2_words=True),
-    "smollm": _STARCODER,
-    "starcoder": _STARCODER,
-    "refact": _STARCODER,
-    "codeshell": _STARCODER,
-    "llama-bpe": _LLAMA_BPE,
-    "llama3": _LLAMA_BPE,
-    "llama-v3": _LLAMA_BPE,
-    "smaug-bpe": PreTokenizer((_LLAMA3,)),
-    "dbrx": PreTokenizer((_LLAMA3,)),
-    "qwen2": PreTokenizer((_QWEN2,), composes=True),
-    "deepseek-r1-qwen": PreTokenizer((_QWEN2,)),
-    "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, adds_bos=True),
-    "gpt-4o": PreTokenizer((_GPT4O,)),
-    "llama4": PreTokenizer((_GPT4O,), adds_bos=True),
-}
 
 
 class GGUFBackend(NamedTuple):
@@ -104,20 +60,23 @@ def make_gguf_backend(metadata: Mapping[str, Any]) -> GGUFBackend:
     Raises `UnsupportedModelError` for a tokenizer or pre-tokenizer that we do not know, `ModelFormatError` for
     metadata that contradict themselves.
     """
-    model = metadata.get("tokenizer.ggml.model")
-    if model not in ("gpt2", "llama"):
-        raise UnsupportedModelError(f"tokenizer {model!r} is not supported; supported: 'gpt2', 'llama'")
+    rules = _rules(metadata)
     texts = _list_of(metadata, "tokenizer.ggml.tokens", str)
     types: list[int] = [TokenType.NORMAL] * len(texts)
     if "tokenizer.ggml.token_type" in metadata:
         types = _list_of(metadata, "tokenizer.ggml.token_type", int, len(texts))
-    if model == "llama":
+    types = _with_ends_as_control(metadata, texts, types)
+    if rules.marks_spaces:
         for token_id, token_type in enumerate(types):
             if token_type == TokenType.USER_DEFINED:
                 texts[token_id] = texts[token_id].replace(" ", _SPACE_MARK)
     vocabulary = {text: token_id for token_id, text in enumerate(texts)}
-    make_backend = _make_byte_level if model == "gpt2" else _make_sentencepiece
-    backend = make_backend(metadata, vocabulary, texts, types)
+    if metadata["tokenizer.ggml.model"] == "llama":
+        merges = _derive_merges(texts, _list_of(metadata, "tokenizer.ggml.scores", (float, int), len(texts)), types)
+    else:
+        merges = [_split_merge(merge) for merge in _list_of(metadata, "tokenizer.ggml.merges", str)]
+    make_backend = _make_marked if rules.marks_spaces else _make_byte_level
+    backend = make_backend(metadata, rules, vocabulary, merges)
     backend.add_tokens(
         [
             AddedToken(text, special=token_type != TokenType.USER_DEFINED, normalized=False)
@@ -125,43 +84,48 @@ def make_gguf_backend(metadata: Mapping[str, Any]) -> GGUFBackend:
             if text and token_type in _ADDED_TYPES
         ]
     )
-    backend.post_processor = _make_post_processor(backend, metadata, texts)
+    backend.post_processor = _make_post_processor(backend, metadata, texts, rules.adds_bos)
     return GGUFBackend(backend, texts)
 
 
-def default_adds_bos(metadata: Mapping[str, Any]) -> bool:
-    """What a file without `tokenizer.ggml.add_bos_token` means."""
-    if metadata.get("tokenizer.ggml.model") == "llama":
-        return True
-    return _pre_tokenizer(metadata).adds_bos
+def _rules(metadata: Mapping[str, Any]) -> PreTokenizer:
+    model = metadata.get("tokenizer.ggml.model")
+    if model == "llama":
+        return PreTokenizer(marks_spaces=True, adds_bos=True)
+    if model == "gemma4":
+        return PRE_TOKENIZERS["gemma4"]
+    if model == "gpt2":
+        return pre_tokenizer_named(str(metadata.get("tokenizer.ggml.pre", "default")))
+    raise UnsupportedModelError(f"tokenizer {model!r} is not supported; supported: 'gpt2', 'llama', 'gemma4'")
+
+
+def _with_ends_as_control(metadata: Mapping[str, Any], texts: list[str], types: list[int]) -> list[int]:
+    """Some converters call the end of a turn a normal or user-defined token: it is never text."""
+    ids = {metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
+    mistaken = (TokenType.NORMAL, TokenType.USER_DEFINED)
+    return [
+        TokenType.CONTROL if kind in mistaken and (token_id in ids or text in _CONTROL_NAMES) else kind
+        for token_id, (text, kind) in enumerate(zip(texts, types, strict=True))
+    ]
 
 
 def _make_byte_level(
-    metadata: Mapping[str, Any], vocabulary: dict[str, int], texts: list[str], types: list[int]
+    metadata: Mapping[str, Any], rules: PreTokenizer, vocabulary: dict[str, int], merges: list[tuple[str, str]]
 ) -> Tokenizer:
-    pre_tokenizer = _pre_tokenizer(metadata)
-    merges = [_split_merge(merge) for merge in _list_of(metadata, "tokenizer.ggml.merges", str)]
-    backend = Tokenizer(_make_bpe(vocabulary, merges, ignore_merges=pre_tokenizer.ignore_merges))
-    if pre_tokenizer.composes:
+    backend = Tokenizer(_make_bpe(vocabulary, merges, ignore_merges=rules.ignore_merges))
+    if rules.composes:
         backend.normalizer = normalizers.NFC()
-    steps: list[pre_tokenizers.PreTokenizer] = [
-        pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre_tokenizer.patterns
-    ]
-    if pre_tokenizer.individual_digits:
-        steps.append(pre_tokenizers.Digits(individual_digits=True))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre_tokenizer.gpt2_words))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    backend.pre_tokenizer = rules.make()
     backend.decoder = decoders.ByteLevel()
     return backend
 
 
-def _make_sentencepiece(
-    metadata: Mapping[str, Any], vocabulary: dict[str, int], texts: list[str], types: list[int]
+def _make_marked(
+    metadata: Mapping[str, Any], rules: PreTokenizer, vocabulary: dict[str, int], merges: list[tuple[str, str]]
 ) -> Tokenizer:
-    scores = _list_of(metadata, "tokenizer.ggml.scores", (float, int), len(texts))
+    """Spaces are written as ▁, and characters that the vocabulary does not have as bytes."""
     unknown_id = metadata.get("tokenizer.ggml.unknown_token_id")
-    unknown = texts[unknown_id] if isinstance(unknown_id, int) and 0 <= unknown_id < len(texts) else None
-    merges = _derive_merges(texts, scores, types)
+    unknown = next((text for text, token_id in vocabulary.items() if token_id == unknown_id), None)
     backend = Tokenizer(_make_bpe(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     to_mark = normalizers.Replace(" ", _SPACE_MARK)
     steps: list[decoders.Decoder] = [
@@ -169,7 +133,7 @@ def _make_sentencepiece(
         decoders.ByteFallback(),
         decoders.Fuse(),
     ]
-    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+    if metadata.get("tokenizer.ggml.add_space_prefix", metadata.get("tokenizer.ggml.model") == "llama"):
         backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE_MARK), to_mark])
         steps.append(decoders.Strip(" ", 1, 0))
     else:
@@ -290,11 +254,11 @@ def _make_bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]], **optio
 
 
 def _make_post_processor(
-    backend: Tokenizer, metadata: Mapping[str, Any], texts: list[str]
+    backend: Tokenizer, metadata: Mapping[str, Any], texts: list[str], adds_bos: bool
 ) -> processors.TemplateProcessing:
     """BOS before and EOS after, as `add_bos_token` and `add_eos_token` ask."""
     wanted: list[str | None] = []
-    for name, default in (("bos", default_adds_bos(metadata)), ("eos", False)):
+    for name, default in (("bos", adds_bos), ("eos", False)):
         token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
         if token_id is None or not metadata.get(f"tokenizer.ggml.add_{name}_token", default):
             wanted.append(None)
@@ -310,14 +274,6 @@ def make_bos_eos_processor(backend: Tokenizer, bos: str | None, eos: str | None)
     pieces = [piece for piece in (bos, "$A", eos) if piece is not None]
     special_tokens = [(text, backend.token_to_id(text)) for text in dict.fromkeys((bos, eos)) if text is not None]
     return processors.TemplateProcessing(single=pieces, pair=None, special_tokens=special_tokens)
-
-
-def _pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:
-    name = metadata.get("tokenizer.ggml.pre", "default")
-    if name not in PRE_TOKENIZERS:
-        supported = ", ".join(PRE_TOKENIZERS)
-        raise UnsupportedModelError(f"pre-tokenizer {name!r} is not supported; supported: {supported}")
-    return PRE_TOKENIZERS[name]
 
 
 def _split_merge(merge: str) -> tuple[str, str]:

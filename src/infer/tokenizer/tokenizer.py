@@ -23,17 +23,8 @@ from infer.tokenizer.detokenizer import (
     make_token_bytes,
     read_decoding_rules,
 )
-from infer.tokenizer.gguf_tokenizer import make_bos_eos_processor, make_gguf_backend
+from infer.tokenizer.gguf_tokenizer import END_NAMES, make_bos_eos_processor, make_gguf_backend
 
-# Special tokens that end a turn or a text whatever the configuration says. Phi's `<|end|>` is one only where no
-# `<|return|>` is: gpt-oss ends its analysis with it and goes on.
-_END_NAMES = frozenset(
-    {
-        *("<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|end_of_turn|>", "<end_of_turn>", "<|im_end|>"),
-        *("<|return|>", "<|call|>", "<|END_OF_TURN_TOKEN|>", "<end_of_utterance>"),
-        *("<|end_of_text|>", "<|endoftext|>", "<eos>"),
-    }
-)
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _GGUF_NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
@@ -219,7 +210,8 @@ class Tokenizer:
 
     def _named_end_ids(self, added: Mapping[int, AddedToken]) -> frozenset[int]:
         names = {token.content: token_id for token_id, token in added.items() if token.special}
-        ends = {token_id for text, token_id in names.items() if text in _END_NAMES}
+        ends = {token_id for text, token_id in names.items() if text in END_NAMES}
+        # Phi's: gpt-oss ends its analysis with it and goes on.
         if "<|end|>" in names and "<|return|>" not in names:
             ends.add(names["<|end|>"])
         eos = self._id_of(self._named_tokens.get("eos_token"))

@@ -21,6 +21,13 @@ def call_command(b: Builder, function: Value, arguments: Value, state: Value, th
     b.call(b.inttoptr(function, _COMMAND.as_pointer()), [*pointers, third, fourth])
 
 
+@operation(types.void, address, types.int64)
+def call_python(b: Builder, function: Value, number: Value) -> None:
+    """Call a `ctypes` callback that takes a number; it takes the interpreter's lock for itself."""
+    kind = ir.FunctionType(ir.VoidType(), [I64])
+    b.call(b.inttoptr(function, kind.as_pointer()), [number])
+
+
 @operation(types.int64, address, types.int64)
 def atomic_add(b: Builder, where: Value, amount: Value) -> Value:
     """The value before."""

@@ -3,14 +3,16 @@
 A group of a block type is a run of records of 32 inputs; a quad is 4 inputs × 16 rows = 64 values, one vector:
 
     low    4 bits: 4 × 64 bytes, quad j in the low nibbles and j + 4 in the high ones     8 bits: 8 × 64 bytes
-    high   the fifth bits: 64 bytes, bit j of a byte belongs to quad j      2 bits: 2 × 64 bytes, for quads 0–3 and 4–7
-    scale  f16 × 16 rows; minimum f16 × 16 rows, where the type has one
+           2 bits: 2 × 64 bytes, for quads 0–3 and 4–7, quad j in the bits from 2 (j mod 4) on
+    high   the bits above: 64 bytes, bit j of a byte belongs to quad j      2 bits: as the low 2 bits
+    scale  f16 × 16 rows, or an exponent u8 × 16; minimum f16 × 16 rows, where the type has one
 
 K types have 8 records behind the super-block's f16 scale (and minimum), and small integers in the records' place:
 
-    [d × 16][dmin × 16] 8 × { low, high, scale u8 or i8 × 16 (two of them in Q6_K), minimum u8 × 16 }
+    [d × 16][dmin × 16] 8 × { low, high, scale u8 or i8 × 16, minimum u8 × 16 }      both twice in Q2_K, Q3_K, Q6_K
 
-Every number is kept as the file means it; an integer q is stored as q + offset ≥ 0.
+Every number is kept as the file means it; an integer q is stored as q + offset ≥ 0, or as the code that the type's
+table has for it.
 A group of a float type is `[in_features, 16 rows]`, its inputs padded with zeros to a multiple of 8.
 """
 
@@ -22,6 +24,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from infer.block_types import FP4_VALUES, IQ4_VALUES
 from infer.weights import Weight
 
 LANES = 16  # rows of a group, and 32-bit elements of a vector
@@ -35,11 +38,13 @@ QUADS_BYTES = 8 * 64  # of a record of a block type, once each value is a byte
 @dataclass(frozen=True)
 class Layout:
     type: str
-    low_bits: int  # of a block type 4 or 8; of a float type its width
+    low_bits: int  # of a block type 2, 4 or 8; of a float type its width
     high_bits: int = 0
     offset: int = 0
     has_minimum: bool = False
     scales_per_record: int = 0  # integer scales under a super-block's; 0: each record has its own f16
+    codes: tuple[int, ...] = ()  # what the 16 values of 4 bits stand for; (): themselves
+    has_exponent: bool = False  # the record's own scale is a power of two
     is_float: bool = False
 
     @property
@@ -60,14 +65,17 @@ class Layout:
         return self.high_at + (0 if self.is_float else BLOCK * LANES * self.high_bits // 8)
 
     @property
+    def scale_bytes(self) -> int:
+        """Of one scale, and of one minimum, of a row's record."""
+        return 1 if self.scales_per_record or self.has_exponent else 2
+
+    @property
     def minimum_at(self) -> int:
-        return self.scale_at + (LANES * self.scales_per_record if self.scales_per_record else 2 * LANES)
+        return self.scale_at + LANES * self.scale_bytes * self.parts
 
     @property
     def record_bytes(self) -> int:
-        if self.is_float:
-            return self.high_at
-        return self.minimum_at + (self.has_minimum * LANES * (1 if self.scales_per_record else 2))
+        return self.high_at if self.is_float else self.minimum_at + LANES * self.scale_bytes * self.minima
 
     @property
     def super_header(self) -> int:
@@ -87,9 +95,23 @@ class Layout:
         return max(1, self.scales_per_record)
 
     @property
+    def minima(self) -> int:
+        return self.parts * self.has_minimum
+
+    @property
+    def has_signed_scales(self) -> bool:
+        """Of integer scales: those beside minima are never negative."""
+        return not self.has_minimum
+
+    @property
+    def is_small(self) -> bool:
+        """Whether what is multiplied is below 128."""
+        return max(self.codes) + self.offset < 128 if self.codes else self.low_bits < 8
+
+    @property
     def unpacked_bytes(self) -> int:
         """Size of a record as `matrix_tiles` takes it."""
-        return QUADS_BYTES + 4 * LANES * (self.parts + self.has_minimum)
+        return QUADS_BYTES + 4 * LANES * (self.parts + self.minima)
 
     def num_records(self, in_features: int) -> int:
         return -(-in_features // self.inputs)
@@ -106,9 +128,14 @@ LAYOUTS = {
         Layout("Q5_0", low_bits=4, high_bits=1, offset=16),
         Layout("Q5_1", low_bits=4, high_bits=1, has_minimum=True),
         Layout("Q8_0", low_bits=8, offset=128),
+        Layout("Q2_K", low_bits=2, has_minimum=True, scales_per_record=2),
+        Layout("Q3_K", low_bits=2, high_bits=1, offset=4, scales_per_record=2),
         Layout("Q4_K", low_bits=4, has_minimum=True, scales_per_record=1),
         Layout("Q5_K", low_bits=4, high_bits=1, has_minimum=True, scales_per_record=1),
         Layout("Q6_K", low_bits=4, high_bits=2, offset=32, scales_per_record=2),
+        Layout("IQ4_NL", low_bits=4, offset=128, codes=IQ4_VALUES),
+        Layout("IQ4_XS", low_bits=4, offset=128, codes=IQ4_VALUES, scales_per_record=1),
+        Layout("MXFP4", low_bits=4, offset=16, codes=FP4_VALUES, has_exponent=True),
         Layout("F32", low_bits=32, is_float=True),
         Layout("F16", low_bits=16, is_float=True),
         Layout("BF16", low_bits=16, is_float=True),

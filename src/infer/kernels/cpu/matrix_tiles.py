@@ -7,7 +7,7 @@ them once for all tokens), the tokens' planes another, and their product is Σ q
 The two units take turns: on a Granite Rapids Xeon neither a product nor a store of matrix registers runs beside
 vector arithmetic, so nothing is interleaved.
 
-An unpacked record:   [8 quads × 64 bytes] [scale × 16 rows f32, two of them in Q6_K] [minimum × 16 rows f32, if any]
+An unpacked record:   [8 quads × 64 bytes] [scale × 16 rows f32, one or two] [minimum × 16 rows f32, none, one or two]
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from numba.extending import intrinsic
 from infer.kernels.cpu import simd
 from infer.kernels.cpu.layouts import BLOCK, LANES, LAYOUTS, QUADS_BYTES, Layout
 from infer.kernels.cpu.simd import F32, F32X16, I8, I32, I32X16, I64, Value, constant, load, store
-from infer.kernels.cpu.tiles import Tile, super_scales
+from infer.kernels.cpu.tiles import Tile, add_minima, add_products, super_scales
 
 TOKENS, GROUPS = 16, 2
 _BATCH = 2  # records that are multiplied before their sums become floats, with one plane and one part; else one
@@ -100,8 +100,8 @@ def unpack(context: Any, type_: Any, weights: Any, num_records: Any, out: Any) -
             to = b.add(out, b.mul(loop.index, constant(I64, layout.unpacked_bytes)))
             for quad, values in enumerate(reader.quads(where)):
                 store(b, simd.offset(b, to, 64 * quad), values, 64)
-            scales, minimum = reader.scales(where, *super_scales(b, layout, base))
-            for index, vector in enumerate(scales if minimum is None else [*scales, minimum]):
+            scales, minima = reader.scales(where, *super_scales(b, layout, base))
+            for index, vector in enumerate([*scales, *minima]):
                 simd.store_f32(b, simd.offset(b, to, QUADS_BYTES + _VECTOR_BYTES * index), vector)
         return context.get_dummy_value()
 
@@ -146,16 +146,16 @@ class MatrixTile:
     def sums_offset(self, place: int, part: int, group: int, plane: int) -> int:
         return (((place * self.parts + part) * GROUPS + group) * self.planes + plane) * _SUMS_BYTES
 
-    def scales(self, first: Value, place: int, group: int) -> tuple[list[Value], Value]:
+    def scales(self, first: Value, place: int, group: int) -> tuple[list[Value], list[Value]]:
         b, size = self.b, self.layout.unpacked_bytes
         at = b.add(self.weights[group], b.mul(first, constant(I64, size)))
         vectors = [
             load(b, simd.offset(b, at, place * size + QUADS_BYTES + _VECTOR_BYTES * index), F32X16, 64)
-            for index in range(self.parts + self.layout.has_minimum)
+            for index in range(self.parts + self.layout.minima)
         ]
-        return vectors[: self.parts], vectors[-1] if self.layout.has_minimum else None
+        return vectors[: self.parts], vectors[self.parts :]
 
-    def finish(self, token: Value, group: int, first: Value, scales: list[tuple[list[Value], Value]]) -> None:
+    def finish(self, token: Value, group: int, first: Value, scales: list[tuple[list[Value], list[Value]]]) -> None:
         """The running sums of one token and group, through all records of the batch."""
         b = self.b
         row = b.mul(token, constant(I64, _VECTOR_BYTES))
@@ -163,14 +163,11 @@ class MatrixTile:
         end = b.add(self.activations, b.mul(first, self.stride))
         end = simd.offset(b, b.add(end, b.mul(token, constant(I64, self.record_bytes))), self.record_bytes - 16)
         total = simd.load_f32(b, to)
-        for place, (weight_scales, minimum) in enumerate(scales):
+        for place, (weight_scales, minima) in enumerate(scales):
             dots = [self.dot(b.add(self.scratch, row), place, part, group, end) for part in range(self.parts)]
-            scale = simd.splat(b, load(b, end, F32, 4))
-            for dot, weight_scale in zip(dots, weight_scales, strict=True):
-                total = simd.fma(b, b.fmul(weight_scale, scale), b.sitofp(dot, F32X16), total)
-            if minimum is not None:
-                scaled_sum = simd.splat(b, load(b, simd.offset(b, end, 4), F32, 4))
-                total = simd.fma(b, minimum, scaled_sum, total)
+            scale = load(b, end, F32, 4)
+            total = add_products(b, total, simd.splat(b, scale), dots, weight_scales)
+            total = add_minima(b, total, scale, end, minima)
             end = b.add(end, self.stride)
         simd.store_f32(b, to, total)
 

@@ -14,8 +14,7 @@ from infer.kernels.cpu.records import PACK
 from infer.kernels.cpu.state import STATE
 from infer.kernels.cpu.table import NO_BARRIER, Command, DispatchTable, Walk
 from infer.kernels.cpu.threads import aligned, team
-from infer.quants import dequantize
-from infer.weights import Projection, StoredWeight, Weight
+from infer.weights import Projection, StoredWeight
 
 Precision = Literal["exact", "fast"]
 PLANES: dict[str, int] = {"exact": 2, "fast": 1}
@@ -33,7 +32,8 @@ def prepare(
     """
     if precision not in PLANES:
         raise InvalidRequestError(f"precision must be exact or fast, got {precision!r}")
-    stored = [_stored(part) for part in projection.parts]
+    stored = [part for part in projection.parts if isinstance(part, StoredWeight)]
+    assert len(stored) == len(projection.parts)
     parts = []
     for _, neighbours in groupby(enumerate(stored), key=_merge_key):
         weights = [weight for _, weight in neighbours]
@@ -42,13 +42,6 @@ def prepare(
             progress(sum(weight.num_bytes for weight in weights))
     bias = None if projection.bias is None else projection.bias.float().contiguous()
     return Projection(tuple(parts), bias)
-
-
-def _stored(weight: Weight) -> StoredWeight:
-    assert isinstance(weight, StoredWeight)
-    if weight.type in LAYOUTS:
-        return weight
-    return StoredWeight("F32", weight.shape, dequantize(weight.data, weight.type))
 
 
 def _merge_key(indexed: tuple[int, StoredWeight]) -> tuple[str, int]:

@@ -6,14 +6,22 @@ The files' blocks, one row's 32 (or 256) inputs each:
     Q4_K, Q5_K                d, dmin, 12 bytes of 6-bit scales and minimums, [32 bytes of fifth bits], 4 × 32 bytes:
                               the low nibbles are sub-block 2 j, the high ones 2 j + 1
     Q6_K                      128 bytes of low nibbles, 64 of high pairs, 16 × i8 scales, d
+    Q2_K                      16 × scale and minimum of 4 bits, 64 bytes of pairs of bits, d, dmin
+    Q3_K                      32 bytes of third bits, 64 of pairs of bits, 12 of 6-bit scales, d
+    IQ4_NL, MXFP4             d or an exponent, 16 bytes of codes, as in Q4_0
+    IQ4_XS                    d, 2 bytes of scales' upper bits, 4 of their lower ones, 8 × 16 bytes of codes
+Of Q2_K and Q3_K, sub-block j (32 inputs) is the pair 2 (j mod 4) of the 32 bytes from 32 (j div 4) on.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numba import carray, njit
 
-from infer.kernels.cpu.layouts import BLOCK, LANES, LAYOUTS
+from infer.block_types import BLOCK_TYPES
+from infer.kernels.cpu.codes import exponent_value
+from infer.kernels.cpu.layouts import BLOCK, LANES, LAYOUTS, Layout
 from infer.kernels.cpu.simd import (
     bf16_value,
     f16_value,
@@ -29,19 +37,30 @@ from infer.kernels.cpu.simd import (
 )
 
 
-@njit(inline="always")
-def _pack_simple(source, out, lane, high_bits, has_minimum, scale_at):  # type: ignore[no-untyped-def]
-    """One block of Q4_0, Q4_1, Q5_0 or Q5_1: its 16 bytes are already quad j with quad j + 4."""
-    store_u16(out + scale_at + 2 * lane, load_u16(source))
-    at = source + 2
-    if has_minimum:
-        store_u16(out + scale_at + 32 + 2 * lane, load_u16(at))
-        at += 2
-    if high_bits:
-        store_u32(out + 256 + 4 * lane, _spread_fifth_bits(load_u32(at)))
-        at += 4
-    for j in range(4):
-        store_u32(out + 64 * j + 4 * lane, load_u32(at + 4 * j))
+def _make_pack_simple(layout: Layout) -> Any:
+    """One block of Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL or MXFP4: its 16 bytes are already quad j with quad j + 4."""
+    high_bits, has_minimum, has_exponent, scale_at = (
+        layout.high_bits, layout.has_minimum, layout.has_exponent, layout.scale_at
+    )  # fmt: skip
+
+    @njit(inline="always")
+    def pack(source, out, lane):  # type: ignore[no-untyped-def]
+        if has_exponent:
+            store_u8(out + scale_at + lane, load_u8(source))
+            at = source + 1
+        else:
+            store_u16(out + scale_at + 2 * lane, load_u16(source))
+            at = source + 2
+        if has_minimum:
+            store_u16(out + scale_at + 32 + 2 * lane, load_u16(at))
+            at += 2
+        if high_bits:
+            store_u32(out + 256 + 4 * lane, _spread_fifth_bits(load_u32(at)))
+            at += 4
+        for j in range(4):
+            store_u32(out + 64 * j + 4 * lane, load_u32(at + 4 * j))
+
+    return pack
 
 
 @njit(inline="always")
@@ -78,30 +97,34 @@ def _scale_and_minimum(scales, j):  # type: ignore[no-untyped-def]
     return scale, minimum
 
 
-@njit(inline="always")
-def _pack_q4_q5_k(source, out, lane, high_bits):  # type: ignore[no-untyped-def]
-    store_u16(out + 2 * lane, load_u16(source))
-    store_u16(out + 32 + 2 * lane, load_u16(source + 2))
-    record_bytes = 288 + 64 * high_bits
-    fifth, nibbles = source + 16, source + 16 + 32 * high_bits
-    mask = np.uint32(0x0F0F0F0F)
-    for j in range(8):
-        record = out + 64 + j * record_bytes
-        scale, minimum = _scale_and_minimum(source + 4, j)
-        store_u8(record + record_bytes - 32 + lane, scale)
-        store_u8(record + record_bytes - 16 + lane, minimum)
-        shift = np.uint32(4 * (j % 2))
-        high = np.uint32(0)
-        for quad in range(4):
-            first = (load_u32(nibbles + 32 * (j // 2) + 4 * quad) >> shift) & mask
-            second = (load_u32(nibbles + 32 * (j // 2) + 16 + 4 * quad) >> shift) & mask
-            store_u32(record + 64 * quad + 4 * lane, first | (second << np.uint32(4)))
+def _make_pack_q4_q5_k(layout: Layout) -> Any:
+    high_bits, record_bytes = layout.high_bits, layout.record_bytes
+
+    @njit(inline="always")
+    def pack(source, out, lane):  # type: ignore[no-untyped-def]
+        store_u16(out + 2 * lane, load_u16(source))
+        store_u16(out + 32 + 2 * lane, load_u16(source + 2))
+        fifth, nibbles = source + 16, source + 16 + 32 * high_bits
+        mask = np.uint32(0x0F0F0F0F)
+        for j in range(8):
+            record = out + 64 + j * record_bytes
+            scale, minimum = _scale_and_minimum(source + 4, j)
+            store_u8(record + record_bytes - 32 + lane, scale)
+            store_u8(record + record_bytes - 16 + lane, minimum)
+            shift = np.uint32(4 * (j % 2))
+            high = np.uint32(0)
+            for quad in range(4):
+                first = (load_u32(nibbles + 32 * (j // 2) + 4 * quad) >> shift) & mask
+                second = (load_u32(nibbles + 32 * (j // 2) + 16 + 4 * quad) >> shift) & mask
+                store_u32(record + 64 * quad + 4 * lane, first | (second << np.uint32(4)))
+                if high_bits:
+                    one = np.uint32(0x01010101)
+                    high |= ((load_u32(fifth + 4 * quad) >> np.uint32(j)) & one) << np.uint32(quad)
+                    high |= ((load_u32(fifth + 16 + 4 * quad) >> np.uint32(j)) & one) << np.uint32(quad + 4)
             if high_bits:
-                one = np.uint32(0x01010101)
-                high |= ((load_u32(fifth + 4 * quad) >> np.uint32(j)) & one) << np.uint32(quad)
-                high |= ((load_u32(fifth + 16 + 4 * quad) >> np.uint32(j)) & one) << np.uint32(quad + 4)
-        if high_bits:
-            store_u32(record + 256 + 4 * lane, high)
+                store_u32(record + 256 + 4 * lane, high)
+
+    return pack
 
 
 @njit(inline="always")
@@ -126,16 +149,66 @@ def _pack_q6_k(source, out, lane):  # type: ignore[no-untyped-def]
             store_u32(record + 256 + 64 * half + 4 * lane, pairs)
 
 
-_SOURCE_BYTES = {
-    "Q4_0": 18,
-    "Q4_1": 20,
-    "Q5_0": 22,
-    "Q5_1": 24,
-    "Q8_0": 34,
-    "Q4_K": 144,
-    "Q5_K": 176,
-    "Q6_K": 210,
-}
+@njit(inline="always")
+def _store_pairs(source, shift, record, lane):  # type: ignore[no-untyped-def]
+    """32 values of 2 bits, from as many bytes that have them at `shift`."""
+    for vector in range(2):
+        word = np.uint32(0)
+        for quad in range(4):
+            two_bits = (load_u32(source + 16 * vector + 4 * quad) >> shift) & np.uint32(0x03030303)
+            word |= two_bits << np.uint32(2 * quad)
+        store_u32(record + 64 * vector + 4 * lane, word)
+
+
+@njit(inline="always")
+def _pack_q2_k(source, out, lane):  # type: ignore[no-untyped-def]
+    store_u16(out + 2 * lane, load_u16(source + 80))
+    store_u16(out + 32 + 2 * lane, load_u16(source + 82))
+    for j in range(8):
+        record = out + 64 + j * 192
+        _store_pairs(source + 16 + 32 * (j // 4), np.uint32(2 * (j % 4)), record, lane)
+        for half in range(2):
+            both = load_u8(source + 2 * j + half)
+            store_u8(record + 128 + 16 * half + lane, both & np.uint8(15))
+            store_u8(record + 160 + 16 * half + lane, both >> np.uint8(4))
+
+
+@njit(inline="always")
+def _pack_q3_k(source, out, lane):  # type: ignore[no-untyped-def]
+    store_u16(out + 2 * lane, load_u16(source + 108))
+    for j in range(8):
+        record = out + 32 + j * 224
+        _store_pairs(source + 32 + 32 * (j // 4), np.uint32(2 * (j % 4)), record, lane)
+        third = np.uint32(0)
+        for quad in range(8):
+            third |= ((load_u32(source + 4 * quad) >> np.uint32(j)) & np.uint32(0x01010101)) << np.uint32(quad)
+        store_u32(record + 128 + 4 * lane, third)
+        for half in range(2):
+            k = 2 * j + half
+            low = (load_u8(source + 96 + k % 8) >> np.uint8(4 * (k // 8))) & np.uint8(15)
+            high = (load_u8(source + 104 + k % 4) >> np.uint8(2 * (k // 4))) & np.uint8(3)
+            store_u8(record + 192 + 16 * half + lane, (low | (high << np.uint8(4))) - np.uint8(32))
+
+
+@njit(inline="always")
+def _pack_iq4_xs(source, out, lane):  # type: ignore[no-untyped-def]
+    store_u16(out + 2 * lane, load_u16(source))
+    upper = load_u16(source + 2)
+    for j in range(8):
+        record = out + 32 + j * 272
+        low = (load_u8(source + 4 + j // 2) >> np.uint8(4 * (j % 2))) & np.uint8(15)
+        high = np.uint8((upper >> np.uint16(2 * j)) & np.uint16(3))
+        store_u8(record + 256 + lane, (low | (high << np.uint8(4))) - np.uint8(32))
+        for quad in range(4):
+            store_u32(record + 64 * quad + 4 * lane, load_u32(source + 8 + 16 * j + 4 * quad))
+
+
+def _make_pack_block(layout: Layout) -> Any:
+    """What packs one block of a row: `(source, out, lane)`."""
+    if layout.type in ("Q4_K", "Q5_K"):
+        return _make_pack_q4_q5_k(layout)
+    own = {"Q8_0": _pack_q8_0, "Q2_K": _pack_q2_k, "Q3_K": _pack_q3_k, "Q6_K": _pack_q6_k, "IQ4_XS": _pack_iq4_xs}
+    return own.get(layout.type) or _make_pack_simple(layout)
 
 
 def make_pack(type_: str) -> Callable[..., None]:
@@ -143,9 +216,8 @@ def make_pack(type_: str) -> Callable[..., None]:
     layout = LAYOUTS[type_]
     if layout.is_float:
         return _make_pack_float(layout.low_bits // 8, layout.record_bytes)
-    source_bytes, super_bytes, inputs = _SOURCE_BYTES[type_], layout.super_bytes, BLOCK * layout.records_per_super
-    high_bits, has_minimum, scale_at = layout.high_bits, layout.has_minimum, layout.scale_at
-    is_q8, is_k, is_q6_k = type_ == "Q8_0", layout.scales_per_record == 1, type_ == "Q6_K"
+    source_bytes, super_bytes = BLOCK_TYPES[type_].block_bytes, layout.super_bytes
+    inputs, pack_block = BLOCK * layout.records_per_super, _make_pack_block(layout)
 
     def pack(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args = carray(args_at, 1)[0]
@@ -155,14 +227,7 @@ def make_pack(type_: str) -> Callable[..., None]:
                 source = args.source + (group * LANES + lane) * args.source_row_bytes
                 out = args.out + group * args.group_bytes
                 for _ in range(args.in_features // inputs):
-                    if is_q8:
-                        _pack_q8_0(source, out, lane)
-                    elif is_k:
-                        _pack_q4_q5_k(source, out, lane, high_bits)
-                    elif is_q6_k:
-                        _pack_q6_k(source, out, lane)
-                    else:
-                        _pack_simple(source, out, lane, high_bits, has_minimum, scale_at)
+                    pack_block(source, out, lane)
                     source += source_bytes
                     out += super_bytes
 
@@ -195,14 +260,54 @@ def _make_float_at(type_: str) -> Callable[..., np.float32]:
     return njit(inline="always")(lambda at: widen(load_u16(at)))  # type: ignore[no-any-return]
 
 
+def _make_integer_at(layout: Layout) -> Any:
+    """What reads the integer of one weight, its offset still on it: `(record, quad, byte of the quad)`."""
+    low_bits, high_bits, high_at = layout.low_bits, layout.high_bits, layout.high_at
+    has_codes, codes = bool(layout.codes), np.array([code + layout.offset for code in layout.codes or (0,)], np.int32)
+
+    @njit(inline="always")
+    def integer_at(record, quad, byte):  # type: ignore[no-untyped-def]
+        if low_bits == 8:
+            q = np.int32(load_u8(record + 64 * quad + byte))
+        elif low_bits == 4:
+            q = np.int32(load_u8(record + 64 * (quad % 4) + byte)) >> (4 * (quad // 4)) & 15
+        else:
+            q = np.int32(load_u8(record + 64 * (quad // 4) + byte)) >> (2 * (quad % 4)) & 3
+        if high_bits == 1:
+            q |= (np.int32(load_u8(record + high_at + byte)) >> quad & 1) << low_bits
+        if high_bits == 2:
+            pair = np.int32(load_u8(record + high_at + 64 * (quad // 4) + byte)) >> (2 * (quad % 4)) & 3
+            q |= pair << low_bits
+        return codes[q] if has_codes else q
+
+    return integer_at
+
+
+def _make_scale_at(layout: Layout) -> Any:
+    """What reads a scale or a minimum of one row's record: `(where the first is, half, of the super-block)`."""
+    is_nested, has_exponent, is_signed = layout.scales_per_record > 0, layout.has_exponent, layout.has_signed_scales
+    has_halves = layout.parts == 2
+
+    @njit(inline="always")
+    def scale_at(at, half, lane, of_super):  # type: ignore[no-untyped-def]
+        if is_nested:
+            small = load_u8(at + (half * LANES if has_halves else 0) + lane)
+            whole = np.float32(np.int8(small)) if is_signed else np.float32(small)
+            return f16_value(load_u16(of_super + 2 * lane)) * whole
+        return exponent_value(load_u8(at + lane)) if has_exponent else f16_value(load_u16(at + 2 * lane))
+
+    return scale_at
+
+
 def make_embed(type_: str) -> Callable[..., None]:
     """Rows of the tokens, times scale. A token outside the table counts as the nearest row in it."""
     layout = LAYOUTS[type_]
-    low_bits, high_bits, high_at = layout.low_bits, layout.high_bits, layout.high_at
-    offset, has_minimum, nested = np.float32(layout.offset), layout.has_minimum, layout.scales_per_record
-    scale_at, minimum_at, record_bytes = layout.scale_at, layout.minimum_at, layout.record_bytes
+    offset, has_minimum = np.float32(layout.offset), layout.has_minimum
+    sign = np.float32(-1 if layout.scales_per_record else 1)  # K types subtract their minima
+    scale_from, minimum_from, record_bytes = layout.scale_at, layout.minimum_at, layout.record_bytes
     super_bytes, header, per_super = layout.super_bytes, layout.super_header, layout.records_per_super
     is_float, width, float_at = layout.is_float, layout.low_bits // 8, _make_float_at(type_)
+    integer_at, scale_at = _make_integer_at(layout), _make_scale_at(layout)
 
     def embed(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
@@ -217,29 +322,11 @@ def make_embed(type_: str) -> Callable[..., None]:
                     block, within = i // BLOCK, i % BLOCK
                     base = group + block // per_super * super_bytes
                     record = base + header + block % per_super * record_bytes
-                    quad, byte = within // 4, 4 * lane + within % 4
-                    if low_bits == 8:
-                        q = np.int32(load_u8(record + 64 * quad + byte))
-                    else:
-                        q = np.int32(load_u8(record + 64 * (quad % 4) + byte)) >> (4 * (quad // 4)) & 15
-                    if high_bits == 1:
-                        q |= (np.int32(load_u8(record + high_at + byte)) >> quad & 1) << 4
-                    if high_bits == 2:
-                        pair = np.int32(load_u8(record + high_at + 64 * (quad // 4) + byte)) >> (2 * (quad % 4)) & 3
-                        q |= pair << 4
-                    if nested:
-                        d = f16_value(load_u16(base + 2 * lane))
-                        small = load_u8(record + scale_at + (within // 16 * LANES if nested == 2 else 0) + lane)
-                        d *= np.float32(np.int8(small)) if nested == 2 else np.float32(small)
-                    else:
-                        d = f16_value(load_u16(record + scale_at + 2 * lane))
-                    value = d * (np.float32(q) - offset)
+                    q = integer_at(record, within // 4, 4 * lane + within % 4)
+                    half = within // 16
+                    value = scale_at(record + scale_from, half, lane, base) * (np.float32(q) - offset)
                     if has_minimum:
-                        if nested:
-                            dmin = f16_value(load_u16(base + 2 * LANES + 2 * lane))
-                            value -= dmin * np.float32(load_u8(record + minimum_at + lane))
-                        else:
-                            value += f16_value(load_u16(record + minimum_at + 2 * lane))
+                        value += sign * scale_at(record + minimum_from, half, lane, base + 2 * LANES)
                 store_scalar_f32(out + 4 * i, value * args.scale)
 
     return embed

@@ -195,6 +195,7 @@ SAMPLE = np.dtype(
         ("num_drafts", np.int64),  # int64 [rows]
         ("counts_sampled", np.int64),  # int64 [rows]: how many tokens a verified step gave
         ("mask_ready", np.int64),  # int64: not 0 when another thread has filled `allowed`
+        ("follow", np.int64),  # Python's, called behind each step of a chain with the number so far, or 0
     ]
 )
 

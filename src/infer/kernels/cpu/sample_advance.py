@@ -1,5 +1,5 @@
 """What stands around the sampler in a table: in a chain `advance`, which makes of its tokens the next step's input;
-in a step that verifies drafts `accept`, once for each entry, and before all of them `await_mask`.
+in a step that verifies drafts `accept`, once for each entry. Before the sampler's first in both, `await_mask`.
 """
 
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from numba import carray, njit
 
-from infer.kernels.cpu.control import atomic_load, pause, yield_thread
+from infer.kernels.cpu.control import atomic_load, call_python, pause, yield_thread
 from infer.kernels.cpu.sample_math import load_i32
 from infer.kernels.cpu.simd import load_i64, store_i32, store_i64
 
@@ -32,7 +32,7 @@ def _remember(args, row, token):  # type: ignore[no-untyped-def]
 
 
 def make_advance() -> Callable[..., None]:
-    """The chain ends when every row has met a stop id, or any row failed."""
+    """The chain ends when every row has met a stop id, any row failed, or Python, where it is asked, says so."""
 
     def advance(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
@@ -55,6 +55,8 @@ def make_advance() -> Callable[..., None]:
         args.num_generated += 1
         if num_ended == args.num_rows:
             args.stop = 1
+        if args.follow != 0 and args.stop == 0:
+            call_python(args.follow, args.num_generated)
 
     return advance
 

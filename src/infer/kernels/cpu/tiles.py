@@ -7,7 +7,8 @@ For each record of 32 inputs, row r, token t, with activation a = s × A (A an i
 
     Σ (d q + m) a  =  d s Σ q A  +  m s Σ A          q stored as q + offset:  Σ q A = Σ (q + offset) A − offset Σ A
 
-Σ q A is exact in 32-bit integers; then sum = fma(d × s, Σ q A, sum), and fma(m, s ΣA, sum) if there is a minimum.
+Σ q A is exact in 32-bit integers; then sum = fma(d × s, Σ q A, sum), and fma(m, s ΣA, sum) if there is a minimum. Where
+the halves of a record have scales (and minimums) of their own, each half is summed by itself.
 So a row's result is one chain of float operations over the records, the same for every number of columns.
 A of 16 bits lies as two int8 planes, A = 256 hi + lo.
 
@@ -23,6 +24,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from infer.kernels.cpu import simd
+from infer.kernels.cpu.codes import load_exponent, look_up
 from infer.kernels.cpu.layouts import BLOCK, LANES, LAYOUTS, UNIT, Layout
 from infer.kernels.cpu.simd import F32, F32X16, I8, I16X16, I32, I32X16, I64, Value, constant, load
 
@@ -128,13 +130,13 @@ class Tile:
         quads = [self.quads(where) for where in weights]
         scales = [self.scales(where, *of_super) for where, of_super in zip(weights, supers, strict=True)]
         dots = self.dots(activations, quads)
-        for group, (scale, minimum) in enumerate(scales):
+        for group, (scale, minima) in enumerate(scales):
             for column in self.columns:
-                self.finish(activations, group, column, dots[group][column], scale, minimum)
+                self.finish(activations, group, column, dots[group][column], scale, minima)
 
     def dots(self, activations: Value, quads: list[list[Value]]) -> list[list[list[Value]]]:
         """Σ q A by group and column, whole or by halves. 256 × the high plane's sum is where the low one's starts."""
-        b, parts, small = self.b, max(1, self.layout.scales_per_record), self.layout.low_bits == 4
+        b, parts, small = self.b, self.layout.parts, self.layout.is_small
         totals = [[[constant(I32X16, 0)] * parts for _ in self.columns] for _ in quads]
         for plane in range(self.planes):
             if plane:
@@ -152,7 +154,7 @@ class Tile:
         return totals
 
     def quads(self, weights: Value) -> list[Value]:
-        low = [self.low(weights, j) for j in range(4 if self.layout.low_bits == 4 else 8)]
+        low = [self.low(weights, j) for j in range(self.layout.low_bits)]
         return [self.quad(low, weights, quad) for quad in range(8)]
 
     def less_offset(self, activations: Value, column: int, totals: list[Value]) -> list[Value]:
@@ -181,49 +183,67 @@ class Tile:
 
     def quad(self, low: list[Value], weights: Value, quad: int) -> Value:
         """64 stored values as bytes."""
-        b, layout = self.b, self.layout
-        if layout.low_bits == 8:
+        b, layout, bits = self.b, self.layout, self.layout.low_bits
+        if bits == 8:
             return low[quad]
-        nibbles = low[quad % 4] if quad < 4 else b.lshr(low[quad % 4], constant(I32X16, 4))
-        values = b.and_(nibbles, constant(I32X16, 0x0F0F0F0F))
+        vector, shift = (quad % 4, 4 * (quad // 4)) if bits == 4 else (quad // 4, 2 * (quad % 4))
+        values = b.lshr(low[vector], constant(I32X16, shift)) if shift else low[vector]
+        values = b.and_(values, constant(I32X16, 0x01010101 * ((1 << bits) - 1)))
+        if layout.codes:
+            return look_up(b, self.instruction_set, values, [code + layout.offset for code in layout.codes])
         if layout.high_bits == 0:
             return values
         vector, bit = (0, quad) if layout.high_bits == 1 else (quad // 4, 2 * (quad % 4))
         high = load(b, simd.offset(b, weights, layout.high_at + 64 * vector), I32X16, 16)
-        shifted = b.shl(high, constant(I32X16, 4 - bit)) if bit < 4 else b.lshr(high, constant(I32X16, bit - 4))
-        mask = 0x10101010 if layout.high_bits == 1 else 0x30303030
+        shifted = (
+            b.shl(high, constant(I32X16, bits - bit)) if bit < bits else b.lshr(high, constant(I32X16, bit - bits))
+        )
+        mask = 0x01010101 * (((1 << layout.high_bits) - 1) << bits)
         return b.or_(values, b.and_(shifted, constant(I32X16, mask)))
 
-    def scales(self, weights: Value, super_scale: Value, super_minimum: Value) -> tuple[list[Value], Value]:
-        """The record's scale (one for each half in Q6_K) and minimum, as floats without rounding."""
+    def scales(self, weights: Value, super_scale: Value, super_minimum: Value) -> tuple[list[Value], list[Value]]:
+        """The record's scales and minima, one of each for each half or for the whole, as floats without rounding."""
         b, layout = self.b, self.layout
         at, minimum_at = simd.offset(b, weights, layout.scale_at), simd.offset(b, weights, layout.minimum_at)
         if not layout.scales_per_record:
-            return [simd.load_f16(b, at)], simd.load_f16(b, minimum_at) if layout.has_minimum else None
-        bytes_ = ir.VectorType(I8, LANES)
-        widen = b.zext if layout.has_minimum else b.sext
-        scales = [
-            b.fmul(b.sitofp(widen(load(b, simd.offset(b, at, LANES * i), bytes_, 16), I32X16), F32X16), super_scale)
-            for i in range(layout.scales_per_record)
-        ]
-        if not layout.has_minimum:
-            return scales, None
-        minimum = b.sitofp(b.zext(load(b, minimum_at, bytes_, 16), I32X16), F32X16)
-        return scales, b.fneg(b.fmul(minimum, super_minimum))
+            scale = load_exponent(b, at) if layout.has_exponent else simd.load_f16(b, at)
+            return [scale], [simd.load_f16(b, minimum_at)] if layout.has_minimum else []
+        widen = b.sext if layout.has_signed_scales else b.zext
+
+        def whole(where: Value, index: int) -> Value:
+            bytes_ = load(b, simd.offset(b, where, LANES * index), ir.VectorType(I8, LANES), 16)
+            return b.sitofp(widen(bytes_, I32X16), F32X16)
+
+        scales = [b.fmul(whole(at, i), super_scale) for i in range(layout.parts)]
+        return scales, [b.fneg(b.fmul(whole(minimum_at, i), super_minimum)) for i in range(layout.minima)]
 
     def finish(
-        self, activations: Value, group: int, column: int, dots: list[Value], scales: list[Value], minimum: Value
+        self, activations: Value, group: int, column: int, dots: list[Value], scales: list[Value], minima: list[Value]
     ) -> None:
         b = self.b
-        end = (column + 1) * self.activation_bytes
-        scale = simd.splat(b, load(b, simd.offset(b, activations, end - 16), F32, 4))
-        total = b.load(self.sums[group][column])
-        for dot, weight_scale in zip(dots, scales, strict=True):
-            total = simd.fma(b, b.fmul(weight_scale, scale), b.sitofp(dot, F32X16), total)
-        if minimum is not None:
-            scaled_sum = simd.splat(b, load(b, simd.offset(b, activations, end - 12), F32, 4))
-            total = simd.fma(b, minimum, scaled_sum, total)
+        end = simd.offset(b, activations, (column + 1) * self.activation_bytes - 16)
+        scale = load(b, end, F32, 4)
+        total = add_products(b, b.load(self.sums[group][column]), simd.splat(b, scale), dots, scales)
+        total = add_minima(b, total, scale, end, minima)
         b.store(total, self.sums[group][column])
+
+
+def add_products(b: Builder, total: Value, scale: Value, dots: list[Value], scales: list[Value]) -> Value:
+    for dot, weight_scale in zip(dots, scales, strict=True):
+        total = simd.fma(b, b.fmul(weight_scale, scale), b.sitofp(dot, F32X16), total)
+    return total
+
+
+def add_minima(b: Builder, total: Value, scale: Value, end: Value, minima: list[Value]) -> Value:
+    """m × s ΣA, of the whole or of each half. `end` is where an activation record's scale stands."""
+    if len(minima) == 1:
+        sums = [load(b, simd.offset(b, end, 4), F32, 4)]
+    else:
+        negative = [load(b, simd.offset(b, end, 8 + 4 * half), I32, 4) for half in range(len(minima))]
+        sums = [b.fmul(scale, b.sitofp(b.sub(constant(I32, 0), one), F32)) for one in negative]
+    for minimum, scaled_sum in zip(minima, sums, strict=True):
+        total = simd.fma(b, minimum, simd.splat(b, scaled_sum), total)
+    return total
 
 
 def emit_block_tile(

@@ -1,0 +1,44 @@
+"""A number hidden in a long text and the question for it: what a cache that forgets is asked ("needle in a haystack").
+
+The text is the language reference that every CPython carries as `pydoc_data.topics`: 100,000 tokens of prose and code.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pydoc_data.topics import topics
+
+from infer.tokenizer import Tokenizer
+
+CITIES = ("Lisbon", "Nairobi", "Osaka", "Quito", "Tbilisi", "Perth", "Oslo", "Lima", "Hanoi", "Accra")
+
+
+@dataclass(frozen=True)
+class Needle:
+    """`token_ids` end where the answer begins."""
+
+    depth: float  # where the sentence stands: 0 the start of the text, 1 its end
+    token_ids: list[int]
+    answer: str
+
+
+def reference_text() -> str:
+    """Topic after topic, in the order of their names."""
+    return "\n\n".join(" ".join(str(topics[name]).split()) for name in sorted(topics))
+
+
+def make_needles(tokenizer: Tokenizer, num_tokens: int, depths: Sequence[float], *, seed: int = 0) -> list[Needle]:
+    """A prompt of `num_tokens` for each depth: another stretch of the text, another city, another number."""
+    source = random.Random(seed)
+    text = tokenizer.encode(reference_text(), add_special_tokens=False)
+    needles = []
+    for depth in depths:
+        city, number = source.choice(CITIES), str(source.randrange(1000, 10_000))
+        hidden = f"\n\nRemember this: the magic number of {city} is {number}.\n\n"
+        asked = f"\n\nQuestion: What is the magic number of {city}?\nAnswer: The magic number of {city} is"
+        sentence, question = (tokenizer.encode(part, add_special_tokens=False) for part in (hidden, asked))
+        length = num_tokens - len(sentence) - len(question)
+        start = source.randrange(len(text) - length)
+        hay, at = text[start : start + length], round(depth * length)
+        needles.append(Needle(depth, hay[:at] + sentence + hay[at:] + question, number))
+    return needles

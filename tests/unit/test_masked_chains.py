@@ -1,0 +1,150 @@
+"""Chains whose rows a grammar holds: Python moves it along and fills the next mask between two steps."""
+
+import ctypes
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numba import njit
+
+from infer.capture.sampled import Follower
+from infer.constraint import Constraint
+from infer.decode import Batch, Stream, run_all
+from infer.errors import ConstraintError
+from infer.kernels.cpu.control import call_python
+from infer.kernels.cpu.records import SAMPLE
+from infer.params import SamplingParams
+from path_cases import Case, Outcome, Way, World, by_definition, make_context, make_running, make_world, run_alone
+
+BOUND = Case("bound", tuple(b"abc abc"), SamplingParams(regex="[ab ]{40}", temperature=0.9, seed=1))
+FREE = Case("free", tuple(b"cab"), SamplingParams(temperature=0.8, seed=2, max_new_tokens=30, ignore_eos=True))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_world("llama", tmp_path_factory.mktemp("llama"))
+
+
+class Watched(Constraint):
+    """Another one, before whose n-th mask or behind whose n-th token something happens."""
+
+    def __init__(
+        self,
+        constraint: Constraint | None,
+        *,
+        at_mask: tuple[int, Callable[[], None]] = (-1, lambda: None),
+        at_token: tuple[int, Callable[[], None]] = (-1, lambda: None),
+    ) -> None:
+        assert constraint is not None
+        self._constraint, self._at_mask, self._at_token = constraint, at_mask, at_token
+        self._num_masks, self._num_tokens = 0, 0
+
+    def fill(self, mask: Any) -> None:
+        self._num_masks += 1
+        if self._num_masks == self._at_mask[0]:
+            self._at_mask[1]()
+        self._constraint.fill(mask)
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        if self._num_tokens + len(token_ids) >= self._at_token[0] > 0:
+            self._at_token[1]()
+        count = self._constraint.accept(token_ids)
+        self._num_tokens += count
+        return count
+
+    def rollback(self, num_tokens: int) -> None:
+        self._constraint.rollback(num_tokens)
+
+    def forced(self) -> list[int]:
+        return self._constraint.forced()
+
+    @property
+    def done(self) -> bool:
+        return self._constraint.done
+
+
+def fail(error: BaseException) -> Callable[[], None]:
+    def raise_it() -> None:
+        raise error
+
+    return raise_it
+
+
+def test_a_row_that_a_grammar_holds_runs_in_chains(world: World) -> None:
+    result = run_alone(world, BOUND, Way(chain=8))
+    assert Outcome.of(result) == by_definition(world, BOUND)
+    assert result.stats.single_steps == 1
+    assert result.stats.chain_tokens == len(result.token_ids) - 1
+    assert result.stats.masks_filled <= len(result.token_ids)
+
+
+def test_a_chain_ends_where_the_grammar_leaves_no_choice(world: World) -> None:
+    case = replace(BOUND, params=SamplingParams(regex="(?:[ab]{5} bar abc bar){2}", temperature=0.9, seed=3))
+    result = run_alone(world, case, Way(chain=64))
+    assert Outcome.of(result) == by_definition(world, case)
+    assert result.stats.tokens_forced >= 4
+    assert result.stats.chains == 2
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0], ids=["another thread", "at once"])
+@pytest.mark.parametrize("error", [KeyError("bug"), KeyboardInterrupt()], ids=repr)
+def test_what_is_raised_while_a_mask_is_filled_ends_the_chain_and_is_raised(
+    world: World, seconds: float, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infer.masking.HAND_OVER_SECONDS", seconds)
+    context = make_context(world, Way())
+    running = make_running(world, BOUND, Way())
+    running.constraint = Watched(running.constraint, at_mask=(6, fail(error)))
+    stream = Stream(running, Batch(context, world.model.device))
+    with pytest.raises(type(error)):
+        stream.run()
+    context.truncate(0, 0)
+    assert Outcome.of(run_alone(world, BOUND, Way(), context=context)) == by_definition(world, BOUND)
+
+
+def test_a_grammar_that_cannot_take_a_token_fails_its_row_alone(world: World) -> None:
+    for num_tokens in (1, 2, 6):
+        waiting = [make_running(world, case, Way()) for case in (FREE, BOUND, replace(FREE, prompt=(97,)))]
+        broken = fail(ConstraintError("too complex"))
+        waiting[1].constraint = Watched(waiting[1].constraint, at_token=(num_tokens, broken))
+        first, failed, last = run_all(world.model, waiting, 3, lambda done, total: None)
+        assert (failed.finish_reason, failed.error) == ("error", "too complex")
+        assert failed.token_ids == by_definition(world, BOUND).token_ids[: num_tokens - 1]
+        assert Outcome.of(first) == by_definition(world, FREE)
+        assert Outcome.of(last) == by_definition(world, replace(FREE, prompt=(97,)))
+
+
+@njit
+def call_interrupted(raise_signal: int, number: int, follow: int) -> None:
+    call_python(raise_signal, number)
+    call_python(follow, 1)
+
+
+def test_an_interrupt_that_came_while_compiled_code_ran_is_raised_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    dropped: list[Any] = []
+    monkeypatch.setattr("sys.unraisablehook", dropped.append)
+    raise_signal = ctypes.cast(ctypes.CDLL(None)["raise"], ctypes.c_void_p).value
+    arguments, seen = np.zeros(1, SAMPLE), list[int]()
+    follower = Follower(lambda number: seen.append(number) is None, arguments)
+    call_interrupted(raise_signal, 0, follower.address)
+    assert (seen, int(arguments["stop"][0])) == ([1], 0)
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        call_interrupted(raise_signal, int(signal.SIGINT), follower.address)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert (seen, int(arguments["stop"][0])) == ([1], 1)
+    with pytest.raises(KeyboardInterrupt):
+        follower.close()
+    assert dropped == []
+
+
+def test_a_follower_that_says_no_stops_the_walk() -> None:
+    arguments = np.zeros(1, SAMPLE)
+    follower = Follower(lambda number: False, arguments)
+    call_interrupted(ctypes.cast(ctypes.CDLL(None)["abs"], ctypes.c_void_p).value, 0, follower.address)
+    follower.close()
+    assert int(arguments["stop"][0]) == 1

@@ -61,7 +61,7 @@ def attend_in(sizes: list[int], heads: Heads, kv_type: str, row: int = 0, fill: 
     return torch.cat(found)
 
 
-@given(st.integers(0, 2**32), st.floats(-3, 4), st.floats(-10, 10))
+@given(st.integers(0, 2**32), st.floats(-3, 3), st.floats(-10, 10))
 @settings(max_examples=50, deadline=None)
 def test_what_is_stored_is_within_half_a_step(seed: int, exponent: float, shift: float) -> None:
     x = (torch.randn(5, 64, generator=torch.manual_seed(seed)) + shift) * 10**exponent

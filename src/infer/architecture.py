@@ -6,17 +6,31 @@ A layer says what it is, never whose it is. A new value is a field here and a li
 from dataclasses import dataclass
 from typing import Literal
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "gelu_sigmoid", "relu", "relu_squared"]
+
+
+@dataclass(frozen=True)
+class LongRope:
+    """What differs where a context of more than `beyond` positions is asked for."""
+
+    beyond: int
+    frequency_factors: tuple[float, ...] | None = None
+    growth: float | None = None  # of theta: × (growth × positions / beyond − growth + 1) ^ (dim / (dim − 2))
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions (arXiv:2104.09864): pair (i, i + dim / 2) turns by position × theta^(−2i / dim) / factor_i."""
+    """Rotary positions (arXiv:2104.09864): pair (i, i + half) turns by position × theta^(−2i / dim) / factor_i."""
 
     theta: float
-    dim: int  # how many of a head's elements rotate
-    frequency_factors: tuple[float, ...] | None = None  # dim / 2 divisors of the frequencies; None is all ones
+    dim: int  # how many of a head's elements rotate; if odd, one more does
+    frequency_factors: tuple[float, ...] | None = None  # `half` divisors of the frequencies; None is all ones
     attention_factor: float = 1.0  # multiplies cos and sin
+    long: LongRope | None = None
+
+    @property
+    def half(self) -> int:
+        return (self.dim + 1) // 2
 
 
 @dataclass(frozen=True)
@@ -28,9 +42,14 @@ class Layer:
     rope: Rope | None
     attention_scale: float  # multiplies q · k
     window: int | None = None  # a token sees itself and the window − 1 before it
+    softcap: float | None = None  # a score s becomes softcap × tanh(s / softcap)
     activation: Activation = "silu"
-    has_qk_norm: bool = False
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False
+    has_mlp_bias: bool = False
+    has_pre_norms: bool = True
     has_post_norms: bool = False
+    qk_norm: Literal["head", "all"] | None = None  # over each head, or over all of them together
 
 
 @dataclass(frozen=True)
@@ -42,4 +61,6 @@ class Architecture:
     norm_eps: float
     max_positions: int  # the context the model was made for
     embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None  # after the scale: softcap × tanh(logit / softcap)
     tied_embeddings: bool = False

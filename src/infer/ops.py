@@ -168,7 +168,9 @@ def embed(table: Weight, token_ids: Int[Tensor, "tokens"], scale: float) -> Floa
     return x
 
 
-def norm_project(x: Float[Tensor, "tokens hidden"], norm: Norm, projection: Projection) -> Float[Tensor, "tokens out"]:
+def norm_project(
+    x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection
+) -> Float[Tensor, "tokens out"]:
     """project(norm(x))"""
     y: Tensor = kernels(x.device).norm_project(x, norm, projection)
     return y
@@ -201,7 +203,7 @@ def project_add(
 
 
 def norm_gate(
-    x: Float[Tensor, "tokens hidden"], norm: Norm, gate_up: Projection, activation: Activation
+    x: Float[Tensor, "tokens hidden"], norm: Norm | None, gate_up: Projection, activation: Activation
 ) -> Float[Tensor, "tokens intermediate"]:
     """activation(gate(norm(x))) × up(norm(x)), where the projection's two parts are gate and up."""
     y: Tensor = kernels(x.device).norm_gate(x, norm, gate_up, activation)
@@ -209,10 +211,14 @@ def norm_gate(
 
 
 def head(
-    x: Float[Tensor, "tokens hidden"], wanted: Int[Tensor, "wanted"], norm: Norm, projection: Projection
+    x: Float[Tensor, "tokens hidden"],
+    wanted: Int[Tensor, "wanted"],
+    norm: Norm,
+    projection: Projection,
+    softcap: float | None = None,
 ) -> Float[Tensor, "wanted vocab"]:
-    """float32 logits of the wanted tokens only: project(norm(x[wanted]))"""
-    logits: Tensor = kernels(x.device).head(x, wanted, norm, projection)
+    """float32 logits of the wanted tokens only: project(norm(x[wanted])), or softcap × tanh(that / softcap)."""
+    logits: Tensor = kernels(x.device).head(x, wanted, norm, projection, softcap)
     return logits
 
 

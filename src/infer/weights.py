@@ -99,6 +99,6 @@ class Heads:
     scale: float
     window: int | None  # a token sees itself and the window − 1 before it
     rope: RopeTable | None
-    q_norm: Norm | None  # over each head, before rotation
+    q_norm: Norm | None  # before rotation: over each head, or over all together if its weight is as long as they are
     k_norm: Norm | None
     softcap: float | None = None  # a score s becomes softcap × tanh(s / softcap), before what is not seen is left out

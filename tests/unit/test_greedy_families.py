@@ -11,12 +11,12 @@ import infer.running
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from infer import LLM, SamplingParams
 from path_cases import Always
-from tiny import TINY, Tiny, make_tiny
+from tiny import ONE_EACH, Tiny, make_tiny
 
 LENGTH = 40  # fills the windows several times over
 
 
-@pytest.mark.parametrize("tiny", TINY, ids=lambda tiny: tiny.name)
+@pytest.mark.parametrize("tiny", ONE_EACH, ids=lambda tiny: tiny.name)
 def test_greedy_with_speculation_is_the_argmax_of_transformers(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -26,6 +39,20 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+
+
+def _yarn(**others: Any) -> dict[str, Any]:
+    return {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64} | others
+
+
+def _longrope(pairs: int) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "partial_rotary_factor": pairs / 8,
+        "short_factor": [1.0 + 0.1 * pair for pair in range(pairs)],
+        "long_factor": [1.5 + 2.0 * pair for pair in range(pairs)],
+    }
 
 
 @dataclass(frozen=True)
@@ -67,7 +94,152 @@ TINY = [
             **_SIZES,
         ),
     ),
+    Tiny(
+        "gemma3_capped",
+        Gemma3TextConfig(
+            num_hidden_layers=3,
+            head_dim=16,
+            sliding_window=8,
+            sliding_window_pattern=3,
+            final_logit_softcapping=2.0,
+            attention_bias=True,
+            tie_word_embeddings=False,
+            hidden_activation="gelu",
+            **_SIZES,
+        ),
+    ),
+    Tiny("llama_biases", LlamaConfig(num_hidden_layers=2, attention_bias=True, mlp_bias=True, **_SIZES)),
+    Tiny(
+        "llama_odd_sizes",
+        LlamaConfig(
+            num_hidden_layers=2,
+            head_dim=12,
+            mlp_bias=True,
+            hidden_act="gelu",
+            **_SIZES
+            | {
+                "intermediate_size": 50,
+                "vocab_size": 99,
+                "hidden_size": 60,
+                "num_attention_heads": 5,
+                "num_key_value_heads": 5,
+            },
+        ),
+    ),
+    Tiny("llama_relu", LlamaConfig(num_hidden_layers=2, hidden_act="relu", **_SIZES)),
+    Tiny("llama_relu2", LlamaConfig(num_hidden_layers=2, hidden_act="relu2", **_SIZES)),
+    Tiny("llama_quick_gelu", LlamaConfig(num_hidden_layers=2, hidden_act="quick_gelu", **_SIZES)),
+    Tiny("llama_yarn", LlamaConfig(num_hidden_layers=2, rope_parameters=_yarn(), **_SIZES)),
+    Tiny(
+        "llama_yarn_mscale",
+        LlamaConfig(
+            num_hidden_layers=2,
+            rope_parameters=_yarn(mscale=0.7, mscale_all_dim=1.3, truncate=False, beta_fast=8.0, beta_slow=0.5),
+            **_SIZES,
+        ),
+    ),
+    Tiny("mistral", MistralConfig(num_hidden_layers=2, sliding_window=16, **_SIZES)),
+    Tiny("mistral_full", MistralConfig(num_hidden_layers=2, sliding_window=None, head_dim=32, **_SIZES)),
+    Tiny("qwen2", Qwen2Config(num_hidden_layers=2, **_SIZES)),
+    Tiny(
+        "qwen2_yarn",
+        Qwen2Config(
+            num_hidden_layers=2, tie_word_embeddings=True, rope_parameters=_yarn(attention_factor=1.2), **_SIZES
+        ),
+    ),
+    Tiny(
+        "qwen2_windows",
+        Qwen2Config(num_hidden_layers=4, use_sliding_window=True, sliding_window=8, max_window_layers=2, **_SIZES),
+    ),
+    Tiny(
+        "qwen3_windows",
+        Qwen3Config(
+            num_hidden_layers=3,
+            head_dim=32,
+            use_sliding_window=True,
+            sliding_window=8,
+            max_window_layers=1,
+            attention_bias=True,
+            **_SIZES,
+        ),
+    ),
+    Tiny(
+        "gemma2",
+        Gemma2Config(
+            num_hidden_layers=4,
+            head_dim=32,
+            sliding_window=8,
+            query_pre_attn_scalar=20,
+            attn_logit_softcapping=1.5,
+            final_logit_softcapping=2.0,
+            **_SIZES,
+        ),
+    ),
+    Tiny(
+        "gemma2_uncapped",
+        Gemma2Config(
+            num_hidden_layers=2,
+            head_dim=16,
+            sliding_window=8,
+            attn_logit_softcapping=None,
+            final_logit_softcapping=None,
+            attention_bias=True,
+            tie_word_embeddings=False,
+            **_SIZES,
+        ),
+    ),
+    Tiny("phi3", Phi3Config(num_hidden_layers=2, sliding_window=16, **_SIZES)),
+    Tiny(
+        "phi3_partial",
+        Phi3Config(
+            num_hidden_layers=2,
+            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75},
+            **_SIZES,
+        ),
+    ),
+    Tiny("smollm3", SmolLM3Config(num_hidden_layers=5, attention_bias=True, mlp_bias=True, **_SIZES)),
+    Tiny(
+        "smollm3_windows",
+        SmolLM3Config(
+            num_hidden_layers=4,
+            use_sliding_window=True,
+            sliding_window=8,
+            no_rope_layers=[1, 0, 0, 1],
+            tie_word_embeddings=False,
+            **_SIZES,
+        ),
+    ),
+    Tiny("olmo2", Olmo2Config(num_hidden_layers=3, **_SIZES)),
+    Tiny("olmo2_biases", Olmo2Config(num_hidden_layers=2, attention_bias=True, **_SIZES | {"num_key_value_heads": 4})),
+    Tiny(
+        "granite",
+        GraniteConfig(
+            num_hidden_layers=3,
+            embedding_multiplier=12.0,
+            residual_multiplier=0.22,
+            attention_multiplier=0.05,
+            logits_scaling=8.0,
+            rms_norm_eps=1e-2,
+            **_SIZES,
+        ),
+    ),
+    Tiny(
+        "granite_biases",
+        GraniteConfig(num_hidden_layers=2, attention_bias=True, mlp_bias=True, tie_word_embeddings=True, **_SIZES),
+    ),
 ]
+
+LONGROPE = Tiny(
+    "phi3_longrope",
+    Phi3Config(
+        num_hidden_layers=2,
+        tie_word_embeddings=True,
+        original_max_position_embeddings=64,
+        rope_parameters=_longrope(6),
+        **_SIZES,
+    ),
+)
+ONE_EACH = list({tiny.config.model_type: tiny for tiny in reversed(TINY)}.values())[::-1]  # a model of each family
 
 
 def make_tiny(tiny: Tiny, folder: Path) -> Any:
@@ -75,9 +247,9 @@ def make_tiny(tiny: Tiny, folder: Path) -> Any:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny.config, attn_implementation="eager").float().eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             spread = 0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
-            parameter.add_(torch.randn_like(parameter) * spread if "norm" in name else 0)
+            parameter.add_(torch.randn_like(parameter) * spread if parameter.dim() == 1 else 0)
             if parameter.dim() == 2:
                 parameter.normal_(std=spread)
     model.save_pretrained(folder)

@@ -19,6 +19,7 @@ from infer.checkpoint.config import (
     generation_config_from_folder,
     generation_config_from_gguf,
 )
+from infer.checkpoint.fused import taken_apart
 from infer.checkpoint.gguf import GGUFFile
 from infer.checkpoint.mapped import TensorInfo, release_pages
 from infer.checkpoint.names import is_norm, names_from_gguf, names_from_hugging_face
@@ -29,7 +30,7 @@ from infer.errors import ModelFormatError, UnsupportedModelError
 
 __all__ = ["Checkpoint", "open_checkpoint", "resolve"]
 
-_ROWS_IN_PAIRS = frozenset({"llama"})  # GGUF architectures whose converter reorders the rows of q and k
+_ROWS_IN_PAIRS = frozenset({"llama", "granite", "smollm3"})  # GGUF's whose converter reorders q's and k's rows
 _NUM_SAMPLES, _SAMPLE_BYTES, _HEAD_BYTES = 1024, 64, 1 << 20  # of a file, to tell it from others
 _INSTEAD = (
     "take the model's bfloat16 safetensors (weights q8 or q4 quantises them at load) or a GGUF of it, such as Q8_0"
@@ -84,6 +85,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     for name, info in _renamed(folder, stored, names_from_hugging_face(stored)).items():
         _check_supported(info)
         tensors[name] = replace(info, added=added) if is_norm(name) else info
+    tensors = taken_apart(tensors, config)
     contents = tuple({id(info.content): info.content for info in stored.values()}.values())
     return Checkpoint(folder, config, {}, tensors, generation_config_from_folder(folder), contents)
 
@@ -99,6 +101,7 @@ def _open_gguf(path: Path) -> Checkpoint:
             _check_heads(file, info.name, heads[projection])
             info = replace(info, num_paired_heads=heads[projection])
         tensors[name] = info
+    tensors = taken_apart(tensors, config)
     return Checkpoint(file.path, config, file.metadata, tensors, generation_config_from_gguf(file), file.contents)
 
 

@@ -25,11 +25,13 @@ _GGUF_LAYER = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
+    "ffn_gate_up": "mlp.gate_up_proj",  # what we call ffn_up where there is no ffn_gate
     "ffn_down": "mlp.down_proj",
 }
 _TWO_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
@@ -44,7 +46,7 @@ _NORM_PATTERN = re.compile(r"(model\.layers\.[0-9]+\.)(\w+)(\.weight)")
 _TEXT_PREFIX = re.compile(r"(model\.language_model\.|language_model\.model\.)")
 
 # Not part of the text network, or made from the config.
-_SKIPPED_GGUF = {"rope_freqs.weight"}
+_SKIPPED_GGUF = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 _SKIPPED = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|embed_vision)\.|.*\.rotary_emb\.inv_freq"
 )
@@ -52,7 +54,9 @@ _SKIPPED = re.compile(
 
 def names_from_gguf(names: Iterable[str]) -> dict[str, str]:
     """The file's name → ours, without the tensors that are no weights."""
-    return {name: _from_gguf(name) for name in names if name not in _SKIPPED_GGUF}
+    kept = [name for name in names if name not in _SKIPPED_GGUF]
+    has_gate = any(".ffn_gate." in name for name in kept)
+    return {name: _from_gguf(name if has_gate else name.replace(".ffn_up.", ".ffn_gate_up.")) for name in kept}
 
 
 def names_from_hugging_face(names: Iterable[str]) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """What the user calls a model → the file or folder that holds it.
 
 The name of an installed package comes first, so that `smollm2` means one thing in every working directory; a folder
-of that name is `./smollm2`. Packages are found, never imported.
+of that name is `./smollm2`. Then comes a file or folder that is there, here or in $INFER_MODELS; then a name on the hub
+(`hub`), which is the only thing that may ask the network. Packages are found, never imported.
 """
 
 import hashlib
@@ -13,6 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
+from infer.checkpoint.hub import parse_hub_name
+from infer.checkpoint.hub_download import fetch
 from infer.checkpoint.safetensors import PICKLE_SUFFIXES
 from infer.errors import InvalidRequestError, ModelError, ModelFormatError
 
@@ -48,9 +51,30 @@ def resolve(model_id: str | Path) -> Path:
     place that holds no model. Assembles a package's parts into the cache folder on first use."""
     if isinstance(model_id, str) and model_id in INSTALLED_MODELS:
         return _resolve_installed(model_id, INSTALLED_MODELS[model_id])
-    path = Path(os.path.expanduser(model_id))
-    if not str(model_id) or not os.path.exists(path):
-        raise InvalidRequestError(_unknown(str(model_id)))
+    path = _existing(str(model_id))
+    if path is None:
+        name = parse_hub_name(model_id) if isinstance(model_id, str) else None
+        if name is None:
+            raise InvalidRequestError(_unknown(str(model_id)))
+        return fetch(name)
+    return _checked(path)
+
+
+def models_folder() -> Path | None:
+    """$INFER_MODELS, where a user keeps models: what lies in it has its file's or folder's name."""
+    own = os.environ.get("INFER_MODELS")
+    return Path(os.path.expanduser(own)) if own else None
+
+
+def _existing(name: str) -> Path | None:
+    if not name:
+        return None
+    own = models_folder()
+    places = [Path(os.path.expanduser(name)), *([own / name, own / f"{name}.gguf"] if own else [])]
+    return next((place for place in places if os.path.exists(place)), None)
+
+
+def _checked(path: Path) -> Path:
     if path.is_dir():
         if not os.path.isfile(path / "config.json"):
             raise ModelError(f"{path} holds no model: there is no config.json in it")
@@ -77,7 +101,10 @@ def _unknown(name: str) -> str:
     close = get_close_matches(name.lower(), INSTALLED_MODELS, n=1)
     meant = f", did you mean {close[0]!r}?" if close else ""
     known = ", ".join(f"{known} ({model.install})" for known, model in INSTALLED_MODELS.items())
-    return f"there is no model {name!r:.200}{meant} Tried: a folder, a .gguf file, the packaged models {known}"
+    return (
+        f"there is no model {name!r:.200}{meant} Tried: a folder, a .gguf file, a name on the hub (org/repo), the "
+        f"packaged models {known}"
+    )
 
 
 def _resolve_installed(name: str, model: InstalledModel) -> Path:

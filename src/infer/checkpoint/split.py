@@ -5,18 +5,19 @@ own metadata in the first, and `split.tensors.count` says how many tensors all o
 """
 
 import re
-from pathlib import Path
-from typing import Any, NoReturn
+from pathlib import Path, PurePosixPath
+from typing import Any, NoReturn, TypeVar
 
 from infer.checkpoint.gguf import GGUFFile, read_gguf
 from infer.checkpoint.mapped import TensorInfo
 from infer.errors import ModelError, ModelFormatError
 
+AnyPath = TypeVar("AnyPath", Path, PurePosixPath)
 MAX_PARTS = 1000
 _PART = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
-def part_paths(path: Path) -> list[Path]:
+def part_paths(path: AnyPath) -> list[AnyPath]:
     """All files of the model that a part's name belongs to, in order; [path] where it is no part's name."""
     match = _PART.fullmatch(path.name)
     if match is None or int(match["count"]) > MAX_PARTS:

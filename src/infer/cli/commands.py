@@ -22,6 +22,7 @@ from infer.cli.options import (
     path_options,
     prompt_options,
     prompts_option,
+    template_options,
 )
 from infer.cli.prompts import Asked, many_prompts, one_prompt
 from infer.cli.terminal import Spinner, exit_on_signal, keeping_garbage
@@ -74,7 +75,7 @@ def weight_options(function: Function) -> Function:
     )
     options = [
         click.option("--model", default="smollm2", show_default=True, metavar="NAME|PATH",
-                     help="An installed model, a folder or a .gguf file."),
+                     help="An installed model, a folder, a .gguf file, or org/repo[@revision][:Q4_K_M] on the hub."),
         click.option("--threads", type=int, help="Threads to compute with.  [default: all cores]"),
         click.option("--precision", type=click.Choice(["exact", "fast"]), default="exact", show_default=True,
                      help="Of activations beside quantised weights, on a CPU: 16 bits or 8."),
@@ -93,6 +94,7 @@ def model_options(function: Function) -> Function:
                      help="Prompt and answer together, in tokens; the default is cut to what the model can do."),
         click.option("--backend", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True),
         click.option("--no-capture", is_flag=True, help="Run each operation by itself: slower, with the same tokens."),
+        template_options,
         click.option("--no-generation-config", is_flag=True, help="Ignore the sampling values that the model brings."),
         click.option("-q", "--quiet", is_flag=True, help="Nothing but the text."),
         click.option("-v", "--verbose", is_flag=True, help="Counts, seed and reason; a traceback with an error."),
@@ -252,6 +254,8 @@ def load_model(context: click.Context, options: Mapping[str, Any]) -> Model:
                 capture=not options["no_capture"],
                 max_seq_len=max_seq_len,
                 threads=options["threads"],
+                chat_template=options["chat_template"],
+                allow_special=options["allow_special"],
                 on_progress=spinner.progress,
             )
 

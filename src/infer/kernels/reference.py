@@ -3,6 +3,9 @@
 Written to be read. Weights are dequantised where they are used, attention sees one row at a time.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
@@ -17,6 +20,15 @@ from infer.sampling import sampler
 from infer.sampling.history import History
 from infer.sampling.rows import Rows
 from infer.weights import Heads, Norm, Projection, RopeTable, StoredWeight, Weight
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+    "gelu_sigmoid": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "relu_squared": lambda x: F.relu(x).square(),
+}
 
 
 def prepare(projection: Projection, device: torch.device, precision: str = "exact") -> Projection:
@@ -35,8 +47,10 @@ def embed(table: Weight, token_ids: Int[Tensor, "tokens"], scale: float) -> Floa
     return dense(StoredWeight(table.type, (len(token_ids), table.in_features), table.data[token_ids])) * scale
 
 
-def norm_project(x: Float[Tensor, "tokens hidden"], norm: Norm, projection: Projection) -> Float[Tensor, "tokens out"]:
-    return project(normalize(x, norm), projection)
+def norm_project(
+    x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection
+) -> Float[Tensor, "tokens out"]:
+    return project(x if norm is None else normalize(x, norm), projection)
 
 
 def attend(
@@ -103,16 +117,20 @@ def project_add(
 
 
 def norm_gate(
-    x: Float[Tensor, "tokens hidden"], norm: Norm, gate_up: Projection, activation: Activation
+    x: Float[Tensor, "tokens hidden"], norm: Norm | None, gate_up: Projection, activation: Activation
 ) -> Float[Tensor, "tokens intermediate"]:
-    gate, up = project(normalize(x, norm), gate_up).chunk(2, dim=-1)
-    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+    gate, up = norm_project(x, norm, gate_up).chunk(2, dim=-1)
+    return _ACTIVATIONS[activation](gate) * up
 
 
 def head(
-    x: Float[Tensor, "tokens hidden"], wanted: Int[Tensor, "wanted"], norm: Norm, projection: Projection
+    x: Float[Tensor, "tokens hidden"],
+    wanted: Int[Tensor, "wanted"],
+    norm: Norm,
+    projection: Projection,
+    softcap: float | None = None,
 ) -> Float[Tensor, "wanted vocab"]:
-    return project(normalize(x[wanted], norm), projection).float()
+    return softcapped(project(normalize(x[wanted], norm), projection).float(), softcap)
 
 
 def choose_tokens(
@@ -140,7 +158,7 @@ def rotate(
     x: Float[Tensor, "tokens heads dim"], norm: Norm | None, rope: RopeTable | None, step: Step
 ) -> Float[Tensor, "tokens heads dim"]:
     if norm is not None:
-        x = normalize(x, norm)
+        x = normalize(x.flatten(1), norm).view_as(x) if len(norm.weight) > x.shape[-1] else normalize(x, norm)
     if rope is None:
         return x
     cos, sin = rope.cos[step.positions, None].to(x.dtype), rope.sin[step.positions, None].to(x.dtype)

@@ -41,8 +41,9 @@ def load_transformer(
 
     Raises ModelError that lists every missing, extra and misshapen tensor, twenty at most.
     """
-    check_tensors(architecture, weights)
-    maker = _Maker(architecture, weights, device, dtype, keep_floats_as, precision)
+    expected = expected_shapes(architecture)
+    check_tensors(expected, weights)
+    maker = _Maker(architecture, expected, weights, device, dtype, keep_floats_as, precision)
     positions = max_seq_len or architecture.max_positions
     ropes = {layer.rope for layer in architecture.layers if layer.rope is not None}
     rope_tables = {rope: make_rope_table(rope, positions, device) for rope in ropes}
@@ -57,7 +58,7 @@ def load_transformer(
         architecture=architecture,
         embedding=embedding,
         blocks=tuple(blocks),
-        norm=maker.norm("model.norm"),
+        norm=maker.norm("model.norm", architecture.logit_scale),
         head=head,
         max_seq_len=positions,
         device=device,
@@ -69,6 +70,7 @@ def load_transformer(
 @dataclass(frozen=True)
 class _Maker:
     architecture: Architecture
+    expected: Mapping[str, tuple[int, ...]]
     weights: Weights
     device: torch.device
     dtype: torch.dtype | None
@@ -84,30 +86,32 @@ class _Maker:
             scale=layer.attention_scale,
             window=layer.window,
             rope=None if layer.rope is None else rope_tables[layer.rope],
-            q_norm=self.norm(at + "self_attn.q_norm") if layer.has_qk_norm else None,
-            k_norm=self.norm(at + "self_attn.k_norm") if layer.has_qk_norm else None,
+            q_norm=self.norm(at + "self_attn.q_norm") if layer.qk_norm else None,
+            k_norm=self.norm(at + "self_attn.k_norm") if layer.qk_norm else None,
+            softcap=layer.softcap,
         )
         return Block(
-            attention_norm=self.norm(at + "attention_norm"),
+            attention_norm=self.norm(at + "attention_norm") if layer.has_pre_norms else None,
             qkv=self.projection(at + "self_attn.q_proj", at + "self_attn.k_proj", at + "self_attn.v_proj"),
             heads=heads,
             output=self.projection(at + "self_attn.o_proj"),
             post_attention_norm=self.norm(at + "post_attention_norm") if layer.has_post_norms else None,
-            mlp_norm=self.norm(at + "mlp_norm"),
+            mlp_norm=self.norm(at + "mlp_norm") if layer.has_pre_norms else None,
             gate_up=self.projection(at + "mlp.gate_proj", at + "mlp.up_proj"),
             activation=layer.activation,
             down=self.projection(at + "mlp.down_proj"),
             post_mlp_norm=self.norm(at + "post_mlp_norm") if layer.has_post_norms else None,
         )
 
-    def norm(self, name: str) -> Norm:
+    def norm(self, name: str, scale: float = 1.0) -> Norm:
         """A copy: a view of the file would bring back the pages around it with every step."""
         weight = dense(self.weights[name + ".weight"]).to(self.device, torch.float32, copy=True)
-        return Norm(weight, self.architecture.norm_eps)
+        return Norm(weight * scale, self.architecture.norm_eps)
 
     def projection(self, *names: str) -> Projection:
         parts = tuple(self._weight(name + ".weight") for name in names)
-        return ops.prepare(Projection(parts), self.device, self.precision)
+        biases = [dense(self.weights[name + ".bias"]).float() for name in names if name + ".bias" in self.expected]
+        return ops.prepare(Projection(parts, torch.cat(biases) if biases else None), self.device, self.precision)
 
     def _weight(self, name: str) -> StoredWeight:
         weight = self.weights[name]
@@ -143,25 +147,32 @@ def expected_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
         at = f"model.layers.{index}."
         wide, narrow = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
         shapes |= {
-            at + "attention_norm.weight": (hidden,),
             at + "self_attn.q_proj.weight": (wide, hidden),
             at + "self_attn.k_proj.weight": (narrow, hidden),
             at + "self_attn.v_proj.weight": (narrow, hidden),
             at + "self_attn.o_proj.weight": (hidden, wide),
-            at + "mlp_norm.weight": (hidden,),
             at + "mlp.gate_proj.weight": (layer.intermediate_size, hidden),
             at + "mlp.up_proj.weight": (layer.intermediate_size, hidden),
             at + "mlp.down_proj.weight": (hidden, layer.intermediate_size),
         }
-        if layer.has_qk_norm:
-            shapes |= {at + f"self_attn.{which}_norm.weight": (layer.head_dim,) for which in "qk"}
+        if layer.has_qkv_bias:
+            shapes |= {at + f"self_attn.{which}_proj.bias": (wide if which == "q" else narrow,) for which in "qkv"}
+        if layer.has_output_bias:
+            shapes[at + "self_attn.o_proj.bias"] = (hidden,)
+        if layer.has_mlp_bias:
+            shapes |= {at + f"mlp.{which}_proj.bias": (layer.intermediate_size,) for which in ("gate", "up")}
+            shapes[at + "mlp.down_proj.bias"] = (hidden,)
+        if layer.qk_norm:
+            sizes = (wide, narrow) if layer.qk_norm == "all" else (layer.head_dim, layer.head_dim)
+            shapes |= {at + f"self_attn.{which}_norm.weight": (size,) for which, size in zip("qk", sizes, strict=True)}
+        if layer.has_pre_norms:
+            shapes |= {at + f"{which}_norm.weight": (hidden,) for which in ("attention", "mlp")}
         if layer.has_post_norms:
             shapes |= {at + f"post_{which}_norm.weight": (hidden,) for which in ("attention", "mlp")}
     return shapes
 
 
-def check_tensors(architecture: Architecture, weights: Weights) -> None:
-    expected = expected_shapes(architecture)
+def check_tensors(expected: Mapping[str, tuple[int, ...]], weights: Weights) -> None:
     allowed_extra = {"lm_head.weight"}  # some files store a tied head a second time
     problems = [f"missing {name} {expected[name]}" for name in expected if name not in weights]
     problems += [f"unexpected {name}" for name in weights if name not in expected and name not in allowed_extra]

@@ -22,12 +22,12 @@ from infer.weights import Heads, Norm, Projection
 class Block:
     """Attention and MLP around the residual stream."""
 
-    attention_norm: Norm
+    attention_norm: Norm | None
     qkv: Projection
     heads: Heads
     output: Projection
     post_attention_norm: Norm | None
-    mlp_norm: Norm
+    mlp_norm: Norm | None
     gate_up: Projection
     activation: Activation
     down: Projection
@@ -56,4 +56,4 @@ class Transformer:
             x = ops.project_add(x, attended, block.output, block.post_attention_norm)
             hidden = ops.norm_gate(x, block.mlp_norm, block.gate_up, block.activation)
             x = ops.project_add(x, hidden, block.down, block.post_mlp_norm)
-        return ops.head(x, step.wanted, self.norm, self.head)
+        return ops.head(x, step.wanted, self.norm, self.head, self.architecture.logit_softcap)

@@ -24,7 +24,9 @@ def embed(table: Weight, token_ids: Int[Tensor, "tokens"], scale: float) -> Floa
         return commands.embed(run, table, scale)
 
 
-def norm_project(x: Float[Tensor, "tokens hidden"], norm: Norm, projection: Projection) -> Float[Tensor, "tokens out"]:
+def norm_project(
+    x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection
+) -> Float[Tensor, "tokens out"]:
     with scope("qkv", num_tokens=len(x)) as run:
         return commands.norm_project(run, x, norm, projection)
 
@@ -50,14 +52,18 @@ def project_add(
 
 
 def norm_gate(
-    x: Float[Tensor, "tokens hidden"], norm: Norm, gate_up: Projection, activation: Activation
+    x: Float[Tensor, "tokens hidden"], norm: Norm | None, gate_up: Projection, activation: Activation
 ) -> Float[Tensor, "tokens intermediate"]:
     with scope("gate_up", num_tokens=len(x)) as run:
         return commands.norm_gate(run, x, norm, gate_up, activation)
 
 
 def head(
-    x: Float[Tensor, "tokens hidden"], wanted: Int[Tensor, "wanted"], norm: Norm, projection: Projection
+    x: Float[Tensor, "tokens hidden"],
+    wanted: Int[Tensor, "wanted"],
+    norm: Norm,
+    projection: Projection,
+    softcap: float | None = None,
 ) -> Float[Tensor, "wanted vocab"]:
     with scope("head", num_tokens=len(x), wanted=wanted) as run:
-        return commands.head(run, x, norm, projection)
+        return commands.head(run, x, norm, projection, softcap)

@@ -14,7 +14,7 @@ import numpy as np
 from numba import carray, njit
 
 from infer.kernels.cpu import simd
-from infer.kernels.cpu.activations import inverse_rms, quantize_block, record_address
+from infer.kernels.cpu.activations import quantize_block, record_address
 from infer.kernels.cpu.cache_blocks import (
     add_values,
     block_scores,
@@ -24,8 +24,10 @@ from infer.kernels.cpu.cache_blocks import (
     make_put_value,
     value_bytes,
 )
+from infer.kernels.cpu.curves import softcapped
 from infer.kernels.cpu.layouts import BLOCK, LANES
 from infer.kernels.cpu.records import CHUNK, MAX_HEAD_DIM, SPLIT_TOKENS
+from infer.kernels.cpu.rotation import norm_of_all, norm_of_head, rotate_head
 from infer.kernels.cpu.simd import (
     load_f32,
     load_i64,
@@ -42,35 +44,6 @@ _SUM_BYTES = 4 * _COLUMNS * (MAX_HEAD_DIM + LANES)
 _RESULT_BYTES = 4 * _COLUMNS_PER_ITEM * (MAX_HEAD_DIM + LANES)
 _HEAD_BYTES = 4 * (MAX_HEAD_DIM + LANES)
 _NEVER = np.float32(-np.inf)
-
-
-@njit
-def _rotate_head(x, weight, eps, cos, sin, half, dim, scale, out):  # type: ignore[no-untyped-def]
-    """out = scale × rotate(norm(x))"""
-    factor = np.float32(1)
-    if weight != 0:
-        factor = inverse_rms(x, dim, eps)
-    for i in range(dim):
-        value = load_scalar_f32(x + 4 * i)
-        if weight != 0:
-            value = value * factor * load_scalar_f32(weight + 4 * i)
-        store_scalar_f32(out + 4 * i, value)
-    if cos != 0:
-        if half % LANES == 0:
-            for i in range(0, 4 * half, 64):
-                first, second = load_f32(out + i), load_f32(out + 4 * half + i)
-                c, s = load_f32(cos + i), load_f32(sin + i)
-                store_f32(out + i, first * c - second * s)
-                store_f32(out + 4 * half + i, second * c + first * s)
-        else:
-            for i in range(0, 4 * half, 4):
-                left, right = load_scalar_f32(out + i), load_scalar_f32(out + 4 * half + i)
-                cosine, sine = load_scalar_f32(cos + i), load_scalar_f32(sin + i)
-                store_scalar_f32(out + i, left * cosine - right * sine)
-                store_scalar_f32(out + 4 * half + i, right * cosine + left * sine)
-    if scale != np.float32(1):
-        for i in range(dim):
-            store_scalar_f32(out + 4 * i, load_scalar_f32(out + 4 * i) * scale)
 
 
 @njit(inline="always")
@@ -98,13 +71,17 @@ def make_rotate(kv_type: str) -> Callable[..., None]:
             x = args.qkv + 4 * dim * (args.num_heads + 2 * kv_heads) * token
             cos = 0 if args.cos == 0 else args.cos + 4 * args.half * position
             sin = args.sin + 4 * args.half * position
+            of_all_q = norm_of_all(args, 0, x, args.num_heads)
+            of_all_k = norm_of_all(args, 1, x + 4 * dim * args.num_heads, kv_heads)
             for head in range(args.num_heads):
+                weight, factor = norm_of_head(args, 0, x + 4 * dim * head, head, of_all_q)
                 to = queries + 4 * dim * ((head // group * tokens + token) * group + head % group)
-                _rotate_head(x + 4 * dim * head, args.norms[0], args.eps[0], cos, sin, args.half, dim, args.scale, to)
+                rotate_head(x + 4 * dim * head, weight, factor, cos, sin, args.half, dim, args.scale, to)
                 mix(to, dim)
             for head in range(kv_heads):
                 k = x + 4 * dim * (args.num_heads + head)
-                _rotate_head(k, args.norms[1], args.eps[1], cos, sin, args.half, dim, np.float32(1), rotated)
+                weight, factor = norm_of_head(args, 1, k, head, of_all_k)
+                rotate_head(k, weight, factor, cos, sin, args.half, dim, np.float32(1), rotated)
                 keys, values = _block_at(kv_type, args, row, head, position // LANES)
                 mix(rotated, dim)
                 put_key(keys, position % LANES, dim, rotated)
@@ -118,8 +95,7 @@ def _softmax_part(scores, first, end, low, high, softcap):  # type: ignore[no-un
     """Scores → e^(s − m) in place over [first, end), which are multiples of 16; only [low, high) is seen. (m, sum)."""
     if softcap != np.float32(0):
         for at in range(first, end, LANES):
-            capped = splat_f32(softcap) * simd.tanh(load_f32(scores + 4 * at) / splat_f32(softcap))
-            store_f32(scores + 4 * at, capped)
+            store_f32(scores + 4 * at, softcapped(load_f32(scores + 4 * at), softcap))
     largest = splat_f32(_NEVER)
     for at in range(first, end, LANES):
         seen = simd.keep_lanes(np.int32(low - at), np.int32(high - at), load_f32(scores + 4 * at))

@@ -42,15 +42,15 @@ def embed(run: Run, table: Weight, scale: float) -> Tensor:
     return out
 
 
-def norm_project(run: Run, x: Tensor, norm: Norm, projection: Projection) -> Tensor:
+def norm_project(run: Run, x: Tensor, norm: Norm | None, projection: Projection) -> Tensor:
     out = run.tensor("projected", run.capacity, projection.out_features)
     _project(run, x, norm, projection, out)
     return out
 
 
-def head(run: Run, x: Tensor, norm: Norm, projection: Projection) -> Tensor:
+def head(run: Run, x: Tensor, norm: Norm, projection: Projection, softcap: float | None) -> Tensor:
     logits = run.tensor("logits", run.wanted_capacity, projection.out_features)
-    _project(run, x, norm, projection, logits, of_wanted=True)
+    _project(run, x, norm, projection, logits, of_wanted=True, softcap=softcap)
     return logits
 
 
@@ -69,7 +69,7 @@ def project_add(run: Run, residual: Tensor, x: Tensor, projection: Projection, p
     return residual
 
 
-def norm_gate(run: Run, x: Tensor, norm: Norm, gate_up: Projection, activation: Activation) -> Tensor:
+def norm_gate(run: Run, x: Tensor, norm: Norm | None, gate_up: Projection, activation: Activation) -> Tensor:
     features = gate_up.out_features // 2
     out = run.tensor("hidden", run.capacity, features)
     halves = _gate_and_up(gate_up)
@@ -148,6 +148,7 @@ def _attend_arguments(heads: Heads, layer: LayerCache) -> Arguments:
         if norm is not None:
             _check_vector(norm.weight)
             arguments["norms"][0, index], arguments["eps"][0, index] = norm.weight.data_ptr(), norm.eps
+            arguments["norm_strides"][0, index] = 4 * dim if len(norm.weight) > dim else 0
     if heads.rope is not None:
         _check_rows(heads.rope.cos)
         _check_rows(heads.rope.sin)
@@ -171,9 +172,11 @@ def _project(
     *,
     adding: bool = False,
     of_wanted: bool = False,
+    softcap: float | None = None,
 ) -> None:
-    """out = project(norm(x)), or out += it."""
-    function = compiled_address(".matmul:make_add" if adding else ".matmul:make_store", EPILOGUE)
+    """out = project(norm(x)), or out += it, or out = softcap × tanh(it / softcap)."""
+    plain = ".matmul:make_store" if softcap is None else ".matmul:make_store_capped"
+    function = compiled_address(".matmul:make_add" if adding else plain, EPILOGUE)
     sources: dict[tuple[bool, int], tuple[int, int]] = {}
     column = 0
     for index, part in enumerate(projection.parts):
@@ -182,6 +185,7 @@ def _project(
         if kind not in sources:
             sources[kind] = _activations(run, x, norm, weight, of_wanted=of_wanted)
         arguments = _epilogue(out, column, weight.out_features, projection.bias)
+        arguments["softcap"] = softcap or 0
         column += weight.out_features
         barrier = BARRIER if index == len(projection.parts) - 1 else NO_BARRIER
         epilogue = (function, arguments)

@@ -9,11 +9,11 @@ So the inner loop is compiled once for a type of weights, whatever follows it.
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from numba import carray, njit
 
 from infer.kernels.cpu import control, simd
 from infer.kernels.cpu.activations import quantize_block, record_address
+from infer.kernels.cpu.curves import ACTIVATIONS, softcapped
 from infer.kernels.cpu.isa import COLUMNS, may_use_matrices
 from infer.kernels.cpu.layouts import BLOCK, LANES, LAYOUTS, PANEL, Layout
 from infer.kernels.cpu.matrix_tiles import SCRATCH_BYTES, configure, matrix_tile, release, unpack
@@ -136,15 +136,19 @@ def _tile_row(buffer, index, token):  # type: ignore[no-untyped-def]
 
 
 def make_store() -> Callable[..., None]:
-    return _make_store(False)
+    return _make_store(adding=False)
+
+
+def make_store_capped() -> Callable[..., None]:
+    return _make_store(adding=False, capping=True)
 
 
 def make_add() -> Callable[..., None]:
-    return _make_store(True)
+    return _make_store(adding=True)
 
 
-def _make_store(adding: bool) -> Callable[..., None]:
-    """out = y + bias, or out += y + bias"""
+def _make_store(*, adding: bool, capping: bool = False) -> Callable[..., None]:
+    """out = y + bias, or out += y + bias, or out = softcap × tanh((y + bias) / softcap)"""
 
     def store(args_at, state_at, buffer, first_row):  # type: ignore[no-untyped-def]
         args = carray(args_at, 1)[0]
@@ -160,6 +164,8 @@ def _make_store(adding: bool) -> Callable[..., None]:
                         value = value + load_f32(args.bias + 4 * row)
                     if adding:
                         value = load_f32(out) + value
+                    if capping:
+                        value = softcapped(value, args.softcap)
                     store_f32(out, value)
                 else:
                     for lane in range(args.num_columns - row):
@@ -168,32 +174,16 @@ def _make_store(adding: bool) -> Callable[..., None]:
                             single += load_scalar_f32(args.bias + 4 * (row + lane))
                         if adding:
                             single = load_scalar_f32(out + 4 * lane) + single
+                        if capping:
+                            single = simd.first_lane(softcapped(splat_f32(single), args.softcap))
                         store_scalar_f32(out + 4 * lane, single)
 
     return store
 
 
-@njit(inline="always")
-def sigmoid(x):  # type: ignore[no-untyped-def]
-    one = splat_f32(np.float32(1))
-    return one / (one + simd.exp(splat_f32(np.float32(0)) - x))
-
-
-@njit(inline="always")
-def silu(x):  # type: ignore[no-untyped-def]
-    return x * sigmoid(x)
-
-
-@njit(inline="always")
-def gelu_tanh(x):  # type: ignore[no-untyped-def]
-    """x / 2 × (1 + tanh u) = x × sigmoid(2 u), u = sqrt(2 / π) (x + 0.044715 x³)"""
-    cube = x * x * x * splat_f32(np.float32(0.044715))
-    return x * sigmoid((x + cube) * splat_f32(np.float32(2 * 0.7978845608028654)))
-
-
 def make_gate(activation: str) -> Callable[..., None]:
     """out = activation(gate + bias) × (up + bias), quantised too if asked."""
-    is_silu = activation == "silu"
+    activate = ACTIVATIONS[activation]
 
     def gate(args_at, state_at, buffer, first_row):  # type: ignore[no-untyped-def]
         args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
@@ -206,7 +196,7 @@ def make_gate(activation: str) -> Callable[..., None]:
                 if args.bias != 0:
                     left = left + load_f32(args.bias + 4 * row)
                     right = right + load_f32(args.bias + 4 * (args.num_columns + row))
-                value = (silu(left) if is_silu else gelu_tanh(left)) * right
+                value = activate(left) * right
                 store_f32(at, value)
                 if args.out != 0:
                     out = args.out + 4 * ((panel + token) * args.row_stride + row)
@@ -227,7 +217,7 @@ def make_gate(activation: str) -> Callable[..., None]:
 
 def make_gate_rows(activation: str) -> Callable[..., None]:
     """The same over rows [gate, up] that lie in memory: for parts of different types."""
-    is_silu = activation == "silu"
+    activate = ACTIVATIONS[activation]
 
     def gate_rows(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
@@ -238,7 +228,7 @@ def make_gate_rows(activation: str) -> Callable[..., None]:
                 left = load_scalar_f32(both + 4 * (2 * columns * token + i))
                 right = load_scalar_f32(both + 4 * (2 * columns * token + columns + i))
                 vector = splat_f32(left)
-                value = simd.first_lane(silu(vector) if is_silu else gelu_tanh(vector)) * right
+                value = simd.first_lane(activate(vector)) * right
                 store_scalar_f32(args.out + 4 * (columns * token + i), value)
 
     return gate_rows

@@ -75,6 +75,7 @@ ATTEND = np.dtype(
         ("eps", np.float32, 2),  # of q's and k's norm
         ("softcap", np.float32),  # 0: none
         ("norms", np.int64, 2),  # their weights, or 0
+        ("norm_strides", np.int64, 2),  # bytes of weight from head to head; 0: a head is normalised by itself
         ("cos", np.int64),  # f32 [positions, half], or 0
         ("sin", np.int64),
         ("half", np.int64),
@@ -122,6 +123,8 @@ EPILOGUE = np.dtype(
         ("bias", np.int64),  # f32 [num_columns] or 0; of gate when gating, up's behind it
         ("quantized", np.int64),  # gating only: activation records of what goes to `out`, or 0
         ("planes", np.int64),
+        ("softcap", np.float32),  # of `store_capped`
+        ("padding", np.float32),
     ]
 )
 

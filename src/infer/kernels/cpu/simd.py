@@ -365,21 +365,6 @@ def exp(b: Builder, x: Value) -> Value:
     return b.select(b.fcmp_ordered("<", x, low), c(0.0), result)
 
 
-@operation(f32x16, f32x16)
-def tanh(b: Builder, x: Value) -> Value:
-    """To 3 ulp: an odd polynomial where |x| < 0.625 (Cephes'), else 1 − 2 / (e^2|x| + 1) with x's sign."""
-    c = lambda value: constant(F32X16, value)  # noqa: E731
-    size = absolute(b, x)
-    square = b.fmul(x, x)
-    p = c(-5.70498872745e-3)
-    for coefficient in (2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1):
-        p = fma(b, p, square, c(coefficient))
-    near = fma(b, b.fmul(p, square), x, x)
-    far = b.fsub(c(1.0), b.fdiv(c(2.0), b.fadd(exp(b, b.fadd(size, size)), c(1.0))))
-    far = b.select(b.fcmp_ordered("<", x, c(0.0)), b.fneg(far), far)
-    return b.select(b.fcmp_unordered("<", size, c(0.625)), near, far)  # a NaN stays one
-
-
 @operation(types.float32, types.float32)
 def exp_scalar(b: Builder, x: Value) -> Value:
     return b.extract_element(exp(b, splat(b, x)), constant(I32, 0))

@@ -1,0 +1,184 @@
+"""Names on the Hugging Face hub, and what of them lies in its local cache: read here without the hub's own library.
+
+    org/repo                    the repository's safetensors, or its only GGUF model
+    org/repo:Q4_K_M             the GGUF model of that quantisation
+    org/repo:folder/file.gguf   that file (any part of a split model stands for all)
+    org/repo@revision:…         a branch, tag or commit; without it the main branch
+
+What the cache holds whole is used as it is, and nothing is asked of the network; `hub_download` brings what it lacks.
+"""
+
+import os
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from infer.checkpoint.safetensors import INDEX_NAME, PICKLE_SUFFIXES, SINGLE_NAME
+from infer.checkpoint.split import part_paths
+from infer.errors import InvalidRequestError, ModelError, ModelFormatError
+from infer.json_file import read_json_file
+
+DEFAULT_REVISION = "main"
+_NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<wanted>[^:\\]+))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_NO_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)  # GGUF files beside a text model
+_MAX_LISTED = 20
+# Of a folder of safetensors, beside the weights: whatever checkpoint and tokenizer may look for.
+_SMALL_FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+_ADDITIONAL_TEMPLATES = "additional_chat_templates/"
+
+
+@dataclass(frozen=True)
+class HubName:
+    repo: str
+    revision: str = DEFAULT_REVISION
+    wanted: str | None = None  # a file's path or a quantisation
+
+    def __str__(self) -> str:
+        revision = "" if self.revision == DEFAULT_REVISION else f"@{self.revision}"
+        return f"{self.repo}{revision}" + (f":{self.wanted}" if self.wanted else "")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The files of a repository that make a model: small ones first, so that weights never lie there without them."""
+
+    small: tuple[str, ...]
+    weights: tuple[str, ...]
+    entry: str | None  # the file to open; None: the folder
+
+
+def parse_hub_name(name: str) -> HubName | None:
+    """None for what cannot be a name on the hub."""
+    match = _NAME.fullmatch(name)
+    if match is None or match["repo"].endswith((".gguf", ".safetensors", ".json", *PICKLE_SUFFIXES)):
+        return None
+    paths = (match["repo"], match["revision"] or DEFAULT_REVISION, match["wanted"] or "x")
+    if any(part in ("", ".", "..") for path in paths for part in path.split("/")):
+        return None
+    return HubName(match["repo"], paths[1], match["wanted"])
+
+
+def hub_cache_folder() -> Path:
+    """Where the hub's library keeps what it has downloaded: $HF_HUB_CACHE, else below $HF_HOME, or the user's cache."""
+    if own := os.environ.get("HF_HUB_CACHE"):
+        return Path(os.path.expanduser(own))
+    if home := os.environ.get("HF_HOME"):
+        return Path(os.path.expanduser(home)) / "hub"
+    shared = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.path.expanduser(shared)) / "huggingface" / "hub"
+
+
+def is_offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def find_cached(name: HubName) -> Path | None:
+    """The model's file or folder in the cache, if all of it is there."""
+    snapshot = _snapshot(name)
+    if snapshot is None:
+        return None
+    files = list_files(snapshot)
+    try:
+        chosen = choose(name, files, _shards(snapshot, files))
+    except ModelError:  # what the cache lacks, the hub may have
+        return None
+    required = {*chosen.weights} | ({"config.json", "tokenizer.json"} if chosen.entry is None else set())
+    if not required <= set(files):
+        return None
+    return snapshot if chosen.entry is None else snapshot / chosen.entry
+
+
+def list_files(folder: Path) -> list[str]:
+    """Paths of the files below a folder, links that lead nowhere left out."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def choose(name: HubName, files: Collection[str], shards: Sequence[str] | None) -> Chosen:
+    """Which of a repository's files are needed. `shards` are those that its index names, None where it is unread.
+
+    ModelError where no file is meant, or several are.
+    """
+    if name.wanted is None and "config.json" in files and not {SINGLE_NAME, INDEX_NAME}.isdisjoint(files):
+        return _choose_folder(files, shards)
+    models = gguf_models(files)
+    if name.wanted is not None:
+        models = _matching(name.wanted, models)
+        if not models:
+            raise ModelError(f"{name.repo} has no {name.wanted}: {_listed(name, gguf_models(files), files)}")
+    if len(models) == 1:
+        return Chosen((), tuple(models[0]), models[0][0])
+    raise ModelError(f"{name}: {_listed(name, models, files)}")
+
+
+def gguf_models(files: Collection[str]) -> list[list[str]]:
+    """The GGUF models among files, each with all the parts that its name asks for."""
+    found: dict[str, list[str]] = {}
+    for file in sorted(files):
+        if file.endswith(".gguf") and not _NO_MODEL.search(PurePosixPath(file).name):
+            parts = [path.as_posix() for path in part_paths(PurePosixPath(file))]
+            found[parts[0]] = parts
+    return list(found.values())
+
+
+def _choose_folder(files: Collection[str], shards: Sequence[str] | None) -> Chosen:
+    small = [file for file in _SMALL_FILES if file in files]
+    small += sorted(file for file in files if file.startswith(_ADDITIONAL_TEMPLATES) and file.endswith(".jinja"))
+    if SINGLE_NAME in files:
+        return Chosen(tuple(small), (SINGLE_NAME,), None)
+    return Chosen((*small, INDEX_NAME), tuple(shards or ()), None)
+
+
+def _matching(wanted: str, models: list[list[str]]) -> list[list[str]]:
+    if wanted.endswith(".gguf"):
+        return [parts for parts in models if wanted in parts]
+    between = re.compile(rf"(?<![a-z0-9]){re.escape(wanted.lower())}(?![a-z0-9_])")
+    return [parts for parts in models if between.search(parts[0].lower().removesuffix(".gguf"))]
+
+
+def _listed(name: HubName, models: list[list[str]], files: Collection[str]) -> str:
+    """What is there instead, and how to say what is meant."""
+    if models:
+        shown = ", ".join(parts[0] for parts in models[:_MAX_LISTED])
+        more = f" and {len(models) - _MAX_LISTED} more" if len(models) > _MAX_LISTED else ""
+        return f"it has the GGUF files {shown}{more}; name one, as in {name.repo}:Q4_K_M or {name.repo}:{models[0][0]}"
+    if pickles := sorted(file for file in files if file.endswith(PICKLE_SUFFIXES)):
+        return (
+            f"its weights are pickled ({pickles[0]}), which can run code, and are never opened: look for a repository "
+            "with safetensors or a GGUF of it"
+        )
+    if "adapter_config.json" in files:
+        return "it holds an adapter, not a model: merge it into its model first"
+    return f"it holds no weights that we read: expected {SINGLE_NAME}, {INDEX_NAME} or a .gguf file"
+
+
+def _snapshot(name: HubName) -> Path | None:
+    folder = hub_cache_folder() / f"models--{name.repo.replace('/', '--')}"
+    commit = name.revision
+    if not _COMMIT.fullmatch(commit):
+        try:
+            commit = (folder / "refs" / name.revision).read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError):
+            return None
+    snapshot = folder / "snapshots" / commit
+    return snapshot if _COMMIT.fullmatch(commit) and snapshot.is_dir() else None
+
+
+def _shards(snapshot: Path, files: Collection[str]) -> list[str]:
+    return shards_of_index(snapshot / INDEX_NAME) if INDEX_NAME in files and SINGLE_NAME not in files else []
+
+
+def shards_of_index(index: Path) -> list[str]:
+    """The files that an index spreads the weights over."""
+    names = read_json_file(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(shard, str) for shard in names.values()):
+        raise ModelFormatError(index, "weight_map", "expected an object of tensor names and file names")
+    return sorted(set(names.values()))
+
+
+def not_found(name: HubName, reason: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{name} is not in the hub's local cache, {hub_cache_folder()}, and {reason}")

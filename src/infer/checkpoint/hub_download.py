@@ -1,0 +1,103 @@
+"""Brings a model from the Hugging Face hub into its local cache, through `huggingface_hub`: only the files it needs.
+
+The library is loaded here, on first use, and reads $HF_TOKEN and $HF_ENDPOINT itself.
+"""
+
+import glob
+import io
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from infer.checkpoint.hub import HubName, choose, find_cached, hub_cache_folder, is_offline, not_found, shards_of_index
+from infer.checkpoint.safetensors import INDEX_NAME, SINGLE_NAME
+from infer.errors import InferError, ModelError
+from infer.progress import PROGRESS_WIDTH, StatusLine, bar
+
+_OFFLINE = "HF_HUB_OFFLINE is set: unset it to download"
+_NO_LIBRARY = "huggingface_hub, which downloads, is not installed: pip install huggingface_hub"
+
+
+def fetch(name: HubName) -> Path:
+    """The model's file or folder: from the cache if all of it lies there, else downloaded, with progress on stderr.
+
+    InvalidRequestError for a name that means nothing here or on the hub, ModelError for what holds no model.
+    """
+    cached = find_cached(name)
+    if cached is not None:
+        return cached
+    if is_offline():
+        raise not_found(name, _OFFLINE)
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise not_found(name, _NO_LIBRARY) from None
+    line = StatusLine()
+    try:
+        return _download(huggingface_hub, name, line)
+    except InferError:
+        raise
+    except Exception as error:  # whatever its network library raises, too
+        _explain(name, error)
+    finally:
+        line.close()
+
+
+def _download(hub: Any, name: HubName, line: StatusLine) -> Path:
+    line.show(f"looking for {name}")
+    files = [file.rfilename for file in hub.HfApi().model_info(name.repo, revision=name.revision).siblings or ()]
+
+    def download(*wanted: str) -> Path:
+        return Path(
+            hub.snapshot_download(
+                name.repo,
+                revision=name.revision,
+                cache_dir=hub_cache_folder(),
+                allow_patterns=[glob.escape(file) for file in wanted],
+                tqdm_class=_make_bar(hub, name, line),
+            )
+        )
+
+    chosen = choose(name, files, None)
+    folder = download(*chosen.small) if chosen.small else None
+    if folder is not None and chosen.entry is None and SINGLE_NAME not in files:
+        chosen = choose(name, files, shards_of_index(folder / INDEX_NAME))
+    missing = sorted(set(chosen.weights) - set(files))
+    if missing:
+        raise ModelError(f"{name}: the repository lacks {', '.join(missing[:5])}, a part of the model")
+    folder = download(*chosen.small, *chosen.weights)  # both: the revision may have moved on
+    return folder if chosen.entry is None else folder / chosen.entry
+
+
+def _make_bar(hub: Any, name: HubName, line: StatusLine) -> type[Any]:
+    """A progress bar of the hub's library that writes to our line instead of its own."""
+
+    class Bar(hub.utils.tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "file": io.StringIO(), "disable": not sys.stderr.isatty()})
+
+        def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+            if self.unit == "B" and self.total:
+                share = bar(self.n / self.total, PROGRESS_WIDTH)
+                line.show(f"{name} {share:<{PROGRESS_WIDTH}} {self.n / 1e6:.0f} of {self.total / 1e6:.0f} MB")
+            return True
+
+    return Bar
+
+
+def _explain(name: HubName, error: Exception) -> NoReturn:
+    """By the names of its errors: their modules have moved between versions of the library."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if "GatedRepoError" in kinds:
+        page = f"https://huggingface.co/{name.repo}"
+        reason = f"it is gated: accept its terms at {page} and set HF_TOKEN to a token of yours"
+    elif "RepositoryNotFoundError" in kinds:
+        reason = "the hub has no such repository, or it is private: check the name, or set HF_TOKEN"
+    elif "RevisionNotFoundError" in kinds:
+        reason = f"the hub's {name.repo} has no revision {name.revision}"
+    elif isinstance(error, OSError) and error.errno is not None:
+        reason = f"it cannot be written there: {error.strerror}"
+    else:
+        first = " ".join(str(error).split())[:200]
+        reason = f"the hub cannot be reached ({type(error).__name__}: {first})"
+    raise not_found(name, reason) from error

@@ -1,0 +1,121 @@
+"""Config → `Architecture`: the only place that knows one model family from another.
+
+A config is a mapping in the names of Hugging Face's `config.json`; `checkpoint` gives GGUF metadata the same names.
+A `Family` says what its published configs leave out and which of the optional settings its code reads; `table` has
+them all. What `transformers` ignores is ignored, unless other engines read it: that is refused.
+"""
+
+from dataclasses import replace
+
+from infer.architecture import Activation, Architecture, Layer
+from infer.errors import ModelError, UnsupportedModelError
+from infer.model.families.reading import Config, choice, count, flag, optional_positive, positive
+from infer.model.families.rotation import make_rope
+from infer.model.families.table import FAMILIES, OFF_IF_NULL, OPTIONAL, Family
+
+__all__ = ["FAMILIES", "make_architecture"]
+
+_MAX_LAYERS = 1024
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "quick_gelu": "gelu_sigmoid",
+    "relu": "relu",
+    "relu2": "relu_squared",
+}
+
+
+def make_architecture(config: Config) -> Architecture:
+    """Raises UnsupportedModelError for a family or a setting that we do not run, ModelError for a value that makes no
+    sense."""
+    name = str(config.get("model_type", ""))
+    if name not in FAMILIES:
+        names = ", ".join(sorted(FAMILIES))
+        raise UnsupportedModelError(f"model_type {name or 'missing'!r:.60} is not supported; supported are: {names}")
+    family = FAMILIES[name]
+    config = _as_read(config, family)
+    # A residual stream divided by m throughout adds m × what a layer gives, and a norm of it is the same with eps / m².
+    residual = positive(config, "residual_multiplier", 1.0)
+    embedding = positive(config, "embedding_multiplier", 1.0)
+    if family.scales_embedding:
+        embedding *= count(config, "hidden_size") ** 0.5
+    return Architecture(
+        family=name,
+        vocab_size=count(config, "vocab_size"),
+        hidden_size=count(config, "hidden_size"),
+        layers=_layers(config, family),
+        norm_eps=positive(config, "rms_norm_eps") / residual**2,
+        max_positions=count(config, "max_position_embeddings"),
+        embedding_scale=embedding / residual,
+        logit_scale=1 / positive(config, "logits_scaling", 1.0),
+        logit_softcap=optional_positive(config, "final_logit_softcapping"),
+        tied_embeddings=flag(config, "tie_word_embeddings"),
+    )
+
+
+def _as_read(config: Config, family: Family) -> Config:
+    """With what it leaves out, and without what the family's code does not look at."""
+    if config.get("use_bidirectional_attention"):
+        raise UnsupportedModelError("use_bidirectional_attention=true (an embedding model) is not supported")
+    unread = OPTIONAL - family.reads
+    said = {name: value for name, value in config.items() if value is not None or name in OFF_IF_NULL}
+    read = {name: value for name, value in said.items() if name not in unread}
+    return {**family.defaults, **read, **family.fixed}
+
+
+def _layers(config: Config, family: Family) -> tuple[Layer, ...]:
+    num_layers = count(config, "num_hidden_layers", maximum=_MAX_LAYERS)
+    kinds, rotated = family.layer_kinds(config, num_layers), family.rotated_layers(config, num_layers)
+    layer_by_kind = {kind: _layer(config, family, kind) for kind in sorted(set(kinds))}
+    layers = (layer_by_kind[kind] for kind in kinds)
+    return tuple(
+        layer if is_rotated else replace(layer, rope=None) for layer, is_rotated in zip(layers, rotated, strict=True)
+    )
+
+
+def _layer(config: Config, family: Family, kind: str) -> Layer:
+    num_heads = count(config, "num_attention_heads")
+    num_kv_heads = count(config, "num_key_value_heads", default=num_heads)
+    if num_heads % num_kv_heads:
+        raise ModelError(f"num_attention_heads={num_heads} must be a multiple of num_key_value_heads={num_kv_heads}")
+    head_dim = _head_dim(config)
+    rope = {"partial_rotary_factor": config.get("partial_rotary_factor", 1.0), **family.rope_settings(config, kind)}
+    if not family.rotates_partly and rope["partial_rotary_factor"] != 1:
+        refused = f"partial_rotary_factor={rope['partial_rotary_factor']!r:.60}"
+        raise UnsupportedModelError(f"{refused} is not supported for {config['model_type']}")
+    has_qkv_bias = flag(config, "attention_bias")
+    scale = positive(config, "query_pre_attn_scalar", float(head_dim)) ** -0.5
+    return Layer(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=count(config, "intermediate_size"),
+        rope=make_rope(config, head_dim, rope),
+        attention_scale=positive(config, "attention_multiplier", scale),
+        window=count(config, "sliding_window") if kind == _SLIDING else None,
+        softcap=optional_positive(config, "attn_logit_softcapping"),
+        activation=choice(config, family.activation_name, _ACTIVATIONS),
+        has_qkv_bias=has_qkv_bias,
+        has_output_bias=flag(config, "attention_output_bias") if "attention_output_bias" in config else has_qkv_bias,
+        has_mlp_bias=flag(config, "mlp_bias"),
+        has_pre_norms=family.has_pre_norms,
+        has_post_norms=family.has_post_norms,
+        qk_norm=family.qk_norm,
+    )
+
+
+def _head_dim(config: Config) -> int:
+    if config.get("head_dim") is not None:
+        return count(config, "head_dim")
+    hidden_size, num_heads = count(config, "hidden_size"), count(config, "num_attention_heads")
+    if hidden_size % num_heads:
+        raise ModelError(f"hidden_size={hidden_size} must be a multiple of num_attention_heads={num_heads}")
+    return hidden_size // num_heads

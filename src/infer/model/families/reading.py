@@ -1,0 +1,63 @@
+"""Values out of a config, checked: a ModelError names the setting, what it must be and what it is."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from infer.errors import ModelError, UnsupportedModelError
+
+Config = Mapping[str, Any]
+
+_LARGEST = 3.4028234663852886e38  # a float32
+
+
+def count(config: Config, name: str, *, default: int | None = None, maximum: int = 2**31) -> int:
+    value = config.get(name)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= maximum:
+        raise ModelError(f"config: {name} must be a whole number from 1 to {maximum}, got {value!r:.60}")
+    return value
+
+
+def positive(config: Config, name: str, default: float | None = None) -> float:
+    value = config.get(name)
+    if value is None:
+        value = default
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= _LARGEST:
+        raise ModelError(f"config: {name} must be a number above 0, got {value!r:.60}")
+    return float(value)
+
+
+def optional_positive(config: Config, name: str) -> float | None:
+    return None if config.get(name) is None else positive(config, name)
+
+
+def flag(config: Config, name: str) -> bool:
+    value = config.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ModelError(f"config: {name} must be true or false, got {value!r:.60}")
+    return bool(value)
+
+
+def positives(config: Config, name: str, length: int) -> tuple[float, ...]:
+    """A list of `length` numbers above 0."""
+    values = config.get(name)
+    if not isinstance(values, list | tuple) or len(values) != length:
+        found = f"{len(values)} values" if isinstance(values, list | tuple) else f"{values!r:.60}"
+        raise ModelError(f"config: {name} must list {length} numbers, one for each pair that rotates, got {found}")
+    return tuple(positive({name: value}, name) for value in values)
+
+
+def settings(config: Config, name: str) -> Config:
+    """A mapping of its own; {} where it is missing or null."""
+    value = config.get(name)
+    if value is not None and not isinstance(value, Mapping):
+        raise ModelError(f"config: {name} must be a mapping, got {value!r:.60}")
+    return value or {}
+
+
+def choice(config: Config, name: str, choices: Mapping[str, Any]) -> Any:
+    value = config.get(name)
+    if not isinstance(value, str) or value not in choices:
+        raise UnsupportedModelError(f"{name} {value!r:.60} is not supported; supported are: {', '.join(choices)}")
+    return choices[value]

@@ -1,0 +1,209 @@
+"""Every family as data: what its configs leave out, what its code reads, and how its layers differ from each other.
+
+Defaults are those of Hugging Face's configuration classes, except for sizes, which a config must give.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from infer.errors import ModelError, UnsupportedModelError
+from infer.model.families.reading import Config, count, flag, positive, settings
+from infer.model.families.rotation import rope_settings
+
+# Settings that some families' code reads, and others' does not though a config may have them.
+OPTIONAL = frozenset(
+    {"attention_bias", "attention_output_bias", "mlp_bias", "query_pre_attn_scalar"}
+    | {"attn_logit_softcapping", "final_logit_softcapping"}
+    | {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"}
+)
+# A null is a value of these; of others it is as if it were not there.
+OFF_IF_NULL = frozenset({"head_dim", "num_key_value_heads", "sliding_window", "attn_logit_softcapping"}) | {
+    "final_logit_softcapping"
+}
+_ATTENTION_BIAS = frozenset({"attention_bias", "attention_output_bias"})
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def _all_full(config: Config, num_layers: int) -> Sequence[str]:
+    return [_FULL] * num_layers
+
+
+def _all_windowed(config: Config, num_layers: int) -> Sequence[str]:
+    return [_FULL if config.get("sliding_window") is None else _SLIDING] * num_layers
+
+
+def _given_kinds(config: Config, num_layers: int) -> Sequence[str] | None:
+    given = config.get("layer_types")
+    if given is None:
+        return None
+    if not isinstance(given, list) or len(given) != num_layers:
+        raise ModelError(f"layer_types must list num_hidden_layers={num_layers} names, got {given!r:.80}")
+    for kind in given:
+        if kind not in (_FULL, _SLIDING):
+            raise UnsupportedModelError(f"layer type {kind!r:.60} is not supported")
+    return given
+
+
+def _windowed_from_a_layer_on(config: Config, num_layers: int) -> Sequence[str]:
+    """From `max_window_layers` on, where windows are used at all."""
+    kinds = _given_kinds(config, num_layers)
+    if not flag(config, "use_sliding_window") or config.get("sliding_window") is None:
+        if kinds is not None and _SLIDING in kinds:
+            raise ModelError("layer_types has sliding_attention, but use_sliding_window and sliding_window are not set")
+        return _all_full(config, num_layers)
+    first = config.get("max_window_layers")
+    if not isinstance(first, int) or isinstance(first, bool):
+        raise ModelError(f"max_window_layers must be a whole number, got {first!r:.60}")
+    return kinds or [_SLIDING if layer >= first else _FULL for layer in range(num_layers)]
+
+
+def _all_windowed_but_every(period: int) -> Callable[[Config, int], Sequence[str]]:
+    def kinds(config: Config, num_layers: int) -> Sequence[str]:
+        every = count(config, "sliding_window_pattern", default=period)
+        default = [_SLIDING if (layer + 1) % every else _FULL for layer in range(num_layers)]
+        return _given_kinds(config, num_layers) or default
+
+    return kinds
+
+
+def _windowed_where_not_rotated(config: Config, num_layers: int) -> Sequence[str]:
+    kinds = _given_kinds(config, num_layers)
+    if kinds is not None:
+        return kinds
+    is_used = flag(config, "use_sliding_window") and config.get("sliding_window") is not None
+    rotated = _rotated_but_every_nth(config, num_layers)
+    return [_SLIDING if is_used and not is_rotated else _FULL for is_rotated in rotated]
+
+
+def _all_rotated(config: Config, num_layers: int) -> Sequence[bool]:
+    return [True] * num_layers
+
+
+def _rotated_but_every_nth(config: Config, num_layers: int) -> Sequence[bool]:
+    """`no_rope_layers` has, despite its name, a 1 for each layer that rotates."""
+    given = config.get("no_rope_layers")
+    if given is None:
+        period = count(config, "no_rope_layer_interval", default=4)
+        return [(layer + 1) % period != 0 for layer in range(num_layers)]
+    if not isinstance(given, list) or len(given) != num_layers or any(rotates not in (0, 1) for rotates in given):
+        raise ModelError(f"no_rope_layers must list num_hidden_layers={num_layers} zeros and ones, got {given!r:.80}")
+    return [bool(rotates) for rotates in given]
+
+
+def _usual_rope(config: Config, kind: str) -> Config:
+    return rope_settings(config, kind, theta=10_000.0)
+
+
+def _smollm3_rope(config: Config, kind: str) -> Config:
+    return rope_settings(config, kind, theta=2_000_000.0)
+
+
+def _phi3_rope(config: Config, kind: str) -> Config:
+    """Its code calls "longrope" what older configs call "su" or "yarn", and knows no other scaling."""
+    found = {"type": "default", **rope_settings(config, kind, theta=10_000.0)}
+    name = found.pop("rope_type", found["type"])
+    if name not in ("default", "longrope", "su", "yarn"):
+        raise UnsupportedModelError(f"rope_type {name!r:.60} is not supported for phi3; supported: default, longrope")
+    return {**found, "rope_type": "default" if name == "default" else "longrope"}
+
+
+def _gemma3_rope(config: Config, kind: str) -> Config:
+    """The layers that see everything have the settings of the flat dialect; windowed ones just a theta of their own."""
+    nested = settings(settings(config, "rope_parameters"), kind)
+    if kind == _FULL:
+        return {"rope_theta": positive(config, "rope_theta", 1_000_000.0), **nested, **settings(config, "rope_scaling")}
+    return {"rope_theta": positive(config, "rope_local_base_freq", 10_000.0), **nested}
+
+
+@dataclass(frozen=True)
+class Family:
+    defaults: Mapping[str, Any]  # where a config has not even a null
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # whatever a config says
+    reads: frozenset[str] = frozenset()  # of the optional settings
+    layer_kinds: Callable[[Config, int], Sequence[str]] = _all_full
+    rotated_layers: Callable[[Config, int], Sequence[bool]] = _all_rotated
+    rope_settings: Callable[[Config, str], Config] = _usual_rope
+    rotates_partly: bool = False  # reads partial_rotary_factor, which other engines read for every family
+    activation_name: str = "hidden_act"
+    scales_embedding: bool = False  # by the root of hidden_size
+    has_pre_norms: bool = True
+    has_post_norms: bool = False
+    qk_norm: Literal["head", "all"] | None = None
+
+
+def _defaults(max_positions: int, *, eps: float = 1e-6, **others: Any) -> dict[str, Any]:
+    return {"max_position_embeddings": max_positions, "rms_norm_eps": eps, "hidden_act": "silu", **others}
+
+
+_GEMMA: dict[str, Any] = {"rms_norm_eps": 1e-6, "head_dim": 256, "tie_word_embeddings": True}
+_GEMMA |= {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096}
+_QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+
+_GEMMA3 = Family(
+    # The published configs of multimodal models leave out much of what they have in common.
+    defaults=_GEMMA
+    | {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
+    | {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072},
+    # attn_logit_softcapping is a setting that its code has and never applies.
+    reads=_ATTENTION_BIAS | {"query_pre_attn_scalar", "final_logit_softcapping"},
+    layer_kinds=_all_windowed_but_every(6),
+    rope_settings=_gemma3_rope,
+    activation_name="hidden_activation",
+    scales_embedding=True,
+    has_post_norms=True,
+    qk_norm="head",
+)
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(_defaults(2048), reads=_ATTENTION_BIAS | {"mlp_bias"}),
+    "mistral": Family(_defaults(131_072, num_key_value_heads=8, sliding_window=4096), layer_kinds=_all_windowed),
+    "qwen2": Family(
+        _defaults(32_768, **_QWEN_WINDOWS),
+        fixed={"attention_bias": True, "attention_output_bias": False},
+        layer_kinds=_windowed_from_a_layer_on,
+    ),
+    "qwen3": Family(
+        _defaults(32_768, head_dim=128, **_QWEN_WINDOWS),
+        reads=_ATTENTION_BIAS,
+        layer_kinds=_windowed_from_a_layer_on,
+        qk_norm="head",
+    ),
+    "gemma2": Family(
+        _GEMMA
+        | {"num_key_value_heads": 4, "max_position_embeddings": 8192}
+        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        reads=_ATTENTION_BIAS | {"query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"},
+        layer_kinds=_all_windowed_but_every(2),
+        activation_name="hidden_activation",
+        scales_embedding=True,
+        has_post_norms=True,
+    ),
+    "gemma3_text": _GEMMA3,
+    "gemma3": _GEMMA3,
+    "phi3": Family(
+        _defaults(4096, eps=1e-5, original_max_position_embeddings=4096),
+        layer_kinds=_all_windowed,
+        rope_settings=_phi3_rope,
+        rotates_partly=True,
+    ),
+    "smollm3": Family(
+        _defaults(32_768, num_key_value_heads=4, tie_word_embeddings=True),
+        reads=_ATTENTION_BIAS | {"mlp_bias"},
+        layer_kinds=_windowed_where_not_rotated,
+        rotated_layers=_rotated_but_every_nth,
+        rope_settings=_smollm3_rope,
+    ),
+    "olmo2": Family(
+        _defaults(2048, eps=1e-5),
+        reads=_ATTENTION_BIAS,
+        has_pre_norms=False,
+        has_post_norms=True,
+        qk_norm="all",
+    ),
+    "granite": Family(
+        _defaults(2048, attention_multiplier=1.0),
+        reads=_ATTENTION_BIAS
+        | {"mlp_bias", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"},
+    ),
+}

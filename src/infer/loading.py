@@ -37,12 +37,20 @@ def load_model(
     return model, model.architecture
 
 
-def load_tokenizer(model: str | Path | Checkpoint) -> Tokenizer:
-    """The tokenizer of a model, without its weights."""
+def load_tokenizer(
+    model: str | Path | Checkpoint, *, chat_template: str | None = None, allow_special: bool = False
+) -> Tokenizer:
+    """The tokenizer of a model, without its weights. `chat_template` stands in place of the model's own.
+
+    With `allow_special` control tokens that are written in a message are control, not text.
+    """
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
-    if checkpoint.metadata:
-        return Tokenizer.from_gguf(checkpoint.metadata)
-    return Tokenizer.from_folder(checkpoint.path)
+    gguf = checkpoint.metadata
+    tokenizer = Tokenizer.from_gguf(gguf) if gguf else Tokenizer.from_folder(checkpoint.path)
+    tokenizer.allow_special = allow_special
+    if chat_template is not None:
+        tokenizer.replace_chat_template(chat_template)
+    return tokenizer
 
 
 def load_checked(

@@ -193,18 +193,20 @@ class Session:
             other._cached = list(self._cached)
             return other
 
-    def save(self, path: str | Path) -> None:
-        """Write ids, messages and cache to a file. The old file or the new one stands there, never half of it."""
+    def save(self, path: str | Path, *, note: Mapping[str, Any] | None = None) -> None:
+        """Write ids, messages and cache to a file, and a note of the caller's own, as JSON has it. The old file or the
+        new one stands there, never half of it.
+        """
         with self._exclusively():
             said = self._said
             self._trim(common_length(self._cached, said.token_ids))
-            record = said.to_record() | {"num_cached": len(self._cached)}
+            record = said.to_record() | {"num_cached": len(self._cached), "note": {} if note is None else dict(note)}
             cache = self._context.cache
             write_session(Path(path), self._fingerprint(), said.token_ids, record, partial(cache.export_row, 0))
 
-    def load(self, path: str | Path) -> None:
-        """Become what was saved. Raises InvalidRequestError, nothing changed, for a file that is not whole or not of
-        this model.
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Become what was saved; returns the note. Raises InvalidRequestError, nothing changed, for a file that is not
+        whole or not of this model.
         """
         with self._exclusively():
             saved = read_session(Path(path), self._fingerprint())
@@ -217,10 +219,14 @@ class Session:
                     raise InvalidRequestError(
                         f"num_cached must be in [0, {len(said.token_ids)}], got {num_cached!r:.80}"
                     )
+                note = saved.record.get("note", {})
+                if not isinstance(note, dict):
+                    raise InvalidRequestError(f"note must be an object, got {note!r:.80}")
                 self._context.cache.import_row(0, saved.tensors, num_cached)
             except InvalidRequestError as error:
                 raise type(error)(f"{path} cannot be loaded: {error}") from error
             self._said, self._cached = said, said.token_ids[:num_cached]
+            return note
 
     def _render(self, messages: Sequence[Message]) -> list[int]:
         """What the template makes of them, in the spelling that was said and that the cache holds."""

@@ -4,10 +4,12 @@ It answers word by word with what it was asked and how. A prompt that says "slow
 not fit, "broken" fails.
 """
 
+import json
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from infer.cli import commands, main
@@ -137,10 +139,18 @@ class FakeModel:
 
 
 class FakeSession:
-    """Answers as its model does."""
+    """Answers as its model does. A saved one is its note."""
 
     def __init__(self, model: FakeModel) -> None:
         self.answer = model.chat
+        self.messages: list[dict[str, Any]] = []
+
+    def save(self, path: str | Path, *, note: Mapping[str, Any] | None = None) -> None:
+        Path(path).write_bytes(bytes(8) + json.dumps(note).encode())
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        note: dict[str, Any] = json.loads(Path(path).read_bytes()[8:])
+        return note
 
 
 if __name__ == "__main__":

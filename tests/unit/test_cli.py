@@ -323,19 +323,22 @@ def loaded_with(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_the_model_is_loaded_as_the_options_say(
-    command: str, loaded_with: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    command: str, loaded_with: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO())
     assert main([command, "-q"]) == 0
     assert loaded_with == {
         "model": "smollm2", "device": "cpu", "dtype": "auto", "weights": "auto", "precision": "exact", "capture": True,
-        "max_seq_len": 2048, "threads": None,
+        "max_seq_len": 2048, "threads": None, "chat_template": None, "allow_special": False,
     }  # fmt: skip
     options = ["--model", "m", "--precision", "fast", "--weights", "q8", "--no-capture", "--threads", "3"]
+    template = tmp_path / "t.jinja"
+    template.write_text("{{ messages }}")
+    options += ["--chat-template", str(template), "--allow-special"]
     assert main([command, "-q", *options, "--max-seq-len", "99", "--dtype", "float16"]) == 0
     assert loaded_with == {
         "model": "m", "device": "cpu", "dtype": "float16", "weights": "q8", "precision": "fast", "capture": False,
-        "max_seq_len": 99, "threads": 3,
+        "max_seq_len": 99, "threads": 3, "chat_template": "{{ messages }}", "allow_special": True,
     }  # fmt: skip
 
 
@@ -514,8 +517,9 @@ def test_set_changes_any_parameter_or_nothing() -> None:
     assert "temperature = 0.7" in run_command(session, "/set")
 
 
-def test_a_conversation_is_saved_and_loaded(tmp_path: Path) -> None:
-    session, path = make_session(), tmp_path / "talk.json"
+@pytest.mark.parametrize("name", ["talk.json", "talk", "talk.infer"])
+def test_a_conversation_is_saved_and_loaded(tmp_path: Path, name: str) -> None:
+    session, path = make_session(), tmp_path / name
     run_command(session, "/system be brief")
     session.answer("one", lambda text: None)
     session.params = SamplingParams(
@@ -525,7 +529,10 @@ def test_a_conversation_is_saved_and_loaded(tmp_path: Path) -> None:
     loaded = make_session()
     assert "3 messages" in run_command(loaded, f"/load {path}")
     assert (loaded.messages, loaded.params) == (session.messages, session.params)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["talk.json"]
+    assert [entry.name for entry in tmp_path.iterdir()] == [name]
+    assert path.read_bytes().startswith(b"{" if name == "talk.json" else b"\0")
+    path.rename(tmp_path / "renamed")
+    assert "3 messages" in run_command(make_session(), f"/load {tmp_path / 'renamed'}")
 
 
 @pytest.mark.parametrize(
@@ -566,7 +573,7 @@ def test_a_save_that_fails_keeps_the_old_file(tmp_path: Path, monkeypatch: pytes
     assert [entry.name for entry in tmp_path.iterdir()] == ["talk.json"]
     assert path.read_bytes() == old
     with pytest.raises(InvalidRequestError, match="cannot be written"):
-        run_command(session, f"/save {tmp_path}/no/such/folder")
+        run_command(session, f"/save {tmp_path}/no/such/folder.json")
 
 
 def test_reset_forgets_all_but_the_system_message() -> None:

@@ -14,6 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule,
 
 from infer import LLM, InvalidRequestError, SamplingParams
 from infer.checkpoint import saved
+from infer.cli.chat import ChatSession, run_command
 from infer.session import Session
 from test_session import GREEDY, GREEDY_VALUES, NUM_TOKENS, SAMPLED, SAMPLED_VALUES, check_fresh, make_model
 
@@ -82,6 +83,41 @@ def test_a_session_is_saved_and_loaded_whole(llm: LLM, talk: Session, tmp_path: 
     empty = llm.session()
     empty.save(path)
     assert llm.load_session(path).token_ids == []
+
+
+def test_a_chat_that_is_loaded_goes_on_where_it_was_saved(llm: LLM, tmp_path: Path) -> None:
+    """Without running again what was said, unless only its messages were saved."""
+    params = SamplingParams(**GREEDY_VALUES, logit_bias={66: -float("inf")}, seed=2)
+    chat = ChatSession(llm, "model", params, system="be brief")
+    for text in ("hello", "forget this"):
+        chat.answer(text, lambda text: None)
+    run_command(chat, "/undo")
+    for name in ("talk", "talk.json"):
+        run_command(chat, f"/save {tmp_path / name}")
+    expected = chat.answer("and now", lambda text: None)
+    for name, num_reused in (("talk", expected.reused_tokens), ("talk.json", 0)):
+        loaded = ChatSession(llm, "model", SamplingParams())
+        run_command(loaded, f"/load {tmp_path / name}")
+        result = loaded.answer("and now", lambda text: None)
+        assert (result.token_ids, loaded.messages) == (expected.token_ids, chat.messages)
+        assert (loaded.params, result.reused_tokens) == (params, num_reused)
+    assert expected.reused_tokens > 20
+
+
+def test_a_session_saved_from_python_is_a_chat(llm: LLM, talk: Session, tmp_path: Path) -> None:
+    talk.save(tmp_path / "talk")
+    chat = ChatSession(llm, "model", GREEDY)
+    assert "3 messages" in run_command(chat, f"/load {tmp_path / 'talk'}")
+    result = chat.answer("and now", lambda text: None)
+    assert result.token_ids == talk.send("and now", GREEDY).token_ids
+    assert result.reused_tokens > 10
+
+
+def test_a_note_is_kept_beside_a_session(llm: LLM, talk: Session, tmp_path: Path) -> None:
+    talk.save(tmp_path / "talk", note={"why": ["é", 1, None]})
+    assert llm.session().load(tmp_path / "talk") == {"why": ["é", 1, None]}
+    talk.save(tmp_path / "talk")
+    assert llm.session().load(tmp_path / "talk") == {}
 
 
 def test_a_file_does_not_hold_what_was_forgotten(talk: Session, tmp_path: Path) -> None:
@@ -162,6 +198,7 @@ def test_a_file_that_is_no_session_is_refused(
         {"turns": [[1]]}, {"turns": [[1, 1000]]}, {"turns": [[9, 1]]}, {"turns": [[2, 5], [1, 6]]}, {"turns": 3},
         {"template": []},
         {"num_cached": -1}, {"num_cached": 1}, {"num_cached": 10**9}, {"num_cached": None}, {"num_cached": True},
+        {"note": []},
     ],
 )  # fmt: skip
 def test_a_file_written_by_somebody_else_is_checked(

@@ -106,14 +106,13 @@ class ChatSession:
         return result
 
     def save(self, path: Path) -> None:
-        """Write the conversation and its parameters; the old file or the new one, never half of it."""
-        record = {
-            "format": FORMAT,
-            "version": 1,
-            "model": self.name,
-            "messages": self.messages,
-            "params": _params_to_json(self.params),
-        }
+        """Write the conversation, its parameters and what the model holds of it, or as JSON without the latter. The
+        old file or the new one, never half of it.
+        """
+        record = self._record(self.messages)
+        if not _is_json_name(path):
+            self.memory.save(path, note=record)
+            return
         content = (json.dumps(record, ensure_ascii=False, indent=2) + "\n").encode("utf-8", "surrogatepass")
         try:
             with replacing(path) as file:
@@ -122,8 +121,11 @@ class ChatSession:
             raise InvalidRequestError(f"{path} cannot be written: {error.strerror}") from error
 
     def load(self, path: Path) -> None:
-        """Take over a saved conversation. Raises InvalidRequestError, nothing changed."""
-        record = _read_json(path)
+        """Take over a saved conversation. Raises InvalidRequestError, nothing changed but what the model holds."""
+        if _holds_json(path):
+            record = _read_json(path)
+        else:  # one that was saved from Python has no note
+            record = self.memory.load(path) or self._record(self.memory.messages)
         if record.get("format") != FORMAT or record.get("version") != 1:
             raise InvalidRequestError(f"{path} is no conversation saved by /save")
         messages, params = record.get("messages"), record.get("params")
@@ -134,6 +136,10 @@ class ChatSession:
         self.params = SamplingParams.from_mapping(params)
         self.messages = [{"role": message["role"], "content": message["content"]} for message in messages]
         self.statistics.context_tokens = 0
+
+    def _record(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        params = _params_to_json(self.params)
+        return {"format": FORMAT, "version": 1, "model": self.name, "messages": messages, "params": params}
 
 
 @dataclass(frozen=True)
@@ -235,8 +241,9 @@ def _set(session: ChatSession, argument: str) -> str:
 
 
 def _save(session: ChatSession, argument: str) -> str:
-    session.save(_path(argument, "/save"))
-    return f"(saved to {argument})"
+    path = _path(argument, "/save")
+    session.save(path)
+    return f"(saved to {argument}{': the messages only' if _is_json_name(path) else ''})"
 
 
 def _load(session: ChatSession, argument: str) -> str:
@@ -270,7 +277,7 @@ COMMANDS = {
     "/undo": Command("/undo", "forget the last question and its answer", _undo),
     "/system": Command("/system TEXT", "set the system message; none removes it", _system),
     "/set": Command("/set NAME VALUE", "change a sampling parameter, as in /set temperature 0.7; /set lists", _set),
-    "/save": Command("/save FILE", "write the conversation to a file", _save),
+    "/save": Command("/save FILE", "write the conversation and the model's cache; FILE.json: the messages only", _save),
     "/load": Command("/load FILE", "go on with a saved conversation", _load),
     "/stats": Command("/stats", "tokens and times", _stats),
     "/quit": Command("/quit", "leave, as Ctrl-D does", _quit),
@@ -286,6 +293,21 @@ def _path(argument: str, command: str) -> Path:
     if not argument:
         raise InvalidRequestError(f"{command} needs a file name")
     return Path(argument).expanduser()
+
+
+def _is_json_name(path: Path) -> bool:
+    return path.suffix.lower() == ".json"
+
+
+def _holds_json(path: Path) -> bool:
+    """By its name, or as it does not begin as a session's file does: with a length of eight bytes, the last ones 0."""
+    if _is_json_name(path) or not path.is_file():
+        return True
+    try:
+        with path.open("rb") as file:
+            return b"\0" not in file.read(8)
+    except OSError as error:
+        raise InvalidRequestError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _params_to_json(params: SamplingParams) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from infer.draft import NUM_DRAFT_TOKENS
@@ -17,6 +18,9 @@ OnProgress = Callable[[int, int], None]
 class Conversation(Protocol):
     """`infer.session.Session`."""
 
+    @property
+    def messages(self) -> list[dict[str, Any]]: ...
+
     def answer(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -25,6 +29,10 @@ class Conversation(Protocol):
         on_token: OnToken | None = None,
         cancel: threading.Event | None = None,
     ) -> GenerationResult: ...
+
+    def save(self, path: str | Path, *, note: Mapping[str, Any] | None = None) -> None: ...
+
+    def load(self, path: str | Path) -> dict[str, Any]: ...
 
 
 @runtime_checkable

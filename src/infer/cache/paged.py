@@ -43,7 +43,8 @@ class PagedCache(KVCache):
         step_tokens: int,
         settings: CacheSettings | None = None,
     ) -> None:
-        check_kv_type(kv_type)
+        for layer in layers:
+            check_kv_type(kv_type, layer.head_dim)
         self._settings, self._kv_type, self._capacity = settings or CacheSettings(), kv_type, capacity
         self._lengths = [0] * num_rows
         self._keys: list[list[bytes]] = [[] for _ in range(num_rows)]  # of each row's whole pages, as far as known
@@ -141,7 +142,7 @@ class PagedCache(KVCache):
         policy = f"{settings.eviction_policy} {settings.eviction_window} {settings.protected_prefix}"
         return f"paged {self._kv_type} {policy}"
 
-    def export_row(self, row: int) -> Iterator[tuple[str, Shaped[Tensor, "kv_heads slots size"]]]:
+    def export_row(self, row: int) -> Iterator[tuple[str, Shaped[Tensor, "kv_heads slots *size"]]]:
         """Only what the next token can see."""
         for rows in self._groups:
             where = self._place(rows, row, rows.seen_slots(row, self._lengths[row] - int(rows.shifts[row])))
@@ -154,7 +155,7 @@ class PagedCache(KVCache):
         found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
         slots = [rows.seen_slots(row, length) for rows in self._groups]
         expected = {
-            name: (part.dtype, (len(part), len(seen), part.shape[3]))
+            name: (part.dtype, (len(part), len(seen), *part.shape[3:]))
             for rows, seen in zip(self._groups, slots, strict=True)
             for name, part in self._parts(rows)
         }
@@ -191,7 +192,7 @@ class PagedCache(KVCache):
 
     # Memory
 
-    def _parts(self, rows: GroupRows) -> Iterator[tuple[str, Shaped[Tensor, "kv_heads blocks lanes size"]]]:
+    def _parts(self, rows: GroupRows) -> Iterator[tuple[str, Shaped[Tensor, "kv_heads blocks lanes *size"]]]:
         """What is stored of a group's layers, by name, as views."""
         for index in rows.group.layers:
             layer = self._layers[index]

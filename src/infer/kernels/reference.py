@@ -13,7 +13,16 @@ from torch import Tensor
 
 from infer.architecture import Activation
 from infer.batch import Step
-from infer.kv_blocks import LayerCache, Pages, decode, encode, key_parts, value_parts
+from infer.kv_blocks import (
+    LayerCache,
+    Pages,
+    decode_keys,
+    decode_values,
+    encode_keys,
+    encode_values,
+    key_parts,
+    value_parts,
+)
 from infer.kv_types import BLOCK_POSITIONS
 from infer.quants import dequantize
 from infer.sampling import sampler
@@ -65,8 +74,8 @@ def attend(
     pages, kv_type = layer.pages, layer.kv_type
     slots = step.positions - pages.shifts[step.rows]
     all_keys, all_values = key_parts(layer.keys, kv_type), value_parts(layer.values, kv_type)
-    for parts, new in ((all_keys, k), (all_values, v)):
-        for part, stored in zip(parts, encode(new, kv_type), strict=True):
+    for parts, new in ((all_keys, encode_keys(k, kv_type)), (all_values, encode_values(v, kv_type))):
+        for part, stored in zip(parts, new, strict=True):
             part[:, *place(pages, step.rows, slots)] = stored.transpose(0, 1)
 
     out = torch.empty_like(q)
@@ -75,10 +84,9 @@ def attend(
         seen = visible(pages, row, slots[mine])
         held = seen.any(0).nonzero().flatten()  # the pages of what nobody sees may be another row's
         where = place(pages, torch.full_like(held, row), held)
-        row_keys, row_values = (
-            decode(tuple(part[:, *where] for part in parts), kv_type).to(q.dtype) for parts in (all_keys, all_values)
-        )
-        out[mine] = attend_row(q[mine], row_keys, row_values, seen[:, held], heads)
+        row_keys, row_values = (tuple(part[:, *where] for part in parts) for parts in (all_keys, all_values))
+        decoded = decode_keys(row_keys, kv_type).to(q.dtype), decode_values(row_values, kv_type).to(q.dtype)
+        out[mine] = attend_row(q[mine], *decoded, seen[:, held], heads)
     return out.flatten(1)
 
 

@@ -25,14 +25,13 @@ from infer.kernels import cpu, reference
 from infer.kernels.cpu.isa import INSTRUCTION_SETS, instruction_set, usable_instruction_sets
 from infer.kernels.cpu.layouts import LAYOUTS
 from infer.kernels.cpu.threads import set_num_threads
-from infer.kv_blocks import LayerCache, Pages
-from infer.kv_types import key_block_bytes, num_blocks, value_block_bytes
 from infer.params import SamplingParams
 from infer.sampling import sampler
 from infer.sampling.history import History
 from infer.sampling.reference import sample_token
 from infer.sampling.rows import Rows
 from infer.weights import Heads, Norm, Projection, RopeTable, StoredWeight
+from layer_caches import make_layer
 
 CPU = torch.device("cpu")
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -208,20 +207,6 @@ def make_heads(num_heads: int, kv_heads: int, dim: int, rotated: int, normed: bo
     return Heads(num_heads, kv_heads, dim, dim**-0.5, rope, norm, norm)
 
 
-def make_pages(rows: int, capacity: int, window: int | None = None, page_tokens: int = 64, sinks: int = 0) -> Pages:
-    """Each row's pages one behind the other, the rows too."""
-    per_row = -(-capacity // page_tokens)
-    table = torch.arange(rows * per_row).view(rows, per_row)
-    columns = [torch.full((rows,), value) for value in (0, sinks, window or 0)]
-    return Pages(page_tokens, table, *columns)
-
-
-def make_layer(heads: Heads, pages: Pages, kv_type: str = "f32") -> LayerCache:
-    shape, dim = (heads.num_kv_heads, pages.table.numel() * num_blocks(pages.page_tokens)), heads.head_dim
-    keys = torch.zeros(*shape, key_block_bytes(kv_type, dim), dtype=torch.uint8)
-    return LayerCache(kv_type, keys, torch.zeros(*shape, value_block_bytes(kv_type, dim), dtype=torch.uint8), pages)
-
-
 def step_of(row: int, start: int, count: int) -> Step:
     return Step.of([1] * count, start, row=row)
 
@@ -241,7 +226,7 @@ def test_attention_agrees_with_reference(
 ) -> None:
     heads = make_heads(*shape, rotated, normed=kv_type != "f32")
     heads = replace(heads, softcap=softcap)
-    caches = [make_layer(heads, make_pages(2, 1000, window), kv_type) for _ in range(2)]
+    caches = [make_layer(heads, 2, 1000, kv_type, window=window) for _ in range(2)]
     steps = [step_of(0, 0, 5), step_of(1, 0, 300), step_of(0, 5, 1), Step.join([step_of(0, 6, 2), step_of(1, 300, 1)])]
     steps += [step_of(1, 301, 600), step_of(1, 901, 3), Step.join([step_of(1, 904, 40), step_of(0, 8, 17)])]
     for index, step in enumerate(steps):
@@ -270,7 +255,7 @@ class Tiny:
             for _ in range(layers)
         ]
         self.embedding = cpu.prepare(Projection((make_weight("Q8_0", 300, hidden, 9, scale=0.5),)), CPU)
-        self.caches = [make_layer(self.heads, make_pages(rows, capacity)) for _ in range(layers)]
+        self.caches = [make_layer(self.heads, rows, capacity) for _ in range(layers)]
 
     def forward(self, step: Step) -> Tensor:
         x = cpu.embed(self.embedding.parts[0], step.tokens, 2.0)

@@ -15,12 +15,13 @@ from infer.admission import begin, check_prompt, vocab_size_of
 from infer.architecture import Architecture
 from infer.batch import Step
 from infer.checkpoint import open_checkpoint
+from infer.checkpoint.defaults import sampling_defaults
 from infer.constraint import grammar_of, make_compiler
 from infer.context import PREFILL_CHUNK, CachedContext, make_cache
 from infer.decode import Batch, OnPrefill, OnToken, Stream, run_all
 from infer.draft import MAX_DRAFT_TOKENS, NUM_DRAFT_TOKENS
 from infer.errors import InferError, InvalidRequestError
-from infer.loading import load_checked, load_model, load_tokenizer, sampling_defaults, set_num_threads
+from infer.loading import load_checked, load_model, load_tokenizer, set_num_threads
 from infer.model.load import OnProgress
 from infer.params import SamplingParams
 from infer.results import GenerationResult, SampleTrace, TokenLogprob

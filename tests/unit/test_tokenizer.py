@@ -122,7 +122,7 @@ def test_an_end_of_turn_is_control_whatever_the_file_calls_it() -> None:
         ({"merges": ["h zebra"]}, "merges"),
         ({"token_type": [1, 2]}, "token_type.*2 items"),
         ({"tokens": None}, "tokens.*missing"),
-        ({"tokens": [1, 2]}, "tokens.*int"),
+        ({"tokens": [1, 2]}, "tokens.*list of texts"),
         ({"bos_token_id": 99999, "add_bos_token": True}, "bos_token_id.*99999"),
     ],
 )

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from infer.checkpoint.gguf import GGUFFile
-from infer.checkpoint.json_file import inside, read_json_file
 from infer.errors import ModelFormatError, UnsupportedModelError
+from infer.json_file import inside, read_json_file
 
 _MODEL_TYPES = {"gemma3": "gemma3_text"}  # others have the same name in both worlds
 # Constants of llama.cpp: one layer in so many sees everything, the others' theta, and the number of layers of the size
@@ -37,6 +37,11 @@ _YARN = {
 _LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 _LARGEST = float(np.finfo(np.float32).max)
 _OF_THE_WHOLE = ("tie_word_embeddings", "torch_dtype", "dtype", "quantization_config")  # of a multimodal model
+_KINDS: dict[str, tuple[type, str]] = {  # of what is read before a family is known
+    "model_type": (str, "a name"),
+    "text_config": (dict, "an object"),
+    "quantization_config": (dict, "an object"),
+}
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -49,15 +54,15 @@ _SAMPLING = {
 
 def config_from_folder(folder: Path) -> dict[str, Any]:
     """config.json. Of a multimodal model its text part, with what only the whole says (tied embeddings)."""
-    config = read_json_file(inside(folder, "config.json"))
+    path = inside(folder, "config.json")
+    config = read_json_file(path)
+    for name, (kind, words) in _KINDS.items():
+        if config.get(name) is not None and not isinstance(config[name], kind):
+            raise ModelFormatError(path, name, f"expected {words}, got {config[name]!r:.80}")
     text = config.get("text_config")
-    if not isinstance(text, dict):
+    if text is None:
         return config
-    shared = {
-        key: config[key]
-        for key in ("tie_word_embeddings", "torch_dtype", "dtype", "quantization_config")
-        if key in config
-    }
+    shared = {key: config[key] for key in _OF_THE_WHOLE if key in config}
     return {"model_type": config.get("model_type"), **shared, **text}
 
 

@@ -4,7 +4,6 @@
 `Detokenizer` cannot differ. Instances may be shared between threads.
 """
 
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +13,9 @@ from typing import Any, Self, final
 import tokenizers
 from tokenizers import AddedToken
 
-from infer.errors import InvalidRequestError, ModelFormatError
+from infer.errors import InvalidRequestError
+from infer.json_file import read_json_file, read_text_file
+from infer.tokenizer.backend import encode, load_backend, read_vocabulary
 from infer.tokenizer.chat import ChatTemplate
 from infer.tokenizer.detokenizer import (
     DecodingRules,
@@ -24,6 +25,7 @@ from infer.tokenizer.detokenizer import (
     read_decoding_rules,
 )
 from infer.tokenizer.gguf_tokenizer import END_NAMES, make_bos_eos_processor, make_gguf_backend
+from infer.tokenizer.settings import check_json
 from infer.tokenizer.special_texts import SpecialTexts
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -60,9 +62,9 @@ class Tokenizer:
     @classmethod
     def from_folder(cls, path: Path) -> Self:
         """From `tokenizer.json` and, where present, the JSON files around it."""
-        backend = _load_backend(path / "tokenizer.json")
+        backend = load_backend(path / "tokenizer.json")
         config = {**_read_json(path / "special_tokens_map.json"), **_read_json(path / "tokenizer_config.json")}
-        _add_missing_tokens(backend, config.get("added_tokens_decoder", {}))
+        _add_missing_tokens(backend, config.get("added_tokens_decoder") or {})
         named_tokens = {name: text for name in _NAMED_TOKENS if (text := _token_text(config.get(name))) is not None}
         if "add_bos_token" in config or "add_eos_token" in config:
             wanted = [named_tokens.get(f"{name}_token") if config.get(f"add_{name}_token") else None for name in _ENDS]
@@ -104,7 +106,7 @@ class Tokenizer:
         """The raw bytes of each id; those of a special token are its text."""
         vocabulary = self._vocabulary
         if vocabulary is None:
-            ids = self.backend.get_vocab(with_added_tokens=True)
+            ids = read_vocabulary(self.backend)
             texts = [""] * (max(ids.values(), default=-1) + 1)
             for text, token_id in ids.items():
                 texts[token_id] = text
@@ -122,7 +124,7 @@ class Tokenizer:
         """`add_special_tokens` puts BOS in front, where the model wants one; special tokens in the text are control."""
         _check_encodable(text)
         with self._lock:
-            return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            return encode(self.backend, text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """What a detokenizer streams for these ids, in one piece."""
@@ -132,6 +134,10 @@ class Tokenizer:
     def make_detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         skipped = self.special_token_ids if skip_special_tokens else frozenset()
         return Detokenizer(self.token_bytes, skipped, self._rules.num_stripped_spaces)
+
+    @property
+    def chat_template_names(self) -> tuple[str, ...]:
+        return tuple(self._chat_templates)
 
     @property
     def chat_template(self) -> str | None:
@@ -194,7 +200,7 @@ class Tokenizer:
         with self._lock:
             self.backend.encode_special_tokens = True
             try:
-                ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
+                ids = encode(self.backend, text, add_special_tokens=False)
             finally:
                 self.backend.encode_special_tokens = False
         forged = self.special_token_ids.intersection(ids) - self._unknown_ids
@@ -258,28 +264,12 @@ def _check_encodable(text: str) -> None:
         ) from None
 
 
-def _load_backend(path: Path) -> tokenizers.Tokenizer:
-    if not path.is_file():
-        raise ModelFormatError(path, "tokenizer", "the file is missing")
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises the bare class
-        raise ModelFormatError(path, "tokenizer", str(error)) from error
-    backend.no_truncation()
-    backend.no_padding()
-    return backend
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ModelFormatError(path, "JSON", str(error)) from error
-    if not isinstance(value, dict):
-        raise ModelFormatError(path, "JSON", f"is a {type(value).__name__}, expected an object")
-    return value
+    settings = read_json_file(path)
+    check_json(path, settings)
+    return settings
 
 
 def _read_chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -288,21 +278,12 @@ def _read_chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str
     template = _read_json(path / "chat_template.json").get("chat_template", config.get("chat_template"))
     templates = {"default": template} if isinstance(template, str) else {}
     for entry in template if isinstance(template, list) else ():
-        if not isinstance(entry, dict) or {str} != {type(entry.get(name)) for name in ("name", "template")}:
-            raise ModelFormatError(path, "chat_template", f"expected objects of name and template, got {entry!r:.60}")
         templates[entry["name"]] = entry["template"]
     if (file := path / "chat_template.jinja").is_file():
-        templates = {"default": _read_template(file)}
+        templates = {"default": read_text_file(file)}
     for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
-        templates[file.stem] = _read_template(file)
+        templates[file.stem] = read_text_file(file)
     return templates
-
-
-def _read_template(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ModelFormatError(file, "chat template", "is not UTF-8", error.start) from error
 
 
 def _add_missing_tokens(backend: tokenizers.Tokenizer, added_tokens: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """`LLM`: a model, its tokenizer and its cache behind the few calls that most programs need."""
 
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,13 @@ from infer.admission import begin, check_prompt, vocab_size_of
 from infer.architecture import Architecture
 from infer.batch import Step
 from infer.checkpoint import open_checkpoint
+from infer.checkpoint.defaults import sampling_defaults
 from infer.constraint import grammar_of, make_compiler
 from infer.context import PREFILL_CHUNK, CachedContext, make_cache
 from infer.decode import Batch, OnPrefill, OnToken, Stream, run_all
 from infer.draft import MAX_DRAFT_TOKENS, NUM_DRAFT_TOKENS
 from infer.errors import InferError, InvalidRequestError
-from infer.loading import load_checked, load_model, load_tokenizer, sampling_defaults, set_num_threads
+from infer.loading import load_checked, load_model, load_tokenizer, set_num_threads
 from infer.model.load import OnProgress
 from infer.params import SamplingParams
 from infer.results import GenerationResult, SampleTrace, TokenLogprob
@@ -27,6 +29,7 @@ from infer.running import Running
 from infer.said import Said
 from infer.sampling import trace
 from infer.session import Host, Session
+from infer.tokenizer.rendering import start_rendering
 
 __all__ = ["LLM", "load_model", "load_tokenizer", "set_num_threads"]
 
@@ -45,7 +48,8 @@ class LLM:
     `weights="q8"` or `"q4"` quantises float weights at load, `"bf16"` rounds them. `precision` is that of the
     activations beside quantised weights on a CPU: "exact" (16 bits) or "fast" (8). `max_seq_len` None is the model's
     own context, 8,192 tokens at most. `threads` counts for the whole process. `capture=False` runs each op by itself:
-    slower, with the same tokens. Safe to call from several threads.
+    slower, with the same tokens. `chat_template` stands in place of the model's own; with `allow_special` control
+    tokens that are written in a message are control, not text. Safe to call from several threads.
     """
 
     def __init__(
@@ -59,12 +63,16 @@ class LLM:
         max_seq_len: int | None = None,
         threads: int | None = None,
         capture: bool = True,
+        chat_template: str | None = None,
+        allow_special: bool = False,
         on_progress: OnProgress | None = None,
     ) -> None:
         checkpoint = open_checkpoint(model)
         if threads is not None:
             set_num_threads(threads)
-        self.tokenizer = load_tokenizer(checkpoint)
+        self.tokenizer = load_tokenizer(checkpoint, chat_template=chat_template, allow_special=allow_special)
+        if self.can_chat:
+            start_rendering()
         self.sampling_defaults = sampling_defaults(checkpoint.generation_config)
         settings = (device, dtype, weights, precision, max_seq_len)
         self.model = load_checked(checkpoint, self.tokenizer, *settings, on_progress)
@@ -73,6 +81,8 @@ class LLM:
         self._capture = capture
         self._compiler = make_compiler(self.tokenizer, vocab_size_of(self.model, self.tokenizer))
         self._idle: list[CachedContext] = []
+        if self.can_chat:
+            self._warn_of_a_broken_template()
 
     @property
     def architecture(self) -> Architecture:
@@ -200,7 +210,7 @@ class LLM:
         cancel: threading.Event | None = None,
         **template_variables: Any,
     ) -> GenerationResult:
-        """Answer a conversation, rendered by the model's own template; extra names go to the template."""
+        """Answer a conversation, rendered by the model's own template; for extra names see `Tokenizer.encode_chat`."""
         token_ids = self.tokenizer.encode_chat(messages, **template_variables)
         return self.generate(token_ids, params, on_token=on_token, cancel=cancel)
 
@@ -280,6 +290,13 @@ class LLM:
                 for candidate in found.candidates
             ),
         )
+
+    def _warn_of_a_broken_template(self) -> None:
+        """Said at load, not at the first conversation; plain text needs no template."""
+        try:
+            self.tokenizer.check_chat_template()
+        except InvalidRequestError as error:
+            warnings.warn(f"no conversation will work: {error}", stacklevel=3)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

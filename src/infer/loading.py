@@ -1,6 +1,6 @@
 """A model's files to the network that runs and its tokenizer, after every setting has been checked."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,7 +20,6 @@ from infer.tokenizer import Tokenizer
 DEFAULT_MAX_SEQ_LEN = 8192  # of a model made for more, unless asked for
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def load_model(
@@ -38,22 +37,20 @@ def load_model(
     return model, model.architecture
 
 
-def load_tokenizer(model: str | Path | Checkpoint) -> Tokenizer:
-    """The tokenizer of a model, without its weights."""
+def load_tokenizer(
+    model: str | Path | Checkpoint, *, chat_template: str | None = None, allow_special: bool = False
+) -> Tokenizer:
+    """The tokenizer of a model, without its weights. `chat_template` stands in place of the model's own.
+
+    With `allow_special` control tokens that are written in a message are control, not text.
+    """
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
-    if checkpoint.metadata:
-        return Tokenizer.from_gguf(checkpoint.metadata)
-    return Tokenizer.from_folder(checkpoint.path)
-
-
-def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a model's own generation config asks for, in the names of SamplingParams: only keys that it has."""
-    given = {name: generation_config[name] for name in _SAMPLING_NAMES if generation_config.get(name) is not None}
-    if generation_config.get("do_sample") is False:
-        given = {name: value for name, value in given.items() if name == "repetition_penalty"} | {"temperature": 0.0}
-    if given.get("top_k") in (0, -1):
-        del given["top_k"]
-    return given
+    gguf = checkpoint.metadata
+    tokenizer = Tokenizer.from_gguf(gguf) if gguf else Tokenizer.from_folder(checkpoint.path)
+    tokenizer.allow_special = allow_special
+    if chat_template is not None:
+        tokenizer.replace_chat_template(chat_template)
+    return tokenizer
 
 
 def load_checked(

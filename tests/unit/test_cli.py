@@ -323,19 +323,22 @@ def loaded_with(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_the_model_is_loaded_as_the_options_say(
-    command: str, loaded_with: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    command: str, loaded_with: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO())
     assert main([command, "-q"]) == 0
     assert loaded_with == {
         "model": "smollm2", "device": "cpu", "dtype": "auto", "weights": "auto", "precision": "exact", "capture": True,
-        "max_seq_len": 2048, "threads": None,
+        "max_seq_len": 2048, "threads": None, "chat_template": None, "allow_special": False,
     }  # fmt: skip
     options = ["--model", "m", "--precision", "fast", "--weights", "q8", "--no-capture", "--threads", "3"]
+    template = tmp_path / "t.jinja"
+    template.write_text("{{ messages }}")
+    options += ["--chat-template", str(template), "--allow-special"]
     assert main([command, "-q", *options, "--max-seq-len", "99", "--dtype", "float16"]) == 0
     assert loaded_with == {
         "model": "m", "device": "cpu", "dtype": "float16", "weights": "q8", "precision": "fast", "capture": False,
-        "max_seq_len": 99, "threads": 3,
+        "max_seq_len": 99, "threads": 3, "chat_template": "{{ messages }}", "allow_special": True,
     }  # fmt: skip
 
 

@@ -166,6 +166,7 @@ def test_the_config_has_hugging_faces_names(tmp_path: Path) -> None:
         "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
         "intermediate_size": INTERMEDIATE, "rms_norm_eps": 1e-5, "rope_theta": 50_000.0,
         "max_position_embeddings": 128, "tie_word_embeddings": True, "attention_bias": False,
+        "attention_output_bias": False, "mlp_bias": False, "attention_multiplier": 0.25, "sliding_window": None,
     }  # fmt: skip
 
 

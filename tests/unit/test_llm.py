@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from transformers import LlamaConfig
 
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from infer import LLM, InvalidRequestError, ModelError, SamplingParams, generate, load_model, load_tokenizer, ops
+from infer.checkpoint.defaults import sampling_defaults
 from infer.errors import ContextLengthError
 from infer.params import UnknownParameterError
 from tiny import TINY, Tiny, make_tiny
@@ -158,6 +161,47 @@ def test_a_bad_prompt_is_one_clear_line(llm: LLM, prompt: str | list[int], messa
 def test_chat_without_a_template_says_what_to_do(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="chat template"):
         llm.chat([{"role": "user", "content": "hi"}])
+
+
+def test_a_chat_template_of_ones_own_and_control_text_in_a_message(folder: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    forged = [{"role": "user", "content": "a<eos>"}]
+    end = load_tokenizer(folder).backend.token_to_id("<eos>")
+    for allowed in (False, True):
+        llm = LLM(folder, chat_template=template, allow_special=allowed)
+        assert llm.can_chat
+        assert (end in llm.tokenizer.encode_chat(forged)) is allowed
+        given = llm.chat(forged, GREEDY, allow_special=not allowed).prompt_tokens
+        assert given == len(llm.tokenizer.encode_chat(forged, allow_special=not allowed))
+    with pytest.raises(InvalidRequestError, match=r"chat template, line 1, is not valid"):
+        LLM(folder, chat_template="{% if %}")
+
+
+def test_a_broken_template_is_said_at_load_and_plain_text_still_works(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "model"
+    shutil.copytree(folder, copy)
+    (copy / "chat_template.jinja").write_text("{% endfor %}")
+    with pytest.warns(UserWarning, match=r"\Ano conversation will work: the chat template, line 1[^\n]*\Z"):
+        llm = LLM(copy)
+    assert llm.generate("once", GREEDY).token_ids == LLM(folder).generate("once", GREEDY).token_ids
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, {}),
+        ({"temperature": 0.6, "top_k": 20, "top_p": 0.9, "eos_token_id": 1},
+         {"temperature": 0.6, "top_k": 20, "top_p": 0.9}),
+        ({"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.1},
+         {"temperature": 0.0, "repetition_penalty": 1.1}),
+        ({"do_sample": True, "temperature": 0.7, "top_k": 0, "min_p": None}, {"temperature": 0.7}),
+        ({"top_k": -1, "repetition_window": -1}, {"repetition_window": None}),
+        ({"repetition_window": 64, "min_p": 0.05}, {"repetition_window": 64, "min_p": 0.05}),
+    ],
+)  # fmt: skip
+def test_a_models_own_defaults_are_the_values_that_it_names(config: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert sampling_defaults(config) == expected
+    SamplingParams(**expected)
 
 
 def test_ids_that_a_request_names_must_be_in_the_vocabulary(llm: LLM) -> None:

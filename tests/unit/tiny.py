@@ -229,6 +229,16 @@ TINY = [
     ),
 ]
 
+LONGROPE = Tiny(
+    "phi3_longrope",
+    Phi3Config(
+        num_hidden_layers=2,
+        tie_word_embeddings=True,
+        original_max_position_embeddings=64,
+        rope_parameters=_longrope(6),
+        **_SIZES,
+    ),
+)
 ONE_EACH = list({tiny.config.model_type: tiny for tiny in reversed(TINY)}.values())[::-1]  # a model of each family
 
 

@@ -26,11 +26,11 @@ class DenseCache(KVCache):
     def __init__(
         self, layers: Sequence[Layer], num_rows: int, capacity: int, kv_type: str, device: torch.device
     ) -> None:
-        check_kv_type(kv_type)
         self._kv_type, self._capacity = kv_type, capacity
         self._lengths = [0] * num_rows
         self._layers = []
         for layer in layers:
+            check_kv_type(kv_type, layer.head_dim)
             shape = num_rows, layer.num_kv_heads, num_blocks(capacity)
             keys = ops.zeros((*shape, key_block_bytes(kv_type, layer.head_dim)), torch.uint8, device)
             values = ops.zeros((*shape, value_block_bytes(kv_type, layer.head_dim)), torch.uint8, device)
@@ -60,7 +60,7 @@ class DenseCache(KVCache):
     def kind(self) -> str:
         return f"dense {self._kv_type}"
 
-    def export_row(self, row: int) -> Iterator[tuple[str, Shaped[Tensor, "kv_heads positions size"]]]:
+    def export_row(self, row: int) -> Iterator[tuple[str, Shaped[Tensor, "kv_heads positions *size"]]]:
         length = self._lengths[row]
         for name, part in self._parts(row):
             yield name, part[:, : num_blocks(length)].flatten(1, 2)[:, :length]
@@ -70,14 +70,15 @@ class DenseCache(KVCache):
             raise InvalidRequestError(f"the cache holds {self._capacity} tokens, got {length}")
         found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
         parts = dict(self._parts(row))
-        expected = {name: (part.dtype, (part.shape[0], length, part.shape[3])) for name, part in parts.items()}
+        expected = {name: (part.dtype, (part.shape[0], length, *part.shape[3:])) for name, part in parts.items()}
         if found != expected:
             wrong = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
             raise InvalidRequestError(f"the cache of {length} tokens does not look like this one's: {wrong[0]!r:.80}")
         for name, part in parts.items():
             blocks, lanes = num_blocks(length), part.shape[2]
-            padded = torch.nn.functional.pad(tensors[name].to(part.device), (0, 0, 0, -length % lanes))
-            part[:, :blocks] = padded.reshape(len(padded), blocks, lanes, padded.shape[2])
+            unused = (0, 0) * (part.dim() - 3)
+            padded = torch.nn.functional.pad(tensors[name].to(part.device), (*unused, 0, -length % lanes))
+            part[:, :blocks] = padded.reshape(len(padded), blocks, lanes, *part.shape[3:])
         self._lengths[row] = length
 
     def copy_row(self, row: int, source: Self, source_row: int) -> None:
@@ -87,7 +88,7 @@ class DenseCache(KVCache):
             mine.values[row, :, :blocks] = theirs.values[source_row, :, :blocks]
         self._lengths[row] = source._lengths[source_row]
 
-    def _parts(self, row: int) -> Iterator[tuple[str, Shaped[Tensor, "kv_heads blocks lanes size"]]]:
+    def _parts(self, row: int) -> Iterator[tuple[str, Shaped[Tensor, "kv_heads blocks lanes *size"]]]:
         """What is stored of a row, by name, as views."""
         for index, layer in enumerate(self._layers):
             for number, part in enumerate(key_parts(layer.keys[row], self._kv_type)):

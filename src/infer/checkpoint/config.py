@@ -4,42 +4,65 @@ GGUF's come out in the flat dialect (`rope_theta`, `rope_scaling`, `rope_local_b
 as it is, apart from the text part of a multimodal model. What a family makes of them is decided in `model.families`.
 """
 
+import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
 from infer.checkpoint.gguf import GGUFFile
-from infer.checkpoint.json_file import inside, read_json_file
 from infer.errors import ModelFormatError, UnsupportedModelError
+from infer.json_file import inside, read_json_file
 
 _MODEL_TYPES = {"gemma3": "gemma3_text"}  # others have the same name in both worlds
-_GEMMA3_PATTERN, _GEMMA3_LOCAL_BASE = 6, 10000.0  # constants of llama.cpp: every sixth layer sees everything
-_GEMMA3_27B_LAYERS = 62  # the size whose attention is scaled by hidden_size / heads instead of head_dim
+# Constants of llama.cpp: one layer in so many sees everything, the others' theta, and the number of layers of the size
+# whose attention is scaled by hidden_size / heads instead of head_dim.
+_WINDOW_PATTERNS, _GEMMA3_LOCAL_BASE = {"gemma2": 2, "gemma3": 6}, 10000.0
+_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
+_SCALES = {
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "attention.scale": "attention_multiplier",
+    "logit_scale": "logits_scaling",
+}
+_YARN = {
+    "rope.scaling.attn_factor": "attention_factor",
+    "rope.scaling.yarn_attn_factor": "attention_factor",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+}
+_LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 _LARGEST = float(np.finfo(np.float32).max)
 _OF_THE_WHOLE = ("tie_word_embeddings", "torch_dtype", "dtype", "quantization_config")  # of a multimodal model
+_KINDS: dict[str, tuple[type, str]] = {  # of what is read before a family is known
+    "model_type": (str, "a name"),
+    "text_config": (dict, "an object"),
+    "quantization_config": (dict, "an object"),
+}
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
     "top_p": "top_p",
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
+    "penalty_last_n": "repetition_window",
 }
 
 
 def config_from_folder(folder: Path) -> dict[str, Any]:
     """config.json. Of a multimodal model its text part, with what only the whole says (tied embeddings)."""
-    config = read_json_file(inside(folder, "config.json"))
+    path = inside(folder, "config.json")
+    config = read_json_file(path)
+    for name, (kind, words) in _KINDS.items():
+        if config.get(name) is not None and not isinstance(config[name], kind):
+            raise ModelFormatError(path, name, f"expected {words}, got {config[name]!r:.80}")
     text = config.get("text_config")
-    if not isinstance(text, dict):
+    if text is None:
         return config
-    shared = {
-        key: config[key]
-        for key in ("tie_word_embeddings", "torch_dtype", "dtype", "quantization_config")
-        if key in config
-    }
+    shared = {key: config[key] for key in _OF_THE_WHOLE if key in config}
     return {"model_type": config.get("model_type"), **shared, **text}
 
 
@@ -71,12 +94,18 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "max_position_embeddings": values.count("context_length"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "attention_output_bias": "blk.0.attn_output.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+        "attention_multiplier": head_dim**-0.5,
     }
+    config |= {name: values.real(key) for key, name in _SCALES.items() if values.has(key)}
     config |= _rope(file, values, head_dim)
-    if values.has("attention.sliding_window"):
-        config["sliding_window"] = values.count("attention.sliding_window")
+    config |= _windows(values, num_layers)
+    if values.architecture in _27B_LAYERS:
+        is_27b = num_layers == _27B_LAYERS[values.architecture]
+        config["query_pre_attn_scalar"] = hidden_size // num_heads if is_27b else head_dim
     if values.architecture == "gemma3":
-        config |= _gemma3(values, config)
+        config["rope_local_base_freq"] = values.real("rope.freq_base_swa", default=_GEMMA3_LOCAL_BASE)
     return config
 
 
@@ -100,40 +129,48 @@ def _rope(file: GGUFFile, values: "_Values", head_dim: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     rotated = values.count("rope.dimension_count", default=head_dim)
     if rotated != head_dim:
-        found["partial_rotary_factor"] = rotated / head_dim
+        share = rotated / head_dim
+        found["partial_rotary_factor"] = share if int(head_dim * share) == rotated else math.nextafter(share, 2.0)
     scaling_type = values.get("rope.scaling.type", "none")
     if not isinstance(scaling_type, str):
         values.fail("rope.scaling.type", f"expected a name, got {scaling_type!r:.60}")
-    if scaling_type != "none":
-        scaling = {"rope_type": scaling_type, "factor": values.real("rope.scaling.factor", default=1.0)}
+    has_two_sets = _LONG_FACTORS in file.tensors and _SHORT_FACTORS in file.tensors
+    if scaling_type != "none" or has_two_sets:
+        scaling: dict[str, Any] = {"rope_type": "longrope" if has_two_sets else scaling_type}
+        scaling |= {name: values.real(key) for key, name in _YARN.items() if values.has(key)}
+        if values.has(key := "rope.scaling.factor") or not has_two_sets:
+            scaling["factor"] = values.real(key, default=1.0)
         if values.has(key := "rope.scaling.original_context_length"):
+            # Hugging Face's phi3 has it beside the settings, and gives that the preference.
             scaling["original_max_position_embeddings"] = values.count(key)
-        if values.has(key := "rope.scaling.attn_factor"):
-            scaling["attention_factor"] = values.real(key)
+            found |= {"original_max_position_embeddings": values.count(key)} if has_two_sets else {}
+        if has_two_sets:
+            scaling["long_factor"] = file.floats(_LONG_FACTORS, rotated // 2)
+            scaling["short_factor"] = file.floats(_SHORT_FACTORS, rotated // 2)
         found["rope_scaling"] = scaling
     if "rope_freqs.weight" in file.tensors:
         found["rope_frequency_factors"] = file.floats("rope_freqs.weight", rotated // 2)
     return found
 
 
-def _gemma3(values: "_Values", config: Mapping[str, Any]) -> dict[str, Any]:
-    num_layers = config["num_hidden_layers"]
-    pattern = values.get("attention.sliding_window_pattern", _GEMMA3_PATTERN)
+def _windows(values: "_Values", num_layers: int) -> dict[str, Any]:
+    """Which layers see a window, and of what size. llama.cpp has for some architectures a pattern of its own."""
+    found: dict[str, Any] = {"sliding_window": None}
+    if values.has("attention.sliding_window"):
+        found["sliding_window"] = values.count("attention.sliding_window")
+        if values.architecture == "llama":
+            found["model_type"] = "mistral"
+    pattern = values.get("attention.sliding_window_pattern", _WINDOW_PATTERNS.get(values.architecture))
+    if pattern is None:
+        return found
     if isinstance(pattern, list) and len(pattern) == num_layers:
         sliding = [bool(flag) for flag in pattern]
     elif type(pattern) is int and pattern > 0:
         sliding = [(layer + 1) % pattern != 0 for layer in range(num_layers)]
     else:
         values.fail("attention.sliding_window_pattern", f"expected a number or one flag per layer, got {pattern!r:.60}")
-    is_27b = num_layers == _GEMMA3_27B_LAYERS
-    return {
-        "layer_types": ["sliding_attention" if flag else "full_attention" for flag in sliding],
-        "rope_local_base_freq": values.real("rope.freq_base_swa", default=_GEMMA3_LOCAL_BASE),
-        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
-        if is_27b
-        else config["head_dim"],
-        "hidden_activation": "gelu_pytorch_tanh",
-    }
+    found["layer_types"] = ["sliding_attention" if flag else "full_attention" for flag in sliding]
+    return {**found, "use_sliding_window": any(sliding)}
 
 
 class _Values:

@@ -8,9 +8,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
-from infer.checkpoint.json_file import inside, parse_json, read_json_file
 from infer.checkpoint.mapped import TensorInfo, map_file
 from infer.errors import ModelError, ModelFormatError
+from infer.json_file import inside, parse_json, read_json_file
 
 SINGLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from infer.atomic import replacing
-from infer.checkpoint.json_file import parse_json
 from infer.checkpoint.mapped import TensorInfo
 from infer.checkpoint.plain import NamedTensors, read_tensor, write_safetensors
 from infer.checkpoint.safetensors import read_with_metadata
 from infer.errors import InvalidRequestError, ModelError, ModelFormatError
+from infer.json_file import parse_json
 
 FORMAT, VERSION = "infer-session", "1"
 DIGEST_BYTES = 32

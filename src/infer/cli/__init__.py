@@ -7,7 +7,9 @@ Help and version answer without loading torch: what is heavy is loaded by the co
 import gc
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
+from typing import TextIO
 
 import click
 
@@ -22,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         raise_on_sigterm()
         tolerate_encoding()
+        warnings.showwarning = _show_warning
         status = _run(list(sys.argv[1:] if arguments is None else arguments), invocation)
         sys.stdout.flush()
     except (KeyboardInterrupt, click.Abort):
@@ -62,6 +65,18 @@ def _message(error: Exception) -> str:
     message = error.format_message()
     context = error.ctx if isinstance(error, click.UsageError) else None
     return f"{message} (see {context.command_path} --help)" if context else message
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """In one line, as errors are."""
+    print("infer:", " ".join(str(message).split()), file=sys.stderr)
 
 
 def _fail(message: str, status: int) -> int:

@@ -22,6 +22,7 @@ from infer.cli.options import (
     path_options,
     prompt_options,
     prompts_option,
+    template_options,
 )
 from infer.cli.prompts import Asked, many_prompts, one_prompt
 from infer.cli.terminal import Spinner, exit_on_signal, keeping_garbage
@@ -93,6 +94,7 @@ def model_options(function: Function) -> Function:
                      help="Prompt and answer together, in tokens; the default is cut to what the model can do."),
         click.option("--backend", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True),
         click.option("--no-capture", is_flag=True, help="Run each operation by itself: slower, with the same tokens."),
+        template_options,
         click.option("--no-generation-config", is_flag=True, help="Ignore the sampling values that the model brings."),
         click.option("-q", "--quiet", is_flag=True, help="Nothing but the text."),
         click.option("-v", "--verbose", is_flag=True, help="Counts, seed and reason; a traceback with an error."),
@@ -236,6 +238,19 @@ def bench(context: click.Context, /, **options: Any) -> None:
     run_bench(options)
 
 
+@infer.command()
+@click.argument("model", default="smollm2")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of lines.")
+@click.option("-v", "--verbose", is_flag=True, help="A traceback with an error.")
+@click.pass_context
+def explain(context: click.Context, /, **options: Any) -> None:
+    """Say what a model is: its layers, tokenizer, defaults and memory, from its headers alone."""
+    _invocation(context, options)
+    from infer.cli.explain import run_explain
+
+    run_explain(options["model"], as_json=options["as_json"])
+
+
 def load_model(context: click.Context, options: Mapping[str, Any]) -> Model:
     """The LLM that the options ask for. A default context longer than the model's own is cut to it."""
     spinner = Spinner(f"loading {options['model']}", shown=not options["quiet"])
@@ -252,6 +267,8 @@ def load_model(context: click.Context, options: Mapping[str, Any]) -> Model:
                 capture=not options["no_capture"],
                 max_seq_len=max_seq_len,
                 threads=options["threads"],
+                chat_template=options["chat_template"],
+                allow_special=options["allow_special"],
                 on_progress=spinner.progress,
             )
 

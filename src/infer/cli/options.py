@@ -30,6 +30,16 @@ def prompt_options(function: Function) -> Function:
     return apply_options(options, function)
 
 
+def template_options(function: Function) -> Function:
+    options = [
+        click.option("--chat-template", type=click.Path(path_type=Path), metavar="FILE", callback=_read_file,
+                     help="A Jinja template for conversations, in place of the model's own."),
+        click.option("--allow-special", is_flag=True,
+                     help="Control tokens written in a message are control; otherwise they are text."),
+    ]  # fmt: skip
+    return apply_options(options, function)
+
+
 def prompts_option(function: Function) -> Function:
     return click.option(
         "--prompts-file", type=click.Path(path_type=Path), metavar="FILE",

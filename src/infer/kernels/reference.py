@@ -13,7 +13,7 @@ from torch import Tensor
 
 from infer.architecture import Activation
 from infer.batch import Step
-from infer.kv_blocks import LayerCache, decode, encode, key_parts, value_parts
+from infer.kv_blocks import LayerCache, decode_keys, decode_values, encode_keys, encode_values, key_parts, value_parts
 from infer.kv_types import BLOCK_POSITIONS, num_blocks
 from infer.quants import dequantize
 from infer.sampling import sampler
@@ -64,8 +64,8 @@ def attend(
     q, k = rotate(q, heads.q_norm, heads.rope, step), rotate(k, heads.k_norm, heads.rope, step)
     kv_type, blocks, lanes = layer.kv_type, step.positions // BLOCK_POSITIONS, step.positions % BLOCK_POSITIONS
     all_keys, all_values = key_parts(layer.keys, kv_type), value_parts(layer.values, kv_type)
-    for parts, new in ((all_keys, k), (all_values, v)):
-        for part, stored in zip(parts, encode(new, kv_type), strict=True):
+    for parts, new in ((all_keys, encode_keys(k, kv_type)), (all_values, encode_values(v, kv_type))):
+        for part, stored in zip(parts, new, strict=True):
             part[step.rows, :, blocks, lanes] = stored
 
     out = torch.empty_like(q)
@@ -73,12 +73,12 @@ def attend(
         mine = step.rows == row
         positions = step.positions[mine]
         span = int(positions.max()) + 1
-        held = [
-            decode(tuple(part[row, :, : num_blocks(span)].flatten(1, 2)[:, :span] for part in parts), kv_type)
+        row_keys, row_values = (
+            tuple(part[row, :, : num_blocks(span)].flatten(1, 2)[:, :span] for part in parts)
             for parts in (all_keys, all_values)
-        ]
-        seen = visible(positions, span, heads.window)
-        out[mine] = attend_row(q[mine], held[0].to(q.dtype), held[1].to(q.dtype), seen, heads)
+        )
+        held = decode_keys(row_keys, kv_type).to(q.dtype), decode_values(row_values, kv_type).to(q.dtype)
+        out[mine] = attend_row(q[mine], *held, visible(positions, span, heads.window), heads)
     return out.flatten(1)
 
 

@@ -1,271 +1,150 @@
-"""Chat templates: conversations to text, rendered as Hugging Face does, in Jinja's sandbox.
+"""Chat templates: conversations to text, rendered as Hugging Face does.
 
 `ChatTemplate.render` gives the text of `transformers`' `apply_chat_template`. `ChatTemplate.render_marked` gives the
 same text cut where a special token's text came from a message: that text must not become a control id.
 """
 
-import json
-import re
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import datetime
-from itertools import groupby, pairwise
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.utils
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from infer.errors import InvalidRequestError, UnsupportedModelError
+from infer.errors import InvalidRequestError
+from infer.tokenizer.rendering import TemplateRefusalError, render
+from infer.tokenizer.special_texts import Piece, SpecialTexts
 
 # Hugging Face's names of a message's reasoning; the first is the one that templates read.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _PRIVATE_USE_CHARACTERS = range(0xE000, 0xF8FF)
-_MAX_SPECIAL_LENGTH = 256
-
-
-class Piece(NamedTuple):
-    text: str
-    is_control: bool
-    """Whether special tokens in the text are the template's own."""
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` marks the assistant's text for training; here it is only its body."""
-
-    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
-
-
-class _TemplateDict:
-    """`dict` without the attributes of a class."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args)
-
-
-class _TemplateNamespace(jinja2.utils.Namespace):
-    """`namespace` that takes no underscored attribute, the road to Python's internals."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:  # as in jinja2, `namespace(self=…)` is allowed
-        self, args = args[0], args[1:]
-        attributes = dict(*args, **kwargs)
-        for name in attributes:
-            _check_attribute_name(name)
-        jinja2.utils.Namespace.__init__(self, attributes)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_attribute_name(name)
-        super().__setitem__(name, value)
-
-
-def _check_attribute_name(name: str) -> None:
-    if name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace takes no underscored attribute, got {name!r}")
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.exceptions.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
-
-
-def _make_environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    environment.globals["dict"] = _TemplateDict()
-    environment.globals["namespace"] = _TemplateNamespace
-    return environment
+_CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # Hugging Face's: it tells where the template put the message's end
+_TAKEN_APART = "a message holds the text of a special token where the chat template takes it apart; remove it"
+_PROBE = ({"role": "user", "content": "Hello"},)
 
 
 class ChatTemplate:
-    """A template compiled once, with the variables of its tokenizer (`bos_token`, …)."""
+    """A template with the variables of its tokenizer (`bos_token`, …)."""
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
         self.source = source
         self._variables = dict(variables)
+
+    def check(self) -> None:
+        """Renders a short conversation. Raises InvalidRequestError for a template that can answer none."""
         try:
-            self._template = _make_environment().from_string(source)
-        except jinja2.exceptions.TemplateSyntaxError as error:
-            raise InvalidRequestError(f"the model's chat template, line {error.lineno}: {error.message}") from error
+            self.render(_PROBE)
+        except TemplateRefusalError:  # it may want a system message: that is no fault
+            return
 
     def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
+        self, messages: Sequence[Mapping[str, Any]], *, continue_final_message: bool = False, **variables: Any
     ) -> str:
-        return self._render(_context(messages, add_generation_prompt, tools, variables))
+        """`variables`: `add_generation_prompt` (true unless said otherwise), `tools`, `documents`, the template's own.
+
+        With `continue_final_message` the text ends where the last message ends, so that the model goes on with it.
+        """
+        context = _context(messages, continue_final_message, variables)
+        text = self._render(context)
+        return text[: _end_of_final_message(text)] if continue_final_message else text
 
     def render_marked(
         self,
         messages: Sequence[Mapping[str, Any]],
-        special_texts: "SpecialTexts",
+        special_texts: SpecialTexts,
         *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> list[Piece]:
         """The rendered text in pieces; special-token text that a message wrote lies in pieces that are not control.
 
         Each string that holds such text, or a fragment that could be completed by its neighbour, gets a mark inside it
         and the template is rendered again: marks say where the text went. If they change what the template writes,
-        the origin cannot be told and the request is an `InvalidRequestError`.
+        the origin cannot be told and the request is an `InvalidRequestError`. So is a string of which a template that
+        removes parts would leave a special token.
         """
-        context = _context(messages, add_generation_prompt, tools, variables)
+        context = _context(messages, continue_final_message, variables)
         text = self._render(context)
-        if not any(special_texts.are_hinted_in(string) for string in _strings(context)):
-            return [Piece(text, is_control=True)]
-        mark = _unused_character(text + self.source + "".join(_strings(context)))
-        marked = self._render(_map_strings(context, lambda string: special_texts.mark(string, mark)))
-        if marked.replace(mark, "") != text:
-            raise InvalidRequestError(
-                "a message holds the text of a special token where the chat template takes it apart; remove it"
-            )
-        return special_texts.cut(marked, mark)
+        end = _end_of_final_message(text) if continue_final_message else len(text)
+        strings = list(_strings(context))
+        mark = _unused_character(text + self.source + "".join(strings))
+        pieces = [Piece(text[:end], is_control=True)]
+        if any(map(special_texts.are_hinted_in, strings)):
+            marked = self._render(_map_strings(context, lambda string: special_texts.mark(string, mark)))
+            if marked.replace(mark, "") != text:
+                raise InvalidRequestError(_TAKEN_APART)
+            pieces = special_texts.cut(_beginning_without(marked, mark, end), mark)
+        own = [found for piece in pieces if piece.is_control for found in special_texts.found_in(piece.text)]
+        if any(_is_left_of(string, special) for special in set(own) for string in strings):
+            marked = self._render(_map_strings(context, lambda string: special_texts.mark_beginnings(string, mark)))
+            num_foreign = len(special_texts.found_in(text[:end])) - len(own)
+            if len(special_texts.found_in(marked)) < len(special_texts.found_in(text)) - num_foreign:
+                raise InvalidRequestError(_TAKEN_APART)
+        return pieces
 
     def _render(self, context: Mapping[str, Any]) -> str:
-        try:
-            return self._template.render({**self._variables, **context})
-        except jinja2.exceptions.TemplateError as error:
-            raise InvalidRequestError(f"the chat template rejects the conversation: {error.message}") from error
-        except (TypeError, ValueError, KeyError, AttributeError, IndexError, OverflowError, RecursionError) as error:
-            problem = f"{type(error).__name__}: {error}"
-            raise InvalidRequestError(f"the chat template fails on the conversation: {problem}") from error
-
-
-class SpecialTexts:
-    """The texts of the special tokens: finds them in strings and tells a message's from the template's."""
-
-    def __init__(self, texts: Sequence[str]) -> None:
-        texts = sorted({text for text in texts if len(text) > 1})
-        longest = max(map(len, texts), default=0)
-        if longest > _MAX_SPECIAL_LENGTH:
-            raise UnsupportedModelError(
-                f"a special token has {longest} characters; a chat allows {_MAX_SPECIAL_LENGTH} at most"
-            )
-        self._whole = re.compile(_trie_pattern(texts) if texts else r"(?!)")
-        self._heads = frozenset(text[:length] for text in texts for length in range(2, len(text)))
-        self._tails = frozenset(text[-length:] for text in texts for length in range(2, len(text)))
-        self._max_fragment = max(0, longest - 1)
-
-    def are_hinted_in(self, string: str) -> bool:
-        """Whether a special token's text is in the string, or two characters or more of one at its border."""
-        return bool(self._whole.search(string)) or bool(self._head_length(string)) or bool(self._tail_length(string))
-
-    def mark(self, string: str, mark: str) -> str:
-        """One mark inside every hint: after the first character of it, or before the last at the string's start."""
-        cuts = {found.start() + 1 for found in self._whole.finditer(string)}
-        if length := self._head_length(string):
-            cuts.add(len(string.rstrip()) - length + 1)
-        if length := self._tail_length(string):
-            cuts.add(len(string) - len(string.lstrip()) + length - 1)
-        borders = [0, *sorted(cuts), len(string)]
-        return mark.join(string[start:end] for start, end in pairwise(borders))
-
-    def cut(self, marked: str, mark: str) -> list[Piece]:
-        """Pieces of the text without its marks, cut at the template's special tokens around a message's own."""
-        parts = marked.split(mark)
-        text = "".join(parts)
-        marks: set[int] = set()
-        position = 0
-        for part in parts[:-1]:
-            position += len(part)
-            marks.add(position)
-        own_spans: list[tuple[int, int]] = []
-        foreign_spans: list[tuple[int, int]] = []
-        for found in self._whole.finditer(text):
-            inside = range(found.start() + 1, found.end())
-            is_foreign = any(index in marks for index in inside)
-            (foreign_spans if is_foreign else own_spans).append(found.span())
-        return list(_pieces(text, own_spans, foreign_spans))
-
-    def _head_length(self, string: str) -> int:
-        """Of the longest beginning of a special token that ends the string."""
-        tail = string.rstrip()[-self._max_fragment :]
-        return next((length for length in range(len(tail), 1, -1) if tail[-length:] in self._heads), 0)
-
-    def _tail_length(self, string: str) -> int:
-        head = string.lstrip()[: self._max_fragment]
-        return next((length for length in range(len(head), 1, -1) if head[:length] in self._tails), 0)
-
-
-def _trie_pattern(texts: Sequence[str]) -> str:
-    """Matches the longest of these sorted texts, in time that does not grow with their number."""
-    first, last = texts[0], texts[-1]
-    same = next((index for index, pair in enumerate(zip(first, last, strict=False)) if len(set(pair)) > 1), len(first))
-    prefix = first[:same]
-    ends_here = len(texts[0]) == len(prefix)
-    longer = (text[len(prefix) :] for text in (texts[1:] if ends_here else texts))
-    branches = [_trie_pattern(list(group)) for _, group in groupby(longer, key=lambda text: text[0])]
-    if not branches:
-        return re.escape(prefix)
-    return f"{re.escape(prefix)}(?:{'|'.join(branches)}){'?' if ends_here else ''}"
-
-
-def _pieces(text: str, own_spans: list[tuple[int, int]], foreign_spans: list[tuple[int, int]]) -> Iterator[Piece]:
-    """Text around a foreign span, from the template's special token before it to the one after, is not control."""
-    start = 0
-    own_borders = [(0, 0), *own_spans, (len(text), len(text))]
-    foreign_starts = [begin for begin, _ in foreign_spans]
-    for (_, region_start), (region_end, _) in pairwise(own_borders):
-        if bisect_left(foreign_starts, region_start) < bisect_left(foreign_starts, region_end):
-            if start < region_start:
-                yield Piece(text[start:region_start], is_control=True)
-            yield Piece(text[region_start:region_end], is_control=False)
-            start = region_end
-    if start < len(text):
-        yield Piece(text[start:], is_control=True)
+        return render(self.source, {**self._variables, **context})
 
 
 def _context(
-    messages: Sequence[Mapping[str, Any]],
-    add_generation_prompt: bool,
-    tools: Sequence[Mapping[str, Any]] | None,
-    variables: Mapping[str, Any],
+    messages: Sequence[Mapping[str, Any]], continue_final_message: bool, variables: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What the template sees: plain JSON values, as Hugging Face prepares them."""
     if not messages:
         raise InvalidRequestError("messages must hold at least one message, got none")
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise InvalidRequestError(f"messages[{index}] must be a mapping with a role, got {type(message).__name__}")
+    _check_mappings("messages", messages, "with a role")
+    given = {"add_generation_prompt": not continue_final_message, "tools": None, "documents": None, **variables}
+    for name in ("tools", "documents"):
+        if given[name] is not None:
+            _check_mappings(name, given[name], "such as JSON has")
     present = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    return {
-        "documents": None,
-        **{name: _plain(value) for name, value in variables.items()},
-        "messages": [_with_reasoning_aliases(_plain(message)) for message in present],
-        "tools": None if tools is None else [_plain(tool) for tool in tools],
-        "add_generation_prompt": add_generation_prompt,
-    }
+    plain = [_with_reasoning_aliases(_plain(message)) for message in present]
+    if continue_final_message:
+        if given["add_generation_prompt"]:
+            raise InvalidRequestError(
+                "continue_final_message and add_generation_prompt contradict each other: give one of them"
+            )
+        _tag_end(plain[-1])
+    return {**{name: _plain(value) for name, value in given.items()}, "messages": plain}
+
+
+def _check_mappings(name: str, values: Any, kind: str) -> None:
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise InvalidRequestError(f"{name} must be a list of mappings {kind}, got {type(values).__name__}")
+    for index, value in enumerate(values):
+        if not isinstance(value, Mapping):
+            raise InvalidRequestError(f"{name}[{index}] must be a mapping {kind}, got {type(value).__name__}")
+
+
+def _tag_end(message: dict[str, Any]) -> None:
+    """Writes the tag behind the message's content, or behind the last text of its parts."""
+    content = message.get("content")
+    if isinstance(content, str):
+        message["content"] = content + _CONTINUE_TAG
+        return
+    parts = [part for part in content or () if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    if not parts:
+        raise InvalidRequestError("continue_final_message needs text in the last message, which has none")
+    parts[-1]["text"] += _CONTINUE_TAG
+
+
+def _end_of_final_message(text: str) -> int:
+    place = text.rfind(_CONTINUE_TAG.rstrip())
+    if place < 0:
+        raise InvalidRequestError("continue_final_message: the chat template leaves the last message out")
+    if text.startswith(_CONTINUE_TAG, place):
+        return place
+    return len(text[:place].rstrip())  # the template strips messages
+
+
+def _is_left_of(string: str, special: str) -> bool:
+    """Whether the string without some of its characters is this text."""
+    characters = iter(string)
+    return all(character in characters for character in special)
+
+
+def _beginning_without(marked: str, mark: str, length: int) -> str:
+    """The beginning that has this length when its marks are taken out."""
+    end = length
+    while (longer := length + marked.count(mark, 0, end)) > end:
+        end = longer
+    return marked[:end]
 
 
 def _with_reasoning_aliases(message: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pro
 
 from infer.errors import ModelFormatError, UnsupportedModelError
 from infer.tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer, pre_tokenizer_named
+from infer.tokenizer.settings import check_metadata
 
 Integers = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
@@ -60,11 +61,12 @@ def make_gguf_backend(metadata: Mapping[str, Any]) -> GGUFBackend:
     Raises `UnsupportedModelError` for a tokenizer or pre-tokenizer that we do not know, `ModelFormatError` for
     metadata that contradict themselves.
     """
+    check_metadata(metadata)
     rules = _rules(metadata)
-    texts = _list_of(metadata, "tokenizer.ggml.tokens", str)
+    texts = _list_of(metadata, "tokenizer.ggml.tokens")
     types: list[int] = [TokenType.NORMAL] * len(texts)
     if "tokenizer.ggml.token_type" in metadata:
-        types = _list_of(metadata, "tokenizer.ggml.token_type", int, len(texts))
+        types = _list_of(metadata, "tokenizer.ggml.token_type", len(texts))
     types = _with_ends_as_control(metadata, texts, types)
     if rules.marks_spaces:
         for token_id, token_type in enumerate(types):
@@ -72,9 +74,9 @@ def make_gguf_backend(metadata: Mapping[str, Any]) -> GGUFBackend:
                 texts[token_id] = texts[token_id].replace(" ", _SPACE_MARK)
     vocabulary = {text: token_id for token_id, text in enumerate(texts)}
     if metadata["tokenizer.ggml.model"] == "llama":
-        merges = _derive_merges(texts, _list_of(metadata, "tokenizer.ggml.scores", (float, int), len(texts)), types)
+        merges = _derive_merges(texts, _list_of(metadata, "tokenizer.ggml.scores", len(texts)), types)
     else:
-        merges = [_split_merge(merge) for merge in _list_of(metadata, "tokenizer.ggml.merges", str)]
+        merges = [_split_merge(merge) for merge in _list_of(metadata, "tokenizer.ggml.merges")]
     make_backend = _make_marked if rules.marks_spaces else _make_byte_level
     backend = make_backend(metadata, rules, vocabulary, merges)
     backend.add_tokens(
@@ -273,6 +275,9 @@ def make_bos_eos_processor(backend: Tokenizer, bos: str | None, eos: str | None)
     """Puts `bos` before a text and `eos` after it, where they are given."""
     pieces = [piece for piece in (bos, "$A", eos) if piece is not None]
     special_tokens = [(text, backend.token_to_id(text)) for text in dict.fromkeys((bos, eos)) if text is not None]
+    for text, token_id in special_tokens:
+        if token_id is None:
+            raise ModelFormatError("tokenizer", "bos or eos token", f"{text!r:.80} is not in the vocabulary")
     return processors.TemplateProcessing(single=pieces, pair=None, special_tokens=special_tokens)
 
 
@@ -283,15 +288,10 @@ def _split_merge(merge: str) -> tuple[str, str]:
     return merge[:space], merge[space + 1 :]
 
 
-def _list_of(
-    metadata: Mapping[str, Any], key: str, item_type: type | tuple[type, ...], length: int | None = None
-) -> list[Any]:
-    value = metadata.get(key)
-    if value is None:
+def _list_of(metadata: Mapping[str, Any], key: str, length: int | None = None) -> list[Any]:
+    if metadata.get(key) is None:
         raise ModelFormatError("GGUF metadata", key, "missing")
-    items: list[Any] = value.tolist() if isinstance(value, np.ndarray) else list(value)
+    items = list(metadata[key])
     if length is not None and len(items) != length:
         raise ModelFormatError("GGUF metadata", key, f"has {len(items)} items, expected {length}")
-    if items and not isinstance(items[0], item_type):
-        raise ModelFormatError("GGUF metadata", key, f"holds {type(items[0]).__name__}")
     return items

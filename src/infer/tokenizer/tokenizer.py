@@ -4,7 +4,6 @@
 `Detokenizer` cannot differ. Instances may be shared between threads.
 """
 
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,8 +13,10 @@ from typing import Any, Self, final
 import tokenizers
 from tokenizers import AddedToken
 
-from infer.errors import InvalidRequestError, ModelFormatError
-from infer.tokenizer.chat import ChatTemplate, SpecialTexts
+from infer.errors import InvalidRequestError
+from infer.json_file import read_json_file, read_text_file
+from infer.tokenizer.backend import encode, load_backend, read_vocabulary
+from infer.tokenizer.chat import ChatTemplate
 from infer.tokenizer.detokenizer import (
     DecodingRules,
     Detokenizer,
@@ -24,6 +25,8 @@ from infer.tokenizer.detokenizer import (
     read_decoding_rules,
 )
 from infer.tokenizer.gguf_tokenizer import END_NAMES, make_bos_eos_processor, make_gguf_backend
+from infer.tokenizer.settings import check_json
+from infer.tokenizer.special_texts import SpecialTexts
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _GGUF_NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
@@ -46,6 +49,7 @@ class Tokenizer:
         self.backend = backend
         self._named_tokens = dict(named_tokens)
         self._chat_templates = dict(chat_templates or {})
+        self.allow_special = False  # in messages, where a call does not say
         self._lock = Lock()  # guards backend.encode_special_tokens
         added = backend.get_added_tokens_decoder()
         self._added_token_ids = frozenset(added)
@@ -58,9 +62,9 @@ class Tokenizer:
     @classmethod
     def from_folder(cls, path: Path) -> Self:
         """From `tokenizer.json` and, where present, the JSON files around it."""
-        backend = _load_backend(path / "tokenizer.json")
+        backend = load_backend(path / "tokenizer.json")
         config = {**_read_json(path / "special_tokens_map.json"), **_read_json(path / "tokenizer_config.json")}
-        _add_missing_tokens(backend, config.get("added_tokens_decoder", {}))
+        _add_missing_tokens(backend, config.get("added_tokens_decoder") or {})
         named_tokens = {name: text for name in _NAMED_TOKENS if (text := _token_text(config.get(name))) is not None}
         if "add_bos_token" in config or "add_eos_token" in config:
             wanted = [named_tokens.get(f"{name}_token") if config.get(f"add_{name}_token") else None for name in _ENDS]
@@ -102,7 +106,7 @@ class Tokenizer:
         """The raw bytes of each id; those of a special token are its text."""
         vocabulary = self._vocabulary
         if vocabulary is None:
-            ids = self.backend.get_vocab(with_added_tokens=True)
+            ids = read_vocabulary(self.backend)
             texts = [""] * (max(ids.values(), default=-1) + 1)
             for text, token_id in ids.items():
                 texts[token_id] = text
@@ -120,7 +124,7 @@ class Tokenizer:
         """`add_special_tokens` puts BOS in front, where the model wants one; special tokens in the text are control."""
         _check_encodable(text)
         with self._lock:
-            return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            return encode(self.backend, text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """What a detokenizer streams for these ids, in one piece."""
@@ -132,38 +136,63 @@ class Tokenizer:
         return Detokenizer(self.token_bytes, skipped, self._rules.num_stripped_spaces)
 
     @property
+    def chat_template_names(self) -> tuple[str, ...]:
+        return tuple(self._chat_templates)
+
+    @property
     def chat_template(self) -> str | None:
         """The source of the template for a plain conversation."""
         return self._chat_templates.get("default")
 
+    def replace_chat_template(self, source: str) -> None:
+        """Takes this one in place of the model's own. Raises InvalidRequestError if it is broken."""
+        ChatTemplate(source, self._named_tokens).check()
+        self._chat_templates = {"default": source}
+
+    def check_chat_template(self) -> None:
+        """Renders a short conversation. Raises InvalidRequestError if the template is missing or broken."""
+        self._template(None, None).check()
+
     def render_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
+        self, messages: Sequence[Mapping[str, Any]], *, chat_template: str | None = None, **variables: Any
     ) -> str:
-        """The text that the model was trained to see; `variables` (such as `enable_thinking`) go to the template."""
-        template = self._compiled_template(tools is not None)
-        return template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
+        """The text that the model was trained to see.
+
+        `chat_template` names one of several that the model brings, or is one itself. `variables` are
+        `add_generation_prompt` (true unless said otherwise), `continue_final_message`, `tools`, `documents`, and what
+        the template itself knows, such as `enable_thinking`.
+        """
+        return self._template(chat_template, variables.get("tools")).render(messages, **variables)
 
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        allow_special: bool | None = None,
         **variables: Any,
     ) -> list[int]:
-        """The ids of the rendered conversation. Special-token text that a message wrote is text, never a control id."""
-        template = self._compiled_template(tools is not None)
-        pieces = template.render_marked(
-            messages, self._special_texts, add_generation_prompt=add_generation_prompt, tools=tools, **variables
-        )
+        """The ids of the rendered conversation; for the names see `render_chat_template`.
+
+        Special-token text that a message wrote is text, never a control id, unless `allow_special` says otherwise
+        (None: what the attribute of this name says).
+        """
+        template = self._template(chat_template, variables.get("tools"))
+        if self.allow_special if allow_special is None else allow_special:
+            return self.encode(template.render(messages, **variables), add_special_tokens=False)
         ids: list[int] = []
-        for text, is_control in pieces:
-            ids += self.encode(text, add_special_tokens=False) if is_control else self._encode_as_text(text)
+        for text, is_control in template.render_marked(messages, self._special_texts, **variables):
+            ids += self._encode_control(text) if is_control else self._encode_as_text(text)
+        return ids
+
+    def _encode_control(self, text: str) -> list[int]:
+        """A normalizer can make a special token of other characters: these came from a message."""
+        ids = self.encode(text, add_special_tokens=False)
+        own_ids = self.special_token_ids - self._unknown_ids
+        if sum(map(own_ids.__contains__, ids)) > len(self._special_texts.found_in(text)):
+            raise InvalidRequestError(
+                "a message holds characters that this tokenizer makes a special token; remove them"
+            )
         return ids
 
     def _encode_as_text(self, text: str) -> list[int]:
@@ -171,28 +200,28 @@ class Tokenizer:
         with self._lock:
             self.backend.encode_special_tokens = True
             try:
-                ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
+                ids = encode(self.backend, text, add_special_tokens=False)
             finally:
                 self.backend.encode_special_tokens = False
-        forged = self.special_token_ids.intersection(ids) - {self._id_of(self._named_tokens.get("unk_token"))}
+        forged = self.special_token_ids.intersection(ids) - self._unknown_ids
         if forged:
             name = self.backend.id_to_token(min(forged))
             raise InvalidRequestError(f"a message holds {name!r}, which this tokenizer cannot spell; remove it")
         return ids
 
-    def _compiled_template(self, with_tools: bool) -> ChatTemplate:
-        name = "tool_use" if with_tools and "tool_use" in self._chat_templates else "default"
-        if name not in self._chat_templates:
+    def _template(self, chosen: str | None, tools: Any) -> ChatTemplate:
+        templates = self._chat_templates
+        if chosen is None:
+            chosen = "tool_use" if tools is not None and "tool_use" in templates else "default"
+        elif chosen not in templates and "{" in chosen:
+            return ChatTemplate(chosen, self._named_tokens)
+        if not templates:
             raise InvalidRequestError(
                 "the model has no chat template; use generate() with plain text, or an instruct version of the model"
             )
-        if name not in self._compiled_templates:
-            self._compiled_templates[name] = ChatTemplate(self._chat_templates[name], self._named_tokens)
-        return self._compiled_templates[name]
-
-    @cached_property
-    def _compiled_templates(self) -> dict[str, ChatTemplate]:
-        return {}
+        if chosen not in templates:
+            raise InvalidRequestError(f"chat_template must be one of {', '.join(sorted(templates))}, got {chosen!r}")
+        return ChatTemplate(templates[chosen], self._named_tokens)
 
     @cached_property
     def _rules(self) -> DecodingRules:
@@ -204,6 +233,10 @@ class Tokenizer:
         return SpecialTexts(
             [token.content for token in self.backend.get_added_tokens_decoder().values() if token.special]
         )
+
+    @cached_property
+    def _unknown_ids(self) -> frozenset[int | None]:
+        return frozenset({self._id_of(self._named_tokens.get("unk_token"))})
 
     def _id_of(self, text: str | None) -> int | None:
         return None if text is None else self.backend.token_to_id(text)
@@ -231,41 +264,26 @@ def _check_encodable(text: str) -> None:
         ) from None
 
 
-def _load_backend(path: Path) -> tokenizers.Tokenizer:
-    if not path.is_file():
-        raise ModelFormatError(path, "tokenizer", "the file is missing")
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises the bare class
-        raise ModelFormatError(path, "tokenizer", str(error)) from error
-    backend.no_truncation()
-    backend.no_padding()
-    return backend
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ModelFormatError(path, "JSON", str(error)) from error
-    if not isinstance(value, dict):
-        raise ModelFormatError(path, "JSON", f"is a {type(value).__name__}, expected an object")
-    return value
+    settings = read_json_file(path)
+    check_json(path, settings)
+    return settings
 
 
 def _read_chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """`chat_template.jinja`, else `chat_template.json`, else the configuration's, which may be a list of named ones."""
-    file = path / "chat_template.jinja"
-    if file.is_file():
-        return {"default": file.read_text(encoding="utf-8")}
+    """`chat_template.jinja`, else `chat_template.json`, else the configuration's, which may be a list of named ones;
+    beside them those of `additional_chat_templates/`, named as their files."""
     template = _read_json(path / "chat_template.json").get("chat_template", config.get("chat_template"))
-    if isinstance(template, str):
-        return {"default": template}
-    if isinstance(template, list):
-        return {entry["name"]: entry["template"] for entry in template}
-    return {}
+    templates = {"default": template} if isinstance(template, str) else {}
+    for entry in template if isinstance(template, list) else ():
+        templates[entry["name"]] = entry["template"]
+    if (file := path / "chat_template.jinja").is_file():
+        templates = {"default": read_text_file(file)}
+    for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
+        templates[file.stem] = read_text_file(file)
+    return templates
 
 
 def _add_missing_tokens(backend: tokenizers.Tokenizer, added_tokens: Mapping[str, Any]) -> None:

@@ -135,7 +135,7 @@ def _attend_arguments(heads: Heads, layer: LayerCache) -> Arguments:
     if heads.head_dim > MAX_HEAD_DIM:
         raise InvalidRequestError(f"head_dim must be at most {MAX_HEAD_DIM}, got {heads.head_dim}")
     dim, keys, values = heads.head_dim, layer.keys, layer.values
-    check_kv_type(layer.kv_type)
+    check_kv_type(layer.kv_type, dim)
     sizes = key_block_bytes(layer.kv_type, dim), value_block_bytes(layer.kv_type, dim)
     for blocks, size in zip((keys, values), sizes, strict=True):
         if blocks.shape[3] != size or blocks.stride()[2:] != (size, 1):

@@ -1,12 +1,13 @@
 """Values out of a config, checked: a ModelError names the setting, what it must be and what it is."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from infer.errors import ModelError, UnsupportedModelError
 
 Config = Mapping[str, Any]
+
+_LARGEST = 3.4028234663852886e38  # a float32
 
 
 def count(config: Config, name: str, *, default: int | None = None, maximum: int = 2**31) -> int:
@@ -22,7 +23,7 @@ def positive(config: Config, name: str, default: float | None = None) -> float:
     value = config.get(name)
     if value is None:
         value = default
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= _LARGEST:
         raise ModelError(f"config: {name} must be a number above 0, got {value!r:.60}")
     return float(value)
 

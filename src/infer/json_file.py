@@ -1,22 +1,43 @@
-"""JSON that a model's folder holds: read with a limit on its size, and refused where a key appears twice."""
+"""JSON and text that a model's folder holds: read with a limit on the size, and refused where a key appears twice."""
 
 import json
+import re
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from infer.errors import ModelError, ModelFormatError
 
 MAX_BYTES = 16 << 20
+MAX_TEXT_BYTES = 1 << 20
+MAX_DEPTH = 64
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+_NO_BRACKET = bytes(set(range(256)) - {*_STEPS, ord('"')})
 
 
 def read_json_file(path: Path) -> dict[str, Any]:
+    return parse_json(path, read_whole(path, MAX_BYTES))
+
+
+def read_text_file(path: Path) -> str:
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ModelFormatError(path, "file size", f"expected at most {MAX_BYTES} bytes, got {path.stat().st_size}")
-        text = path.read_bytes()
+        return read_whole(path, MAX_TEXT_BYTES).decode()
+    except UnicodeDecodeError as error:
+        raise ModelFormatError(path, "text", "is not UTF-8", error.start) from error
+
+
+def read_whole(path: Path, limit: int) -> bytes:
+    """A regular file's bytes; ModelFormatError where they are more than `limit`."""
+    try:
+        if not path.is_file():
+            raise ModelFormatError(path, "file", "is missing" if not path.exists() else "is not a regular file")
+        if path.stat().st_size > limit:
+            raise ModelFormatError(path, "file size", f"expected at most {limit} bytes, got {path.stat().st_size}")
+        return path.read_bytes()
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
-    return parse_json(path, text)
 
 
 def parse_json(path: Path, text: bytes, offset: int = 0) -> dict[str, Any]:
@@ -30,6 +51,8 @@ def parse_json(path: Path, text: bytes, offset: int = 0) -> dict[str, Any]:
             found[name] = value
         return found
 
+    if _depth(text) > MAX_DEPTH:
+        raise ModelFormatError(path, "JSON", f"cannot be read: it is nested more than {MAX_DEPTH} deep", offset)
     try:
         value = json.loads(text.decode(), object_pairs_hook=unique)
     except UnicodeDecodeError as error:
@@ -37,11 +60,23 @@ def parse_json(path: Path, text: bytes, offset: int = 0) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         position = len(error.doc[: error.pos].encode())
         raise ModelFormatError(path, "JSON", error.msg, offset + position) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:  # a number of too many digits
         raise ModelFormatError(path, "JSON", f"cannot be read: {error}", offset) from error
     if not isinstance(value, dict):
         raise ModelFormatError(path, "JSON", f"expected an object, got {type(value).__name__}", offset)
+    if _SURROGATE.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ModelFormatError(path, "JSON", "holds a lone surrogate, which is no text", offset) from error
     return value
+
+
+def _depth(text: bytes) -> int:
+    """Of lists and objects in one another, if the text is JSON."""
+    brackets = (re.sub(rb"\\.", b"", text, flags=re.DOTALL) if b"\\" in text else text).translate(None, _NO_BRACKET)
+    outside_strings = b"".join(brackets.split(b'"')[::2])
+    return max(accumulate(map(_STEPS.__getitem__, outside_strings)), default=0)
 
 
 def inside(folder: Path, name: str) -> Path:

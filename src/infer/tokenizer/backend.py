@@ -1,0 +1,135 @@
+"""The `tokenizers` library, kept from files that break it.
+
+It is written in Rust: where it meets what it does not expect it panics, which Python sees as a BaseException, or it
+takes the process down. So what is known to do that is refused before the library sees it, the rest is tried at once,
+and a panic that is left becomes an error like any other.
+"""
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from infer.errors import InferError, InvalidRequestError, ModelFormatError
+from infer.json_file import read_whole
+
+MAX_BYTES = 128 << 20
+MAX_TOKENS = 1_000_000  # the largest vocabulary that we know of has 262,144
+
+_PANIC = "PanicException"  # pyo3 exports no name for it
+# The library cuts characters off each merge for a prefix, inside a character or past the end where there are fewer.
+_PREFIX = re.compile(rb'"continuing_subword_prefix"\s*:\s*(?!null|""|\s)')
+_CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([^"]*)"')
+_ESCAPED_LETTER = re.compile(rb"\\u00(?:[46][1-9a-f]|[57][0-9a]|5f)", re.IGNORECASE)
+_TRIED = ("", "a", " Hello,  wörld 12\n", "世界 \u0301\U0001f642\0")
+
+
+def load_backend(path: Path) -> tokenizers.Tokenizer:
+    """From a tokenizer.json. Raises ModelFormatError for whatever the library refuses or cannot work with."""
+    content = read_whole(path, MAX_BYTES)
+    _check_for_traps(path, content)
+    with _panics_as(lambda problem: ModelFormatError(path, "tokenizer", problem)):
+        backend = tokenizers.Tokenizer.from_buffer(content)
+        backend.no_truncation()
+        backend.no_padding()
+        _check_steps(path, backend)
+        for text in _TRIED:
+            backend.encode(text)
+    return backend
+
+
+def encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """Raises InvalidRequestError where the library fails on the text."""
+    with _panics_as(lambda problem: InvalidRequestError(f"the tokenizer fails on the text: {problem}")):
+        ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
+    return ids
+
+
+def read_vocabulary(backend: tokenizers.Tokenizer) -> dict[str, int]:
+    """Ids by text, added tokens included. Raises ModelFormatError for an id twice, or far beyond any vocabulary."""
+    ids: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+    if len(set(ids.values())) < len(ids):
+        raise ModelFormatError("tokenizer.json", "vocab", "two tokens have the same id")
+    largest = max(ids.values(), default=0)
+    if largest >= MAX_TOKENS:
+        raise ModelFormatError("tokenizer.json", "vocab", f"expected ids below {MAX_TOKENS}, got {largest}")
+    return ids
+
+
+@contextmanager
+def _panics_as(make_error: Callable[[str], InferError]) -> Iterator[None]:
+    try:
+        yield
+    except InferError:
+        raise
+    except Exception as error:  # tokenizers raises the bare class
+        raise make_error(_one_line(error)) from error
+    except BaseException as error:
+        if type(error).__name__ != _PANIC:
+            raise
+        raise make_error(f"the tokenizers library failed: {_one_line(error)}") from None
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _check_for_traps(path: Path, content: bytes) -> None:
+    if _ESCAPED_LETTER.search(content):  # by which a name could be hidden
+        try:
+            content = json.dumps(json.loads(content), ensure_ascii=False).encode("utf-8", "surrogatepass")
+        except (ValueError, RecursionError) as error:
+            raise ModelFormatError(path, "JSON", _one_line(error)) from error
+    if _PREFIX.search(content):
+        raise ModelFormatError(path, "continuing_subword_prefix", "is not supported: expected null")
+    for found in _CHARSMAP.finditer(content):
+        if not _is_charsmap(found[1].replace(rb"\/", b"/")):
+            raise ModelFormatError(path, "precompiled_charsmap", "is no map of characters", found.start())
+
+
+def _is_charsmap(text: bytes) -> bool:
+    """Four bytes that say how long the trie is, the trie, and text."""
+    try:
+        content = base64.b64decode(text, validate=True)
+    except binascii.Error:
+        return False
+    trie_bytes = int.from_bytes(content[:4], "little")
+    return 4 <= trie_bytes <= len(content) - 4 and trie_bytes % 4 == 0
+
+
+def _check_steps(path: Path, backend: tokenizers.Tokenizer) -> None:
+    for name in ("normalizer", "post_processor"):
+        part = getattr(backend, name)
+        for step in _steps(json.loads(part.__getstate__())) if part is not None else ():
+            if problem := _problem(step):
+                raise ModelFormatError(path, name, problem)
+
+
+def _steps(step: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    waiting = [step]
+    while waiting:
+        step = waiting.pop()
+        yield step
+        waiting += [inner for name in ("normalizers", "processors") for inner in step.get(name, ())]
+
+
+def _problem(step: Mapping[str, Any]) -> str | None:
+    """What the library believes and falls over later."""
+    match step:
+        case {"type": "Prepend", "prepend": ""}:
+            return "Prepend has nothing to prepend"
+        case {"type": "Replace", "pattern": {"String": ""}}:
+            return "Replace has an empty pattern"
+        case {"type": "TemplateProcessing", "single": list(single), "special_tokens": dict(known)}:
+            for piece in single:
+                if piece.get("Sequence", {}).get("id", "A") != "A":
+                    return "the template for one text holds a second one"
+                if "SpecialToken" in piece and piece["SpecialToken"]["id"] not in known:
+                    return f"the template names {piece['SpecialToken']['id']!r:.80}, which special_tokens does not"
+    return None

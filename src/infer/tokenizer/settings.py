@@ -1,0 +1,86 @@
+"""What kind of value each setting of a tokenizer has, in JSON and in GGUF: checked before anything is made of it."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from infer.errors import ModelFormatError
+
+_PREFIX = "tokenizer.ggml."
+_TOKEN_OPTIONS = ("lstrip", "rstrip", "normalized", "single_word", "special")
+
+
+class _Kind(NamedTuple):
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_list(*types: type) -> Callable[[Any], bool]:
+    """Whose first item tells of all, as in a GGUF's arrays."""
+    return lambda value: isinstance(value, list) and all(isinstance(item, types) for item in value[:1])
+
+
+def _is_token(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("content"), str):
+        return False
+    return all(isinstance(value.get(option, False), bool) for option in _TOKEN_OPTIONS)
+
+
+def _is_template(value: Any) -> bool:
+    return _is_text(value) or (
+        isinstance(value, list)
+        and all(isinstance(x, dict) and _is_text(x.get("name")) and _is_text(x.get("template")) for x in value)
+    )
+
+
+_ID = _Kind("an id", _is_id)
+_NAME = _Kind("a name", _is_text)
+_FLAG = _Kind("true or false", lambda value: isinstance(value, bool))
+_JSON_KINDS = {
+    "add_bos_token": _FLAG,
+    "add_eos_token": _FLAG,
+    "added_tokens_decoder": _Kind(
+        "an object of tokens", lambda value: isinstance(value, dict) and all(map(_is_token, value.values()))
+    ),
+    "chat_template": _Kind("a text or a list of named texts", _is_template),
+    "eos_token_id": _Kind(
+        "an id or a list of ids", lambda value: _is_id(value) or (isinstance(value, list) and all(map(_is_id, value)))
+    ),
+}
+_GGUF_KINDS = {
+    "model": _NAME,
+    "pre": _NAME,
+    "tokens": _Kind("a list of texts", _is_list(str)),
+    "merges": _Kind("a list of texts", _is_list(str)),
+    "scores": _Kind("a list of numbers", _is_list(float, int)),
+    "token_type": _Kind("a list of integers", _is_list(int)),
+    "add_bos_token": _FLAG,
+    "add_eos_token": _FLAG,
+    "add_space_prefix": _FLAG,
+}
+
+
+def check_json(path: Path, settings: Mapping[str, Any]) -> None:
+    """Of tokenizer_config.json and its like; null counts as absent."""
+    for name, kind in _JSON_KINDS.items():
+        if settings.get(name) is not None and not kind.holds(settings[name]):
+            raise ModelFormatError(path, name, f"expected {kind.words}, got {settings[name]!r:.80}")
+
+
+def check_metadata(metadata: Mapping[str, Any]) -> None:
+    """Of a GGUF file."""
+    for key, value in metadata.items():
+        name = key.removeprefix(_PREFIX)
+        if not key.startswith(_PREFIX):
+            continue
+        kind = _ID if name.endswith("_token_id") else _GGUF_KINDS.get(name)
+        if kind is not None and value is not None and not kind.holds(value):
+            raise ModelFormatError("GGUF metadata", key, f"expected {kind.words}, got {value!r:.80}")

@@ -1,0 +1,113 @@
+"""The texts of special tokens: found in strings, and a message's told from the template's by marks."""
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
+from typing import NamedTuple
+
+from infer.errors import UnsupportedModelError
+
+_MAX_SPECIAL_LENGTH = 256
+
+
+class Piece(NamedTuple):
+    text: str
+    is_control: bool
+    """Whether special tokens in the text are the template's own."""
+
+
+class SpecialTexts:
+    """The texts of the special tokens: finds them in strings and tells a message's from the template's."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        texts = sorted({text for text in texts if len(text) > 1})
+        longest = max(map(len, texts), default=0)
+        if longest > _MAX_SPECIAL_LENGTH:
+            raise UnsupportedModelError(
+                f"a special token has {longest} characters; a chat allows {_MAX_SPECIAL_LENGTH} at most"
+            )
+        pattern = _trie_pattern(texts) if texts else r"(?!)"
+        self._whole = re.compile(pattern)
+        self._any_case = re.compile(pattern, re.IGNORECASE)  # a template may change it
+        self._first_characters = re.compile(
+            f"[{re.escape(''.join({text[0] for text in texts}))}]" if texts else r"(?!)"
+        )
+        self._heads = frozenset(text[:length] for text in texts for length in range(2, len(text)))
+        self._tails = frozenset(text[-length:] for text in texts for length in range(2, len(text)))
+        self._max_fragment = max(0, longest - 1)
+
+    def are_hinted_in(self, string: str) -> bool:
+        """Whether a special token's text is in the string, or two characters or more of one at its border."""
+        return bool(self._any_case.search(string)) or bool(self._head_length(string)) or bool(self._tail_length(string))
+
+    def mark(self, string: str, mark: str) -> str:
+        """One mark inside every hint: after the first character of it, or before the last at the string's start."""
+        cuts = {found.start() + 1 for found in self._any_case.finditer(string)}
+        if length := self._head_length(string):
+            cuts.add(len(string.rstrip()) - length + 1)
+        if length := self._tail_length(string):
+            cuts.add(len(string) - len(string.lstrip()) + length - 1)
+        borders = [0, *sorted(cuts), len(string)]
+        return mark.join(string[start:end] for start, end in pairwise(borders))
+
+    def mark_beginnings(self, string: str, mark: str) -> str:
+        """A mark behind every character that a special token may begin with."""
+        return self._first_characters.sub(lambda found: found[0] + mark, string)
+
+    def found_in(self, text: str) -> list[str]:
+        return self._whole.findall(text)
+
+    def cut(self, marked: str, mark: str) -> list[Piece]:
+        """Pieces of the text without its marks, cut at the template's special tokens around a message's own."""
+        parts = marked.split(mark)
+        text = "".join(parts)
+        marks: set[int] = set()
+        position = 0
+        for part in parts[:-1]:
+            position += len(part)
+            marks.add(position)
+        own_spans: list[tuple[int, int]] = []
+        foreign_spans: list[tuple[int, int]] = []
+        for found in self._whole.finditer(text):
+            inside = range(found.start() + 1, found.end())
+            is_foreign = any(index in marks for index in inside)
+            (foreign_spans if is_foreign else own_spans).append(found.span())
+        return list(_pieces(text, own_spans, foreign_spans))
+
+    def _head_length(self, string: str) -> int:
+        """Of the longest beginning of a special token that ends the string."""
+        tail = string.rstrip()[-self._max_fragment :]
+        return next((length for length in range(len(tail), 1, -1) if tail[-length:] in self._heads), 0)
+
+    def _tail_length(self, string: str) -> int:
+        head = string.lstrip()[: self._max_fragment]
+        return next((length for length in range(len(head), 1, -1) if head[:length] in self._tails), 0)
+
+
+def _trie_pattern(texts: Sequence[str]) -> str:
+    """Matches the longest of these sorted texts, in time that does not grow with their number."""
+    first, last = texts[0], texts[-1]
+    same = next((index for index, pair in enumerate(zip(first, last, strict=False)) if len(set(pair)) > 1), len(first))
+    prefix = first[:same]
+    ends_here = len(texts[0]) == len(prefix)
+    longer = (text[len(prefix) :] for text in (texts[1:] if ends_here else texts))
+    branches = [_trie_pattern(list(group)) for _, group in groupby(longer, key=lambda text: text[0])]
+    if not branches:
+        return re.escape(prefix)
+    return f"{re.escape(prefix)}(?:{'|'.join(branches)}){'?' if ends_here else ''}"
+
+
+def _pieces(text: str, own_spans: list[tuple[int, int]], foreign_spans: list[tuple[int, int]]) -> Iterator[Piece]:
+    """Text around a foreign span, from the template's special token before it to the one after, is not control."""
+    start = 0
+    own_borders = [(0, 0), *own_spans, (len(text), len(text))]
+    foreign_starts = [begin for begin, _ in foreign_spans]
+    for (_, region_start), (region_end, _) in pairwise(own_borders):
+        if bisect_left(foreign_starts, region_start) < bisect_left(foreign_starts, region_end):
+            if start < region_start:
+                yield Piece(text[start:region_start], is_control=True)
+            yield Piece(text[region_start:region_end], is_control=False)
+            start = region_end
+    if start < len(text):
+        yield Piece(text[start:], is_control=True)

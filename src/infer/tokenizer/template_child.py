@@ -1,0 +1,183 @@
+"""Renders chat templates where a bomb hurts nobody: run as a program by `rendering`.
+
+Hugging Face's Jinja environment, in Jinja's sandbox. Reads lines of JSON, [template, variables, most characters];
+answers each with a line of JSON: {"text": …}, or {"error": …, "line": …, "kind": …}. Imports nothing of infer, so that
+it starts in a tenth of a second.
+"""
+
+import json
+import resource
+import signal
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.utils
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+_NUM_COMPILED = 8
+_STACK_BYTES = 4 << 20
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}…{% endgeneration %}` marks the assistant's text for training; here it is only its body."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+class _TemplateDict:
+    """`dict` without the attributes of a class."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _TemplateNamespace(jinja2.utils.Namespace):
+    """`namespace` that takes no underscored attribute, the road to Python's internals."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # as in jinja2, `namespace(self=…)` is allowed
+        self, args = args[0], args[1:]
+        attributes = dict(*args, **kwargs)
+        for name in attributes:
+            _check_attribute_name(name)
+        jinja2.utils.Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_attribute_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_attribute_name(name: str) -> None:
+    if name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace takes no underscored attribute, got {name!r}")
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class _Complaint(jinja2.exceptions.TemplateError):
+    """What a template says of a conversation with `raise_exception`."""
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise _Complaint(str(message))
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def make_environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["dict"] = _TemplateDict()
+    environment.globals["namespace"] = _TemplateNamespace
+    return environment
+
+
+class Renderer:
+    """Templates compiled once, the latest few."""
+
+    def __init__(self) -> None:
+        self._environment = make_environment()
+        self._compiled: OrderedDict[str, jinja2.Template] = OrderedDict()
+
+    def answer(self, source: str, variables: dict[str, Any], most_characters: int) -> dict[str, Any]:
+        try:
+            template = self._compile(source)
+            parts = list(_limited(template.generate(variables), most_characters))
+        except MemoryError:
+            return {"kind": "memory", "error": "", "line": None}
+        except _Complaint as error:
+            return {"kind": "complaint", "error": str(error.message), "line": _line_of(error)}
+        except jinja2.exceptions.TemplateSyntaxError as error:
+            return {"kind": "syntax", "error": str(error.message), "line": error.lineno}
+        except _TooLongError:
+            return {"kind": "length", "error": "", "line": None}
+        except Exception as error:  # whatever a template makes Python raise
+            message = str(error) if isinstance(error, jinja2.exceptions.TemplateError) else _described(error)
+            return {"kind": "failure", "error": message, "line": _line_of(error)}
+        return {"text": "".join(parts)}
+
+    def _compile(self, source: str) -> jinja2.Template:
+        template = self._compiled.pop(source, None) or self._environment.from_string(source)
+        self._compiled[source] = template
+        if len(self._compiled) > _NUM_COMPILED:
+            self._compiled.popitem(last=False)
+        return template
+
+
+class _TooLongError(Exception):
+    pass
+
+
+def _limited(parts: Iterator[str], most: int) -> Iterator[str]:
+    for part in parts:
+        most -= len(part)
+        if most < 0:
+            raise _TooLongError
+        yield part
+
+
+def _line_of(error: BaseException) -> int | None:
+    """Of the template: Jinja rewrites the traceback so that its frames are the template's own lines."""
+    line, step = None, error.__traceback__
+    while step is not None:
+        if step.tb_frame.f_code.co_filename == "<template>":
+            line = step.tb_lineno
+        step = step.tb_next
+    return line
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _limit(what: int, count: int) -> None:
+    hard = resource.getrlimit(what)[1]
+    resource.setrlimit(what, (count if hard < 0 else min(count, hard), hard))
+
+
+def main(seconds: float, memory_bytes: int) -> None:
+    """Processor time, not the clock's: a busy machine makes no template a bomb. The timer's signal ends the process."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    _limit(resource.RLIMIT_STACK, _STACK_BYTES)
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_DATA, memory_bytes)
+    renderer = Renderer()
+    print('""', flush=True)
+    for line in sys.stdin:
+        question = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        answer = json.dumps(renderer.answer(*question))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(answer, flush=True)
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,120 @@
+"""A folder's model as the GGUF file that llama.cpp's convert_hf_to_gguf.py makes of it: float32, under the names of the
+`gguf` package, with each architecture's own keys."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from safetensors.numpy import load_file
+
+from gguf_files import permuted
+
+_ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
+_PERMUTED = {"llama", "mistral", "granite", "smollm3"}
+_NORMS_PLUS_ONE = {"gemma2", "gemma3_text"}
+
+
+def convert(folder: Path, path: Path) -> Path:
+    config = json.loads((folder / "config.json").read_text())
+    family = config["model_type"]
+    architecture = _ARCHITECTURES.get(family, family)
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(kinds[architecture], config["num_hidden_layers"])
+    writer = gguf.GGUFWriter(path, architecture)
+    _add_settings(writer, config)
+    _add_rope(writer, config)
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config.get("num_key_value_heads")}
+    for name, values in load_file(folder / "model.safetensors").items():
+        module = name.split(".")[-2]
+        if family in _PERMUTED and module in heads:
+            values = permuted(values, heads[module] or config["num_attention_heads"])
+        if family in _NORMS_PLUS_ONE and name.endswith("norm.weight"):
+            values = values + 1
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, name
+        writer.add_tensor(stored, np.ascontiguousarray(values))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    heads = config["num_attention_heads"]
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    if config.get("head_dim") is not None:
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+    if config.get("sliding_window") is not None:
+        writer.add_sliding_window(config["sliding_window"])
+    if config["model_type"] == "gemma3_text" or config.get("use_sliding_window"):
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    for key, add in (
+        ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
+        ("final_logit_softcapping", writer.add_final_logit_softcapping),
+        ("attention_multiplier", writer.add_attention_scale),
+        ("embedding_multiplier", writer.add_embedding_scale),
+        ("residual_multiplier", writer.add_residual_scale),
+        ("logits_scaling", writer.add_logit_scale),
+    ):
+        if config.get(key) is not None:
+            add(config[key])
+
+
+def _add_rope(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    rope = config["rope_parameters"]
+    if "sliding_attention" in rope:
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        rope = rope["full_attention"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    rotated = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_dimension_count(rotated)
+    kind = rope.get("rope_type", "default")
+    if kind in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        for key, add in (
+            ("attention_factor", writer.add_rope_scaling_yarn_attn_factor),
+            ("beta_fast", writer.add_rope_scaling_yarn_beta_fast),
+            ("beta_slow", writer.add_rope_scaling_yarn_beta_slow),
+        ):
+            if rope.get(key) is not None:
+                add(rope[key])
+    if kind == "longrope":
+        original = config["original_max_position_embeddings"]
+        scale = config["max_position_embeddings"] / original
+        writer.add_rope_scaling_orig_ctx_len(original)
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)))
+        for which in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{which}.weight", np.array(rope[f"{which}_factor"], np.float32))
+    if kind == "llama3":
+        writer.add_tensor("rope_freqs.weight", _llama3_factors(rope, rotated))
+
+
+def _llama3_factors(rope: dict[str, Any], rotated: int) -> np.ndarray:
+    """As the converter computes them: wave lengths against two bounds."""
+    frequencies = 1.0 / rope["rope_theta"] ** (np.arange(0, rotated, 2) / rotated)
+    context, factors = rope["original_max_position_embeddings"], []
+    for wave in 2 * np.pi / frequencies:
+        if wave < context / rope["high_freq_factor"]:
+            factors.append(1.0)
+        elif wave > context / rope["low_freq_factor"]:
+            factors.append(rope["factor"])
+        else:
+            smooth = (context / wave - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])
+            factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return np.array(factors, np.float32)

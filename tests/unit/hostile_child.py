@@ -1,0 +1,145 @@
+"""Reads thousands of bad files in a process of its own, where the checks of shapes neither slow nor bloat it.
+
+`python hostile_child.py FOLDER MODE…`: one line of JSON says for each mode how many files were read and how many
+refused, what escaped, the largest CPU time of one file, and how much memory, how many threads, descriptors and maps of
+files were added.
+"""
+
+import gc
+import json
+import random
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hostile_files
+from hostile_files import GGUF_KINDS, WRONG_KINDS, places, read_everything, replaced, write_folder, write_gguf
+from infer.errors import InferError
+
+MAX_MESSAGE = 2000
+NUM_FLIPS = 10_000
+
+
+def json_of_any_kind(folder: Path, name: str) -> Iterator[tuple[str, Path]]:
+    """Every place of a JSON file holds every wrong kind of value."""
+    write_folder(folder)
+    good = json.loads((folder / name).read_text())
+    for place in places(good):
+        for value in WRONG_KINDS:
+            (folder / name).write_text(json.dumps(replaced(good, place, value)))
+            yield f"{place} = {value!r:.30}", folder
+
+
+def gguf_of_any_kind(folder: Path) -> Iterator[tuple[str, Path]]:
+    keys = [f"llama.{name}" for name in (*hostile_files.GGUF_COUNTS, "rope.freq_base", "rope.scaling.type")]
+    keys += ["general.architecture", "general.sampling.temp", "general.sampling.top_k", "tokenizer.chat_template.x"]
+    keys += [f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot", "unknown", "padding")]
+    keys += [f"tokenizer.ggml.add_{name}" for name in ("bos_token", "eos_token", "space_prefix")]
+    keys += [f"tokenizer.ggml.{name}" for name in ("model", "pre", "tokens", "merges", "token_type", "scores")]
+    for key in keys:
+        for kind, value in GGUF_KINDS.items():
+            yield f"{key} = {kind}", write_gguf(folder / "model.gguf", {key: value})
+
+
+def truncated(folder: Path) -> Iterator[tuple[str, Path]]:
+    """At every byte of the headers of both formats."""
+    path = write_gguf(folder / "model.gguf", hostile_files.SMALL_VOCABULARY)
+    yield from _cut(path, path, path.read_bytes().index(b"\0" * 32))
+    model = write_folder(folder / "model")
+    weights = model / "model.safetensors"
+    yield from _cut(model, weights, 8 + int.from_bytes(weights.read_bytes()[:8], "little"))
+
+
+def _cut(model: Path, path: Path, header_bytes: int) -> Iterator[tuple[str, Path]]:
+    with path.open("r+b") as file:
+        for size in range(header_bytes, -1, -1):
+            file.truncate(size)
+            yield f"{path.name} of {size} bytes", model
+
+
+def flipped(folder: Path) -> Iterator[tuple[str, Path]]:
+    """One to three random bits of a header, or of a file of JSON."""
+    draw = random.Random(0)
+    gguf = write_gguf(folder / "model.gguf", hostile_files.SMALL_VOCABULARY)
+    model = write_folder(folder / "model")
+    targets = [(gguf, gguf, gguf.read_bytes().index(b"\0" * 32))]
+    weights = model / "model.safetensors"
+    targets.append((model, weights, 8 + int.from_bytes(weights.read_bytes()[:8], "little")))
+    names = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+    targets += [(model, model / name, (model / name).stat().st_size) for name in names]
+    for index in range(NUM_FLIPS):
+        opened, path, size = targets[index % len(targets)]
+        good = path.read_bytes()
+        bits = [draw.randrange(8 * size) for _ in range(draw.choice((1, 1, 2, 3)))]
+        with path.open("r+b") as file:
+            for bit in bits:
+                file.seek(bit // 8)
+                file.write(bytes([good[bit // 8] ^ 1 << bit % 8]))
+        yield f"{path.name}, bits {bits}", opened
+        path.write_bytes(good)
+
+
+def refused_again_and_again(folder: Path) -> Iterator[tuple[str, Path]]:
+    """A thousand times the same few faults, at every stage of loading."""
+    faults: list[dict[str, Any]] = [
+        {"config_json": b"{"},
+        {"tokenizer_json": b"{"},
+        {"tokenizer_config_json": {"chat_template": 1}},
+        {"config_json": hostile_files.CONFIG | {"num_hidden_layers": 2}},
+        {"model_safetensors": b"\0" * 100},
+    ]
+    models = [write_folder(folder / str(index), **fault) for index, fault in enumerate(faults)]
+    cut = write_gguf(folder / "cut.gguf")
+    with cut.open("r+b") as file:
+        file.truncate(cut.stat().st_size - 1)
+    models += [cut, write_gguf(folder / "ends.gguf", {"tokenizer.ggml.merges": hostile_files.gguf_texts(["a"])})]
+    for index in range(1000):
+        yield f"{models[index % len(models)]}", models[index % len(models)]
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def held(folder: Path) -> dict[str, int]:
+    """What a refused file may not keep."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text()
+    return {
+        "threads": len(list(Path("/proc/self/task").iterdir())),
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+        "maps": maps.count(str(folder)),
+    }
+
+
+def report(mode: str, folder: Path) -> dict[str, Any]:
+    others = {"gguf": gguf_of_any_kind, "truncated": truncated, "flipped": flipped, "again": refused_again_and_again}
+    folder.mkdir()
+    cases = others[mode](folder) if mode in others else json_of_any_kind(folder, mode)
+    before, memory = held(folder), resident_bytes()
+    num_read, num_refused, escaped, slowest, largest = 0, 0, [], 0.0, 0
+    for name, path in cases:
+        start = time.process_time()
+        try:
+            read_everything(path)
+            num_read += 1
+        except InferError as error:
+            num_refused += 1
+            if "\n" in str(error) or len(str(error)) > MAX_MESSAGE:
+                escaped.append(f"{name}: a message of {len(str(error))} characters: {error!r:.200}")
+        except BaseException as error:
+            escaped.append(f"{name}: {error!r:.200}")
+        slowest = max(slowest, time.process_time() - start)
+        largest = max(largest, resident_bytes() - memory)
+    after = held(folder)
+    added = {what: after[what] - before[what] for what in before}
+    return {"read": num_read, "refused": num_refused, "escaped": escaped, "slowest": slowest, "grown": largest, **added}
+
+
+if __name__ == "__main__":
+    where = Path(sys.argv[1])
+    read_everything(write_folder(where / "first"))
+    print(json.dumps({mode: report(mode, where / mode) for mode in sys.argv[2:]}))

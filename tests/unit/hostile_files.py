@@ -1,0 +1,228 @@
+"""A small model as a folder and as a GGUF file, and what hostile or careless hands make of them."""
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from byte_tokenizer import write_byte_tokenizer
+from gguf_files import HEAD_DIM, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, raw_file, tensor_entry, text
+from infer import SamplingParams
+from infer.checkpoint import open_checkpoint
+from infer.checkpoint.defaults import sampling_defaults
+from infer.checkpoint.stored import LazyWeights
+from infer.loading import load_tokenizer
+from infer.model.families import make_architecture
+from infer.model.shapes import check_tensors, expected_shapes
+from infer.tokenizer import Tokenizer
+
+NUM_TOKENS = 258  # of the GGUF file: bytes, "ab" and the end of a turn; the folder's has one more
+VOCAB_SIZE = 262  # rows of the embedding
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INTERMEDIATE,
+    "num_hidden_layers": 1,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": True,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "original_max_position_embeddings": 64}
+WRONG_KINDS: tuple[Any, ...] = (
+    *(None, True, 0, -1, 1.5, 10**30, 10**400, float("inf"), float("nan"), "", "x", "\0", "\ud800"),
+    *([], [1], ["a"], [[]], {}, {"a": 1}, {"content": 1}, [{"name": "default", "template": 1}], [None]),
+)
+
+
+@cache
+def tensors() -> dict[str, Tensor]:
+    """One layer, under Hugging Face's names."""
+    shapes = {
+        "model.embed_tokens.weight": (VOCAB_SIZE, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+        "model.layers.0.input_layernorm.weight": (HIDDEN,),
+        "model.layers.0.post_attention_layernorm.weight": (HIDDEN,),
+        "model.layers.0.self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
+        "model.layers.0.self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+        "model.layers.0.self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+        "model.layers.0.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
+        "model.layers.0.mlp.gate_proj.weight": (INTERMEDIATE, HIDDEN),
+        "model.layers.0.mlp.up_proj.weight": (INTERMEDIATE, HIDDEN),
+        "model.layers.0.mlp.down_proj.weight": (HIDDEN, INTERMEDIATE),
+    }
+    noise = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=noise) * HIDDEN**-0.5 for name, shape in shapes.items()}
+
+
+def write_folder(folder: Path, **files: Any) -> Path:
+    """`files` replace those of a good model: `config_json=…` is bytes, a value to dump as JSON, a path to link to, or
+    None where there is no such file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_byte_tokenizer(folder, merges=[("a", "b")], chat_template="{{ messages[0].content }}")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "generation_config.json").write_text('{"eos_token_id": 256, "temperature": 0.5}')
+    (folder / "model.safetensors").write_bytes(save(tensors(), {"format": "pt"}))
+    for name, content in files.items():
+        path = folder / ".".join(name.rsplit("_", 1))
+        path.unlink(missing_ok=True)
+        if isinstance(content, Path):
+            path.symlink_to(content)
+        elif content is not None:
+            path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    return folder
+
+
+def write_gguf(path: Path, changes: Mapping[str, bytes | None] = {}) -> Path:
+    """A byte tokenizer and one layer; `changes` are key-values by name, encoded, or None to leave one out."""
+    kept = {key: value for key, value in {**_gguf_values(), **changes}.items() if value is not None}
+    entries, data = [], b""
+    for name, tensor in tensors().items():
+        entries.append(tensor_entry(_GGUF_NAMES[name], tuple(tensor.shape[::-1]), 0, len(data)))
+        data += tensor.numpy().tobytes()
+    path.write_bytes(raw_file(tuple(text(key) + value for key, value in kept.items()), tuple(entries), data))
+    return path
+
+
+@cache
+def _gguf_values() -> dict[str, bytes]:
+    with TemporaryDirectory() as folder:
+        write_byte_tokenizer(Path(folder), merges=[("a", "b")])
+        vocab = json.loads((Path(folder) / "tokenizer.json").read_text())["model"]["vocab"]
+    return {
+        "general.architecture": gguf_text("llama"),
+        **{f"llama.{key}": gguf_number(value) for key, value in GGUF_COUNTS.items()},
+        "llama.attention.layer_norm_rms_epsilon": gguf_real(1e-5),
+        "tokenizer.ggml.model": gguf_text("gpt2"),
+        "tokenizer.ggml.pre": gguf_text("smollm"),
+        "tokenizer.ggml.tokens": gguf_texts([*sorted(vocab, key=vocab.__getitem__), "<|im_end|>"]),
+        "tokenizer.ggml.merges": gguf_texts(["a b"]),
+        "tokenizer.ggml.token_type": gguf_numbers([1] * (NUM_TOKENS - 1) + [3]),
+        "tokenizer.ggml.eos_token_id": gguf_number(NUM_TOKENS - 1),
+        "tokenizer.chat_template": gguf_text("{{ messages[0].content }}"),
+    }
+
+
+GGUF_COUNTS = {
+    "block_count": 1, "context_length": 128, "embedding_length": HIDDEN, "feed_forward_length": INTERMEDIATE,
+    "attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS, "attention.key_length": HEAD_DIM,
+}  # fmt: skip
+_GGUF_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "model.layers.0.input_layernorm.weight": "blk.0.attn_norm.weight",
+    "model.layers.0.post_attention_layernorm.weight": "blk.0.ffn_norm.weight",
+    "model.layers.0.self_attn.q_proj.weight": "blk.0.attn_q.weight",
+    "model.layers.0.self_attn.k_proj.weight": "blk.0.attn_k.weight",
+    "model.layers.0.self_attn.v_proj.weight": "blk.0.attn_v.weight",
+    "model.layers.0.self_attn.o_proj.weight": "blk.0.attn_output.weight",
+    "model.layers.0.mlp.gate_proj.weight": "blk.0.ffn_gate.weight",
+    "model.layers.0.mlp.up_proj.weight": "blk.0.ffn_up.weight",
+    "model.layers.0.mlp.down_proj.weight": "blk.0.ffn_down.weight",
+}
+
+
+def gguf_text(value: str) -> bytes:
+    return _little(8, 4) + text(value)
+
+
+def gguf_number(value: int) -> bytes:
+    return _little(11, 4) + value.to_bytes(8, "little", signed=True)
+
+
+def gguf_real(value: float) -> bytes:
+    return _little(12, 4) + torch.tensor(value, dtype=torch.float64).numpy().tobytes()
+
+
+def gguf_flag(value: bool) -> bytes:
+    return _little(7, 4) + bytes([value])
+
+
+def gguf_texts(values: list[str]) -> bytes:
+    return _little(9, 4) + _little(8, 4) + _little(len(values), 8) + b"".join(map(text, values))
+
+
+def gguf_numbers(values: list[int]) -> bytes:
+    return _little(9, 4) + _little(5, 4) + _little(len(values), 8) + b"".join(_little(each, 4) for each in values)
+
+
+def _little(value: int, size: int) -> bytes:
+    return value.to_bytes(size, "little", signed=value < 0)
+
+
+# A header of which each byte can be tried.
+SMALL_VOCABULARY = {
+    "tokenizer.ggml.tokens": gguf_texts(["a", "b", "ab", "<e>"]),
+    "tokenizer.ggml.token_type": gguf_numbers([1, 1, 1, 3]),
+    "tokenizer.ggml.eos_token_id": gguf_number(3),
+}
+GGUF_KINDS: dict[str, bytes] = {
+    "a text": gguf_text("x"),
+    "an empty text": gguf_text(""),
+    "a number": gguf_number(7),
+    "zero": gguf_number(0),
+    "a negative number": gguf_number(-1),
+    "the largest number": gguf_number(2**63 - 1),
+    "NaN": gguf_real(float("nan")),
+    "infinity": gguf_real(float("inf")),
+    "a flag": gguf_flag(True),
+    "a list of texts": gguf_texts(["x", "a a", ""]),
+    "an empty list": gguf_texts([]),
+    "a list of numbers": gguf_numbers([1, -1]),
+    "a list of a number for each token": gguf_numbers([3] * NUM_TOKENS),
+    "a list of one text for each token": gguf_texts(["a"] * NUM_TOKENS),
+}
+
+
+def read_everything(path: Path) -> Tokenizer:
+    """All that loading reads and checks before a weight is packed, and a text there and back."""
+    checkpoint = open_checkpoint(path)
+    tokenizer = load_tokenizer(checkpoint)
+    SamplingParams(**sampling_defaults(checkpoint.generation_config))
+    weights = LazyWeights(checkpoint.tensors)
+    check_tensors(expected_shapes(make_architecture(checkpoint.config)), weights)
+    for name in weights:
+        assert weights[name].data.numel() > 0
+    use(tokenizer)
+    return tokenizer
+
+
+def use(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("Hello, 12 世界 <eos>\0")
+    tokenizer.decode(ids)
+    detokenizer = tokenizer.make_detokenizer()
+    for token_id in ids:
+        detokenizer.push(token_id)
+    if tokenizer.chat_template is not None:
+        tokenizer.encode_chat([{"role": "user", "content": "hi <|im_end|>"}])
+
+
+def places(value: Any, *before: Any) -> Iterator[tuple[Any, ...]]:
+    """Where something may be replaced: every key, of a vocabulary two, and the first two items of every list."""
+    if isinstance(value, dict):
+        for key in list(value)[: 2 if len(value) > 200 else None]:
+            yield (*before, key)
+            yield from places(value[key], *before, key)
+    elif isinstance(value, list):
+        for index in range(min(2, len(value))):
+            yield (*before, index)
+            yield from places(value[index], *before, index)
+
+
+def replaced(value: Any, place: tuple[Any, ...], new: Any) -> Any:
+    """A copy with another value in that place."""
+    if not place:
+        return new
+    copy = value.copy()
+    copy[place[0]] = replaced(value[place[0]], place[1:], new)
+    return copy

@@ -1,0 +1,43 @@
+"""Every family from a GGUF file gives the logits of the safetensors it was converted from."""
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from converted import convert
+from infer import ops
+from infer.batch import Step
+from infer.checkpoint import open_checkpoint
+from infer.checkpoint.stored import LazyWeights
+from infer.context import make_cache
+from infer.model.families import make_architecture
+from infer.model.load import load_transformer
+from tiny import LONGROPE, TINY, Tiny, make_tiny
+
+# What llama.cpp's files have no word for: another activation, some settings of yarn, an order of their own of layers
+# that do not rotate, a cap that is off.
+_NOT_IN_GGUF = {"llama_relu", "llama_relu2", "llama_quick_gelu", "llama_odd_sizes", "llama_yarn_mscale"}
+_NOT_IN_GGUF |= {"gemma3_capped", "gemma2_uncapped", "smollm3_windows"}
+CONVERTED = [tiny for tiny in [*TINY, LONGROPE] if tiny.name not in _NOT_IN_GGUF]
+
+
+def logits(path: Path) -> torch.Tensor:
+    checkpoint = open_checkpoint(path)
+    token_ids = torch.randint(3, 96, (100,), generator=torch.Generator().manual_seed(0)).tolist()
+    with ops.using("reference"), torch.inference_mode():
+        architecture = make_architecture(checkpoint.config)
+        model = load_transformer(architecture, LazyWeights(checkpoint.tensors), device=torch.device("cpu"))
+        return model.forward(Step.of(token_ids, wanted=range(100)), make_cache(model, 100))
+
+
+@pytest.mark.parametrize("tiny", CONVERTED, ids=lambda tiny: tiny.name)
+def test_a_converted_file_gives_the_logits_of_the_folder(tiny: Tiny, tmp_path: Path) -> None:
+    config = copy.deepcopy(tiny.config)
+    if "query_pre_attn_scalar" in vars(config):
+        config.query_pre_attn_scalar = config.head_dim  # as it is in a file but for two sizes
+    make_tiny(replace(tiny, config=config), tmp_path)
+    path = convert(tmp_path, tmp_path / "model.gguf")
+    assert (logits(path) - logits(tmp_path)).abs().max() <= 2e-5

@@ -1,0 +1,304 @@
+"""Files that break a rule, or a library: one line that names the file and the rule, and nothing else happens."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+from tokenizers import normalizers
+
+from hostile_files import (
+    CONFIG,
+    HIDDEN,
+    LLAMA3,
+    VOCAB_SIZE,
+    gguf_number,
+    gguf_texts,
+    read_everything,
+    replaced,
+    tensors,
+    write_folder,
+    write_gguf,
+)  # fmt: skip
+from infer import LLM, InvalidRequestError, ModelError, SamplingParams, load_tokenizer
+
+Files = dict[str, Any]
+
+SLOWEST = 0.1  # seconds of CPU time for one file
+LARGEST = 64 << 20  # bytes of growth over all files
+
+
+def config(**changes: Any) -> Files:
+    return {"config_json": CONFIG | changes}
+
+
+def rope(**settings: Any) -> Files:
+    return config(rope_scaling=settings)
+
+
+def weights(**changes: Any) -> Files:
+    """Tensors replaced, by names with `__` for a dot; None leaves one out."""
+    named = {name.replace("__", "."): tensor for name, tensor in changes.items()}
+    kept = {name: tensor for name, tensor in (tensors() | named).items() if tensor is not None}
+    return {"model_safetensors": save(kept)}
+
+
+FAULTS: dict[str, tuple[Files, str]] = {
+    "no layers": (config(num_hidden_layers=0), "num_hidden_layers must be a whole number from 1"),
+    "minus one layer": (config(num_hidden_layers=-1), "got -1"),
+    "a billion layers": (config(num_hidden_layers=10**9), "got 1000000000"),
+    "layers in words": (config(num_hidden_layers="two"), "got 'two'"),
+    "two layers of which one is there": (config(num_hidden_layers=2), "missing model.layers.1.attention_norm.weight"),
+    "more heads than there are": (config(num_attention_heads=8), "the config asks for (128, 64)"),
+    "rope_theta of 0": (config(rope_theta=0), "rope_theta must be a number above 0, got 0"),
+    "rope_theta beyond floats": (config(rope_theta=10**400), "rope_theta must be a number above 0, got 1000"),
+    "eps that is NaN": (config(rms_norm_eps=float("nan")), "rms_norm_eps must be a number above 0, got nan"),
+    "activation that is a list": (config(hidden_act=["silu"]), "hidden_act ['silu'] is not supported"),
+    "family that is a list": (config(model_type=["llama"]), "config.json: model_type: expected a name"),
+    "family of a megabyte": (config(model_type="x" * 10**6), "model_type 'xxxx"),
+    "flag in words": (config(attention_bias="false"), "attention_bias must be true or false, got 'false'"),
+    "rope settings that are no object": (config(rope_scaling=[2]), "rope_scaling must be a mapping, got [2]"),
+    "rope type that is an object": (rope(rope_type={}), "rope_type {} is not supported"),
+    "rope type that nobody knows": (rope(rope_type="x" * 999), "rope_type 'xxxx"),
+    "rope factor of minus one": (rope(rope_type="linear", factor=-1), "factor must be a number above 0, got -1"),
+    "llama3's factors the wrong way round": (rope(**LLAMA3, high_freq_factor=1), "must be above low_freq_factor=1"),
+    "rope of each layer type that is no object": (
+        config(rope_parameters={"full_attention": 1}), "full_attention must be a mapping, got 1",
+    ),
+    "frequency factors that are none": (config(rope_frequency_factors=["a"] * 8), "a number above 0, got 'a'"),
+    "a text part that is no object": (config(text_config=[1]), "text_config: expected an object"),
+    "a tensor that is missing": (weights(model__norm__weight=None), "missing model.norm.weight (64,)"),
+    "a tensor too many": (weights(extra=torch.ones(2)), "unexpected extra"),
+    "a tensor of another shape": (weights(model__norm__weight=torch.ones(65)), "model.norm.weight has shape (65,)"),
+    "a vocabulary larger than the embedding": (
+        {**config(vocab_size=100), **weights(model__embed_tokens__weight=torch.ones(100, HIDDEN))},
+        "the tokenizer has 259 tokens, the embedding only 100 rows",
+    ),
+    "UTF-16": ({"config_json": json.dumps(CONFIG).encode("utf-16")}, "config.json: JSON at byte 0: is not UTF-8"),
+    "a byte order mark": ({"config_json": b"\xef\xbb\xbf{}"}, "config.json: JSON at byte 0: Unexpected UTF-8 BOM"),
+    "a key twice": ({"config_json": b'{"a": 1, "a": 2}'}, "config.json: key 'a' at byte 0: appears twice"),
+    "a number of 5,000 digits": ({"config_json": b'{"a": ' + b"1" * 5000 + b"}"}, "JSON at byte 0: cannot be read"),
+    "65 lists in one another": ({"config_json": b'{"a": ' + b"[" * 65 + b"]" * 65 + b"}"}, "more than 64 deep"),
+    "a million lists in one another": ({"config_json": b"[" * 10**6}, "nested more than 64 deep"),
+    "a lone surrogate": ({"config_json": b'{"model_type": "\\ud800"}'}, "holds a lone surrogate"),
+    "17 MB of spaces": ({"config_json": b" " * (17 << 20)}, "expected at most 16777216 bytes, got 17825792"),
+    "tokenizer.json that is missing": ({"tokenizer_json": None}, "tokenizer.json: file: is missing"),
+    "tokenizer.json that is no JSON": ({"tokenizer_json": b"{"}, "tokenizer: Cannot instantiate Tokenizer"),
+    "tokenizer.json of a million lists": ({"tokenizer_json": b"[" * 10**6}, "tokenizer.json: tokenizer: "),
+    "a token that is an odd name": ({"tokenizer_config_json": b'{"eos_token": "\\udfff"}'}, "holds a lone surrogate"),
+    "a BOS that no token is": (
+        {"tokenizer_config_json": {"bos_token": "<none>", "add_bos_token": True}},
+        "'<none>' is not in the vocabulary",
+    ),
+    "a flag that is a list": ({"tokenizer_config_json": {"add_bos_token": [1]}}, "add_bos_token: expected true or fal"),
+    "added tokens that are a list": (
+        {"tokenizer_config_json": {"added_tokens_decoder": [1]}}, "added_tokens_decoder: expected an object of tokens",
+    ),
+    "an added token without text": (
+        {"tokenizer_config_json": {"added_tokens_decoder": {"9": {"special": True}}}}, "expected an object of tokens",
+    ),
+    "an added token with odd options": (
+        {"tokenizer_config_json": {"added_tokens_decoder": {"9": {"content": "a", "lstrip": "no"}}}},
+        "expected an object of tokens",
+    ),
+    "a template that is a number": ({"tokenizer_config_json": {"chat_template": 1}}, "chat_template: expected a text"),
+    "templates without names": (
+        {"tokenizer_config_json": {"chat_template": [{"template": "x"}]}}, "chat_template: expected a text or a list",
+    ),
+    "a template file that is not UTF-8": ({"chat_template_jinja": b"\xff"}, "text at byte 0: is not UTF-8"),
+    "a template file of 2 MB": ({"chat_template_jinja": b"x" * (2 << 20)}, "expected at most 1048576 bytes"),
+    "an end that is a fraction": ({"generation_config_json": {"eos_token_id": 1.5}}, "eos_token_id: expected an id or"),
+    "ends that are lists": ({"generation_config_json": {"eos_token_id": [[1]]}}, "eos_token_id: expected an id or"),
+    "a config that is a device": ({"config_json": Path("/dev/zero")}, "there is no config.json in it"),
+    "a generation config that is a device": ({"generation_config_json": Path("/dev/zero")}, "lies outside the model's"),
+    "a tokenizer that is a device": ({"tokenizer_json": Path("/dev/zero")}, "tokenizer.json: file: is not a regular"),
+}  # fmt: skip
+
+
+def refused(call: Callable[[], Any]) -> ModelError:
+    """The error of a model that is refused: one line of bounded length, and the exit status of a bad model."""
+    with pytest.raises(ModelError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 2000
+    assert caught.value.exit_status == 3
+    return caught.value
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_folder_with_a_fault_is_refused_with_the_reason(tmp_path: Path, fault: str) -> None:
+    files, reason = FAULTS[fault]
+    folder = write_folder(tmp_path / "model", **files)
+    assert reason in str(refused(lambda: LLM(folder)))
+
+
+def test_what_a_good_model_holds_is_read(tmp_path: Path) -> None:
+    assert read_everything(write_folder(tmp_path / "model")).vocab_size == 259
+    assert read_everything(write_gguf(tmp_path / "model.gguf")).vocab_size == 258
+
+
+def in_a_child(folder: Path, *modes: str) -> dict[str, dict[str, Any]]:
+    child = Path(__file__).with_name("hostile_child.py")
+    done = subprocess.run([sys.executable, child, folder, *modes], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "panicked" not in done.stderr
+    reports: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    return reports
+
+
+KINDS = ("config.json", "tokenizer_config.json", "generation_config.json", "tokenizer.json", "gguf")
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What became of thousands of files."""
+    return in_a_child(tmp_path_factory.mktemp("child"), *KINDS, "truncated", "again")
+
+
+def check(report: dict[str, Any]) -> None:
+    """Nothing but our errors, or a model; little time and memory for each; nothing left behind."""
+    assert report["escaped"] == []
+    assert report["slowest"] < SLOWEST
+    assert report["grown"] < LARGEST
+    assert (report["threads"], report["descriptors"], report["maps"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_value_of_any_kind_in_any_place_is_read_or_refused(reports: dict[str, dict[str, Any]], name: str) -> None:
+    check(reports[name])
+    assert reports[name]["read"] > 5
+    assert reports[name]["refused"] > 15
+
+
+def test_a_header_that_is_cut_anywhere_is_refused(reports: dict[str, dict[str, Any]]) -> None:
+    check(reports["truncated"])
+    assert reports["truncated"]["read"] == 0
+    assert reports["truncated"]["refused"] > 2000
+
+
+def test_a_thousand_refused_files_leave_nothing_behind(reports: dict[str, dict[str, Any]]) -> None:
+    check(reports["again"])
+    assert (reports["again"]["read"], reports["again"]["refused"]) == (0, 1000)
+
+
+@pytest.mark.slow
+def test_ten_thousand_flips_of_random_bits_are_read_or_refused(tmp_path: Path) -> None:
+    report = in_a_child(tmp_path, "flipped")["flipped"]
+    check(report)
+    assert report["read"] + report["refused"] == 10_000
+    assert min(report["read"], report["refused"]) > 1000
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("tokenizer.ggml.eos_token_id", gguf_texts(["a"]), "eos_token_id: expected an id, got ['a']"),
+        ("tokenizer.ggml.pre", gguf_number(1), "pre: expected a name, got 1"),
+        ("tokenizer.ggml.tokens", gguf_number(1), "tokens: expected a list of texts, got 1"),
+        ("tokenizer.ggml.tokens", None, "tokens: missing"),
+        ("tokenizer.ggml.merges", gguf_texts(["a zebra"]), "merges: "),
+        ("tokenizer.ggml.merges", gguf_texts(["a"]), "'a' is not two tokens"),
+        ("tokenizer.ggml.token_type", gguf_texts(["a"]), "token_type: expected a list of integers"),
+    ],
+)
+def test_a_tokenizer_in_a_gguf_that_makes_no_sense_is_refused(
+    tmp_path: Path, key: str, value: bytes | None, reason: str
+) -> None:
+    path = write_gguf(tmp_path / "model.gguf", {key: value})
+    assert reason in str(refused(lambda: load_tokenizer(path)))
+
+
+# What makes the tokenizers library panic or, worse, abort the process, and what it believes without looking.
+TEMPLATE = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
+TRAPS: dict[str, tuple[tuple[str, ...], Any, str]] = {
+    "a prefix longer than what it is cut off": (("model", "continuing_subword_prefix"), "ab", "expected null"),
+    "a prefix of one character": (("model", "continuing_subword_prefix"), "é", "expected null"),
+    "no map of characters": (("normalizer",), {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "no map of"),
+    "a map of 4 GB": (("normalizer",), {"type": "Precompiled", "precompiled_charsmap": "/P///w=="}, "no map of"),
+    "a map that leads astray": (
+        ("normalizer",), {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8="}, "tokenizer: ",
+    ),
+    "an empty pattern": (("normalizer",), {"type": "Replace", "pattern": {"String": ""}, "content": "x"}, "an empty"),
+    "an empty pattern, deep inside": (
+        ("normalizer",),
+        {"type": "Sequence", "normalizers": [{"type": "Replace", "pattern": {"String": ""}, "content": "x"}]},
+        "an empty pattern",
+    ),
+    "nothing to prepend": (("normalizer",), {"type": "Prepend", "prepend": ""}, "nothing to prepend"),
+    "a template of tokens that nobody knows": (
+        ("post_processor",), {**TEMPLATE, "single": [{"SpecialToken": {"id": "x", "type_id": 0}}]}, "'x', which",
+    ),
+    "a template of a second text": (
+        ("post_processor",), {**TEMPLATE, "single": [{"Sequence": {"id": "B", "type_id": 0}}]}, "a second one",
+    ),
+    "an id of 2³² − 1": (("model", "vocab", "!"), 2**32 - 1, "expected ids below 1000000, got 4294967295"),
+    "an id twice": (("model", "vocab", "!"), 65, "two tokens have the same id"),
+    "an id that is no number": (("model", "vocab", "!"), "0", "tokenizer: "),
+    "a merge of tokens that nobody knows": (("model", "merges"), [["zz", "yy"]], "tokenizer: "),
+    "a pattern that is no pattern": (
+        ("normalizer",), {"type": "Replace", "pattern": {"Regex": "("}, "content": ""}, "tokenizer: ",
+    ),
+}  # fmt: skip
+
+LOAD = """
+import sys
+from pathlib import Path
+from infer.errors import ModelError
+from infer.tokenizer import Tokenizer
+for folder in sys.argv[1:]:
+    try:
+        Tokenizer.from_folder(Path(folder))
+    except ModelError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+def test_what_breaks_the_tokenizers_library_does_not_break_us(tmp_path: Path, trap: str) -> None:
+    place, value, reason = TRAPS[trap]
+    folder = write_folder(tmp_path / "model")
+    good = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(replaced(good, place, value)))
+    assert reason in str(refused(lambda: load_tokenizer(folder).vocab_size))
+
+
+def test_a_trap_whose_name_is_spelt_with_escapes_is_found(tmp_path: Path) -> None:
+    """In a process of its own: the library ends the process."""
+    folder = write_folder(tmp_path / "model")
+    content = (folder / "tokenizer.json").read_text()
+    names = ("continuing_subword_prefix", "\\u0063ontinuing_subword_prefix", "continuing\\u005Fsubword_prefix")
+    for index, name in enumerate(names):
+        trapped = content.replace('"continuing_subword_prefix": null', f'"{name}" : "a"')
+        assert trapped != content
+        (tmp_path / str(index)).mkdir()
+        (tmp_path / str(index) / "tokenizer.json").write_text(trapped)
+    folders = [str(tmp_path / str(index)) for index in range(len(names))]
+    done = subprocess.run([sys.executable, "-c", LOAD, *folders], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("continuing_subword_prefix: is not supported") == len(names)
+
+
+def test_a_panic_of_the_library_on_a_text_is_an_error_of_the_request(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_folder(tmp_path / "model"))
+    tokenizer.backend.normalizer = normalizers.Prepend("")
+    with pytest.raises(InvalidRequestError, match=r"\Athe tokenizer fails on the text: [^\n]*index out of bounds"):
+        tokenizer.encode("hello")
+    tokenizer.backend.normalizer = None
+    assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
+
+
+def test_rows_of_the_embedding_that_no_token_names_are_never_said(tmp_path: Path) -> None:
+    """The tokenizer has 259 tokens, the embedding 262 rows, of which the last three would always win."""
+    rows = torch.randn(VOCAB_SIZE, HIDDEN, generator=torch.Generator().manual_seed(0))
+    rows[260:] = 1000 * torch.stack((rows[7], -rows[7]))
+    llm = LLM(write_folder(tmp_path / "model", **weights(model__embed_tokens__weight=rows)))
+    assert llm.logits(llm.tokenizer.encode("a"), last=1).argmax() >= 260
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, seed=1, max_new_tokens=20, ignore_eos=True)
+        assert max(llm.generate("a", params).token_ids) < 259

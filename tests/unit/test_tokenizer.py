@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import normalizers, pre_tokenizers
 
 from infer.checkpoint import resolve
 from infer.checkpoint.gguf import read_gguf
@@ -322,40 +321,6 @@ def as_gguf(name: str, pre: str) -> dict[str, Any]:
     }
 
 
-def assert_equal(ours: Tokenizer, expected: Tokenizer, seed: int) -> None:
-    for text in random_strings(seed):
-        assert ours.encode(text, add_special_tokens=False) == expected.encode(text, add_special_tokens=False), text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "pre"), [("llama3_1", "llama-bpe"), ("qwen3", "qwen2")])
-def test_a_gguf_vocabulary_encodes_as_its_tokenizer_json(name: str, pre: str) -> None:
-    ours = Tokenizer.from_gguf(as_gguf(name, pre))
-    assert_equal(ours, load(name), seed=1)
-    assert ours.token_bytes == load(name).token_bytes
-    assert ours.special_token_ids == load(name).special_token_ids
-
-
-@pytest.mark.slow
-def test_gemmas_gguf_encodes_as_its_tokenizer_json() -> None:
-    assert_equal(load_gguf("gemma3"), load("gemma3"), seed=2)
-    assert load_gguf("gemma3").token_bytes == load("gemma3").token_bytes[:262144]
-
-
-@pytest.mark.slow
-def test_smollm2s_gguf_encodes_as_its_hugging_face_definition() -> None:
-    metadata = gguf_metadata(smollm2_gguf())
-    vocabulary = {text: token_id for token_id, text in enumerate(metadata["tokenizer.ggml.tokens"])}
-    backend = Backend(models.BPE(vocabulary, [tuple(m.split(" ")) for m in metadata["tokenizer.ggml.merges"]]))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    backend.decoder = decoders.ByteLevel()
-    special = [t for t, k in zip(vocabulary, metadata["tokenizer.ggml.token_type"], strict=True) if k == 3]
-    backend.add_special_tokens(special)
-    assert_equal(load_gguf("smollm2"), Tokenizer(backend, named_tokens={}), seed=3)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama3_1", "qwen3", "gemma3"])
 def test_folders_encode_as_transformers(name: str) -> None:
@@ -378,20 +343,6 @@ def test_decoding_equals_tokenizers_and_gives_the_text_back(name: str) -> None:
         normalizer = tokenizer.backend.normalizer
         if not isinstance(normalizer, normalizers.Replace):  # Gemma's own mark in a text comes back as a space
             assert tokenizer.decode(ids) == (text if normalizer is None else normalizer.normalize_str(text))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama3_1", "qwen3", "gemma3", "smollm2"])
-@given(seed=st.integers(0, 2**32))
-@settings(max_examples=300, deadline=None)
-def test_random_ids_stream_to_what_they_decode_to(name: str, seed: int) -> None:
-    tokenizer = load_gguf(name) if name == "smollm2" else load(name)
-    ids = random.Random(seed).choices(range(tokenizer.vocab_size), k=30)
-    detokenizer = tokenizer.make_detokenizer()
-    pieces = [detokenizer.push(token_id) for token_id in ids] + [detokenizer.flush()]
-    kept = [token_id for token_id in ids if token_id not in tokenizer.special_token_ids]
-    expected = b"".join(tokenizer.token_bytes[token_id] for token_id in kept).decode("utf-8", "replace")
-    assert "".join(pieces) == tokenizer.decode(ids) == expected
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from infer import ops
 from infer.architecture import Architecture, Layer, Rope
-from infer.errors import ModelError
 from infer.model.rope import make_rope_table
+from infer.model.shapes import check_tensors, expected_shapes
 from infer.model.transformer import Block, Transformer
 from infer.quants import dequantize, quantize, quantize_fitted
 from infer.weights import Heads, Norm, Projection, RopeTable, StoredWeight
@@ -21,7 +21,6 @@ OnProgress = Callable[[int, int], None]  # (blocks done, blocks in all)
 
 FloatsAs = Literal["auto", "bf16", "q8", "q4"]
 
-_MAX_LISTED = 20
 _TYPE_BY_DTYPE = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -84,7 +83,6 @@ class _Maker:
             num_kv_heads=layer.num_kv_heads,
             head_dim=layer.head_dim,
             scale=layer.attention_scale,
-            window=layer.window,
             rope=None if layer.rope is None else rope_tables[layer.rope],
             q_norm=self.norm(at + "self_attn.q_norm") if layer.qk_norm else None,
             k_norm=self.norm(at + "self_attn.k_norm") if layer.qk_norm else None,
@@ -135,50 +133,3 @@ def _as_dtype(weight: StoredWeight, dtype: torch.dtype) -> StoredWeight:
 def dense(weight: StoredWeight) -> Float[Tensor, "..."]:
     """The values of a tensor, in its file's float type or in float32."""
     return weight.data if weight.data.is_floating_point() else dequantize(weight.data, weight.type)
-
-
-def expected_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """Every tensor that the architecture needs, by canonical name."""
-    hidden, vocab = architecture.hidden_size, architecture.vocab_size
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
-    if not architecture.tied_embeddings:
-        shapes["lm_head.weight"] = (vocab, hidden)
-    for index, layer in enumerate(architecture.layers):
-        at = f"model.layers.{index}."
-        wide, narrow = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-        shapes |= {
-            at + "self_attn.q_proj.weight": (wide, hidden),
-            at + "self_attn.k_proj.weight": (narrow, hidden),
-            at + "self_attn.v_proj.weight": (narrow, hidden),
-            at + "self_attn.o_proj.weight": (hidden, wide),
-            at + "mlp.gate_proj.weight": (layer.intermediate_size, hidden),
-            at + "mlp.up_proj.weight": (layer.intermediate_size, hidden),
-            at + "mlp.down_proj.weight": (hidden, layer.intermediate_size),
-        }
-        if layer.has_qkv_bias:
-            shapes |= {at + f"self_attn.{which}_proj.bias": (wide if which == "q" else narrow,) for which in "qkv"}
-        if layer.has_output_bias:
-            shapes[at + "self_attn.o_proj.bias"] = (hidden,)
-        if layer.has_mlp_bias:
-            shapes |= {at + f"mlp.{which}_proj.bias": (layer.intermediate_size,) for which in ("gate", "up")}
-            shapes[at + "mlp.down_proj.bias"] = (hidden,)
-        if layer.qk_norm:
-            sizes = (wide, narrow) if layer.qk_norm == "all" else (layer.head_dim, layer.head_dim)
-            shapes |= {at + f"self_attn.{which}_norm.weight": (size,) for which, size in zip("qk", sizes, strict=True)}
-        if layer.has_pre_norms:
-            shapes |= {at + f"{which}_norm.weight": (hidden,) for which in ("attention", "mlp")}
-        if layer.has_post_norms:
-            shapes |= {at + f"post_{which}_norm.weight": (hidden,) for which in ("attention", "mlp")}
-    return shapes
-
-
-def check_tensors(expected: Mapping[str, tuple[int, ...]], weights: Weights) -> None:
-    allowed_extra = {"lm_head.weight"}  # some files store a tied head a second time
-    problems = [f"missing {name} {expected[name]}" for name in expected if name not in weights]
-    problems += [f"unexpected {name}" for name in weights if name not in expected and name not in allowed_extra]
-    for name, shape in expected.items():
-        if name in weights and tuple(weights[name].shape) != shape:
-            problems.append(f"{name} has shape {tuple(weights[name].shape)}, the config asks for {shape}")
-    if problems:
-        more = f"; and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
-        raise ModelError(f"config and tensors disagree: {'; '.join(problems[:_MAX_LISTED])}{more}")

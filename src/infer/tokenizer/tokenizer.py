@@ -136,6 +136,10 @@ class Tokenizer:
         return Detokenizer(self.token_bytes, skipped, self._rules.num_stripped_spaces)
 
     @property
+    def chat_template_names(self) -> tuple[str, ...]:
+        return tuple(self._chat_templates)
+
+    @property
     def chat_template(self) -> str | None:
         """The source of the template for a plain conversation."""
         return self._chat_templates.get("default")

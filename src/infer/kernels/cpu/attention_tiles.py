@@ -14,7 +14,9 @@ from numba.extending import intrinsic
 
 from infer.kernels.cpu import simd
 from infer.kernels.cpu.layouts import LANES
+from infer.kernels.cpu.quantized_tiles import emit_mix, emit_scores, emit_values
 from infer.kernels.cpu.simd import F32, F32X16, I16X16, I64, Value, constant, load
+from infer.kv_types import QUANTIZED
 
 FLOAT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 
@@ -37,14 +39,36 @@ def _variables(b: Builder, values: list[Value]) -> list[Value]:
     return slots
 
 
+@intrinsic
+def mix_32(context: Any, where: Any) -> Any:
+    """`kv_blocks.mix` of 32 floats, in place."""
+
+    def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Any:
+        emit_mix(b, arguments[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), emit
+
+
 @intrinsic(prefer_literal=True)
 def score_tile(
-    context: Any, kv_type: Any, columns: Any, blocks: Any, queries: Any, keys: Any, dim: Any, out: Any, stride: Any
+    context: Any,
+    kv_type: Any,
+    columns: Any,
+    blocks: Any,
+    queries: Any,
+    keys: Any,
+    dim: Any,
+    out: Any,
+    stride: Any,
 ) -> Any:
     """out[column × stride + block × 64 bytes] = queries[column] · keys of 16 positions, for columns × blocks."""
     name, width, count = kv_type.literal_value, columns.literal_value, blocks.literal_value
 
     def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Any:
+        if name in QUANTIZED:
+            emit_scores(b, width, count, arguments[3:])
+            return context.get_dummy_value()
         *_, queries, keys, dim, out, stride = arguments
         sums = _variables(b, [constant(F32X16, 0.0)] * (width * count))
         row_bytes = LANES * FLOAT_BYTES[name]
@@ -87,6 +111,10 @@ def value_tile(
     name, width, count = kv_type.literal_value, columns.literal_value, vectors.literal_value
 
     def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Any:
+        if name in QUANTIZED:
+            if count % 2 == 0:  # a single vector is no record: a head of codes never comes to it
+                emit_values(b, name, width, count // 2, arguments[3:])
+            return context.get_dummy_value()
         *_, probabilities, stride, values, dim, first_dim, num_positions, out, out_stride = arguments
         out = b.add(out, b.mul(first_dim, constant(I64, 4)))
         sums_at = [
@@ -120,6 +148,8 @@ def float_value(context: Any, kv_type: Any, values: Any, dim: Any, element: Any,
     name = kv_type.literal_value
 
     def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Any:
+        if name in QUANTIZED:  # whose heads have no rest
+            return constant(F32, 0.0)
         _, values, dim, element, position = arguments
         index = b.add(b.mul(position, dim), element)
         where = b.add(values, b.mul(index, constant(I64, FLOAT_BYTES[name])))

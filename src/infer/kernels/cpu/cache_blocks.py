@@ -8,15 +8,19 @@ ones, and columns, blocks and dims taken several at once, without changing a bit
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from numba import njit, types
 from numba.extending import intrinsic
 
 from infer.kernels.cpu import simd
-from infer.kernels.cpu.attention_tiles import FLOAT_BYTES, float_value, score_tile, value_tile
-from infer.kernels.cpu.layouts import LANES
+from infer.kernels.cpu.attention_tiles import FLOAT_BYTES, float_value, mix_32, score_tile, value_tile
+from infer.kernels.cpu.layouts import BLOCK, LANES
+from infer.kernels.cpu.quantized_tiles import KEY_CODES, KEY_RECORD, VALUE_CODES, VALUE_RECORD
 from infer.kernels.cpu.records import CHUNK
-from infer.kernels.cpu.simd import load_scalar_f32, store_scalar_f32
-from infer.kv_types import key_block_bytes, value_block_bytes
+from infer.kernels.cpu.simd import load_f32, load_scalar_f32, splat_f32, splat_i32, store_scalar_f32
+from infer.kv_types import QUANTIZED, key_block_bytes, value_block_bytes
+
+_CODES = BLOCK
 
 
 @intrinsic(prefer_literal=True)
@@ -49,8 +53,23 @@ def _put(at, size, is_f16, value):  # type: ignore[no-untyped-def]
         simd.store_u16(at, simd.bf16_bits(value))
 
 
+def make_mix(kv_type: str) -> Any:
+    """mix(x, dim), in place: what a query and a key go through before they meet a block, if anything."""
+    is_mixed = kv_type in QUANTIZED
+
+    @njit
+    def mix(x, dim):  # type: ignore[no-untyped-def]
+        if is_mixed:
+            for i in range(0, 4 * dim, 4 * BLOCK):
+                mix_32(x + i)
+
+    return mix
+
+
 def make_put_key(kv_type: str) -> Any:
-    """put(block, lane, dim, x): the key of `dim` floats at x becomes the block's position `lane`."""
+    """put(block, lane, dim, x): the key of `dim` floats at x, mixed, becomes the block's position `lane`."""
+    if kv_type in QUANTIZED:
+        return _make_put_codes(_quantize_8, KEY_CODES, KEY_RECORD, 1, LANES)
     size, is_f16 = FLOAT_BYTES[kv_type], kv_type == "f16"
 
     @njit
@@ -63,6 +82,9 @@ def make_put_key(kv_type: str) -> Any:
 
 def make_put_value(kv_type: str) -> Any:
     """put(block, lane, dim, x), as for keys."""
+    if kv_type in QUANTIZED:
+        quantize, codes_bytes = _quantize_8 if kv_type == "q8" else _quantize_4, VALUE_CODES[kv_type]
+        return _make_put_codes(quantize, codes_bytes, VALUE_RECORD[kv_type], codes_bytes // LANES, 1)
     size, is_f16 = FLOAT_BYTES[kv_type], kv_type == "f16"
 
     @njit
@@ -73,13 +95,64 @@ def make_put_value(kv_type: str) -> Any:
     return put
 
 
+def _make_put_codes(quantize: Any, codes_bytes: int, record_bytes: int, lane_bytes: int, byte_bytes: int) -> Any:
+    """Byte i of a position's codes lies at lane × lane_bytes + i × byte_bytes of each record."""
+    bytes_per_lane = codes_bytes // LANES
+
+    @njit
+    def put(block, lane, dim, x):  # type: ignore[no-untyped-def]
+        codes = simd.stack(_CODES)
+        for record in range(dim // BLOCK):
+            at = block + record * record_bytes
+            quantize(x + 4 * BLOCK * record, codes, at + codes_bytes + 2 * lane)
+            for i in range(bytes_per_lane):
+                simd.store_u8(at + lane * lane_bytes + i * byte_bytes, simd.load_u8(codes + i))
+
+    return put
+
+
+@njit
+def _quantize_8(x, codes, scale_at):  # type: ignore[no-untyped-def]
+    """32 floats at x → 32 bytes of codes, and the f16 scale."""
+    first, second = load_f32(x), load_f32(x + 64)
+    largest = simd.max_f32(simd.maximum(simd.absolute(first), simd.absolute(second)))
+    bits = simd.f16_bits(largest / np.float32(127))
+    simd.store_u16(scale_at, bits)
+    scale = simd.f16_value(bits)
+    if scale == np.float32(0):
+        scale = np.float32(1)
+    low, high = splat_f32(np.float32(-127)), splat_f32(np.float32(127))
+    simd.store_i8(codes, simd.nearest_i32(simd.clamp(first / splat_f32(scale), low, high)))
+    simd.store_i8(codes + LANES, simd.nearest_i32(simd.clamp(second / splat_f32(scale), low, high)))
+
+
+@njit
+def _quantize_4(x, codes, scale_at):  # type: ignore[no-untyped-def]
+    """32 floats at x → 16 bytes of codes, and the f16 scale and, 32 bytes behind it, minimum."""
+    first, second = load_f32(x), load_f32(x + 64)
+    largest = simd.max_f32(simd.maximum(first, second))
+    minus = splat_f32(np.float32(-1))
+    smallest = -simd.max_f32(simd.maximum(first * minus, second * minus))
+    scale_bits, minimum_bits = simd.f16_bits((largest - smallest) / np.float32(15)), simd.f16_bits(smallest)
+    simd.store_u16(scale_at, scale_bits)
+    simd.store_u16(scale_at + 2 * LANES, minimum_bits)
+    scale, minimum = simd.f16_value(scale_bits), splat_f32(simd.f16_value(minimum_bits))
+    if scale == np.float32(0):
+        scale = np.float32(1)
+    low, high = splat_f32(np.float32(0)), splat_f32(np.float32(15))
+    left = simd.nearest_i32(simd.clamp((first - minimum) / splat_f32(scale), low, high))
+    right = simd.nearest_i32(simd.clamp((second - minimum) / splat_f32(scale), low, high))
+    simd.store_i8(codes, left + right * splat_i32(np.int32(16)))
+
+
 @njit(inline="always")
 def block_scores(kv_type, columns, q, dim, keys, num_blocks, out):  # type: ignore[no-untyped-def]
     """Scores of `columns` queries at q against a run of blocks of keys, as [column, 256]."""
     at, block_bytes = 0, key_bytes(kv_type, dim)
     at_once = 2 if columns == 8 else 4  # as many sums as fit the registers
     while num_blocks - at >= at_once:
-        score_tile(kv_type, columns, at_once, q, keys + at * block_bytes, dim, out + 4 * LANES * at, 4 * CHUNK)
+        to = out + 4 * LANES * at
+        score_tile(kv_type, columns, at_once, q, keys + at * block_bytes, dim, to, 4 * CHUNK)
         at += at_once
     while num_blocks - at > 0:
         score_tile(kv_type, columns, 1, q, keys + at * block_bytes, dim, out + 4 * LANES * at, 4 * CHUNK)
@@ -96,6 +169,9 @@ def add_values(kv_type, columns, p, dim, values, num_positions, out, out_stride)
     while dim - at >= vectors * LANES:
         value_tile(kv_type, columns, vectors, p, stride, values, dim, at, num_positions, out, out_stride)
         at += vectors * LANES
+    while dim - at >= 2 * LANES:
+        value_tile(kv_type, columns, 2, p, stride, values, dim, at, num_positions, out, out_stride)
+        at += 2 * LANES
     while dim - at >= LANES:
         value_tile(kv_type, columns, 1, p, stride, values, dim, at, num_positions, out, out_stride)
         at += LANES

@@ -276,6 +276,12 @@ def maximum(b: Builder, x: Value, y: Value) -> Value:
     return b.select(b.fcmp_unordered("uno", x, x), x, larger)
 
 
+@operation(f32x16, f32x16, f32x16, f32x16)
+def clamp(b: Builder, x: Value, low: Value, high: Value) -> Value:
+    x = b.select(b.fcmp_ordered("<", x, low), low, x)
+    return b.select(b.fcmp_ordered(">", x, high), high, x)
+
+
 _OPERATORS: dict[Any, dict[Any, str]] = {
     operator.add: {f32x16: "fadd", i32x16: "add"},
     operator.sub: {f32x16: "fsub", i32x16: "sub"},

@@ -1,0 +1,115 @@
+"""`infer explain`: a model's description as lines for a terminal, or as one JSON object."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import click
+
+from infer.explain import Explanation, LayerGroup, StoredWeights, explain
+
+_WORDS = {
+    "num_heads": "heads {:,}",
+    "num_kv_heads": "kv heads {:,}",
+    "head_dim": "head size {:,}",
+    "intermediate_size": "mlp {:,}",
+    "attention_scale": "scale {:.5g}",
+    "window": "window {:,}",
+    "softcap": "softcap {:g}",
+    "activation": "{}",
+    "qk_norm": "q and k norms ({})",
+}
+_MAX_ENDS = 8
+
+
+def run_explain(model: str, *, as_json: bool) -> None:
+    found = explain(model)
+    click.echo(json.dumps(found.to_json(), ensure_ascii=False) if as_json else "\n".join(lines(found)))
+
+
+def lines(found: Explanation) -> Iterator[str]:
+    network, tokenizer = found.architecture, found.tokenizer
+    count = f"{found.num_parameters / 1e6:,.1f} M values in {found.file_bytes / 1e6:,.1f} MB of {found.file_format}"
+    num_layers = sum(len(group.layers) for group in found.layer_groups)
+    rows = [
+        ("model", f"{found.name}: {network['family']}, {count}"),
+        ("file", found.path),
+        ("network", f"{num_layers} layers, {', '.join(_network(network))}"),
+        ("every layer", ", ".join(_layer(found.common, is_common=True))),
+        *(() if len(found.layer_groups) == 1 else (_group(group) for group in found.layer_groups)),
+        ("tokenizer", f"{tokenizer.kind} ({tokenizer.pre_tokenizer}), {tokenizer.vocab_size:,} tokens, "
+                      f"{tokenizer.num_special_tokens:,} of them special, "
+                      + (f"begins with {tokenizer.bos}" if tokenizer.adds_bos else "adds no first token")),
+        ("template", ", ".join(tokenizer.templates) or "none: no conversations"),
+        ("ends", ", ".join(f"{text} ({token_id})" for token_id, text in list(tokenizer.ends.items())[:_MAX_ENDS])),
+        ("sampling", ", ".join(f"{name} {value}" for name, value in found.sampling_defaults.items()) or "no defaults"),
+        *((each.type, _stored(each)) for each in found.weights),
+        ("in memory", f"{found.weight_bytes / 1e6:,.1f} MB of weights"),
+        ("1000 tokens", ", ".join(_cache(found))),
+    ]  # fmt: skip
+    width = max(len(name) for name, _ in rows)
+    for name, text in rows:
+        yield f"{name:<{width}}  {text}"
+
+
+def _network(network: Mapping[str, Any]) -> Iterator[str]:
+    yield f"hidden {network['hidden_size']:,}"
+    yield f"vocabulary {network['vocab_size']:,}"
+    yield f"context {network['max_positions']:,}"
+    yield f"eps {network['norm_eps']:g}"
+    for name in ("embedding_scale", "logit_scale"):
+        if network[name] != 1.0:
+            yield f"{name.replace('_', ' ')} {network[name]:g}"
+    if network["logit_softcap"] is not None:
+        yield f"logit softcap {network['logit_softcap']:g}"
+    yield "tied embeddings" if network["tied_embeddings"] else "a head of its own"
+
+
+def _stored(weights: StoredWeights) -> str:
+    tensors = f"{weights.num_tensors} tensor{'' if weights.num_tensors == 1 else 's'}"
+    return f"{tensors}, {weights.num_values / 1e6:,.1f} M values, {weights.num_bytes / 1e6:,.1f} MB"
+
+
+def _group(group: LayerGroup) -> tuple[str, str]:
+    word = "layer" if len(group.layers) == 1 else "layers"
+    return f"{word} {ranges(group.layers)}", ", ".join(_layer(group.values, is_common=False))
+
+
+def _layer(values: Mapping[str, Any], *, is_common: bool) -> Iterator[str]:
+    """What is absent is said only where other layers have it."""
+    for name, value in values.items():
+        plain = name.removeprefix("has_").replace("_", " ")
+        if name == "rope" and value is not None:
+            yield _rope(value)
+        elif value is None or value is False:
+            if not is_common:
+                yield f"no {plain}"
+        else:
+            yield plain if value is True else _WORDS.get(name, plain + " {}").format(value)
+
+
+def _rope(rope: Mapping[str, Any]) -> str:
+    text = f"rope of {rope['dim']} at {rope['theta']:,.10g}"
+    if "frequency_factors" in rope:
+        low, high = rope["frequency_factors"]
+        text += f" slowed {low:g}×" if low == high else f" slowed {low:.4g} to {high:.4g}×"
+    if "attention_factor" in rope:
+        text += f" times {rope['attention_factor']:.4g}"
+    return text + (f", another beyond {rope['other_beyond']:,} tokens" if "other_beyond" in rope else "")
+
+
+def _cache(found: Explanation) -> Iterator[str]:
+    for size in found.cache:
+        whole, beyond = size.bytes_per_1000_tokens, size.bytes_per_1000_tokens_beyond_windows
+        beyond_text = "" if whole == beyond else f" ({beyond / 1e6:,.1f} beyond the windows)"
+        yield f"{size.kv_type} {whole / 1e6:,.1f} MB{beyond_text}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """0–4, 6–10, 12"""
+    runs = [
+        [number for _, number in run]
+        for _, run in groupby(enumerate(numbers), key=lambda indexed: indexed[1] - indexed[0])
+    ]
+    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

@@ -1,0 +1,63 @@
+"""The tensors that an architecture needs, and whether a model's files have them. Loads no torch."""
+
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
+
+from infer.architecture import Architecture
+from infer.errors import ModelError
+
+_MAX_LISTED = 20
+
+
+@runtime_checkable
+class Shaped(Protocol):
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def expected_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """Every tensor that the architecture needs, by canonical name."""
+    hidden, vocab = architecture.hidden_size, architecture.vocab_size
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    if not architecture.tied_embeddings:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    for index, layer in enumerate(architecture.layers):
+        at = f"model.layers.{index}."
+        wide, narrow = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+        shapes |= {
+            at + "self_attn.q_proj.weight": (wide, hidden),
+            at + "self_attn.k_proj.weight": (narrow, hidden),
+            at + "self_attn.v_proj.weight": (narrow, hidden),
+            at + "self_attn.o_proj.weight": (hidden, wide),
+            at + "mlp.gate_proj.weight": (layer.intermediate_size, hidden),
+            at + "mlp.up_proj.weight": (layer.intermediate_size, hidden),
+            at + "mlp.down_proj.weight": (hidden, layer.intermediate_size),
+        }
+        if layer.has_qkv_bias:
+            shapes |= {at + f"self_attn.{which}_proj.bias": (wide if which == "q" else narrow,) for which in "qkv"}
+        if layer.has_output_bias:
+            shapes[at + "self_attn.o_proj.bias"] = (hidden,)
+        if layer.has_mlp_bias:
+            shapes |= {at + f"mlp.{which}_proj.bias": (layer.intermediate_size,) for which in ("gate", "up")}
+            shapes[at + "mlp.down_proj.bias"] = (hidden,)
+        if layer.qk_norm:
+            sizes = (wide, narrow) if layer.qk_norm == "all" else (layer.head_dim, layer.head_dim)
+            shapes |= {at + f"self_attn.{which}_norm.weight": (size,) for which, size in zip("qk", sizes, strict=True)}
+        if layer.has_pre_norms:
+            shapes |= {at + f"{which}_norm.weight": (hidden,) for which in ("attention", "mlp")}
+        if layer.has_post_norms:
+            shapes |= {at + f"post_{which}_norm.weight": (hidden,) for which in ("attention", "mlp")}
+    return shapes
+
+
+def check_tensors(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, Shaped]) -> None:
+    """Raises ModelError that lists every missing, extra and misshapen tensor, twenty at most."""
+    allowed_extra = {"lm_head.weight"}  # some files store a tied head a second time
+    problems = [f"missing {name} {expected[name]}" for name in expected if name not in found]
+    problems += [f"unexpected {name}" for name in found if name not in expected and name not in allowed_extra]
+    for name, shape in expected.items():
+        if name in found and tuple(found[name].shape) != shape:
+            problems.append(f"{name} has shape {tuple(found[name].shape)}, the config asks for {shape}")
+    if problems:
+        more = f"; and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
+        raise ModelError(f"config and tensors disagree: {'; '.join(problems[:_MAX_LISTED])}{more}")

@@ -1,0 +1,172 @@
+"""Claims about `infer explain`: what it says of a model is what the loaded model has, and it loads no torch for it."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gguf_files import write_model
+from infer.architecture import Layer, Rope
+from infer.checkpoint import open_checkpoint
+from infer.checkpoint.stored import LazyWeights
+from infer.cli import main
+from infer.cli.explain import ranges
+from infer.explain import _kv_types, explain, group_layers
+from infer.loading import load_tokenizer
+from infer.memory import rope_bytes, weight_bytes
+from infer.model.families import make_architecture
+from infer.model.load import load_transformer
+from infer.model.transformer import Transformer
+from infer.weights import Projection
+from tiny import TINY, Tiny, make_tiny
+
+LAYER = Layer(4, 2, 16, 64, Rope(10_000.0, 16), 0.25)
+TOKENIZER: dict[str, Any] = {
+    "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []},
+    "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+        {"type": "Digits", "individual_digits": True},
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    ]},
+    "added_tokens": [
+        {"id": 2 + i, "content": text, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+         "special": True} for i, text in enumerate(("<s>", "</s>", "<|im_end|>"))
+    ],
+}  # fmt: skip
+
+
+def make_folder(tiny: Tiny, folder: Path) -> Path:
+    make_tiny(tiny, folder)
+    (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": "{{ messages }}"}))
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.5, "eos_token_id": [3, 4]}))
+    return folder
+
+
+def held_bytes(model: Transformer) -> int:
+    """What the matrices, norms and biases of a loaded model really take, each once."""
+    found: dict[int, int] = {}
+
+    def add(tensor: torch.Tensor) -> None:
+        found[tensor.data_ptr()] = tensor.nbytes
+
+    projections = [model.embedding, model.head, *(each for block in model.blocks for each in vars(block).values())]
+    norms = [model.norm, *(each for block in model.blocks for each in vars(block).values())]
+    norms += [norm for block in model.blocks for norm in (block.heads.q_norm, block.heads.k_norm)]
+    for projection in projections:
+        if isinstance(projection, Projection):
+            for part in projection.parts:
+                add(part.data)  # type: ignore[attr-defined]
+            if projection.bias is not None:
+                add(projection.bias)
+    for norm in norms:
+        if norm is not None and hasattr(norm, "eps"):
+            add(norm.weight)
+    return sum(found.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "keep_floats_as"),
+    [
+        ("llama_odd_sizes", "auto"),
+        ("llama_odd_sizes", "q8"),
+        ("gemma3", "q4"),
+        ("olmo2_biases", "bf16"),
+        ("phi3", "auto"),
+    ],
+)
+def test_weights_take_what_was_said(name: str, keep_floats_as: Any, tmp_path: Path) -> None:
+    tiny = next(tiny for tiny in TINY if tiny.name == name)
+    make_tiny(tiny, tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    architecture, weights = make_architecture(checkpoint.config), LazyWeights(checkpoint.tensors)
+    model = load_transformer(architecture, weights, device=torch.device("cpu"), keep_floats_as=keep_floats_as)
+    assert weight_bytes(architecture, checkpoint.tensors, "auto", keep_floats_as) == held_bytes(model)
+    tables = {block.heads.rope.cos.data_ptr(): block.heads.rope for block in model.blocks if block.heads.rope}
+    held = sum(rope.cos.nbytes + rope.sin.nbytes for rope in tables.values())
+    assert rope_bytes(architecture, model.max_seq_len) == held
+
+
+@pytest.mark.parametrize("dtype", ["auto", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_quantised_weights_take_what_was_said(dtype: str) -> None:
+    checkpoint = open_checkpoint("smollm2")
+    architecture = make_architecture(checkpoint.config)
+    chosen = None if dtype == "auto" else getattr(torch, dtype)
+    model = load_transformer(architecture, LazyWeights(checkpoint.tensors), device=torch.device("cpu"), dtype=chosen)
+    assert weight_bytes(architecture, checkpoint.tensors, dtype) == held_bytes(model)
+
+
+@pytest.mark.parametrize("name", ["smollm2", pytest.param("gemma3-270m", marks=pytest.mark.slow)])
+def test_a_summary_of_a_gguf_tokenizer_is_the_tokenizers(name: str) -> None:
+    tokenizer, summary = load_tokenizer(name), explain(name).tokenizer
+    assert summary.ends == {i: tokenizer.backend.id_to_token(i) for i in tokenizer.eos_token_ids}
+    assert summary.num_special_tokens == len(tokenizer.special_token_ids)
+    assert summary.vocab_size == tokenizer.vocab_size
+    assert summary.adds_bos == tokenizer.adds_bos
+    assert summary.bos == tokenizer.backend.id_to_token(tokenizer.bos_token_id or 0)
+    assert summary.templates == tokenizer.chat_template_names
+
+
+def test_a_folder_is_explained_without_torch(tmp_path: Path) -> None:
+    folder = make_folder(next(tiny for tiny in TINY if tiny.name == "gemma3"), tmp_path)
+    code = "import sys; from infer.cli import main; status = main(); print('torch' in sys.modules); sys.exit(status)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "explain", str(folder), "--json"], capture_output=True, text=True, check=True
+    )
+    text, _, has_torch = done.stdout.strip().rpartition("\n")
+    assert has_torch == "False"
+    found = json.loads(text)
+    assert found == json.loads(json.dumps(explain(folder).to_json()))
+    assert [group["layers"] for group in found["layer_groups"]] == [[0, 1, 2, 3, 4, 6], [5]]
+    assert [group["values"]["window"] for group in found["layer_groups"]] == [8, None]
+    assert found["common"]["head_dim"] == 32
+    assert found["tokenizer"]["ends"] == {"3": "</s>", "4": "<|im_end|>"}
+    assert found["tokenizer"]["pre_tokenizer"] == "Digits, ByteLevel"
+    assert found["tokenizer"]["templates"] == ["default"]
+    assert found["sampling_defaults"] == {"temperature": 0.5}
+    assert found["file_bytes"] == (folder / "model.safetensors").stat().st_size
+    sizes = {size["kv_type"]: size for size in found["cache"]}
+    assert sizes["f32"]["bytes_per_1000_tokens"] == 1000 * 7 * 2 * 2 * 32 * 4
+    assert sizes["f16"]["bytes_per_1000_tokens_beyond_windows"] == 1000 * 2 * 2 * 32 * 2
+
+
+def test_lines_name_each_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_folder(next(tiny for tiny in TINY if tiny.name == "gemma3"), tmp_path)
+    assert main(["explain", str(folder)]) == 0
+    lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    assert lines["layers 0–4, 6"].strip() == "rope of 32 at 10,000, window 8"
+    assert lines["layer 5"].strip() == "rope of 32 at 1,000,000, no window"
+    assert lines["every layer"].strip().startswith("heads 4, kv heads 2, head size 32, mlp 96, ")
+    assert lines["sampling"].strip() == "temperature 0.5"
+
+
+def test_layers_are_grouped_by_what_differs() -> None:
+    other = replace(LAYER, rope=None, window=8)
+    common, groups = group_layers([LAYER, other, LAYER, replace(other, has_qkv_bias=True)])
+    assert common["head_dim"] == 16
+    assert common.keys().isdisjoint({"rope", "window", "has_qkv_bias"})
+    assert [group.layers for group in groups] == [(0, 2), (1,), (3,)]
+    assert groups[0].values == {"rope": {"theta": 10_000.0, "dim": 16}, "window": None, "has_qkv_bias": False}
+    assert group_layers([LAYER, LAYER])[1][0].values == {}
+
+
+@pytest.mark.parametrize(("head_dim", "is_listed"), [(32, True), (48, False)])
+def test_only_types_that_a_cache_can_have_are_listed(head_dim: int, is_listed: bool) -> None:
+    layers = [LAYER, replace(LAYER, head_dim=head_dim)] if is_listed else [replace(LAYER, head_dim=head_dim)]
+    found = list(_kv_types([replace(layer, head_dim=max(32, layer.head_dim)) for layer in layers]))
+    assert ("q8" in found) is is_listed
+    assert {"f32", "f16", "bf16"} <= set(found)
+
+
+def test_ranges_join_neighbours() -> None:
+    assert ranges([0, 1, 2, 4, 6, 7]) == "0–2, 4, 6–7"
+
+
+def test_what_does_not_load_is_not_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_model(tmp_path / "m.gguf", tensors={"token_embd.weight": torch.zeros(40, 64).numpy()})
+    assert main(["explain", str(path)]) == 3
+    assert "config and tensors disagree: missing model.norm.weight" in capsys.readouterr().err

@@ -99,9 +99,7 @@ def largest_context(
     return low
 
 
-def loaded_types(
-    architecture: Architecture, tensors: Mapping[str, TensorInfo], load: LoadSettings
-) -> dict[str, str]:
+def loaded_types(architecture: Architecture, tensors: Mapping[str, TensorInfo], load: LoadSettings) -> dict[str, str]:
     """The type of each matrix once it is loaded, by name: `model.load` quantises and converts by the same rules."""
     shapes = expected_shapes(architecture)
     return {name: _loaded_type(name, tensors[name], load) for name, shape in shapes.items() if len(shape) > 1}

@@ -41,9 +41,7 @@ def step_buffers(
     return step.buffers
 
 
-def _add_layer(
-    step: "_Step", layer: Layer, hidden: int, num_tokens: int, types: Mapping[str, str], at: str
-) -> None:
+def _add_layer(step: "_Step", layer: Layer, hidden: int, num_tokens: int, types: Mapping[str, str], at: str) -> None:
     wide, narrow, inner = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim, layer.intermediate_size
     qkv = [types[f"{at}self_attn.{which}_proj.weight"] for which in "qkv"]
     step.floats("projected", STEP_TOKENS, wide + 2 * narrow)

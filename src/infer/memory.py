@@ -12,6 +12,7 @@ from infer.block_types import BLOCK_TYPES
 from infer.cache.groups import make_groups
 from infer.cache.settings import CacheSettings
 from infer.checkpoint.mapped import TensorInfo
+from infer.errors import ModelError
 from infer.kv_types import BLOCK_POSITIONS, key_block_bytes, value_block_bytes
 from infer.model.shapes import expected_shapes
 from infer.workspace import STEP_TOKENS, workspace_bytes
@@ -79,6 +80,36 @@ def estimate(
     )
 
 
+def check_fits(
+    name: str,
+    architecture: Architecture,
+    tensors: Mapping[str, TensorInfo],
+    load: LoadSettings,
+    cache: CacheSettings,
+    *,
+    num_tokens: int,
+    available: int | None,
+) -> None:
+    """Raises ModelError, with the largest context that would fit, where loading would take more than is available.
+
+    `available` None is not known, and nothing is refused.
+    """
+    needed = estimate(architecture, tensors, load, cache, num_tokens=num_tokens)
+    if available is None or needed.model <= available:
+        return
+    most = largest_context(architecture, tensors, load, cache, available=available, most=num_tokens)
+    instead = f"max_seq_len={most} fits" if most > 1 else "take a smaller quantisation of it (or weights='q4')"
+    raise ModelError(
+        f"{name} needs {_megabytes(needed.model)} MB here ({_megabytes(needed.weights)} of weights, "
+        f"{_megabytes(needed.cache)} of cache for {num_tokens:,} tokens, {_megabytes(needed.workspace)} of workspace), "
+        f"and {_megabytes(available)} MB are available: {instead}"
+    )
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.0f}"
+
+
 def largest_context(
     architecture: Architecture,
     tensors: Mapping[str, TensorInfo],
@@ -87,12 +118,13 @@ def largest_context(
     *,
     available: int,
     most: int,
+    num_rows: int = 1,
 ) -> int:
-    """The most tokens, up to `most`, with which a model of one row takes no more than `available`; 0 if none do."""
+    """The most tokens, up to `most`, with which a model takes no more than `available`; 0 if none do."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
-        if estimate(architecture, tensors, load, cache, num_tokens=middle).model <= available:
+        if estimate(architecture, tensors, load, cache, num_tokens=middle, num_rows=num_rows).model <= available:
             low = middle
         else:
             high = middle - 1

@@ -1,5 +1,9 @@
 """Claims about memory: what is estimated from headers is what a loaded model takes."""
 
+import json
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +17,13 @@ from infer.cache.settings import CacheSettings
 from infer.capture.cpu import CapturedForward
 from infer.checkpoint import Checkpoint, open_checkpoint
 from infer.checkpoint.stored import LazyWeights
+from infer.cli import main
 from infer.context import MAX_LINES, PREFILL_CHUNK, make_cache
+from infer.errors import ModelError
 from infer.kernels.cpu.isa import instruction_set
 from infer.kernels.cpu.records import MAX_THREADS
 from infer.kernels.cpu.threads import set_num_threads, team
+from infer.loading import load_model
 from infer.memory import LoadSettings, cache_bytes, estimate, largest_context, loaded_types, rope_bytes, weight_bytes
 from infer.model.families import make_architecture
 from infer.model.load import load_transformer
@@ -81,8 +88,9 @@ def test_quantised_weights_take_what_was_said(dtype: str) -> None:
     assert weight_bytes(architecture, types) == held_bytes(model)
 
 
-@pytest.mark.parametrize(("name", "weights"), CASES)
-@pytest.mark.parametrize("capacity", [200, 1000])
+@pytest.mark.parametrize(
+    ("name", "weights", "capacity"), [*((*case, 200) for case in CASES), ("llama_odd_sizes", "auto", 1000)]
+)
 def test_a_recorded_step_takes_what_was_said(name: str, weights: str, capacity: int, tmp_path: Path) -> None:
     set_num_threads(3)
     checkpoint, model = load_tiny(name, weights, tmp_path)
@@ -155,3 +163,80 @@ def test_windows_bound_what_their_layers_take() -> None:
     assert short == long
     whole = [cache_bytes([*windowed, LAYER], settings, "f16", count, 1) for count in (2048, 100_352)]
     assert whole[1] - whole[0] == cache_bytes([LAYER], settings, "f16", 98_304, 1)
+
+
+def test_what_does_not_fit_is_refused_with_the_context_that_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = open_checkpoint("smollm2")
+    architecture = make_architecture(checkpoint.config)
+    threads = LoadSettings(num_threads=team().num_threads)
+    needed = estimate(architecture, checkpoint.tensors, threads, CacheSettings(), num_tokens=1000).model
+    monkeypatch.setattr("infer.loading.available_memory_bytes", lambda: needed)
+    with monkeypatch.context() as within:
+        within.setattr("infer.loading.load_transformer", None)  # is not called
+        with pytest.raises(
+            ModelError, match=r"Q4_1.gguf needs 5\d\d MB here \(99 of .* for 8,192 tokens, .* of w"
+        ) as error:
+            load_model("smollm2")
+    most = int(re.findall(r"max_seq_len=(\d+) fits", str(error.value))[0])
+    assert 1000 <= most < 1100
+    assert load_model("smollm2", max_seq_len=most)[0].max_seq_len == most
+    with pytest.raises(ModelError, match=f"max_seq_len={most} fits"):
+        load_model("smollm2", max_seq_len=most + 64)
+    monkeypatch.setattr("infer.loading.available_memory_bytes", lambda: 10**6)
+    with pytest.raises(ModelError, match="and 1 MB are available: take a smaller quantisation"):
+        load_model("smollm2")
+    monkeypatch.setattr("infer.loading.available_memory_bytes", lambda: None)
+    assert load_model("smollm2", max_seq_len=64)[0].max_seq_len == 64
+
+
+def run_estimate(*arguments: str) -> dict[str, Any]:
+    code = "import sys; from infer.cli import main; status = main(); print('torch' in sys.modules); sys.exit(status)"
+    command = [sys.executable, "-c", code, "estimate", *arguments, "--json"]
+    report, has_torch = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert has_torch == "False"
+    found: dict[str, Any] = json.loads(report)
+    return found
+
+
+def test_the_command_counts_what_its_options_say() -> None:
+    found = run_estimate(
+        *("smollm2", "--max-seq-len", "4096", "--batch", "3", "--kv-type", "q8", "--threads", "2"),
+        *("--eviction-policy", "sliding", "--eviction-window", "500", "--precision", "fast"),
+    )
+    checkpoint = open_checkpoint("smollm2")
+    cache = CacheSettings(kv_type="q8", eviction_policy="sliding", eviction_window=500)
+    load = LoadSettings(precision="fast", num_threads=2)
+    architecture = make_architecture(checkpoint.config)
+    expected = estimate(architecture, checkpoint.tensors, load, cache, num_tokens=4096, num_rows=3)
+    names = ("weights", "cache", "workspace", "process", "total")
+    keys = ("weight_bytes", "cache_bytes", "workspace_bytes", "process_bytes", "total_bytes")
+    assert [found[key] for key in keys] == [getattr(expected, name) for name in names]
+    assert found["fits"] is True
+    assert found["largest_context"] == 8192
+
+
+def test_the_command_says_whether_it_fits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("infer.cli.estimate.available_memory_bytes", lambda: 500_000_000)
+    assert main(["estimate", "--max-seq-len", "8192"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    most = int(re.findall(r"it does not fit; up to ([\d,]+) tokens would", last)[0].replace(",", ""))
+    assert main(["estimate", "--max-seq-len", str(most)]) == 0
+    assert "it fits" in capsys.readouterr().out
+    monkeypatch.setattr("infer.cli.estimate.available_memory_bytes", lambda: 100_000_000)
+    assert main(["estimate"]) == 0
+    assert "it does not fit; no context would: take a smaller quantisation" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--max-seq-len", "8193"], "max_seq_len must be at most the model's own 8192, got 8193"),
+        (["--dtype", "float32", "--weights", "q8"], "dtype and weights contradict each other"),
+        (["--eviction-policy", "sliding", "--eviction-window", "4"], "eviction_window must be larger than"),
+    ],
+)
+def test_what_would_not_load_is_not_estimated(
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["estimate", *arguments]) == 2
+    assert reason in capsys.readouterr().err

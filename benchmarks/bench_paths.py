@@ -140,15 +140,15 @@ def callback_seconds(rounds: int = 7) -> float:
 
 
 def loop_callback_seconds(llm: LLM, rounds: int) -> float:
-    """The same end to end: whole answers with a callback and without, in turns. Noise included."""
+    """The same end to end: what whole answers with a callback and without take beside their steps, in turns."""
     params = SamplingParams(**GREEDY, max_new_tokens=64, ignore_eos=True)
     said: list[str] = []
 
     def run(callback: Any) -> float:
         result_of = llm.stream("Once upon a time", params)
         started = time.perf_counter()
-        result_of.run(callback)
-        return (time.perf_counter() - started) / 64
+        timing = result_of.run(callback).timing
+        return (time.perf_counter() - started - timing.ttft_s - sum(timing.decode_times_s)) / 64
 
     return median(run(lambda token_id, text: said.append(text)) - run(None) for _ in range(rounds))
 
@@ -206,7 +206,7 @@ def main() -> None:
     print(table(found), "\n")
     for name, value in goals(found).items():
         print(f"{name:34} {value:.2f} ×")
-    print(f"{'callback':34} {1e6 * callback:.2f} µs a token ({1e6 * in_loop:.0f} µs end to end, noise included)")
+    print(f"{'callback':34} {1e6 * callback:.2f} µs a token ({1e6 * in_loop:.0f} µs end to end)")
     if not arguments.no_report:
         now = datetime.now(UTC)
         report = {

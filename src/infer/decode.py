@@ -30,7 +30,8 @@ from infer.sampling.history import History
 from infer.sampling.rows import Rows, uses_history
 from infer.tokenizer import Tokenizer
 
-CHAIN = 8  # tokens per return to Python
+CHAIN = 8  # tokens per return to Python, while it is not known how long they take
+LONGEST_CHAIN, CHAIN_SECONDS, SMOOTHING = 64, 0.1, 0.3
 
 OnToken = Callable[[int, str], bool | None]
 OnPrefill = Callable[[int, int], None]
@@ -41,13 +42,15 @@ class Batch:
     """The generations that share a context. Rows that finish leave; new ones may take their places at any time."""
 
     def __init__(
-        self, context: Context, device: torch.device, *, prefill_chunk: int = PREFILL_CHUNK, chain: int = CHAIN
+        self, context: Context, device: torch.device, *, prefill_chunk: int = PREFILL_CHUNK, chain: int | None = None
     ) -> None:
+        """`chain` None: as many tokens as fit a tenth of a second, in which tokens come and a cancel is seen."""
         self._context, self._device = context, device
         self._prefill_chunk, self._chain = prefill_chunk, chain
         self.active: list[Running] = []
         self._rows: Rows | None = None  # of the active ones, packed when they change
         self._history: History | None = None
+        self._seconds_per_token = 0.0  # of steps of one token a row; 0: not known
         self._filler = MaskFiller(fills_at_once=ops.computes_on_host(device))
 
     def add(self, running: Running) -> None:
@@ -79,6 +82,7 @@ class Batch:
             if masks is not None:
                 masks.wait()
         seconds = self._now() - started
+        self._learn(parts, len(chains[0]) if chains else 1, seconds)
         for index, running in enumerate(self.active):
             if chains:
                 yield from self._settle_chain(running, chains[index], seconds)
@@ -147,12 +151,25 @@ class Batch:
         if any(part.num_drafts for part in parts) or not all(running.can_chain for running in self.active):
             return []
         count = min(running.generation.room for running in self.active)
-        count = min([count, self._chain, *(running.chain_limit for running in self.active)])
+        count = min([count, self._longest_chain(), *(running.chain_limit for running in self.active)])
         if count < 2:
             return []
         tokens = [(part.row, part.token_ids[0]) for part in parts]
         stop_ids = frozenset().union(*(running.generation.stop_ids for running in self.active))
         return self._context.chain(tokens, count, self._packed(), self._history, stop_ids, masks)
+
+    def _longest_chain(self) -> int:
+        if self._chain is not None:
+            return self._chain
+        if self._seconds_per_token == 0:
+            return CHAIN
+        return min(LONGEST_CHAIN, int(CHAIN_SECONDS / self._seconds_per_token))
+
+    def _learn(self, parts: Sequence[Part], count: int, seconds: float) -> None:
+        if all(len(part.token_ids) == 1 for part in parts):
+            before, now = self._seconds_per_token, seconds / count
+            is_less = before == 0 or now < before  # the first ones also build the table
+            self._seconds_per_token = now if is_less else before + SMOOTHING * (now - before)
 
     def _accept(self, running: Running, token_ids: Sequence[int]) -> Iterator[tuple[Running, Piece]]:
         for token_id in token_ids:
@@ -212,7 +229,7 @@ def run_all(
     on_progress: Callable[[int, int], None],
     *,
     prefill_chunk: int = PREFILL_CHUNK,
-    chain: int = CHAIN,
+    chain: int | None = None,
     capture: bool = True,
 ) -> list[GenerationResult]:
     """All of them, up to num_rows at a time: who finishes leaves its row to the next. In their order."""
@@ -316,7 +333,7 @@ def generate(
     on_token: OnToken | None = None,
     cancel: threading.Event | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
-    chain: int = CHAIN,
+    chain: int | None = None,
     capture: bool = True,
     constraint: Constraint | None = None,
     num_draft_tokens: int = 0,

@@ -235,7 +235,9 @@ def test_a_turn_that_fails_midway_leaves_the_session_as_it_was(llm: LLM) -> None
     before = session.token_ids, session.messages
     nothing = SamplingParams(temperature=0, allowed_token_ids=[65], logit_bias={65: -float("inf")})
     for call in (lambda: session.send("fail", nothing), lambda: session.generate(nothing)):
-        assert call().finish_reason == "error"
+        failed, again = call(), call()
+        assert failed.finish_reason == again.finish_reason == "error"
+        assert failed.reused_tokens == again.reused_tokens, "what failed is not there to be reused"
         assert (session.token_ids, session.messages) == before
     result = session.send("go on", GREEDY)
     check_fresh(llm, session.token_ids[: -len(result.token_ids)], GREEDY, result)

@@ -1,0 +1,64 @@
+"""How many tokens run without a return to Python: what fits a tenth of a second, fewer where they may be in vain."""
+
+from dataclasses import replace
+
+import pytest
+
+from infer.decode import CHAIN, LONGEST_CHAIN, Batch, Stream
+from infer.params import SamplingParams
+from infer.results import GenerationResult
+from path_cases import Case, Outcome, Way, World, by_definition, make_context, make_running, make_world
+
+CASE = Case("long", tuple(b"abc abc"), SamplingParams(temperature=0, max_new_tokens=140, ignore_eos=True))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_world("llama", tmp_path_factory.mktemp("llama"))
+
+
+def run(world: World, case: Case, way: Way, chain: int | None = None) -> GenerationResult:
+    batch = Batch(make_context(world, way), world.model.device, chain=chain)
+    return Stream(make_running(world, case, way), batch).run()
+
+
+@pytest.mark.parametrize(("seconds", "longest"), [(1e9, LONGEST_CHAIN), (0.0, 1)], ids=["fast", "slow"])
+def test_a_chain_lasts_a_tenth_of_a_second(
+    world: World, seconds: float, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infer.decode.CHAIN_SECONDS", seconds)
+    result = run(world, CASE, Way())
+    assert Outcome.of(result) == by_definition(world, CASE)
+    rest = 140 - 1 - CHAIN
+    if longest == 1:
+        assert (result.stats.chains, result.stats.single_steps) == (1, 1 + rest)
+    else:
+        assert (result.stats.chains, result.stats.single_steps) == (1 + -(-rest // longest), 1)
+
+
+def test_a_chain_is_short_where_a_stop_or_a_draft_may_end_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.decode.CHAIN_SECONDS", 1e9)
+    stopped = replace(CASE, params=replace(CASE.params, stop=["never said"]))
+    for case, way in ((stopped, Way()), (CASE, Way("ngram"))):
+        result = run(world, case, way)
+        assert Outcome.of(result) == by_definition(world, case)
+        assert result.stats.chain_tokens <= 8 * result.stats.chains
+
+
+def test_a_chain_that_was_asked_for_is_what_runs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.decode.CHAIN_SECONDS", 0.0)
+    assert run(world, CASE, Way(), chain=20).stats.chains == 7
+
+
+def test_a_chain_is_as_long_as_the_last_ones_were_fast(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def seconds(batch: Batch) -> float:
+        nonlocal now
+        now += 0.02
+        return now
+
+    monkeypatch.setattr(Batch, "_now", seconds)
+    result = run(world, CASE, Way())  # a step of 20 ms, chains of 20 ms: 2.5 ms a token, then less and less
+    assert Outcome.of(result) == by_definition(world, CASE)
+    assert result.stats.chains == 4

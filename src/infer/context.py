@@ -17,7 +17,8 @@ from torch import Tensor
 from infer import ops
 from infer.batch import Masks, Part, Step
 from infer.cache.base import KVCache
-from infer.cache.dense import DenseCache
+from infer.cache.paged import PagedCache
+from infer.cache.settings import CacheSettings
 from infer.capture.cpu import CapturedForward
 from infer.errors import InvalidRequestError
 from infer.long_rows import LongRows
@@ -147,8 +148,16 @@ def _remember(history: History | None, rows: Rows, indices: Sequence[int], token
 class CachedContext(Context):
     """Runs each token once; keys and values stay in a cache. Captured, a step is a walk over a table."""
 
-    def __init__(self, model: Transformer, capacity: int, *, num_rows: int = 1, capture: bool = True) -> None:
-        self._model, self._cache = model, make_cache(model, capacity, num_rows)
+    def __init__(
+        self,
+        model: Transformer,
+        capacity: int,
+        *,
+        num_rows: int = 1,
+        capture: bool = True,
+        settings: CacheSettings | None = None,
+    ) -> None:
+        self._model, self._cache = model, make_cache(model, capacity, num_rows, settings=settings)
         self._captures = capture and ops.can_capture(model.device)
         self._captured = self._capture(model)
         self._long: LongRows | None = None
@@ -216,7 +225,7 @@ class CachedContext(Context):
     def truncate(self, row: int, length: int) -> None:
         self._cache.truncate(row, length)
         if self._long is not None:
-            self._long.cut(row, length)
+            self._long.cut(row, self._cache.lengths[row])
 
     def restore(self, row: int, token_ids: Sequence[int]) -> None:
         """To be told which tokens a row holds that was copied or imported into the cache."""
@@ -279,6 +288,7 @@ class CachedContext(Context):
         """Where the time of a step goes: each command's label and cycles. The sequence stays as it is."""
         if self._captured is None:
             raise InvalidRequestError("a profile needs steps that are recorded: they are on a CPU, with capture on")
+        self._cache.reserve(0, len(token_ids))
         return self._captured.profile(Step.of(token_ids, self._cache.lengths[0]))
 
     def clear(self) -> None:
@@ -300,6 +310,7 @@ class CachedContext(Context):
         self._cache.truncate(row, 0)
         for start in range(0, len(token_ids), PREFILL_CHUNK):
             chunk = token_ids[start : start + PREFILL_CHUNK]
+            self._cache.reserve(row, len(chunk))
             self._run(Step.of(chunk, start, row=row), is_long=is_long)
             self._cache.commit([len(chunk) if index == row else 0 for index in range(len(self.lengths))])
 
@@ -309,10 +320,12 @@ class CachedContext(Context):
             length = self.lengths[part.row] + len(part.token_ids) * repeats
             if length > self._cache.capacity:
                 raise InvalidRequestError(f"a row holds {self._cache.capacity} tokens, got {length}")
-        if self._long is not None:
-            for part in parts:
+        for part in parts:
+            num_tokens = len(part.token_ids) * repeats
+            if self._long is not None:
                 self._long.bring(part.row, part.token_ids)
-                self._long.reach(part.row, self.lengths[part.row] + len(part.token_ids) * repeats)
+                self._long.reach(part.row, self.lengths[part.row] + num_tokens)
+            self._cache.reserve(part.row, num_tokens)
         return Step.of_parts(parts, [self.lengths[part.row] for part in parts])
 
 
@@ -320,8 +333,8 @@ class CachedContext(Context):
 class RecomputedContext(Context):
     """Runs the whole row again for every step: slow, and the oracle for every cache. One row."""
 
-    def __init__(self, model: Transformer) -> None:
-        self._model, self._token_ids = model, list[int]()
+    def __init__(self, model: Transformer, settings: CacheSettings | None = None) -> None:
+        self._model, self._settings, self._token_ids = model, settings, list[int]()
         self._provisional: Sequence[int] = ()
 
     @property
@@ -332,7 +345,8 @@ class RecomputedContext(Context):
         (part,) = parts
         self._provisional = part.token_ids
         token_ids = [*self._token_ids, *part.token_ids]
-        cache = make_cache(self._model, len(token_ids))
+        cache = make_cache(self._model, len(token_ids), step_tokens=len(token_ids), settings=self._settings)
+        cache.reserve(0, len(token_ids))
         step = Step.of(token_ids, wanted=range(len(token_ids) - part.num_lines, len(token_ids)))
         return self._model.for_length(len(token_ids)).forward(step.to(self._model.device), cache)
 
@@ -347,6 +361,16 @@ class RecomputedContext(Context):
         del self._token_ids[length:]
 
 
-def make_cache(model: Transformer, capacity: int, num_rows: int = 1) -> DenseCache:
-    """A dense cache of the kv type that the model asks for."""
-    return DenseCache(model.architecture.layers, num_rows, capacity, model.kv_type, model.device)
+def make_cache(
+    model: Transformer,
+    capacity: int,
+    num_rows: int = 1,
+    *,
+    settings: CacheSettings | None = None,
+    step_tokens: int = PREFILL_CHUNK,
+) -> PagedCache:
+    """A cache whose rows get up to `step_tokens` in one step."""
+    settings = settings or CacheSettings()
+    kv_type = model.kv_type if settings.kv_type == "auto" else settings.kv_type
+    layers, device = model.architecture.layers, model.device
+    return PagedCache(layers, num_rows, capacity, kv_type, device, step_tokens=step_tokens, settings=settings)

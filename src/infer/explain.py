@@ -10,7 +10,7 @@ from typing import Any
 from infer.architecture import Architecture, Layer, Rope
 from infer.checkpoint import Checkpoint, open_checkpoint
 from infer.checkpoint.defaults import sampling_defaults
-from infer.kv_types import KV_TYPES
+from infer.kv_types import KV_TYPES, QUANTIZED, VALUES_PER_SCALE
 from infer.memory import cache_bytes_per_token, weight_bytes, weights_by_type
 from infer.model.families import make_architecture
 from infer.model.shapes import check_tensors, expected_shapes
@@ -95,7 +95,7 @@ def explain(model: str | Path) -> Explanation:
         sampling_defaults=sampling_defaults(checkpoint.generation_config),
         weights=weights,
         weight_bytes=weight_bytes(architecture, checkpoint.tensors),
-        cache=tuple(_cache_size(architecture.layers, kv_type) for kv_type in KV_TYPES),
+        cache=tuple(_cache_size(architecture.layers, kv_type) for kv_type in _kv_types(architecture.layers)),
     )
 
 
@@ -126,6 +126,13 @@ def _rope(rope: Rope) -> dict[str, Any]:
     if rope.long is not None:
         found["other_beyond"] = rope.long.beyond
     return found
+
+
+def _kv_types(layers: Sequence[Layer]) -> Iterator[str]:
+    """Those that the network's heads can be stored in."""
+    for kv_type in KV_TYPES:
+        if kv_type not in QUANTIZED or all(layer.head_dim % VALUES_PER_SCALE == 0 for layer in layers):
+            yield kv_type
 
 
 def _cache_size(layers: Sequence[Layer], kv_type: str) -> CacheSize:

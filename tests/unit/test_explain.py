@@ -16,7 +16,7 @@ from infer.checkpoint import open_checkpoint
 from infer.checkpoint.stored import LazyWeights
 from infer.cli import main
 from infer.cli.explain import ranges
-from infer.explain import explain, group_layers
+from infer.explain import _kv_types, explain, group_layers
 from infer.loading import load_tokenizer
 from infer.memory import rope_bytes, weight_bytes
 from infer.model.families import make_architecture
@@ -152,6 +152,14 @@ def test_layers_are_grouped_by_what_differs() -> None:
     assert [group.layers for group in groups] == [(0, 2), (1,), (3,)]
     assert groups[0].values == {"rope": {"theta": 10_000.0, "dim": 16}, "window": None, "has_qkv_bias": False}
     assert group_layers([LAYER, LAYER])[1][0].values == {}
+
+
+@pytest.mark.parametrize(("head_dim", "is_listed"), [(32, True), (48, False)])
+def test_only_types_that_a_cache_can_have_are_listed(head_dim: int, is_listed: bool) -> None:
+    layers = [LAYER, replace(LAYER, head_dim=head_dim)] if is_listed else [replace(LAYER, head_dim=head_dim)]
+    found = list(_kv_types([replace(layer, head_dim=max(32, layer.head_dim)) for layer in layers]))
+    assert ("q8" in found) is is_listed
+    assert {"f32", "f16", "bf16"} <= set(found)
 
 
 def test_ranges_join_neighbours() -> None:

@@ -251,6 +251,18 @@ def explain(context: click.Context, /, **options: Any) -> None:
     run_explain(options["model"], as_json=options["as_json"])
 
 
+@infer.command()
+@click.option("--json", "as_json", is_flag=True, help="One JSON array on stdout instead of a table.")
+@click.option("-v", "--verbose", is_flag=True, help="A traceback with an error.")
+@click.pass_context
+def models(context: click.Context, /, **options: Any) -> None:
+    """List the models at hand: installed packages, the hub's local cache, and the folder $INFER_MODELS."""
+    _invocation(context, options)
+    from infer.cli.models import run_models
+
+    run_models(as_json=options["as_json"])
+
+
 def load_model(context: click.Context, options: Mapping[str, Any]) -> Model:
     """The LLM that the options ask for. A default context longer than the model's own is cut to it."""
     spinner = Spinner(f"loading {options['model']}", shown=not options["quiet"])

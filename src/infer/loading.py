@@ -159,8 +159,8 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
 def _context(max_seq_len: int | None, architecture: Architecture) -> int:
     if max_seq_len is None:
         return min(architecture.max_positions, DEFAULT_MAX_SEQ_LEN)
-    if not 1 < max_seq_len <= architecture.max_positions:
+    if not 1 < max_seq_len <= architecture.most_positions:
         raise InvalidRequestError(
-            f"max_seq_len must be from 2 to the model's own {architecture.max_positions}, got {max_seq_len}"
+            f"max_seq_len must be from 2 to the model's own {architecture.most_positions}, got {max_seq_len}"
         )
     return max_seq_len

@@ -37,6 +37,8 @@ def render(source: str, variables: Mapping[str, Any]) -> str:
     """The text, of at most `MAX_CHARACTERS`. Raises InvalidRequestError that points at the template's line."""
     try:
         answer = _child().ask([source, variables, MAX_CHARACTERS], _WAIT_SECONDS)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"what the chat template is given cannot be written as JSON: {error}") from None
     except ChildError as error:
         problem = f"takes more than {RENDER_SECONDS:g} s" if error.signal == signal.SIGPROF else "makes Python crash"
         raise InvalidRequestError(f"the chat template {problem}: it cannot be used") from None

@@ -11,7 +11,7 @@ from infer.architecture import Architecture, Layer, Rope
 from infer.checkpoint import Checkpoint, open_checkpoint
 from infer.checkpoint.defaults import sampling_defaults
 from infer.kv_types import KV_TYPES, QUANTIZED, VALUES_PER_SCALE
-from infer.memory import cache_bytes_per_token, weight_bytes, weights_by_type
+from infer.memory import LoadSettings, cache_bytes_per_token, loaded_types, weight_bytes, weights_by_type
 from infer.model.families import make_architecture
 from infer.model.shapes import check_tensors, expected_shapes
 from infer.tokenizer import Tokenizer
@@ -94,7 +94,7 @@ def explain(model: str | Path) -> Explanation:
         tokenizer=_summarize(checkpoint),
         sampling_defaults=sampling_defaults(checkpoint.generation_config),
         weights=weights,
-        weight_bytes=weight_bytes(architecture, checkpoint.tensors),
+        weight_bytes=weight_bytes(architecture, loaded_types(architecture, checkpoint.tensors, LoadSettings())),
         cache=tuple(_cache_size(architecture.layers, kv_type) for kv_type in _kv_types(architecture.layers)),
     )
 

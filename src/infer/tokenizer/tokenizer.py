@@ -24,7 +24,7 @@ from infer.tokenizer.detokenizer import (
     make_token_bytes,
     read_decoding_rules,
 )
-from infer.tokenizer.gguf_tokenizer import END_NAMES, make_bos_eos_processor, make_gguf_backend
+from infer.tokenizer.gguf_tokenizer import CONTROL_NAMES, END_NAMES, make_bos_eos_processor, make_gguf_backend
 from infer.tokenizer.settings import check_json
 from infer.tokenizer.special_texts import SpecialTexts
 
@@ -66,6 +66,7 @@ class Tokenizer:
         config = {**_read_json(path / "special_tokens_map.json"), **_read_json(path / "tokenizer_config.json")}
         _add_missing_tokens(backend, config.get("added_tokens_decoder") or {})
         named_tokens = {name: text for name in _NAMED_TOKENS if (text := _token_text(config.get(name))) is not None}
+        _make_special(backend, CONTROL_NAMES.union(named_tokens.values()))
         if "add_bos_token" in config or "add_eos_token" in config:
             wanted = [named_tokens.get(f"{name}_token") if config.get(f"add_{name}_token") else None for name in _ENDS]
             backend.post_processor = make_bos_eos_processor(backend, *wanted)
@@ -291,6 +292,16 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, added_tokens: Mapping[str
         if backend.token_to_id(entry["content"]) is None:
             options = {name: entry[name] for name in _ADDED_TOKEN_OPTIONS if name in entry}
             backend.add_tokens([AddedToken(entry["content"], **options)])
+
+
+def _make_special(backend: tokenizers.Tokenizer, names: Collection[str]) -> None:
+    """Tokens with these names, where the vocabulary has them: some files call what begins a turn an ordinary one."""
+    added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    for text in sorted(names):
+        token = added.get(text)
+        if (token is None or not token.special) and backend.token_to_id(text) is not None:
+            options = {} if token is None else {name: getattr(token, name) for name in _ADDED_TOKEN_OPTIONS[:-1]}
+            backend.add_special_tokens([AddedToken(text, **{"normalized": False, **options, "special": True})])
 
 
 _ADDED_TOKEN_OPTIONS = ("lstrip", "rstrip", "normalized", "single_word", "special")

@@ -151,12 +151,14 @@ class CachedContext(Context):
         num_rows: int = 1,
         capture: bool = True,
         settings: CacheSettings | None = None,
+        step_tokens: int | None = None,
     ) -> None:
-        cache = make_cache(model, capacity, num_rows, settings=settings)
+        step_tokens = step_tokens or PREFILL_CHUNK
+        cache = make_cache(model, capacity, num_rows, settings=settings, step_tokens=step_tokens)
         self._model, self._cache = model, cache
         self._captured: CapturedForward | None = None
         if capture and ops.can_capture(model.device):
-            self._captured = CapturedForward(lambda step: model.forward(step, cache), PREFILL_CHUNK, MAX_LINES)
+            self._captured = CapturedForward(lambda step: model.forward(step, cache), step_tokens, MAX_LINES)
 
     @property
     def cache(self) -> KVCache:

@@ -8,6 +8,7 @@ import torch
 
 from infer import ops
 from infer.architecture import Architecture
+from infer.cache.settings import CacheSettings
 from infer.checkpoint import Checkpoint, open_checkpoint
 from infer.checkpoint.stored import LazyWeights
 from infer.errors import InvalidRequestError, ModelError
@@ -62,8 +63,11 @@ def load_checked(
     precision: str,
     max_seq_len: int | None,
     on_progress: OnProgress | None,
+    cache: CacheSettings | None = None,
 ) -> Transformer:
     architecture = make_architecture(checkpoint.config)
+    cache = cache or CacheSettings()
+    cache.check_model(architecture.layers)
     # Special tokens of a larger relative (Gemma's image token) may lie beyond the embedding: no text encodes to them.
     beyond = set(range(architecture.vocab_size, tokenizer.vocab_size)) - tokenizer.special_token_ids
     if beyond:
@@ -89,7 +93,7 @@ def load_checked(
             dtype=chosen_dtype,
             keep_floats_as=_choice("weights", weights, get_args(FloatsAs)),
             precision=_choice("precision", precision, get_args(Precision)),
-            max_seq_len=_context(max_seq_len, architecture),
+            max_seq_len=_context(max_seq_len, architecture, cache),
             on_progress=on_block,
         )
     checkpoint.release_pages()
@@ -131,11 +135,12 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     return chosen
 
 
-def _context(max_seq_len: int | None, architecture: Architecture) -> int:
+def _context(max_seq_len: int | None, architecture: Architecture, cache: CacheSettings) -> int:
     if max_seq_len is None:
         return min(architecture.max_positions, DEFAULT_MAX_SEQ_LEN)
-    if not 1 < max_seq_len <= architecture.max_positions:
+    if max_seq_len < 2 or (max_seq_len > architecture.max_positions and not cache.goes_on):
         raise InvalidRequestError(
-            f"max_seq_len must be from 2 to the model's own {architecture.max_positions}, got {max_seq_len}"
+            f"max_seq_len must be from 2 to the model's own {architecture.max_positions}, got {max_seq_len}: "
+            "eviction_policy sliding goes on beyond"
         )
     return max_seq_len

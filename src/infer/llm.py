@@ -48,8 +48,8 @@ class LLM:
     `dtype="auto"` keeps the weights as their file stores them; a float type dequantises them at load.
     `weights="q8"` or `"q4"` quantises float weights at load, `"bf16"` rounds them. `precision` is that of the
     activations beside quantised weights on a CPU: "exact" (16 bits) or "fast" (8). `max_seq_len` None is the model's
-    own context, 8,192 tokens at most. `kv_type` and what follows it are `CacheSettings`. `threads` counts for the whole process. `capture=False` runs each op by itself:
-    slower, with the same tokens. `chat_template` stands in place of the model's own; with `allow_special` control
+    own context, 8,192 tokens at most. `kv_type` and what follows it are `CacheSettings`. `threads` counts for the whole
+    process. `capture=False` runs each op by itself: slower, with the same tokens. `chat_template` stands in place of the model's own; with `allow_special` control
     tokens that are written in a message are control, not text. Safe to call from several threads.
     """
 
@@ -328,14 +328,15 @@ class LLM:
     def logits(self, token_ids: Sequence[int], *, last: int | None = None) -> Float[Tensor, "tokens vocab"]:
         """float32 logits after every token, or after the last few: `[tokens, vocab]` takes 4 bytes × vocab a token."""
         token_ids = check_prompt(self.model, self.tokenizer, token_ids, room=0)
-        cache = make_cache(self.model, len(token_ids), settings=self._cache_settings)
+        model = self.model.for_length(len(token_ids))
+        cache = make_cache(model, len(token_ids), settings=self._cache_settings)
         first = 0 if last is None else max(len(token_ids) - last, 0)
         chunks = []
         for start in range(0, len(token_ids), PREFILL_CHUNK):
             chunk = token_ids[start : start + PREFILL_CHUNK]
             step = Step.of(chunk, start, wanted=range(max(first - start, 0), len(chunk))).to(self.model.device)
             cache.reserve(0, len(chunk))
-            chunks.append(self.model.forward(step, cache))
+            chunks.append(model.forward(step, cache))
             cache.commit([len(chunk)])
         return torch.cat(chunks)
 

@@ -85,9 +85,9 @@ def cache_options(function: Function) -> Function:
     options = [
         click.option("--kv-type", type=click.Choice(KV_TYPES), default=default.kv_type, show_default=True,
                      help="How keys and values are stored; auto: as suits the device and the weights."),
-        click.option("--eviction-policy", type=click.Choice(EVICTION_POLICIES), show_default=True,
-                     default=default.eviction_policy,
-                     help="What of a long text is forgotten; sliding: all but its first and last tokens."),
+        click.option("--eviction-policy", type=click.Choice(EVICTION_POLICIES), default=default.eviction_policy,
+                     show_default=True,
+                     help="What is forgotten of a long text; sliding: all but its first and last tokens."),
         click.option("--eviction-window", type=int, default=default.eviction_window, show_default=True,
                      help="With a policy: tokens that are kept, the protected ones among them."),
         click.option("--protected-prefix", type=int, default=default.protected_prefix, show_default=True,

@@ -139,7 +139,11 @@ class Batch:
     def _plan(self) -> list[Part]:
         """A part for each active row. Those that decode come first; what is left of the chunk goes to prompts."""
         max_drafts = MAX_LINES // len(self.active) - 1
-        part_by_row = {running.row: running.plan(1, max_drafts) for running in self.active if running.is_decoding}
+        part_by_row = {
+            running.row: running.plan(1, min(max_drafts, self._context.max_drafts(running.row)))
+            for running in self.active
+            if running.is_decoding
+        }
         budget = max(self._prefill_chunk - sum(len(part.token_ids) for part in part_by_row.values()), 1)
         for running in self.active:
             if running.row not in part_by_row:

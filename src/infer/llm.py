@@ -309,13 +309,15 @@ class LLM:
     def logits(self, token_ids: Sequence[int], *, last: int | None = None) -> Float[Tensor, "tokens vocab"]:
         """float32 logits after every token, or after the last few: `[tokens, vocab]` takes 4 bytes × vocab a token."""
         token_ids = check_prompt(self.model, self.tokenizer, token_ids, room=0)
-        cache = make_cache(self.model, len(token_ids))
+        model = self.model.for_length(len(token_ids))
+        cache = make_cache(model, len(token_ids))
         first = 0 if last is None else max(len(token_ids) - last, 0)
         chunks = []
         for start in range(0, len(token_ids), PREFILL_CHUNK):
             chunk = token_ids[start : start + PREFILL_CHUNK]
             step = Step.of(chunk, start, wanted=range(max(first - start, 0), len(chunk))).to(self.model.device)
-            chunks.append(self.model.forward(step, cache))
+            cache.reserve(0, len(chunk))
+            chunks.append(model.forward(step, cache))
             cache.commit([len(chunk)])
         return torch.cat(chunks)
 

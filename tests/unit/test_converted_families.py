@@ -30,7 +30,9 @@ def logits(path: Path) -> torch.Tensor:
     with ops.using("reference"), torch.inference_mode():
         architecture = make_architecture(checkpoint.config)
         model = load_transformer(architecture, LazyWeights(checkpoint.tensors), device=torch.device("cpu"))
-        return model.forward(Step.of(token_ids, wanted=range(100)), make_cache(model, 100))
+        cache = make_cache(model, 100)
+        cache.reserve(0, 100)
+        return model.forward(Step.of(token_ids, wanted=range(100)), cache)
 
 
 @pytest.mark.parametrize("tiny", CONVERTED, ids=lambda tiny: tiny.name)

@@ -10,7 +10,7 @@ What the cache holds whole is used as it is, and nothing is asked of the network
 
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -91,6 +91,21 @@ def find_cached(name: HubName) -> Path | None:
     if not required <= set(files):
         return None
     return snapshot if chosen.entry is None else snapshot / chosen.entry
+
+
+def cached_repositories() -> Iterator[tuple[HubName, list[str]]]:
+    """What the cache holds, whole or in part: each revision of each repository, and its files."""
+    for folder in sorted(hub_cache_folder().glob("models--*--*")):
+        repo = folder.name.removeprefix("models--").replace("--", "/", 1)
+        refs = {path.relative_to(folder / "refs").as_posix() for path in (folder / "refs").rglob("*") if path.is_file()}
+        names = [HubName(repo, revision) for revision in sorted(refs, key=lambda ref: (ref != DEFAULT_REVISION, ref))]
+        seen = {snapshot.name for name in names if (snapshot := _snapshot(name)) is not None}
+        names += [
+            HubName(repo, path.name) for path in sorted((folder / "snapshots").glob("*")) if path.name not in seen
+        ]
+        for name in names:
+            if parse_hub_name(str(name)) == name and (snapshot := _snapshot(name)) is not None:
+                yield name, list_files(snapshot)
 
 
 def list_files(folder: Path) -> list[str]:

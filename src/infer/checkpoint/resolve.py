@@ -8,6 +8,7 @@ of that name is `./smollm2`. Then comes a file or folder that is there, here or 
 import hashlib
 import os
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -107,21 +108,46 @@ def _unknown(name: str) -> str:
     )
 
 
-def _resolve_installed(name: str, model: InstalledModel) -> Path:
-    parts = [_packaged(name, model, package, inner) for package, inner in model.parts]
+def installed_models() -> Iterator[tuple[str, list[Path], Path]]:
+    """Packaged models that are installed: the name, the files that the packages carry, and the file that they make,
+    which may not be there yet."""
+    for name, model in INSTALLED_MODELS.items():
+        try:
+            parts = _parts(name, model)
+            yield name, parts, _whole(name, model, parts)
+        except (InvalidRequestError, ModelError):
+            continue
+
+
+def _parts(name: str, model: InstalledModel) -> list[Path]:
+    return [_packaged(name, model, package, inner) for package, inner in model.parts]
+
+
+def _whole(name: str, model: InstalledModel, parts: list[Path]) -> Path:
     if len(parts) == 1:
         return parts[0]
+    return cache_folder() / f"{_sum(name, model)[:12]}-{model.file_name}"
+
+
+def _sum(name: str, model: InstalledModel) -> str:
     assert model.sums is not None
-    expected = _expected_sum(_packaged(name, model, *model.sums), model.file_name)
-    folder = cache_folder()
-    target = folder / f"{expected[:12]}-{model.file_name}"
+    return _expected_sum(_packaged(name, model, *model.sums), model.file_name)
+
+
+def _resolve_installed(name: str, model: InstalledModel) -> Path:
+    parts = _parts(name, model)
+    target = _whole(name, model, parts)
+    if len(parts) == 1:
+        return target
     try:
         if target.is_file() and target.stat().st_size == sum(part.stat().st_size for part in parts):
             return target
-        folder.mkdir(parents=True, exist_ok=True)
-        _assemble(parts, target, expected)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _assemble(parts, target, _sum(name, model))
     except OSError as error:
-        problem = f"{name} cannot be assembled in {folder}: {error.strerror}; set INFER_CACHE to a writable folder"
+        problem = (
+            f"{name} cannot be assembled in {target.parent}: {error.strerror}; set INFER_CACHE to a writable folder"
+        )
         raise ModelError(problem) from error
     return target
 

@@ -17,6 +17,7 @@ from infer import __version__
 from infer.cli.model import Model
 from infer.cli.options import (
     apply_options,
+    cache_options,
     check_constraints,
     constraint_options,
     path_options,
@@ -69,13 +70,20 @@ def parse_bias(context: click.Context, option: click.Parameter, values: tuple[st
 
 def weight_options(function: Function) -> Function:
     """What a model is and in which numbers it runs."""
+    options = [
+        click.option("--model", default="smollm2", show_default=True, metavar="NAME|PATH",
+                     help="An installed model, a folder, a .gguf file, or org/repo[@revision][:Q4_K_M] on the hub."),
+        number_options,
+    ]  # fmt: skip
+    return apply_options(options, function)
+
+
+def number_options(function: Function) -> Function:
     dtypes, weights = (
         click.Choice(["auto", "float32", "float16", "bfloat16"]),
         click.Choice(["auto", "bf16", "q8", "q4"]),
     )
     options = [
-        click.option("--model", default="smollm2", show_default=True, metavar="NAME|PATH",
-                     help="An installed model, a folder, a .gguf file, or org/repo[@revision][:Q4_K_M] on the hub."),
         click.option("--threads", type=int, help="Threads to compute with.  [default: all cores]"),
         click.option("--precision", type=click.Choice(["exact", "fast"]), default="exact", show_default=True,
                      help="Of activations beside quantised weights, on a CPU: 16 bits or 8."),
@@ -249,6 +257,41 @@ def explain(context: click.Context, /, **options: Any) -> None:
     from infer.cli.explain import run_explain
 
     run_explain(options["model"], as_json=options["as_json"])
+
+
+@infer.command()
+@click.argument("model", default="smollm2")
+@click.option(
+    "--max-seq-len",
+    type=AT_LEAST_1,
+    default=DEFAULT_MAX_SEQ_LEN,
+    show_default=True,
+    help="Tokens of a row; the default is cut to what the model can do.",
+)
+@click.option("--batch", type=AT_LEAST_1, default=1, show_default=True, help="Rows of the cache.")
+@cache_options
+@number_options
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of lines.")
+@click.option("-v", "--verbose", is_flag=True, help="A traceback with an error.")
+@click.pass_context
+def estimate(context: click.Context, /, **options: Any) -> None:
+    """Say what a model and its cache take in memory, and whether they fit here, from headers alone."""
+    _invocation(context, options)
+    from infer.cli.estimate import run_estimate
+
+    run_estimate(options, is_default_context=not _is_given(context, "max_seq_len"))
+
+
+@infer.command()
+@click.option("--json", "as_json", is_flag=True, help="One JSON array on stdout instead of a table.")
+@click.option("-v", "--verbose", is_flag=True, help="A traceback with an error.")
+@click.pass_context
+def models(context: click.Context, /, **options: Any) -> None:
+    """List the models at hand: installed packages, the hub's local cache, and the folder $INFER_MODELS."""
+    _invocation(context, options)
+    from infer.cli.models import run_models
+
+    run_models(as_json=options["as_json"])
 
 
 def load_model(context: click.Context, options: Mapping[str, Any]) -> Model:

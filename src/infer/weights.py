@@ -97,7 +97,6 @@ class Heads:
     num_kv_heads: int
     head_dim: int
     scale: float
-    window: int | None  # a token sees itself and the window − 1 before it
     rope: RopeTable | None
     q_norm: Norm | None  # before rotation: over each head, or over all together if its weight is as long as they are
     k_norm: Norm | None

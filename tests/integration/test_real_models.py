@@ -100,6 +100,9 @@ def test_captured_steps_of_several_rows_give_the_tokens_of_uncaptured_ones() -> 
     llm = LLM("smollm2", max_seq_len=512)
     prompts = [llm.tokenizer.encode(text) for text in (TEXT, PROMPTS[9], PROMPTS[13])]
     caches = [make_cache(llm.model, 512, num_rows=3) for _ in range(2)]
+    for cache in caches:
+        for row in range(3):
+            cache.reserve(row, 512)
     captured = CapturedForward(lambda step: llm.model.forward(step, caches[0]), capacity=48)
     with torch.inference_mode(), threads_for(llm.model.device):
         rows = list(range(3))

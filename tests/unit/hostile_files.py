@@ -14,7 +14,7 @@ from torch import Tensor
 from byte_tokenizer import write_byte_tokenizer
 from gguf_files import HEAD_DIM, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, raw_file, tensor_entry, text
 from infer import SamplingParams
-from infer.checkpoint import open_checkpoint
+from infer.checkpoint import Checkpoint, open_checkpoint
 from infer.checkpoint.defaults import sampling_defaults
 from infer.checkpoint.stored import LazyWeights
 from infer.loading import load_tokenizer
@@ -186,15 +186,20 @@ GGUF_KINDS: dict[str, bytes] = {
 
 def read_everything(path: Path) -> Tokenizer:
     """All that loading reads and checks before a weight is packed, and a text there and back."""
-    checkpoint = open_checkpoint(path)
+    checkpoint = read_network(path)
     tokenizer = load_tokenizer(checkpoint)
+    use(tokenizer)
+    return tokenizer
+
+
+def read_network(path: Path) -> Checkpoint:
+    checkpoint = open_checkpoint(path)
     SamplingParams(**sampling_defaults(checkpoint.generation_config))
     weights = LazyWeights(checkpoint.tensors)
     check_tensors(expected_shapes(make_architecture(checkpoint.config)), weights)
     for name in weights:
         assert weights[name].data.numel() > 0
-    use(tokenizer)
-    return tokenizer
+    return checkpoint
 
 
 def use(tokenizer: Tokenizer) -> None:

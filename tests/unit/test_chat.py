@@ -18,7 +18,7 @@ from infer.tokenizer.chat import ChatTemplate
 from infer.tokenizer.special_texts import SpecialTexts
 
 ASSETS = Path(os.environ.get("INFER_TEST_ASSETS", "~/.cache/infer-tests")).expanduser() / "tokenizers"
-NAMES = ("llama3_1", "qwen3", "gemma3")
+NAMES = ("llama3_1", "qwen3", "gemma3", "deepseek_v3")
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -263,8 +263,9 @@ def test_real_templates_render_and_encode_as_transformers(name: str, add_generat
     tokenizer, oracle = load(name), load_oracle(name)
     options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt}
     cases = [(messages, options) for messages in CONVERSATIONS.values()]
-    if name == "qwen3":
+    if name in ("qwen3", "llama3_1"):
         cases += [(messages, {**options, "tools": [TOOL]}) for messages in TOOL_CONVERSATIONS.values()]
+    if name == "qwen3":
         cases += [(messages, {**options, "enable_thinking": False}) for messages in CONVERSATIONS.values()]
     for messages, variables in cases:
         assert tokenizer.render_chat_template(messages, **variables) == oracle.apply_chat_template(

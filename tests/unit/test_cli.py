@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,18 @@ def test_the_command_line_goes_before_the_model_and_the_model_before_the_table(
     shown, told = used_params(fake, capsys, "--no-generation-config")
     assert "temperature=0.8" in shown
     assert "from the model" not in told
+
+
+def test_a_warning_is_one_line_on_stderr(fake: FakeModel, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(context: Any, options: Any) -> FakeModel:
+        warnings.warn("its template\nis broken", stacklevel=1)
+        return fake
+
+    monkeypatch.setattr(commands, "load_model", load)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        assert main(["generate", "-q"]) == 0
+    assert capsys.readouterr().err == "infer: its template is broken\n"
 
 
 def test_off_is_zero_for_top_k_and_minus_one_for_the_window(fake: FakeModel, capsys: Capture) -> None:

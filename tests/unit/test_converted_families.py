@@ -31,7 +31,9 @@ def logits(path: Path) -> torch.Tensor:
         architecture = make_architecture(checkpoint.config)
         weights, device = LazyWeights(checkpoint.tensors), torch.device("cpu")
         model = load_transformer(architecture, weights, device=device, dtype=torch.float32)
-        return model.forward(Step.of(token_ids, wanted=range(100)), make_cache(model, 100))
+        cache = make_cache(model, 100)
+        cache.reserve(0, 100)
+        return model.forward(Step.of(token_ids, wanted=range(100)), cache)
 
 
 @pytest.mark.parametrize("tiny", CONVERTED, ids=lambda tiny: tiny.name)

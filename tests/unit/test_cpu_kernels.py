@@ -25,14 +25,13 @@ from infer.kernels import cpu, reference
 from infer.kernels.cpu.isa import INSTRUCTION_SETS, instruction_set, usable_instruction_sets
 from infer.kernels.cpu.layouts import LAYOUTS
 from infer.kernels.cpu.threads import set_num_threads
-from infer.kv_blocks import LayerCache
-from infer.kv_types import key_block_bytes, num_blocks, value_block_bytes
 from infer.params import SamplingParams
 from infer.sampling import sampler
 from infer.sampling.history import History
 from infer.sampling.reference import sample_token
 from infer.sampling.rows import Rows
 from infer.weights import Heads, Norm, Projection, RopeTable, StoredWeight
+from layer_caches import make_layer
 
 CPU = torch.device("cpu")
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -201,17 +200,11 @@ def test_fast_precision_is_near_and_cheaper_than_exact() -> None:
         cpu.prepare(Projection((weight,)), CPU, precision="best")  # type: ignore[arg-type]
 
 
-def make_heads(num_heads: int, kv_heads: int, dim: int, window: int | None, rotated: int, normed: bool) -> Heads:
+def make_heads(num_heads: int, kv_heads: int, dim: int, rotated: int, normed: bool) -> Heads:
     angles = torch.arange(1100)[:, None] / 50.0 ** torch.linspace(0, 1, max(rotated // 2, 1))
     rope = RopeTable(angles.cos(), angles.sin()) if rotated else None
     norm = Norm(torch.rand(dim) + 0.5, 1e-5) if normed else None
-    return Heads(num_heads, kv_heads, dim, dim**-0.5, window, rope, norm, norm)
-
-
-def make_layer(heads: Heads, rows: int, capacity: int, kv_type: str = "f32") -> LayerCache:
-    shape, dim = (rows, heads.num_kv_heads, num_blocks(capacity)), heads.head_dim
-    keys = torch.zeros(*shape, key_block_bytes(kv_type, dim), dtype=torch.uint8)
-    return LayerCache(kv_type, keys, torch.zeros(*shape, value_block_bytes(kv_type, dim), dtype=torch.uint8))
+    return Heads(num_heads, kv_heads, dim, dim**-0.5, rope, norm, norm)
 
 
 def step_of(row: int, start: int, count: int) -> Step:
@@ -231,9 +224,9 @@ def step_of(row: int, start: int, count: int) -> Step:
 def test_attention_agrees_with_reference(
     shape: tuple[int, int, int], window: int | None, rotated: int, softcap: float | None, kv_type: str
 ) -> None:
-    heads = make_heads(*shape, window, rotated, normed=kv_type != "f32")
+    heads = make_heads(*shape, rotated, normed=kv_type != "f32")
     heads = replace(heads, softcap=softcap)
-    caches = [make_layer(heads, 2, 1000, kv_type) for _ in range(2)]
+    caches = [make_layer(heads, 2, 1000, kv_type, window=window) for _ in range(2)]
     steps = [step_of(0, 0, 5), step_of(1, 0, 300), step_of(0, 5, 1), Step.join([step_of(0, 6, 2), step_of(1, 300, 1)])]
     steps += [step_of(1, 301, 600), step_of(1, 901, 3), Step.join([step_of(1, 904, 40), step_of(0, 8, 17)])]
     for index, step in enumerate(steps):
@@ -248,7 +241,7 @@ class Tiny:
 
     def __init__(self, hidden: int = 64, layers: int = 2, rows: int = 4, capacity: int = 400) -> None:
         types = iter(["Q4_0", "Q6_K", "Q8_0", "Q4_K", "F16", "Q5_0", "Q4_1", "Q5_K"] * layers)
-        self.heads = make_heads(6, 2, 32, None, 32, normed=True)
+        self.heads = make_heads(6, 2, 32, 32, normed=True)
         self.norm = Norm(torch.linspace(0.5, 1.5, hidden), 1e-5)
 
         def project(rows: int, columns: int) -> Projection:

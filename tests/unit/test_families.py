@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from infer.batch import Step
+from infer.cache.paged import PagedCache
 from infer.capture.cpu import CapturedForward
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.stored import LazyWeights
@@ -50,10 +51,18 @@ def expected_logits(oracle: Any, token_ids: Sequence[int]) -> Tensor:
     return logits
 
 
+def make_reserved(model: Transformer, num_rows: int = 1) -> PagedCache:
+    """Rows that have room for all that any test gives them."""
+    cache = make_cache(model, LENGTH, num_rows, step_tokens=LENGTH)
+    for row in range(num_rows):
+        cache.reserve(row, LENGTH)
+    return cache
+
+
 @torch.inference_mode()
 def chunked_logits(model: Transformer, token_ids: Sequence[int], chunk: int) -> Tensor:
     """As it runs: recorded once, replayed for every chunk."""
-    cache = make_cache(model, len(token_ids))
+    cache = make_reserved(model)
     captured = CapturedForward(lambda step: model.forward(step, cache), LENGTH, LENGTH)
     pieces = []
     for start in range(0, len(token_ids), chunk):
@@ -74,7 +83,7 @@ def test_logits_equal_transformers_at_every_position_for_any_chunk(pair: tuple[A
 def test_ragged_rows_equal_each_row_alone(pair: tuple[Any, Transformer]) -> None:
     oracle, model = pair
     prompts = [random_ids(length, seed=length) for length in (1, 33, 17, 50)]
-    cache = make_cache(model, LENGTH, num_rows=len(prompts))
+    cache = make_reserved(model, len(prompts))
     done = [0] * len(prompts)
     collected: list[list[Tensor]] = [[] for _ in prompts]
     while any(start < len(ids) for start, ids in zip(done, prompts, strict=True)):
@@ -98,14 +107,14 @@ def test_only_wanted_logits_are_computed(pair: tuple[Any, Transformer]) -> None:
     oracle, model = pair
     token_ids = random_ids(20)
     with torch.inference_mode():
-        logits = model.forward(Step.of(token_ids, wanted=[3, 19, 4]), make_cache(model, LENGTH))
+        logits = model.forward(Step.of(token_ids, wanted=[3, 19, 4]), make_reserved(model))
     assert (logits - expected_logits(oracle, token_ids)[[3, 19, 4]]).abs().max() <= TOLERANCE
 
 
 def test_what_was_not_committed_leaves_no_trace(pair: tuple[Any, Transformer]) -> None:
     _, model = pair
     token_ids, drafts = random_ids(40), random_ids(12, seed=9)
-    plain, drafted = make_cache(model, LENGTH), make_cache(model, LENGTH)
+    plain, drafted = make_reserved(model), make_reserved(model)
     with torch.inference_mode():
         model.forward(Step.of(token_ids), plain)
         model.forward(Step.of(token_ids), drafted)

@@ -71,6 +71,7 @@ FAULTS: dict[str, tuple[Files, str]] = {
         config(rope_parameters={"full_attention": 1}), "full_attention must be a mapping, got 1",
     ),
     "frequency factors that are none": (config(rope_frequency_factors=["a"] * 8), "a number above 0, got 'a'"),
+    "a text part whose family is an object": (config(text_config={"model_type": {}}), "model_type: expected a name"),
     "a text part that is no object": (config(text_config=[1]), "text_config: expected an object"),
     "a tensor that is missing": (weights(model__norm__weight=None), "missing model.norm.weight (64,)"),
     "a tensor too many": (weights(extra=torch.ones(2)), "unexpected extra"),

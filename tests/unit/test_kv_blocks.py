@@ -12,12 +12,11 @@ from torch import Tensor
 from infer import ops
 from infer.architecture import Layer
 from infer.batch import Step
-from infer.cache.dense import DenseCache
+from infer.cache.paged import PagedCache
 from infer.errors import InvalidRequestError
 from infer.kernels import cpu, reference
 from infer.kernels.cpu.threads import set_num_threads
 from infer.kv_blocks import (
-    LayerCache,
     decode_keys,
     decode_values,
     encode_keys,
@@ -28,22 +27,18 @@ from infer.kv_blocks import (
 )
 from infer.kv_types import BLOCK_POSITIONS, KV_TYPES, QUANTIZED, check_kv_type, key_block_bytes, value_block_bytes
 from infer.weights import Heads, RopeTable
+from layer_caches import make_layer
 
 CPU = torch.device("cpu")
+CAPACITY = 640
 SHAPES = [(3, 3, 32), (9, 3, 64), (7, 1, 96), (8, 2, 128), (4, 1, 256)]  # groups of 1, 3, 7, 4
 ANGLES = torch.arange(1100)[:, None] / 50.0 ** torch.linspace(0, 1, 16)
 ROPE = RopeTable(ANGLES.cos(), ANGLES.sin())
 INFINITY_AND_NAN = {"q8": 0x7E, "q4": 0x7E, "f16": 0x7E, "bf16": 0x7F, "f32": 0x7F}  # a byte; all of them: not finite
 
 
-def make_heads(num_heads: int, kv_heads: int, dim: int, window: int | None = None) -> Heads:
-    return Heads(num_heads, kv_heads, dim, dim**-0.5, window, ROPE, None, None)
-
-
-def make_layer(heads: Heads, kv_type: str, rows: int = 2, blocks: int = 40, fill: int = 0) -> LayerCache:
-    shape = rows, heads.num_kv_heads, blocks
-    sizes = key_block_bytes(kv_type, heads.head_dim), value_block_bytes(kv_type, heads.head_dim)
-    return LayerCache(kv_type, *(torch.full((*shape, size), fill, dtype=torch.uint8) for size in sizes))
+def make_heads(num_heads: int, kv_heads: int, dim: int) -> Heads:
+    return Heads(num_heads, kv_heads, dim, dim**-0.5, ROPE, None, None)
 
 
 def make_qkv(heads: Heads, count: int, seed: int = 0) -> Tensor:
@@ -51,9 +46,12 @@ def make_qkv(heads: Heads, count: int, seed: int = 0) -> Tensor:
     return torch.randn(count, features, generator=torch.manual_seed(seed))
 
 
-def attend_in(sizes: list[int], heads: Heads, kv_type: str, row: int = 0, fill: int = 0) -> Tensor:
+def attend_in(
+    sizes: list[int], heads: Heads, kv_type: str, row: int = 0, fill: int = 0, window: int | None = None
+) -> Tensor:
     """The outputs of as many tokens as there are in all, so many at a time."""
-    layer, qkv, start, found = make_layer(heads, kv_type, fill=fill), make_qkv(heads, sum(sizes)), 0, []
+    layer = make_layer(heads, 2, CAPACITY, kv_type, window=window, fill=fill)
+    qkv, start, found = make_qkv(heads, sum(sizes)), 0, []
     for size in sizes:
         step = Step.of([1] * size, start, row=row)
         found.append(cpu.attend(qkv[start : start + size], heads, layer, step).clone())
@@ -117,8 +115,8 @@ def test_the_parts_of_a_block_share_out_its_bytes(kv_type: str, parts_of) -> Non
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kv_type", KV_TYPES)
 def test_kernels_store_the_bytes_and_find_the_sums_of_the_definition(kv_type: str, shape: tuple[int, int, int]) -> None:
-    heads = make_heads(*shape, window=100 if shape[0] == 8 else None)
-    mine, defined = make_layer(heads, kv_type), make_layer(heads, kv_type)
+    heads, window = make_heads(*shape), 100 if shape[0] == 8 else None
+    mine, defined = (make_layer(heads, 2, CAPACITY, kv_type, window=window) for _ in range(2))
     start = 0
     for index, count in enumerate((5, 1, 300, 4, 200, 2)):
         qkv, step = make_qkv(heads, count, seed=index), Step.of([1] * count, start, row=1)
@@ -133,8 +131,9 @@ def test_kernels_store_the_bytes_and_find_the_sums_of_the_definition(kv_type: st
 @pytest.mark.parametrize("sizes", [[1] * 330, [2] * 165, [5] * 66, [16] * 20 + [10], [300, 30]])
 @pytest.mark.parametrize("kv_type", QUANTIZED)
 def test_chunks_of_any_size_give_the_same_bits(kv_type: str, sizes: list[int]) -> None:
-    for heads in (make_heads(9, 3, 64), make_heads(8, 2, 32, window=70)):
-        assert torch.equal(attend_in(sizes, heads, kv_type), attend_in([330], heads, kv_type))
+    for heads, window in ((make_heads(9, 3, 64), None), (make_heads(8, 2, 32), 70)):
+        found, whole = (attend_in(each, heads, kv_type, window=window) for each in (sizes, [330]))
+        assert torch.equal(found, whole)
 
 
 @pytest.fixture
@@ -152,7 +151,7 @@ def test_threads_and_neighbours_change_no_bit(kv_type: str) -> None:
     for num_threads in (1, 2, 3):
         set_num_threads(num_threads)
         assert torch.equal(attend_in([290, 1, 3], heads, kv_type), expected)
-    layer, qkv = make_layer(heads, kv_type, rows=3), make_qkv(heads, 294)
+    layer, qkv = make_layer(heads, 3, CAPACITY, kv_type), make_qkv(heads, 294)
     for start, count in ((0, 290), (290, 1), (291, 3)):
         step = Step.join([Step.of([1] * count, start, row=row) for row in (0, 2, 1)])
         both = cpu.attend(qkv[start : start + count].repeat(3, 1), heads, layer, step)
@@ -174,7 +173,8 @@ def test_a_row_goes_from_cache_to_cache(kv_type: str) -> None:
     layers = [
         Layer(num_heads=6, num_kv_heads=2, head_dim=64, intermediate_size=64, rope=None, attention_scale=0.125)
     ] * 2
-    cache, other = (DenseCache(layers, 2, 64, kv_type, CPU) for _ in range(2))
+    cache, other = (PagedCache(layers, 2, 64, kv_type, CPU, step_tokens=64) for _ in range(2))
+    cache.reserve(1, 64)
     qkv = make_qkv(heads, 41)
     for layer in range(2):
         cache.attend(layer, qkv[:40], heads, Step.of([1] * 40, row=1))
@@ -185,6 +185,8 @@ def test_a_row_goes_from_cache_to_cache(kv_type: str) -> None:
     )
     other.import_row(0, tensors, 37)
     other.copy_row(1, cache, 1)
+    for row in range(2):
+        other.reserve(row, 4)
     step = Step.of([1] * 4, 37)
     expected = cache.attend(1, qkv[37:41], heads, Step.of([1] * 4, 37, row=1)).clone()
     for row in range(2):

@@ -248,7 +248,7 @@ def test_named_templates_lie_in_the_list_or_in_a_folder(tmp_path: Path) -> None:
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": [{"name": 3}]}')
-    with pytest.raises(ModelFormatError, match="name and template"):
+    with pytest.raises(ModelFormatError, match="list of named texts"):
         Tokenizer.from_folder(tmp_path)
 
 

@@ -173,7 +173,7 @@ def weight_bytes_by_kind(model: Transformer) -> dict[str, int]:
 
 
 def kv_bytes(model: Transformer, context: int) -> int:
-    """What a decode step reads of a dense cache that holds `context` tokens."""
+    """What a decode step reads of a cache that holds `context` tokens and evicts none."""
     total = 0
     for layer in model.architecture.layers:
         visible = context if layer.window is None else min(context, layer.window)

@@ -1,4 +1,5 @@
-"""The contract of every KV cache: `attend` is provisional, `commit` keeps, and only `commit` may forget.
+"""The contract of every KV cache: `attend` is provisional, `commit` keeps, and what was kept alone decides what is
+forgotten.
 
 So a rejected draft is always dropped cleanly, whatever the cache stores or evicts.
 """
@@ -26,6 +27,10 @@ class KVCache(ABC):
         """Committed tokens of each row: the next token's position."""
 
     @abstractmethod
+    def reserve(self, row: int, num_tokens: int) -> None:
+        """Make room for a row's next tokens. Before the step, or the chain of steps, that attends with them."""
+
+    @abstractmethod
     def attend(
         self, layer: int, qkv: Float[Tensor, "tokens out"], heads: Heads, step: Step
     ) -> Float[Tensor, "tokens heads_dim"]:
@@ -37,7 +42,20 @@ class KVCache(ABC):
 
     @abstractmethod
     def truncate(self, row: int, length: int) -> None:
-        """Forget a row's tokens from position `length` on; 0 empties it."""
+        """Forget a row's tokens from position `length` on; 0 empties it.
+
+        Where what the next token must see is already forgotten, all is: `lengths` says what is left.
+        """
+
+    # What several rows begin with
+
+    @abstractmethod
+    def remember(self, row: int, token_ids: Sequence[int]) -> None:
+        """These are the row's committed tokens: other rows that begin with them may share what is stored."""
+
+    @abstractmethod
+    def adopt(self, row: int, token_ids: Sequence[int]) -> int:
+        """Give an empty row what is stored for the first of these tokens; how many, and never the last."""
 
     # A row by itself: to save it, to load it, to go two ways from it
 

@@ -7,19 +7,18 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, final, get_args, no_type_check
 
+from infer import kv_types
 from infer.architecture import Layer
 from infer.cache.memory import available_memory_bytes, total_memory_bytes
 from infer.errors import InvalidRequestError
 
-KvType = Literal["auto", "f32", "f16", "bf16", "q8", "q4"]
 EvictionPolicy = Literal["none", "sliding", "snapkv"]
 
-KV_TYPES: tuple[str, ...] = get_args(KvType)
+KV_TYPES: tuple[str, ...] = ("auto", *kv_types.KV_TYPES)
 EVICTION_POLICIES: tuple[str, ...] = get_args(EvictionPolicy)
 SLOTS_PER_BLOCK = 16  # what kernels read at once
 SLOTS_PER_CHUNK = 256  # what attention sums at once
 OBSERVED_TOKENS = 32  # SnapKV: the last of the prompt, which say what of it matters
-VALUES_PER_SCALE = 32  # of a head, in q8 and q4
 
 
 # Its own checks name the rule: those of the tests' hook come too early.
@@ -33,7 +32,7 @@ class CacheSettings:
     less memory than this available. A page is what is handed out, shared and taken back: `page_tokens` tokens.
     """
 
-    kv_type: KvType = "auto"
+    kv_type: str = "auto"  # one of KV_TYPES
     eviction_policy: EvictionPolicy = "none"
     eviction_window: int = 1024
     protected_prefix: int = 4
@@ -86,15 +85,16 @@ class CacheSettings:
     def evicts(self) -> bool:
         return self.eviction_policy != "none"
 
+    @property
+    def keeps_whole_prompts(self) -> bool:
+        """Whether more than the window may have to lie there for a while."""
+        return self.eviction_policy == "snapkv" or self.memory_threshold_mb is not None
+
     def check_model(self, layers: Sequence[Layer]) -> None:
         """Raises InvalidRequestError where such a network cannot have these settings."""
-        if self.kv_type in ("q8", "q4"):
+        if self.kv_type != "auto":
             for head_dim in sorted({layer.head_dim for layer in layers}):
-                if head_dim % VALUES_PER_SCALE:
-                    raise InvalidRequestError(
-                        f"kv_type {self.kv_type} needs a head size that {VALUES_PER_SCALE} divides, got {head_dim}: "
-                        "use f16"
-                    )
+                kv_types.check_kv_type(self.kv_type, head_dim)
         if self.evicts and all(layer.window is not None for layer in layers):
             raise InvalidRequestError(
                 f"eviction_policy {self.eviction_policy} forgets what layers without a window hold, and every layer "

@@ -6,6 +6,7 @@ as it is, apart from the text part of a multimodal model. What a family makes of
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -56,14 +57,19 @@ def config_from_folder(folder: Path) -> dict[str, Any]:
     """config.json. Of a multimodal model its text part, with what only the whole says (tied embeddings)."""
     path = inside(folder, "config.json")
     config = read_json_file(path)
-    for name, (kind, words) in _KINDS.items():
-        if config.get(name) is not None and not isinstance(config[name], kind):
-            raise ModelFormatError(path, name, f"expected {words}, got {config[name]!r:.80}")
+    _check_kinds(path, config)
     text = config.get("text_config")
     if text is None:
         return config
+    _check_kinds(path, text)
     shared = {key: config[key] for key in _OF_THE_WHOLE if key in config}
     return {"model_type": config.get("model_type"), **shared, **text}
+
+
+def _check_kinds(path: Path, config: Mapping[str, Any]) -> None:
+    for name, (kind, words) in _KINDS.items():
+        if config.get(name) is not None and not isinstance(config[name], kind):
+            raise ModelFormatError(path, name, f"expected {words}, got {config[name]!r:.80}")
 
 
 def generation_config_from_folder(folder: Path) -> dict[str, Any]:

@@ -13,8 +13,17 @@ from torch import Tensor
 
 from infer.architecture import Activation
 from infer.batch import Step
-from infer.kv_blocks import LayerCache, decode_keys, decode_values, encode_keys, encode_values, key_parts, value_parts
-from infer.kv_types import BLOCK_POSITIONS, num_blocks
+from infer.kv_blocks import (
+    LayerCache,
+    Pages,
+    decode_keys,
+    decode_values,
+    encode_keys,
+    encode_values,
+    key_parts,
+    value_parts,
+)
+from infer.kv_types import BLOCK_POSITIONS
 from infer.quants import dequantize
 from infer.sampling import sampler
 from infer.sampling.history import History
@@ -62,24 +71,32 @@ def attend(
     counts = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
     q, k, v = torch.split(qkv.view(len(qkv), -1, heads.head_dim), counts, dim=1)
     q, k = rotate(q, heads.q_norm, heads.rope, step), rotate(k, heads.k_norm, heads.rope, step)
-    kv_type, blocks, lanes = layer.kv_type, step.positions // BLOCK_POSITIONS, step.positions % BLOCK_POSITIONS
+    pages, kv_type = layer.pages, layer.kv_type
+    slots = step.positions - pages.shifts[step.rows]
     all_keys, all_values = key_parts(layer.keys, kv_type), value_parts(layer.values, kv_type)
     for parts, new in ((all_keys, encode_keys(k, kv_type)), (all_values, encode_values(v, kv_type))):
         for part, stored in zip(parts, new, strict=True):
-            part[step.rows, :, blocks, lanes] = stored
+            part[:, *place(pages, step.rows, slots)] = stored.transpose(0, 1)
 
     out = torch.empty_like(q)
     for row in sorted(set(step.rows.tolist())):
         mine = step.rows == row
-        positions = step.positions[mine]
-        span = int(positions.max()) + 1
-        row_keys, row_values = (
-            tuple(part[row, :, : num_blocks(span)].flatten(1, 2)[:, :span] for part in parts)
-            for parts in (all_keys, all_values)
-        )
-        held = decode_keys(row_keys, kv_type).to(q.dtype), decode_values(row_values, kv_type).to(q.dtype)
-        out[mine] = attend_row(q[mine], *held, visible(positions, span, heads.window), heads)
+        seen = visible(pages, row, slots[mine])
+        held = seen.any(0).nonzero().flatten()  # the pages of what nobody sees may be another row's
+        where = place(pages, torch.full_like(held, row), held)
+        row_keys, row_values = (tuple(part[:, *where] for part in parts) for parts in (all_keys, all_values))
+        decoded = decode_keys(row_keys, kv_type).to(q.dtype), decode_values(row_values, kv_type).to(q.dtype)
+        out[mine] = attend_row(q[mine], *decoded, seen[:, held], heads)
     return out.flatten(1)
+
+
+def place(
+    pages: Pages, rows: Int[Tensor, "slots"], slots: Int[Tensor, "slots"]
+) -> tuple[Int[Tensor, "slots"], Int[Tensor, "slots"]]:
+    """The block of each slot, and where in it the slot is."""
+    blocks_per_page = pages.page_tokens // BLOCK_POSITIONS
+    blocks = pages.table[rows, slots // pages.page_tokens] * blocks_per_page
+    return blocks + slots % pages.page_tokens // BLOCK_POSITIONS, slots % BLOCK_POSITIONS
 
 
 def attend_row(
@@ -99,11 +116,11 @@ def softcapped(x: Float[Tensor, "*shape"], cap: float | None) -> Float[Tensor, "
     return x if cap is None else cap * torch.tanh(x / cap)
 
 
-def visible(positions: Int[Tensor, "tokens"], span: int, window: int | None) -> Bool[Tensor, "tokens positions"]:
-    """Which of the positions 0 to span − 1 each token may see."""
-    held = torch.arange(span, device=positions.device)
-    seen = held <= positions[:, None]
-    return seen if window is None else seen & (held > positions[:, None] - window)
+def visible(pages: Pages, row: int, slots: Int[Tensor, "tokens"]) -> Bool[Tensor, "tokens slots"]:
+    """Which of its row's slots, from the first on, each token sees."""
+    held, own = torch.arange(int(slots.max()) + 1, device=slots.device), slots[:, None]
+    seen, window = held <= own, int(pages.windows[row])
+    return seen if window == 0 else seen & ((held < pages.sinks[row]) | (held > own - window))
 
 
 def project_add(

@@ -83,7 +83,6 @@ class _Maker:
             num_kv_heads=layer.num_kv_heads,
             head_dim=layer.head_dim,
             scale=layer.attention_scale,
-            window=layer.window,
             rope=None if layer.rope is None else rope_tables[layer.rope],
             q_norm=self.norm(at + "self_attn.q_norm") if layer.qk_norm else None,
             k_norm=self.norm(at + "self_attn.k_norm") if layer.qk_norm else None,

@@ -37,10 +37,11 @@ def render(source: str, variables: Mapping[str, Any]) -> str:
     """The text, of at most `MAX_CHARACTERS`. Raises InvalidRequestError that points at the template's line."""
     try:
         answer = _child().ask([source, variables, MAX_CHARACTERS], _WAIT_SECONDS)
-    except (ChildError, TimeoutError) as error:
-        late = isinstance(error, TimeoutError) or error.signal == signal.SIGPROF
-        problem = f"takes more than {RENDER_SECONDS:g} s" if late else "makes Python crash"
+    except ChildError as error:
+        problem = f"takes more than {RENDER_SECONDS:g} s" if error.signal == signal.SIGPROF else "makes Python crash"
         raise InvalidRequestError(f"the chat template {problem}: it cannot be used") from None
+    except TimeoutError:
+        raise InvalidRequestError(f"the chat template was not rendered within {_WAIT_SECONDS:g} s") from None
     if "text" in answer:
         return str(answer["text"])
     where = "" if answer["line"] is None else f", line {answer['line']},"

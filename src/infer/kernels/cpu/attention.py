@@ -1,9 +1,10 @@
-"""Attention over a cache: rotate and append, attend in chunks of positions, merge and quantise.
+"""Attention over a cache: rotate and append, attend in chunks of slots, merge and quantise.
 
-The positions are cut into chunks of 256, always at multiples of 256. A chunk gives a partial result for a query,
+A row's slots are cut into chunks of 256, always at multiples of 256. A chunk gives a partial result for a query,
 (largest score m, Σ e^(s − m), Σ e^(s − m) v), and a query's partials are merged in the order of the chunks
 (online softmax, arXiv:1805.02867). A few tokens share the chunks out over threads, many tokens walk them in sequence
 with the keys and values of a chunk in the cache: the same partials, merged in the same order, so the same bits.
+A chunk may lie in several pages: its sums go on from one to the next, so that bits do not depend on pages either.
 
 Queries lie rotated and scaled as [kv head, token, query head of the group, dim]: the columns of a tile are neighbours.
 """
@@ -15,14 +16,16 @@ from numba import carray, njit
 
 from infer.kernels.cpu import simd
 from infer.kernels.cpu.activations import quantize_block, record_address
-from infer.kernels.cpu.cache_blocks import (
-    add_values,
-    block_scores,
-    key_bytes,
-    make_mix,
-    make_put_key,
-    make_put_value,
-    value_bytes,
+from infer.kernels.cpu.cache_blocks import make_mix, make_put_key, make_put_value
+from infer.kernels.cpu.cache_slots import (
+    add_chunk_values,
+    block_at,
+    chunk_scores,
+    chunks_seen,
+    parts_of_chunk,
+    seen_lanes,
+    seen_of_chunk,
+    slot_of,
 )
 from infer.kernels.cpu.curves import softcapped
 from infer.kernels.cpu.layouts import BLOCK, LANES
@@ -44,14 +47,6 @@ _SUM_BYTES = 4 * _COLUMNS * (MAX_HEAD_DIM + LANES)
 _RESULT_BYTES = 4 * _COLUMNS_PER_ITEM * (MAX_HEAD_DIM + LANES)
 _HEAD_BYTES = 4 * (MAX_HEAD_DIM + LANES)
 _NEVER = np.float32(-np.inf)
-
-
-@njit(inline="always")
-def _block_at(kv_type, args, row, kv, block):  # type: ignore[no-untyped-def]
-    """Where a head's block of keys lies, and that of values."""
-    keys = args.keys + row * args.key_strides[0] + kv * args.key_strides[1]
-    values = args.values + row * args.value_strides[0] + kv * args.value_strides[1]
-    return keys + block * key_bytes(kv_type, args.dim), values + block * value_bytes(kv_type, args.dim)
 
 
 def make_rotate(kv_type: str) -> Callable[..., None]:
@@ -82,34 +77,41 @@ def make_rotate(kv_type: str) -> Callable[..., None]:
                 k = x + 4 * dim * (args.num_heads + head)
                 weight, factor = norm_of_head(args, 1, k, head, of_all_k)
                 rotate_head(k, weight, factor, cos, sin, args.half, dim, np.float32(1), rotated)
-                keys, values = _block_at(kv_type, args, row, head, position // LANES)
+                slot = slot_of(args, row, position)
+                keys, values = block_at(kv_type, args, row, head, slot)
                 mix(rotated, dim)
-                put_key(keys, position % LANES, dim, rotated)
-                put_value(values, position % LANES, dim, k + 4 * dim * kv_heads)
+                put_key(keys, slot % LANES, dim, rotated)
+                put_value(values, slot % LANES, dim, k + 4 * dim * kv_heads)
 
     return rotate
 
 
 @njit
-def _softmax_part(scores, first, end, low, high, softcap):  # type: ignore[no-untyped-def]
-    """Scores → e^(s − m) in place over [first, end), which are multiples of 16; only [low, high) is seen. (m, sum)."""
-    if softcap != np.float32(0):
-        for at in range(first, end, LANES):
-            store_f32(scores + 4 * at, softcapped(load_f32(scores + 4 * at), softcap))
+def _softmax_part(scores, parts, sinks, low, high, softcap):  # type: ignore[no-untyped-def]
+    """Scores → e^(s − m) in place over the parts; only [0, sinks) and [low, high) are seen. (m, sum)."""
+    gap, first, end = parts
+    begin = 0 if gap > 0 else first
     largest = splat_f32(_NEVER)
-    for at in range(first, end, LANES):
-        seen = simd.keep_lanes(np.int32(low - at), np.int32(high - at), load_f32(scores + 4 * at))
+    at = begin
+    while at < end:
+        score = load_f32(scores + 4 * at)
+        if softcap != np.float32(0):
+            score = softcapped(score, softcap)
+        seen = seen_lanes(at, sinks, low, high, score)
         store_f32(scores + 4 * at, seen)
         largest = simd.maximum(seen, largest)
+        at = first if at + LANES == gap else at + LANES
     m = simd.max_f32(largest)
     total = splat_f32(np.float32(0))
     if m == _NEVER:
         return m, np.float32(0)
     shift = splat_f32(m)
-    for at in range(first, end, LANES):
+    at = begin
+    while at < end:
         p = simd.exp(load_f32(scores + 4 * at) - shift)
         store_f32(scores + 4 * at, p)
         total = total + p
+        at = first if at + LANES == gap else at + LANES
     return m, simd.sum_f32(total)
 
 
@@ -153,30 +155,17 @@ def _divide(partial, dim, out):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _first_seen(position, window):  # type: ignore[no-untyped-def]
-    return 0 if window == 0 else max(0, position + 1 - window)
-
-
-@njit(inline="always")
-def _seen_of_chunk(chunk, window, position):  # type: ignore[no-untyped-def]
-    """The positions [low, high) of a chunk that a query sees."""
-    return max(0, _first_seen(position, window) - chunk * CHUNK), min(CHUNK, position + 1 - chunk * CHUNK)
-
-
-@njit(inline="always")
-def _same_position(kv_type, columns, args, cached, q, low, high, scores, out, out_stride):  # type: ignore[no-untyped-def]
+def _same_slot(kv_type, columns, args, row, kv, chunk, seen, q, scores, out, out_stride):  # type: ignore[no-untyped-def]
     """Partials of a few heads that share keys, for one token."""
-    dim, softcap = args.dim, args.softcap
-    first, end = low // LANES * LANES, (high + LANES - 1) // LANES * LANES
-    keys = cached[0] + first // LANES * key_bytes(kv_type, dim)
-    block_scores(kv_type, columns, q, dim, keys, (end - first) // LANES, scores + 4 * first)
+    dim, (sinks, low, high) = args.dim, seen
+    parts = parts_of_chunk(sinks, low, high)
+    chunk_scores(kv_type, columns, args, row, kv, chunk, parts, q, scores)
     for column in range(columns):
         _clear(out + column * out_stride, dim)
-        m, part = _softmax_part(scores + 4 * CHUNK * column, first, end, low, high, softcap)
+        m, part = _softmax_part(scores + 4 * CHUNK * column, parts, sinks, low, high, args.softcap)
         store_scalar_f32(out + column * out_stride + 4 * dim, m)
         store_scalar_f32(out + column * out_stride + 4 * dim + 4, part)
-    values = cached[1] + first // LANES * value_bytes(kv_type, dim)
-    add_values(kv_type, columns, scores + 4 * first, dim, values, high - first, out, out_stride)
+    add_chunk_values(kv_type, columns, args, row, kv, chunk, parts, (sinks, high), scores, out, out_stride)
 
 
 def make_attend_few(kv_type: str) -> Callable[..., None]:
@@ -184,7 +173,7 @@ def make_attend_few(kv_type: str) -> Callable[..., None]:
 
     def attend_few(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
-        tokens, dim, heads, window = state.num_tokens, args.dim, args.num_heads, args.window
+        tokens, dim, heads = state.num_tokens, args.dim, args.num_heads
         if tokens > SPLIT_TOKENS:
             return
         group, stride = heads // args.num_kv_heads, 4 * (dim + LANES) * args.num_chunks
@@ -192,57 +181,60 @@ def make_attend_few(kv_type: str) -> Callable[..., None]:
         scores = simd.stack(_SCORE_BYTES)
         total = 0
         for token in range(tokens):
-            position = load_i64(state.positions + 8 * token)
-            total += (position // CHUNK + 1 - _first_seen(position, window) // CHUNK) * heads
+            row = load_i64(state.rows + 8 * token)
+            slot = slot_of(args, row, load_i64(state.positions + 8 * token))
+            total += (slot // CHUNK + 1 - chunks_seen(args, row, slot)[1]) * heads
         begin, stop, item = total * thread // num_threads, total * (thread + 1) // num_threads, 0
         for token in range(tokens):
-            position, row = load_i64(state.positions + 8 * token), load_i64(state.rows + 8 * token)
-            for chunk in range(_first_seen(position, window) // CHUNK, position // CHUNK + 1):
-                low, high = _seen_of_chunk(chunk, window, position)
+            row = load_i64(state.rows + 8 * token)
+            slot = slot_of(args, row, load_i64(state.positions + 8 * token))
+            num_first, num_skipped = chunks_seen(args, row, slot)
+            for index in range(slot // CHUNK + 1 - num_skipped):
                 head, last = max(0, begin - item), min(heads, stop - item)
                 item += heads
+                if head >= last:
+                    continue
+                chunk = index if index < num_first else index + num_skipped
+                seen = seen_of_chunk(args, row, chunk, slot)
                 while head < last:
                     kv = head // group
                     count = min(last, (kv + 1) * group) - head
-                    cached = _block_at(kv_type, args, row, kv, chunk * CHUNK // LANES)
                     q = queries + 4 * dim * ((kv * tokens + token) * group + head % group)
                     out = args.partials + (token * heads + head) * stride + chunk * 4 * (dim + LANES)
                     if count >= 4:
-                        _same_position(kv_type, 4, args, cached, q, low, high, scores, out, stride)
+                        _same_slot(kv_type, 4, args, row, kv, chunk, seen, q, scores, out, stride)
                         head += 4
                     elif count == 3:
-                        _same_position(kv_type, 3, args, cached, q, low, high, scores, out, stride)
+                        _same_slot(kv_type, 3, args, row, kv, chunk, seen, q, scores, out, stride)
                         head += 3
                     elif count == 2:
-                        _same_position(kv_type, 2, args, cached, q, low, high, scores, out, stride)
+                        _same_slot(kv_type, 2, args, row, kv, chunk, seen, q, scores, out, stride)
                         head += 2
                     else:
-                        _same_position(kv_type, 1, args, cached, q, low, high, scores, out, stride)
+                        _same_slot(kv_type, 1, args, row, kv, chunk, seen, q, scores, out, stride)
                         head += 1
 
     return attend_few
 
 
 @njit(inline="always")
-def _consecutive(kv_type, width, args, chunk, cached, position, column, q, scores, sums, results):  # type: ignore[no-untyped-def]
-    """Merge a chunk into the results of `width` queries from `column` on, whose first token is at `position`."""
-    dim, group, window = args.dim, args.num_heads // args.num_kv_heads, args.window
+def _consecutive(kv_type, width, args, row, kv, chunk, slot, column, q, scores, sums, results):  # type: ignore[no-untyped-def]
+    """Merge a chunk into the results of `width` queries from `column` on, whose first token is at `slot`."""
+    dim, group = args.dim, args.num_heads // args.num_kv_heads
     partial_bytes = 4 * (dim + LANES)
-    low, _ = _seen_of_chunk(chunk, window, position + column // group)
-    _, high = _seen_of_chunk(chunk, window, position + (column + width - 1) // group)
-    if low >= high:
+    sinks, low, _ = seen_of_chunk(args, row, chunk, slot + column // group)
+    _, _, high = seen_of_chunk(args, row, chunk, slot + (column + width - 1) // group)
+    if low >= high and sinks == 0:
         return
-    first, end = low // LANES * LANES, (high + LANES - 1) // LANES * LANES
-    keys = cached[0] + first // LANES * key_bytes(kv_type, dim)
-    block_scores(kv_type, width, q, dim, keys, (end - first) // LANES, scores + 4 * first)
+    parts = parts_of_chunk(sinks, low, high)
+    chunk_scores(kv_type, width, args, row, kv, chunk, parts, q, scores)
     for i in range(width):
         _clear(sums + i * partial_bytes, dim)
-        seen, bound = _seen_of_chunk(chunk, window, position + (column + i) // group)
-        m, part = _softmax_part(scores + 4 * CHUNK * i, first, end, seen, bound, args.softcap)
+        own_sinks, own_low, own_high = seen_of_chunk(args, row, chunk, slot + (column + i) // group)
+        m, part = _softmax_part(scores + 4 * CHUNK * i, parts, own_sinks, own_low, own_high, args.softcap)
         store_scalar_f32(sums + i * partial_bytes + 4 * dim, m)
         store_scalar_f32(sums + i * partial_bytes + 4 * dim + 4, part)
-    values = cached[1] + first // LANES * value_bytes(kv_type, dim)
-    add_values(kv_type, width, scores + 4 * first, dim, values, high - first, sums, partial_bytes)
+    add_chunk_values(kv_type, width, args, row, kv, chunk, parts, (sinks, high), scores, sums, partial_bytes)
     for i in range(width):
         _merge(results + i * partial_bytes, sums + i * partial_bytes, dim)
 
@@ -269,7 +261,7 @@ def make_attend(kv_type: str) -> Callable[..., None]:
         token, item = 0, 0
         while token < tokens:
             row, run = _run_length(state, token)
-            run_position = load_i64(state.positions + 8 * token)
+            run_slot = slot_of(args, row, load_i64(state.positions + 8 * token))
             for kv in range(kv_heads):
                 for start in range(0, run * group, _COLUMNS_PER_ITEM):
                     item += 1
@@ -279,20 +271,17 @@ def make_attend(kv_type: str) -> Callable[..., None]:
                     q = args.queries + 4 * dim * ((kv * tokens + token) * group + start)
                     for column in range(count):
                         _clear(results + column * partial_bytes, dim)
-                    left, right = run_position + start // group, run_position + (start + count - 1) // group
-                    for chunk in range(_first_seen(left, args.window) // CHUNK, right // CHUNK + 1):
-                        cached, at = _block_at(kv_type, args, row, kv, chunk * CHUNK // LANES), 0
+                    left, right = run_slot + start // group, run_slot + (start + count - 1) // group
+                    num_first, num_skipped = chunks_seen(args, row, left)
+                    for number in range(right // CHUNK + 1 - num_skipped):
+                        chunk, at = number if number < num_first else number + num_skipped, 0
                         while at < count:
                             index, to, query = start + at, results + at * partial_bytes, q + 4 * dim * at
                             if count - at >= _COLUMNS:
-                                _consecutive(
-                                    kv_type, 8, args, chunk, cached, run_position, index, query, scores, sums, to
-                                )
+                                _consecutive(kv_type, 8, args, row, kv, chunk, run_slot, index, query, scores, sums, to)
                                 at += _COLUMNS
                             else:
-                                _consecutive(
-                                    kv_type, 1, args, chunk, cached, run_position, index, query, scores, sums, to
-                                )
+                                _consecutive(kv_type, 1, args, row, kv, chunk, run_slot, index, query, scores, sums, to)
                                 at += 1
                     for column in range(count):
                         index = start + column
@@ -316,12 +305,15 @@ def make_finish() -> Callable[..., None]:
         num_records, record_bytes = heads * dim // BLOCK, BLOCK * args.planes + 16
         for item in range(items * thread // num_threads, items * (thread + 1) // num_threads):
             token, first = item // (heads // per_item), item % (heads // per_item) * per_item
-            position = load_i64(state.positions + 8 * token)
+            row = load_i64(state.rows + 8 * token)
+            slot = slot_of(args, row, load_i64(state.positions + 8 * token))
             out = args.out + 4 * dim * (token * heads + first)
             if tokens <= SPLIT_TOKENS:
+                num_first, num_skipped = chunks_seen(args, row, slot)
                 for head in range(first, first + per_item):
                     _clear(result, dim)
-                    for chunk in range(_first_seen(position, args.window) // CHUNK, position // CHUNK + 1):
+                    for index in range(slot // CHUNK + 1 - num_skipped):
+                        chunk = index if index < num_first else index + num_skipped
                         at = args.partials + ((token * heads + head) * args.num_chunks + chunk) * partial_bytes
                         _merge(result, at, dim)
                     _divide(result, dim, out + 4 * dim * (head - first))

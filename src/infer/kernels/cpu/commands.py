@@ -23,7 +23,7 @@ from infer.kernels.cpu.records import (
 )
 from infer.kernels.cpu.table import BARRIER, BARRIER_IF_MANY, NO_BARRIER
 from infer.kv_blocks import LayerCache
-from infer.kv_types import BLOCK_POSITIONS, check_kv_type, key_block_bytes, value_block_bytes
+from infer.kv_types import check_kv_type, key_block_bytes, value_block_bytes
 from infer.weights import Heads, Norm, Projection, Weight
 
 _CACHED_ACTIVATIONS = 1 << 19  # bytes of activations that should stay in a core's cache while weights stream by
@@ -111,7 +111,7 @@ def attend(run: Run, qkv: Tensor, heads: Heads, layer: LayerCache) -> Tensor:
     _check_rows(qkv)
     out = run.tensor("attended", run.capacity, features)
     queries = run.tensor("queries", max(run.capacity, run.max_threads), features)
-    chunks = -(-layer.values.shape[2] * BLOCK_POSITIONS // CHUNK)
+    chunks = -(-layer.pages.table.shape[1] * layer.pages.page_tokens // CHUNK)
     split = min(run.capacity, SPLIT_TOKENS)
     partials = run.tensor("partials", split, heads.num_heads, chunks, dim + LANES)
     arguments["qkv"], arguments["out"], arguments["queries"] = qkv.data_ptr(), out.data_ptr(), queries.data_ptr()
@@ -138,12 +138,11 @@ def _attend_arguments(heads: Heads, layer: LayerCache) -> Arguments:
     check_kv_type(layer.kv_type, dim)
     sizes = key_block_bytes(layer.kv_type, dim), value_block_bytes(layer.kv_type, dim)
     for blocks, size in zip((keys, values), sizes, strict=True):
-        if blocks.shape[3] != size or blocks.stride()[2:] != (size, 1):
+        if blocks.shape[2] != size or blocks.stride()[1:] != (size, 1):
             raise InvalidRequestError(f"a head's blocks of {layer.kv_type} must be contiguous and of {size} bytes")
     arguments = np.zeros(1, ATTEND)
     arguments["num_heads"], arguments["num_kv_heads"], arguments["dim"] = heads.num_heads, heads.num_kv_heads, dim
-    arguments["window"], arguments["scale"] = heads.window or 0, heads.scale
-    arguments["softcap"] = heads.softcap or 0
+    arguments["scale"], arguments["softcap"] = heads.scale, heads.softcap or 0
     for index, norm in enumerate((heads.q_norm, heads.k_norm)):
         if norm is not None:
             _check_vector(norm.weight)
@@ -155,8 +154,18 @@ def _attend_arguments(heads: Heads, layer: LayerCache) -> Arguments:
         arguments["cos"], arguments["sin"] = heads.rope.cos.data_ptr(), heads.rope.sin.data_ptr()
         arguments["half"] = heads.rope.cos.shape[1]
     arguments["keys"], arguments["values"] = keys.data_ptr(), values.data_ptr()
-    arguments["key_strides"] = keys.stride()[:2]
-    arguments["value_strides"] = values.stride()[:2]
+    arguments["key_stride"], arguments["value_stride"] = keys.stride(0), values.stride(0)
+    pages = layer.pages
+    arguments["table_stride"], arguments["page_bits"] = pages.table.shape[1], pages.page_tokens.bit_length() - 1
+    for name, values in (
+        ("table", pages.table),
+        ("shifts", pages.shifts),
+        ("sinks", pages.sinks),
+        ("windows", pages.windows),
+    ):
+        if values.dtype != torch.int64 or not values.is_contiguous():
+            raise InvalidRequestError(f"the {name} of a cache must be contiguous int64, got {values.dtype}")
+        arguments[name] = values.data_ptr()
     return arguments
 
 

@@ -60,7 +60,7 @@ ADD_NORMALIZED = np.dtype(
 
 # attention
 
-CHUNK = 256  # positions that give one partial result
+CHUNK = 256  # slots that give one partial result
 SPLIT_TOKENS = 4  # up to this many tokens, the chunks are shared out; beyond, the tokens are
 MAX_HEAD_DIM = 512
 
@@ -70,7 +70,6 @@ ATTEND = np.dtype(
         ("num_heads", np.int64),
         ("num_kv_heads", np.int64),
         ("dim", np.int64),
-        ("window", np.int64),  # 0: none
         ("scale", np.float32),
         ("eps", np.float32, 2),  # of q's and k's norm
         ("softcap", np.float32),  # 0: none
@@ -81,8 +80,14 @@ ATTEND = np.dtype(
         ("half", np.int64),
         ("keys", np.int64),
         ("values", np.int64),
-        ("key_strides", np.int64, 2),  # bytes from row to row, from kv head to kv head
-        ("value_strides", np.int64, 2),
+        ("key_stride", np.int64),  # bytes from kv head to kv head
+        ("value_stride", np.int64),
+        ("table", np.int64),  # int64 [rows, table_stride]: `kv_blocks.Pages`
+        ("table_stride", np.int64),
+        ("page_bits", np.int64),  # a page has 2 to this many slots
+        ("shifts", np.int64),  # int64 [rows] each
+        ("sinks", np.int64),
+        ("windows", np.int64),
         ("queries", np.int64),  # f32, as above
         ("private_bytes", np.int64),  # a single token's queries lie at queries + thread × this
         ("partials", np.int64),  # f32 [SPLIT_TOKENS, heads, num_chunks, dim + 16]

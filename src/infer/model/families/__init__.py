@@ -39,7 +39,9 @@ def make_architecture(config: Config) -> Architecture:
     name = str(config.get("model_type", ""))
     if name not in FAMILIES:
         names = ", ".join(sorted(FAMILIES))
-        raise UnsupportedModelError(f"model_type {name or 'missing'!r:.60} is not supported; supported are: {names}")
+        code = "; the code that auto_map names is never run" if config.get("auto_map") else ""
+        problem = f"model_type {name or 'missing'!r:.60} is not supported{code}; supported are: {names}"
+        raise UnsupportedModelError(problem)
     family = FAMILIES[name]
     config = _as_read(config, family)
     # A residual stream divided by m throughout adds m × what a layer gives, and a norm of it is the same with eps / m².

@@ -1,0 +1,248 @@
+"""Rows of tokens in pages: what is forgotten gives its page to what comes, and what is the same is stored once.
+
+Layers that see the same slots are a group with page tables of its own (`rows.GroupRows`); their memory is reserved for
+all its pages but taken from the system only where it is written. Kernels read tables and windows whenever a step runs,
+so a recorded step serves every state.
+
+What a token sees is a rule of slots, whatever lies there besides: pages that no later token can see are given up
+when a row's share of them is needed again, and never for tokens that were only provisional.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Self, final
+
+import torch
+from jaxtyping import Float, Int64, Shaped
+from torch import Tensor
+
+from infer import ops
+from infer.architecture import Layer
+from infer.batch import Step
+from infer.cache.base import KVCache
+from infer.cache.groups import make_groups
+from infer.cache.rows import GroupRows, page_keys
+from infer.cache.settings import CacheSettings
+from infer.errors import InvalidRequestError
+from infer.kv_blocks import LayerCache, Pages, key_parts, value_parts
+from infer.kv_types import BLOCK_POSITIONS, check_kv_type, key_block_bytes, value_block_bytes
+from infer.weights import Heads
+
+
+@final
+class PagedCache(KVCache):
+    """`step_tokens` is how many tokens a row may get in one step."""
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        num_rows: int,
+        capacity: int,
+        kv_type: str,
+        device: torch.device,
+        *,
+        step_tokens: int,
+        settings: CacheSettings | None = None,
+    ) -> None:
+        for layer in layers:
+            check_kv_type(kv_type, layer.head_dim)
+        self._settings, self._kv_type, self._capacity = settings or CacheSettings(), kv_type, capacity
+        self._lengths = [0] * num_rows
+        self._keys: list[list[bytes]] = [[] for _ in range(num_rows)]  # of each row's whole pages, as far as known
+        groups = make_groups(layers, self._settings, capacity, step_tokens)
+        page_tokens, at_once = self._settings.page_tokens, not self._settings.keeps_whole_prompts
+        self._groups = [GroupRows(group, num_rows, capacity, page_tokens, evicts_at_once=at_once) for group in groups]
+        self._pages = [_pages_of(rows, device) for rows in self._groups]
+        self._published = [rows.version for rows in self._groups]
+        self._layers = _make_layers(layers, self._groups, self._pages, kv_type, device)
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        return self._lengths
+
+    @property
+    def num_bytes(self) -> int:
+        """What keys and values take when every page has been written."""
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self._layers)
+
+    def reserve(self, row: int, num_tokens: int) -> None:
+        for rows in self._groups:
+            start = self._lengths[row] - int(rows.shifts[row])
+            for source, target in rows.reserve(row, start, start + num_tokens):
+                self._copy_pages(rows, [target], self, [source])
+        self._publish()
+
+    def attend(
+        self, layer: int, qkv: Float[Tensor, "tokens out"], heads: Heads, step: Step
+    ) -> Float[Tensor, "tokens heads_dim"]:
+        return ops.attend(qkv, heads, self._layers[layer], step)
+
+    def commit(self, num_accepted: Sequence[int]) -> None:
+        for row, count in enumerate(num_accepted):
+            self._lengths[row] += count
+
+    def truncate(self, row: int, length: int) -> None:
+        length = min(self._lengths[row], length)
+        slots = [length - int(rows.shifts[row]) for rows in self._groups]
+        if length and all(rows.can_continue(row, slot) for rows, slot in zip(self._groups, slots, strict=True)):
+            for rows, slot in zip(self._groups, slots, strict=True):
+                rows.table.truncate(row, slot)
+        else:
+            length = 0
+            for rows in self._groups:
+                rows.clear(row)
+        self._lengths[row] = length
+        del self._keys[row][length // self._settings.page_tokens :]
+
+    def remember(self, row: int, token_ids: Sequence[int]) -> None:
+        if self._settings.evicts:
+            return
+        known = len(self._keys[row])
+        self._keys[row] = page_keys(token_ids, self._settings.page_tokens, self._keys[row])
+        for index, key in enumerate(self._keys[row][known:], known):
+            for rows in self._groups:
+                rows.table.remember(row, index, key)
+
+    def adopt(self, row: int, token_ids: Sequence[int]) -> int:
+        if self._settings.evicts or self._lengths[row]:
+            return 0
+        page_tokens = self._settings.page_tokens
+        keys = page_keys(token_ids[:-1], page_tokens)
+        for count in range(min(rows.num_found(keys) for rows in self._groups), 0, -1):
+            found = [rows.has_pages(row, count * page_tokens, keys) for rows in self._groups]
+            if None not in found:
+                for rows, needed in zip(self._groups, found, strict=True):
+                    rows.table.truncate(row, 0)
+                    rows.table.adopt(row, needed or {})
+                    rows.version += 1
+                self._keys[row], self._lengths[row] = keys[:count], count * page_tokens
+                self._publish()
+                break
+        return self._lengths[row]
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every page is free, cached or held by those who say so, and all is there that
+        a row's next token sees."""
+        for rows, pages in zip(self._groups, self._pages, strict=True):
+            rows.table.check_integrity()
+            assert (pages.table.cpu().numpy() == rows.table.table).all(), "kernels read another table"
+            for row, length in enumerate(self._lengths):
+                assert rows.can_continue(row, length - int(rows.shifts[row])), "what is seen is not there"
+
+    # A row by itself
+
+    @property
+    def kind(self) -> str:
+        settings = self._settings
+        if not settings.evicts:
+            return f"paged {self._kv_type}"
+        policy = f"{settings.eviction_policy} {settings.eviction_window} {settings.protected_prefix}"
+        return f"paged {self._kv_type} {policy}"
+
+    def export_row(self, row: int) -> Iterator[tuple[str, Shaped[Tensor, "kv_heads slots *size"]]]:
+        """Only what the next token can see."""
+        for rows in self._groups:
+            where = self._place(rows, row, rows.seen_slots(row, self._lengths[row] - int(rows.shifts[row])))
+            for name, part in self._parts(rows):
+                yield name, part[:, *where]
+
+    def import_row(self, row: int, tensors: Mapping[str, Tensor], length: int) -> None:
+        if not 0 <= length <= self._capacity:
+            raise InvalidRequestError(f"the cache holds {self._capacity} tokens, got {length}")
+        found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        slots = [rows.seen_slots(row, length) for rows in self._groups]
+        expected = {
+            name: (part.dtype, (len(part), len(seen), *part.shape[3:]))
+            for rows, seen in zip(self._groups, slots, strict=True)
+            for name, part in self._parts(rows)
+        }
+        if found != expected:
+            wrong = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
+            raise InvalidRequestError(f"the cache of {length} tokens does not look like this one's: {wrong[0]!r:.80}")
+        self.truncate(row, 0)
+        for rows, seen in zip(self._groups, slots, strict=True):
+            rows.table.hold_new(row, sorted({slot // self._settings.page_tokens for slot in seen}))
+            rows.version += 1
+        self._publish()
+        for rows, seen in zip(self._groups, slots, strict=True):
+            where = self._place(rows, row, seen)
+            for name, part in self._parts(rows):
+                part[:, *where] = tensors[name].to(part.device)
+        self._lengths[row] = length
+
+    def copy_row(self, row: int, source: Self, source_row: int) -> None:
+        """Of this cache, what is stored is shared until one of the two writes to it."""
+        if source is self and row == source_row:
+            return
+        self.truncate(row, 0)
+        for rows, theirs in zip(self._groups, source._groups, strict=True):
+            if source is self:
+                rows.table.share(row, source_row)
+            else:
+                held = theirs.table.page_by_index(source_row)
+                rows.table.hold_new(row, held)
+                mine = rows.table.page_by_index(row)
+                self._copy_pages(rows, [mine[index] for index in held], source, list(held.values()))
+            rows.copy(row, theirs, source_row)
+        self._lengths[row], self._keys[row] = source._lengths[source_row], list(source._keys[source_row])
+        self._publish()
+
+    # Memory
+
+    def _parts(self, rows: GroupRows) -> Iterator[tuple[str, Shaped[Tensor, "kv_heads blocks lanes *size"]]]:
+        """What is stored of a group's layers, by name, as views."""
+        for index in rows.group.layers:
+            layer = self._layers[index]
+            for number, part in enumerate(key_parts(layer.keys, self._kv_type)):
+                yield f"{index}.keys.{number}", part
+            for number, part in enumerate(value_parts(layer.values, self._kv_type)):
+                yield f"{index}.values.{number}", part
+
+    def _place(
+        self, rows: GroupRows, row: int, slots: Sequence[int]
+    ) -> tuple[Int64[Tensor, "slots"], Int64[Tensor, "slots"]]:
+        """The block of each slot of a row, and where in it the slot is."""
+        page_tokens, table = self._settings.page_tokens, torch.from_numpy(rows.table.table[row])
+        at = torch.tensor(slots, dtype=torch.int64)
+        blocks = table[at // page_tokens] * (page_tokens // BLOCK_POSITIONS) + at % page_tokens // BLOCK_POSITIONS
+        device = self._layers[0].keys.device
+        return blocks.to(device), (at % BLOCK_POSITIONS).to(device)
+
+    def _copy_pages(self, rows: GroupRows, targets: Sequence[int], source: Self, sources: Sequence[int]) -> None:
+        per_page = self._settings.page_tokens // BLOCK_POSITIONS
+        into, from_ = ([page * per_page + i for page in pages for i in range(per_page)] for pages in (targets, sources))
+        for index in rows.group.layers:
+            mine, theirs = self._layers[index], source._layers[index]
+            mine.keys[:, into] = theirs.keys[:, from_]
+            mine.values[:, into] = theirs.values[:, from_]
+
+    def _publish(self) -> None:
+        """Let kernels see the tables and windows as they are now."""
+        for index, (rows, pages) in enumerate(zip(self._groups, self._pages, strict=True)):
+            if self._published[index] != rows.version:
+                arrays = (rows.table.table, rows.shifts, rows.sinks, rows.windows)
+                for tensor, array in zip((pages.table, pages.shifts, pages.sinks, pages.windows), arrays, strict=True):
+                    tensor.copy_(torch.from_numpy(array))
+                self._published[index] = rows.version
+
+
+def _pages_of(rows: GroupRows, device: torch.device) -> Pages:
+    arrays = (rows.table.table, rows.shifts, rows.sinks, rows.windows)
+    return Pages(rows.table.page_tokens, *(torch.tensor(array, device=device) for array in arrays))
+
+
+def _make_layers(
+    layers: Sequence[Layer], groups: Sequence[GroupRows], pages: Sequence[Pages], kv_type: str, device: torch.device
+) -> list[LayerCache]:
+    made: dict[int, LayerCache] = {}
+    for rows, own in zip(groups, pages, strict=True):
+        num_blocks = rows.table.pool.num_pages * rows.table.page_tokens // BLOCK_POSITIONS
+        for index in rows.group.layers:
+            shape, dim = (layers[index].num_kv_heads, num_blocks), layers[index].head_dim
+            keys = ops.zeros((*shape, key_block_bytes(kv_type, dim)), torch.uint8, device)
+            values = ops.zeros((*shape, value_block_bytes(kv_type, dim)), torch.uint8, device)
+            made[index] = LayerCache(kv_type, keys, values, own)
+    return [made[index] for index in range(len(layers))]

@@ -1,0 +1,91 @@
+"""What the rows of one group see and hold, in integers: the rule of visibility and the pages that it needs.
+
+A token's slot is its position less its row's shift. From slot t the slots s ≤ t are seen with s < sinks or
+s > t − window; all of them where the window is 0.
+"""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import final
+
+import numpy as np
+
+from infer.cache.blocks import PageTable
+from infer.cache.groups import Group
+
+_KEY_BYTES = 16
+
+
+@final
+class GroupRows:
+    """`version` changes with every change of what kernels read: the table, shifts, sinks and windows."""
+
+    def __init__(self, group: Group, num_rows: int, num_slots: int, page_tokens: int, *, evicts_at_once: bool) -> None:
+        self.group, self.version = group, 0
+        self.table = PageTable(num_rows, num_slots, page_tokens, group.pages_per_row, group.num_fixed)
+        self.shifts, self.sinks, self.windows = np.zeros((3, num_rows), np.int64)
+        self._is_bounded = evicts_at_once or not group.is_evicting
+        for row in range(num_rows):
+            self.clear(row)
+
+    def clear(self, row: int) -> None:
+        self.table.truncate(row, 0)
+        self.shifts[row] = self.sinks[row] = self.windows[row] = 0
+        self.version += 1
+        if self._is_bounded:
+            self.bound(row)
+
+    def bound(self, row: int) -> None:
+        """From now on, tokens see the group's sinks and window alone."""
+        self.sinks[row], self.windows[row] = self.group.sinks, self.group.window or 0
+        self.version += 1
+
+    def seen(self, row: int, slot: int) -> tuple[range, range]:
+        """What stands before a token at this slot and is seen by it: sinks, and the window."""
+        window = int(self.windows[row])
+        first = max(0, slot + 1 - window) if window else 0
+        return range(min(int(self.sinks[row]), first)), range(first, slot)
+
+    def seen_slots(self, row: int, slot: int) -> list[int]:
+        return [each for part in self.seen(row, slot) for each in part]
+
+    def reserve(self, row: int, start: int, end: int) -> list[tuple[int, int]]:
+        """`PageTable.reserve`, for tokens with the slots [start, end)."""
+        if not self.table.is_ready(row, start, end):
+            self.version += 1
+        return self.table.reserve(row, start, end, self.seen(row, start)[1].start)
+
+    def can_continue(self, row: int, slot: int) -> bool:
+        """Whether all that a token at this slot sees is there."""
+        return all(self.table.holds(row, part.start, part.stop) for part in self.seen(row, slot))
+
+    def num_found(self, keys: Sequence[bytes]) -> int:
+        """How many of a row's first pages may be there to adopt: no more are, but windows may lack some of them."""
+        if self.group.window is not None:
+            return len(keys)
+        return next((index for index, key in enumerate(keys) if self.table.pool.find(key) is None), len(keys))
+
+    def has_pages(self, row: int, slot: int, keys: Sequence[bytes]) -> dict[int, bytes] | None:
+        """The keys of the pages that an empty row needs to go on at a slot where a page begins, if all are found."""
+        page_tokens, needed = self.table.page_tokens, {}
+        for part in self.seen(row, slot):
+            for index in range(part.start // page_tokens, -(-part.stop // page_tokens) if part else 0):
+                if self.table.pool.find(keys[index]) is None:
+                    return None
+                needed[index] = keys[index]
+        return needed
+
+    def copy(self, row: int, source: "GroupRows", source_row: int) -> None:
+        """The state that decides what is seen; not the pages."""
+        self.shifts[row], self.sinks[row] = source.shifts[source_row], source.sinks[source_row]
+        self.windows[row] = source.windows[source_row]
+        self.version += 1
+
+
+def page_keys(token_ids: Sequence[int], page_tokens: int, known: Sequence[bytes] = ()) -> list[bytes]:
+    """A key for each whole page of tokens, of it and of all before it; `known` are the first of them."""
+    keys = list(known)
+    for start in range(len(keys) * page_tokens, len(token_ids) - page_tokens + 1, page_tokens):
+        ids = np.array(token_ids[start : start + page_tokens], np.int64).tobytes()
+        keys.append(blake2b((keys[-1] if keys else b"") + ids, digest_size=_KEY_BYTES).digest())
+    return keys

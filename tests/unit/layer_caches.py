@@ -1,0 +1,23 @@
+"""The blocks of one layer as tests of kernels want them: each row's pages one behind the other, the rows too."""
+
+import torch
+
+from infer.kv_blocks import LayerCache, Pages
+from infer.kv_types import BLOCK_POSITIONS, key_block_bytes, value_block_bytes
+from infer.weights import Heads
+
+PAGE_TOKENS = 64
+
+
+def make_layer(
+    heads: Heads, rows: int, capacity: int, kv_type: str = "f32", *, window: int | None = None, fill: int = 0
+) -> LayerCache:
+    """`fill` is every byte of it."""
+    per_row = -(-capacity // PAGE_TOKENS)
+    none = torch.zeros(rows, dtype=torch.int64)
+    table = torch.arange(rows * per_row).view(rows, per_row)
+    pages = Pages(PAGE_TOKENS, table, none, none.clone(), torch.full_like(none, window or 0))
+    shape = heads.num_kv_heads, rows * per_row * PAGE_TOKENS // BLOCK_POSITIONS
+    sizes = key_block_bytes(kv_type, heads.head_dim), value_block_bytes(kv_type, heads.head_dim)
+    keys, values = (torch.full((*shape, size), fill, dtype=torch.uint8) for size in sizes)
+    return LayerCache(kv_type, keys, values, pages)

@@ -1,0 +1,132 @@
+"""Attention over pages: bits depend on no page, and what is seen is the first slots and the last ones, whatever else
+lies in memory.
+"""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from infer import ops
+from infer.batch import Step
+from infer.kv_blocks import LayerCache, Pages
+from infer.kv_types import key_block_bytes, num_blocks, value_block_bytes
+from infer.weights import Heads, RopeTable
+
+NUM_HEADS, KV_HEADS, DIM = 6, 2, 32
+CAPACITY = 1000
+ANGLES = torch.arange(1100)[:, None] / 50.0 ** torch.linspace(0, 1, DIM // 2)
+HEADS = Heads(NUM_HEADS, KV_HEADS, DIM, DIM**-0.5, RopeTable(ANGLES.cos(), ANGLES.sin()), None, None)
+
+# How the tokens of a row come: alone, a few, and more than a chunk at once.
+SIZES = [300, 1, 3, 1, 200, 4, 1, 90, 1, 5, 1]
+LENGTH = sum(SIZES)
+ONE_BY_ONE = [1] * 40 + [240] + [1] * 30 + [LENGTH - 310]
+
+
+def make_layer(
+    page_tokens: int = 64, *, seed: int | None = None, sinks: int = 0, window: int = 0, shift: int = 0
+) -> LayerCache:
+    """One row, its pages in order or in any, among memory in which every number is another row's and not finite."""
+    num_pages = -(-CAPACITY // page_tokens)
+    order = torch.arange(num_pages)
+    if seed is not None:
+        order = torch.randperm(2 * num_pages, generator=torch.manual_seed(seed))[:num_pages]
+    pages = Pages(page_tokens, order[None].contiguous(), *(torch.tensor([value]) for value in (shift, sinks, window)))
+    shape = (KV_HEADS, 2 * num_pages * num_blocks(page_tokens))
+    keys, values = (
+        torch.full((*shape, size("f32", DIM) // 4), torch.nan).view(torch.uint8)
+        for size in (key_block_bytes, value_block_bytes)
+    )
+    return LayerCache("f32", keys, values, pages)
+
+
+def make_qkv(count: int, start: int) -> Tensor:
+    rows = torch.randn(LENGTH, (NUM_HEADS + 2 * KV_HEADS) * DIM, generator=torch.manual_seed(7))
+    return rows[start : start + count].clone()
+
+
+def attend_all(layer: LayerCache, sizes: Sequence[int] = SIZES, *, shift: int = 0) -> Tensor:
+    out, start = [], 0
+    for size in sizes:
+        out.append(ops.attend(make_qkv(size, start), HEADS, layer, Step.of([1] * size, start + shift)))
+        start += size
+    return torch.cat(out)
+
+
+def expected(sinks: int, window: int, shift: int = 0) -> Tensor:
+    """Softmax over all tokens, masked to what is kept, in float64."""
+    q, k, v = make_qkv(LENGTH, 0).double().view(LENGTH, -1, DIM).split([NUM_HEADS, KV_HEADS, KV_HEADS], dim=1)
+    cos, sin = (angles[shift : shift + LENGTH, None] for angles in (ANGLES.cos(), ANGLES.sin()))
+
+    def rotate(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+    k, v = (x.repeat_interleave(NUM_HEADS // KV_HEADS, dim=1) for x in (rotate(k), v))
+    slot, own = torch.arange(LENGTH), torch.arange(LENGTH)[:, None]
+    seen = (slot <= own) & ((slot < sinks) | (slot > own - (window or LENGTH)))
+    scores = torch.einsum("thd,shd->hts", rotate(q), k).mul(DIM**-0.5).masked_fill(~seen, -torch.inf)
+    return torch.einsum("hts,shd->thd", scores.softmax(-1), v).flatten(1)
+
+
+@pytest.fixture(scope="module")
+def dense() -> Tensor:
+    return attend_all(make_layer(256))
+
+
+@pytest.mark.parametrize("page_tokens", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("seed", [None, 1])
+def test_bits_depend_on_no_page(dense: Tensor, page_tokens: int, seed: int | None) -> None:
+    assert torch.isfinite(dense).all()
+    assert torch.equal(attend_all(make_layer(page_tokens, seed=seed)), dense)
+
+
+def test_full_attention_is_what_torch_says(dense: Tensor) -> None:
+    assert (dense - expected(0, 0)).abs().max() < 5e-6
+
+
+KEPT = [(0, 1), (0, 40), (4, 20), (4, 300), (16, 16), (20, 12), (30, 3), (100, 60), (260, 10), (300, 300), (600, 1)]
+
+
+@pytest.mark.parametrize(("sinks", "window"), KEPT)
+def test_what_is_kept_is_attended_to_and_nothing_else(sinks: int, window: int) -> None:
+    wanted = expected(sinks, window)
+    layer = make_layer(16, seed=2, sinks=sinks, window=window)
+    found = attend_all(layer)
+    assert (found - wanted).abs().max() < 5e-6
+    assert torch.equal(attend_all(make_layer(64, seed=3, sinks=sinks, window=window), ONE_BY_ONE), found)
+    with ops.using("reference"):
+        reference = attend_all(make_layer(16, seed=2, sinks=sinks, window=window))
+    assert (reference - wanted).abs().max() < 5e-6
+
+
+def test_kept_tokens_as_many_as_there_are_change_no_bit(dense: Tensor) -> None:
+    for sinks, window in ((0, LENGTH), (4, LENGTH - 4), (LENGTH, 1)):
+        assert torch.equal(attend_all(make_layer(sinks=sinks, window=window)), dense)
+
+
+def test_the_pages_of_what_is_forgotten_may_hold_another_row() -> None:
+    sinks, window, page_tokens = 20, 70, 16
+    layer = make_layer(page_tokens, seed=5, sinks=sinks, window=window)
+    clean, found = attend_all(layer), []
+    start = 0
+    layer = make_layer(page_tokens, seed=5, sinks=sinks, window=window)
+    for size in SIZES:
+        found.append(ops.attend(make_qkv(size, start), HEADS, layer, Step.of([1] * size, start)))
+        start += size
+        lost = range(-(-sinks // page_tokens), (start + 1 - window) // page_tokens)
+        for page in layer.pages.table[0, list(lost)].tolist():
+            blocks = slice(page * num_blocks(page_tokens), (page + 1) * num_blocks(page_tokens))
+            layer.keys[:, blocks].view(torch.float32).fill_(torch.nan)
+            layer.values[:, blocks].view(torch.float32).fill_(torch.nan)
+    assert torch.equal(torch.cat(found), clean)
+
+
+def test_a_shift_moves_slots_and_not_positions() -> None:
+    shift = 90
+    for name in ("cpu", "reference"):
+        with ops.using(name):
+            found = attend_all(make_layer(64, seed=4, shift=shift), shift=shift)
+        assert (found - expected(0, 0, shift)).abs().max() < 5e-6

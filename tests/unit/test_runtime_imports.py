@@ -1,0 +1,153 @@
+"""No pickle, no evaluated text and no network: neither in our source nor in what a process does that runs a model."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hostile_files import CONFIG, write_folder, write_gguf
+from infer.errors import UnsupportedModelError
+from infer.loading import load_model
+from shapes import SOURCE
+
+UNPICKLING = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "runpy", "code"}
+NETWORK = {"socket", "ssl", "http", "urllib", "requests", "httpx", "aiohttp", "ftplib", "smtplib", "xmlrpc", "asyncio"}
+PROCESSES = {"subprocess", "multiprocessing", "pty"}
+UNPICKLING_CALLS = ("torch.load", "torch.jit.load", "torch.hub.", "np.load", "numpy.load", "yaml.")
+EVALUATING = {"eval", "exec", "compile", "__import__", "execfile"}
+FORBIDDEN = UNPICKLING | NETWORK | PROCESSES | EVALUATING | {"huggingface_hub"}
+# What is forbidden elsewhere, and the only places that may have it.
+ALLOWED = {
+    ("child.py", "subprocess"),  # grammars and templates of strangers, in a process that may die
+    ("constraint/schema.py", "urllib.parse"),  # takes %7E out of a JSON pointer
+    ("checkpoint/hub_download.py", "huggingface_hub"),  # asked for by the user
+}
+
+
+def uses(tree: ast.Module) -> Iterator[str]:
+    """Modules imported, also by their names, and builtins called that evaluate text."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or "."
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called in EVALUATING or called.startswith(UNPICKLING_CALLS):
+                yield called
+            elif called.endswith("import_module") and isinstance(node.args[0], ast.Constant):
+                yield str(node.args[0].value)
+            elif any(keyword.arg == "allow_pickle" for keyword in node.keywords):
+                yield "pickle"
+
+
+def is_forbidden(use: str) -> bool:
+    top = use.split(".")[0]
+    return use.startswith(UNPICKLING_CALLS) or top in UNPICKLING | NETWORK | PROCESSES | EVALUATING | {
+        "huggingface_hub"
+    }
+
+
+def test_our_source_has_no_pickle_no_evaluation_and_no_network() -> None:
+    found = set()
+    for path in sorted(SOURCE.rglob("*.py")):
+        name = path.relative_to(SOURCE).as_posix()
+        found |= {(name, use) for use in uses(ast.parse(path.read_text(encoding="utf-8"))) if is_forbidden(use)}
+    assert found == ALLOWED
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle", "from urllib.request import urlopen", "import os, socket", "eval('1')", "torch.load(p)",
+        "np.load(p, allow_pickle=True)", "import_module('pickle')", "exec(compile(s, 'f', 'exec'))",
+        "from multiprocessing import Process", "def f():\n    import http.client", "yaml.load(text)",
+    ],
+)  # fmt: skip
+def test_the_check_of_our_source_finds(source: str) -> None:
+    assert any(map(is_forbidden, uses(ast.parse(source))))
+
+
+AUDITED = """
+import json, sys
+seen = []
+def watch(event, arguments):
+    if event == "open" and isinstance(arguments[0], (str, bytes)):
+        seen.append((event, str(arguments[0])))
+    elif event.split(".")[0] in WATCHED:
+        seen.append((event, sys._getframe(1).f_code.co_filename))
+WATCHED = {
+    "pickle", "marshal", "exec", "compile", "import", "socket", "ssl", "http", "urllib", "ftplib", "smtplib", "code",
+    "subprocess", "os", "ctypes",
+}
+sys.addaudithook(watch)
+from infer import LLM, SamplingParams
+def run(path):
+    llm = LLM(path)
+    params = SamplingParams(temperature=0.7, seed=1, max_new_tokens=8, ignore_eos=True)
+    result = llm.generate("hello", params, speculation="ngram")
+    assert len(result.token_ids) == 8
+    llm.chat([{"role": "user", "content": "hi"}], params)
+    session = llm.session()
+    session.send("hello", params)
+    session.save(sys.argv[3])
+    llm.load_session(sys.argv[3])
+phases = []
+for path in (sys.argv[1], sys.argv[2], sys.argv[1]):
+    run(path)
+    phases.append(list(seen))
+    seen.clear()
+print(json.dumps(phases))
+"""
+
+
+@pytest.fixture(scope="module")
+def phases(tmp_path_factory: pytest.TempPathFactory) -> list[list[tuple[str, str]]]:
+    """What Python's audit hooks saw of three models that loaded and spoke: a folder, a GGUF file, the folder again."""
+    place = tmp_path_factory.mktemp("audited")
+    folder = write_folder(place / "a-folder", config_json=CONFIG | {"auto_map": {"AutoModel": "modeling_evil.Evil"}})
+    for name in ("modeling_evil.py", "__init__.py", "sitecustomize.py", "tokenizer.py"):
+        (folder / name).write_text("raise SystemExit('this must never run')")
+    for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "tokenizer.pkl"):
+        os.mkfifo(folder / name)  # whoever opens it waits for ever
+    gguf = write_gguf(place / "model.gguf")
+    command = [sys.executable, "-c", AUDITED, str(folder), str(gguf), str(place / "saved")]
+    subprocess.run(command, capture_output=True, check=True)  # compiles what is not yet compiled
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: list[Any] = json.loads(done.stdout)
+    return [[(event, where) for event, where in phase] for phase in found]
+
+
+def test_running_a_model_unpickles_nothing_and_uses_no_network(phases: list[list[tuple[str, str]]]) -> None:
+    kinds = ("pickle", "socket", "ssl", "http", "urllib", "ftplib", "smtplib")
+    assert [each for phase in phases for each in phase if each[0].split(".")[0] in kinds] == []
+    assert len(phases[0]) > 100
+
+
+def test_what_is_executed_comes_from_modules_alone(phases: list[list[tuple[str, str]]]) -> None:
+    """None of our code executes text, and once everything is imported nothing is compiled or executed at all."""
+    executed = [each for phase in phases for each in phase if each[0] in ("exec", "compile")]
+    assert len(executed) > 100  # modules
+    assert [each for each in executed if each[1].startswith(str(SOURCE))] == []
+    kinds = ("exec", "compile", "import", "marshal", "code", "subprocess", "ctypes")
+    assert [each for each in phases[2] if each[0].split(".")[0] in kinds] == []
+
+
+def test_of_a_folder_only_what_is_read_is_opened(phases: list[list[tuple[str, str]]]) -> None:
+    opened = {Path(name).name for phase in phases for event, name in phase if event == "open" and "/a-folder/" in name}
+    assert opened == {
+        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors",
+    }  # fmt: skip
+
+
+def test_a_model_that_needs_code_of_its_own_is_told_that_none_is_run(tmp_path: Path) -> None:
+    config = CONFIG | {"model_type": "evil", "auto_map": {"AutoModel": "modeling_evil.Evil"}}
+    with pytest.raises(UnsupportedModelError, match=r"'evil' is not supported.*auto_map.*never run"):
+        load_model(write_folder(tmp_path / "model", config_json=config))

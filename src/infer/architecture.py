@@ -3,7 +3,7 @@
 A layer says what it is, never whose it is. A new value is a field here and a line in `families`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "gelu_sigmoid", "relu", "relu_squared"]
@@ -11,11 +11,11 @@ Activation = Literal["silu", "gelu_tanh", "gelu", "gelu_sigmoid", "relu", "relu_
 
 @dataclass(frozen=True)
 class LongRope:
-    """What differs where a context of more than `beyond` positions is asked for."""
+    """What differs for sequences of more than `beyond` tokens: the factors, or a theta that grows with the context."""
 
     beyond: int
     frequency_factors: tuple[float, ...] | None = None
-    growth: float | None = None  # of theta: × (growth × positions / beyond − growth + 1) ^ (dim / (dim − 2))
+    growth: float | None = None  # theta × (growth × positions / beyond − growth + 1) ^ (dim / (dim − 2))
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,15 @@ class Rope:
     @property
     def half(self) -> int:
         return (self.dim + 1) // 2
+
+    def stretched(self, num_positions: int) -> "Rope":
+        """What turns the pairs of a long sequence, in a context of so many positions."""
+        if self.long is None:
+            return self
+        theta, growth = self.theta, self.long.growth
+        if growth is not None:
+            theta *= (growth * num_positions / self.long.beyond - growth + 1) ** (self.dim / (self.dim - 2))
+        return replace(self, theta=theta, frequency_factors=self.long.frequency_factors, long=None)
 
 
 @dataclass(frozen=True)
@@ -64,3 +73,13 @@ class Architecture:
     logit_scale: float = 1.0
     logit_softcap: float | None = None  # after the scale: softcap × tanh(logit / softcap)
     tied_embeddings: bool = False
+
+    @property
+    def long_ropes(self) -> tuple[LongRope, ...]:
+        """Those of the layers that have one, each once."""
+        return tuple({layer.rope.long: None for layer in self.layers if layer.rope and layer.rope.long})
+
+    @property
+    def most_positions(self) -> int:
+        """The longest context that may be asked for: some ropes can be stretched."""
+        return int(self.max_positions * max((long.growth or 1.0 for long in self.long_ropes), default=1.0))

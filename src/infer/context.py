@@ -21,6 +21,7 @@ from infer.cache.paged import PagedCache
 from infer.cache.settings import CacheSettings
 from infer.capture.cpu import CapturedForward
 from infer.errors import InvalidRequestError
+from infer.long_rows import LongRows
 from infer.model.transformer import Transformer
 from infer.results import TokenLogprob
 from infer.sampling.history import History
@@ -59,6 +60,10 @@ class Context(ABC):
     @abstractmethod
     def truncate(self, row: int, length: int) -> None:
         """Forget the row's tokens from position `length` on."""
+
+    def max_drafts(self, row: int) -> int:
+        """The most drafts that a part of the row may have: its logits must be those of the steps one by one."""
+        return MAX_LINES
 
     def chain(
         self,
@@ -151,12 +156,22 @@ class CachedContext(Context):
         num_rows: int = 1,
         capture: bool = True,
         settings: CacheSettings | None = None,
+        step_tokens: int | None = None,
     ) -> None:
-        cache = make_cache(model, capacity, num_rows, settings=settings)
-        self._model, self._cache = model, cache
-        self._captured: CapturedForward | None = None
-        if capture and ops.can_capture(model.device):
-            self._captured = CapturedForward(lambda step: model.forward(step, cache), PREFILL_CHUNK, MAX_LINES)
+        self._model, self._step_tokens = model, step_tokens or PREFILL_CHUNK
+        self._cache = make_cache(model, capacity, num_rows, settings=settings, step_tokens=self._step_tokens)
+        self._captures = capture and ops.can_capture(model.device)
+        self._captured = self._capture(model)
+        self._long: LongRows | None = None
+        self._long_captured: CapturedForward | None = None
+        if model.long is not None:
+            self._long = LongRows(num_rows, model.beyond, self._reread)
+            self._long_captured = self._capture(model.long)
+
+    def _capture(self, model: Transformer) -> CapturedForward | None:
+        if not self._captures:
+            return None
+        return CapturedForward(lambda step: model.forward(step, self._cache), self._step_tokens, MAX_LINES)
 
     @property
     def cache(self) -> KVCache:
@@ -170,8 +185,8 @@ class CachedContext(Context):
     def extend(self, row: int, token_ids: Sequence[int]) -> None:
         """Append tokens without asking what follows; an exception leaves whole chunks of them."""
         with ops.threads_for(self._model.device):
-            for start in range(0, len(token_ids), PREFILL_CHUNK):
-                chunk = token_ids[start : start + PREFILL_CHUNK]
+            for start in range(0, len(token_ids), self._step_tokens):
+                chunk = token_ids[start : start + self._step_tokens]
                 self.forward([Part(row, chunk, is_wanted=False)])
                 self.commit(row, len(chunk))
 
@@ -183,6 +198,8 @@ class CachedContext(Context):
         """
         found = []
         with ops.threads_for(self._model.device):
+            if self._long is not None:
+                self._long.expect(row, self.lengths[row] + len(token_ids))
             for start in range(0, len(token_ids), MAX_LINES):
                 chunk = token_ids[start : start + MAX_LINES]
                 logits = self.forward([Part(row, chunk, num_drafts=len(chunk) - 1)])
@@ -196,14 +213,29 @@ class CachedContext(Context):
         return found
 
     def forward(self, parts: Sequence[Part]) -> Float[Tensor, "lines vocab"]:
-        step = self._step(parts).to(self._model.device)
-        return self._model.forward(step, self._cache) if self._captured is None else self._captured.run(step)
+        step = self._step(parts)
+        if len({self._is_long(part.row) for part in parts}) == 1:
+            return self._run(step, is_long=self._is_long(parts[0].row))
+        # Each part by itself: a row's logits do not depend on its neighbours.
+        return torch.cat([self._run(self._step([part]), is_long=self._is_long(part.row)).clone() for part in parts])
 
     def commit(self, row: int, count: int) -> None:
         self._cache.commit([count if index == row else 0 for index in range(len(self.lengths))])
+        if self._long is not None:
+            self._long.keep(row, count)
 
     def truncate(self, row: int, length: int) -> None:
         self._cache.truncate(row, length)
+        if self._long is not None:
+            self._long.cut(row, self._cache.lengths[row])
+
+    def restore(self, row: int, token_ids: Sequence[int]) -> None:
+        """To be told which tokens a row holds that was copied or imported into the cache."""
+        if self._long is not None:
+            self._long.restore(row, token_ids)
+
+    def max_drafts(self, row: int) -> int:
+        return MAX_LINES if self._long is None else min(MAX_LINES, self._long.max_drafts(row))
 
     def chain(
         self,
@@ -214,25 +246,37 @@ class CachedContext(Context):
         stop_ids: Collection[int],
         masks: Masks | None = None,
     ) -> list[list[int]]:
-        if self._captured is None or len(tokens) > MAX_LINES:
+        captured = self._captured
+        if len(tokens) > MAX_LINES:
+            return []
+        if self._long is not None:
+            count = min(count, self._long.max_chain([row for row, _ in tokens]))
+            captured = self._long_captured if self._is_long(tokens[0][0]) else captured
+        if captured is None or count < 1:
             return []
         step = self._step([Part(row, [token_id]) for row, token_id in tokens], count)
-        by_step = self._captured.run_chain(step, count, rows, history, tuple(stop_ids), masks)
-        for row, _ in tokens:
-            self.commit(row, len(by_step))
+        by_step = captured.run_chain(step, count, rows, history, tuple(stop_ids), masks)
         chains: list[list[int]] = by_step.T.tolist()
+        for (row, token_id), sampled in zip(tokens, chains, strict=True):
+            if self._long is not None:
+                self._long.bring(row, [token_id, *sampled])
+            self.commit(row, len(by_step))
         return chains
 
     def sample(
         self, parts: Sequence[Part], rows: Rows, history: History | None, masks: Masks | None = None
     ) -> tuple[list[Drawn], float]:
-        captured, num_tokens = self._captured, sum(len(part.token_ids) for part in parts)
-        num_lines = sum(part.num_lines for part in parts)
+        step = self._step(parts)
+        captured = self._captured
+        if self._long is not None:
+            are_long = {self._is_long(part.row) for part in parts}
+            captured = None if len(are_long) > 1 else self._long_captured if are_long == {True} else captured
+        num_tokens, num_lines = len(step.tokens), sum(part.num_lines for part in parts)
         fits = captured is not None and num_tokens <= captured.capacity and num_lines <= captured.wanted_capacity
         if captured is None or not fits or any(count is not None for count in rows.num_logprobs):
             return super().sample(parts, rows, history, masks)
         found = captured.run_verified(
-            self._step(parts),
+            step,
             [self.lengths[part.row] + len(part.token_ids) - part.num_drafts for part in parts],
             [part.drafts for part in parts],
             [part.is_wanted for part in parts],
@@ -251,7 +295,26 @@ class CachedContext(Context):
 
     def clear(self) -> None:
         for row in range(len(self.lengths)):
-            self._cache.truncate(row, 0)
+            self.truncate(row, 0)
+
+    def _run(self, step: Step, *, is_long: bool) -> Float[Tensor, "lines vocab"]:
+        model, captured = self._model, self._captured
+        if is_long and model.long is not None:
+            model, captured = model.long, self._long_captured
+        step = step.to(model.device)
+        return model.forward(step, self._cache) if captured is None else captured.run(step)
+
+    def _is_long(self, row: int) -> bool:
+        return self._long is not None and self._long.is_long(row)
+
+    def _reread(self, row: int, token_ids: Sequence[int], is_long: bool) -> None:
+        """Put a row's tokens into the cache again."""
+        self._cache.truncate(row, 0)
+        for start in range(0, len(token_ids), self._step_tokens):
+            chunk = token_ids[start : start + self._step_tokens]
+            self._cache.reserve(row, len(chunk))
+            self._run(Step.of(chunk, start, row=row), is_long=is_long)
+            self._cache.commit([len(chunk) if index == row else 0 for index in range(len(self.lengths))])
 
     def _step(self, parts: Sequence[Part], repeats: int = 1) -> Step:
         """Raises InvalidRequestError where a row would not hold them: kernels write where they are told."""
@@ -260,7 +323,11 @@ class CachedContext(Context):
             if length > self._cache.capacity:
                 raise InvalidRequestError(f"a row holds {self._cache.capacity} tokens, got {length}")
         for part in parts:
-            self._cache.reserve(part.row, len(part.token_ids) * repeats)
+            num_tokens = len(part.token_ids) * repeats
+            if self._long is not None:
+                self._long.bring(part.row, part.token_ids)
+                self._long.reach(part.row, self.lengths[part.row] + num_tokens)
+            self._cache.reserve(part.row, num_tokens)
         return Step.of_parts(parts, [self.lengths[part.row] for part in parts])
 
 
@@ -283,7 +350,11 @@ class RecomputedContext(Context):
         cache = make_cache(self._model, len(token_ids), step_tokens=len(token_ids), settings=self._settings)
         cache.reserve(0, len(token_ids))
         step = Step.of(token_ids, wanted=range(len(token_ids) - part.num_lines, len(token_ids)))
-        return self._model.forward(step.to(self._model.device), cache)
+        return self._model.for_length(len(token_ids)).forward(step.to(self._model.device), cache)
+
+    def max_drafts(self, row: int) -> int:
+        room = self._model.beyond - len(self._token_ids) - 1
+        return MAX_LINES if self._model.long is None or room < 0 else room
 
     def commit(self, row: int, count: int) -> None:
         self._token_ids += self._provisional[:count]

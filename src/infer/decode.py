@@ -17,6 +17,7 @@ import torch
 from infer import ops
 from infer.admission import begin
 from infer.batch import Masks, Part
+from infer.cache.settings import CacheSettings
 from infer.constraint import Constraint
 from infer.context import MAX_LINES, PREFILL_CHUNK, CachedContext, Context, Drawn, RecomputedContext
 from infer.errors import InvalidRequestError
@@ -139,7 +140,11 @@ class Batch:
     def _plan(self) -> list[Part]:
         """A part for each active row. Those that decode come first; what is left of the chunk goes to prompts."""
         max_drafts = MAX_LINES // len(self.active) - 1
-        part_by_row = {running.row: running.plan(1, max_drafts) for running in self.active if running.is_decoding}
+        part_by_row = {
+            running.row: running.plan(1, min(max_drafts, self._context.max_drafts(running.row)))
+            for running in self.active
+            if running.is_decoding
+        }
         budget = max(self._prefill_chunk - sum(len(part.token_ids) for part in part_by_row.values()), 1)
         for running in self.active:
             if running.row not in part_by_row:
@@ -231,13 +236,14 @@ def run_all(
     prefill_chunk: int = PREFILL_CHUNK,
     chain: int | None = None,
     capture: bool = True,
+    settings: CacheSettings | None = None,
 ) -> list[GenerationResult]:
     """All of them, up to num_rows at a time: who finishes leaves its row to the next. In their order."""
     if not waiting:
         return []
     num_rows = min(num_rows, len(waiting), MAX_LINES)
     capacity = max(running.generation.max_tokens for running in waiting)
-    context = CachedContext(model, capacity, num_rows=num_rows, capture=capture)
+    context = CachedContext(model, capacity, num_rows=num_rows, capture=capture, settings=settings)
     batch = Batch(context, model.device, prefill_chunk=prefill_chunk, chain=chain)
     free_rows, num_begun = list(range(num_rows)), 0
     try:

@@ -8,11 +8,15 @@ import torch
 
 from infer import ops
 from infer.architecture import Architecture
+from infer.cache.memory import available_memory_bytes
+from infer.cache.settings import CacheSettings
 from infer.checkpoint import Checkpoint, open_checkpoint
 from infer.checkpoint.stored import LazyWeights
 from infer.errors import InvalidRequestError, ModelError
+from infer.memory import LoadSettings, check_fits
 from infer.model.families import make_architecture
 from infer.model.load import FloatsAs, OnProgress, load_transformer
+from infer.model.shapes import check_tensors, expected_shapes
 from infer.model.transformer import Transformer
 from infer.ops import Precision
 from infer.tokenizer import Tokenizer
@@ -62,8 +66,11 @@ def load_checked(
     precision: str,
     max_seq_len: int | None,
     on_progress: OnProgress | None,
+    cache: CacheSettings | None = None,
 ) -> Transformer:
     architecture = make_architecture(checkpoint.config)
+    cache = cache or CacheSettings()
+    cache.check_model(architecture.layers)
     # Special tokens of a larger relative (Gemma's image token) may lie beyond the embedding: no text encodes to them.
     beyond = set(range(architecture.vocab_size, tokenizer.vocab_size)) - tokenizer.special_token_ids
     if beyond:
@@ -80,20 +87,38 @@ def load_checked(
         if on_progress is not None:
             on_progress(num_done, num_blocks)
 
-    chosen_device = _device(device)
+    chosen_device, context = _device(device), _context(max_seq_len, architecture, cache)
+    keep_floats_as, chosen_precision = (
+        _choice("weights", weights, get_args(FloatsAs)),
+        _choice("precision", precision, get_args(Precision)),
+    )
+    if chosen_device.type == "cpu":
+        kind = "auto" if chosen_dtype is None else str(chosen_dtype).removeprefix("torch.")
+        settings = LoadSettings(kind, weights, precision, ops.num_threads(chosen_device))
+        _check_memory(checkpoint, architecture, settings, cache, context)
     with ops.threads_for(chosen_device):
         model = load_transformer(
             architecture,
             LazyWeights(checkpoint.tensors),
             device=chosen_device,
             dtype=chosen_dtype,
-            keep_floats_as=_choice("weights", weights, get_args(FloatsAs)),
-            precision=_choice("precision", precision, get_args(Precision)),
-            max_seq_len=_context(max_seq_len, architecture),
+            keep_floats_as=keep_floats_as,
+            precision=chosen_precision,
+            max_seq_len=context,
             on_progress=on_block,
         )
     checkpoint.release_pages()
     return model
+
+
+def _check_memory(
+    checkpoint: Checkpoint, architecture: Architecture, load: LoadSettings, cache: CacheSettings, num_tokens: int
+) -> None:
+    """What does not fit is refused before anything is allocated."""
+    check_tensors(expected_shapes(architecture), checkpoint.tensors)
+    available = available_memory_bytes()
+    name, tensors = checkpoint.path.name, checkpoint.tensors
+    check_fits(name, architecture, tensors, load, cache, num_tokens=num_tokens, available=available)
 
 
 def set_num_threads(threads: int) -> None:
@@ -131,11 +156,12 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     return chosen
 
 
-def _context(max_seq_len: int | None, architecture: Architecture) -> int:
+def _context(max_seq_len: int | None, architecture: Architecture, cache: CacheSettings) -> int:
     if max_seq_len is None:
         return min(architecture.max_positions, DEFAULT_MAX_SEQ_LEN)
-    if not 1 < max_seq_len <= architecture.max_positions:
+    if max_seq_len < 2 or (max_seq_len > architecture.most_positions and not cache.goes_on):
         raise InvalidRequestError(
-            f"max_seq_len must be from 2 to the model's own {architecture.max_positions}, got {max_seq_len}"
+            f"max_seq_len must be from 2 to the model's own {architecture.most_positions}, got {max_seq_len}: "
+            "eviction_policy sliding goes on beyond"
         )
     return max_seq_len

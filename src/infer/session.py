@@ -190,6 +190,7 @@ class Session:
         with self._exclusively():
             other = Session(self._host, self._said)
             other._context.cache.copy_row(0, self._context.cache, 0)
+            other._context.restore(0, self._cached)
             other._cached = list(self._cached)
             return other
 
@@ -226,6 +227,7 @@ class Session:
             except InvalidRequestError as error:
                 raise type(error)(f"{path} cannot be loaded: {error}") from error
             self._said, self._cached = said, said.token_ids[:num_cached]
+            self._context.restore(0, self._cached)
             return note
 
     def _render(self, messages: Sequence[Message]) -> list[int]:
@@ -284,8 +286,9 @@ class Session:
             self._busy.release()
 
     def _trim(self, length: int) -> None:
-        del self._cached[length:]
+        """Where the cache has forgotten what the next token must see, nothing is left of it."""
         self._context.truncate(0, length)
+        del self._cached[self._context.lengths[0] :]
 
     def _fingerprint(self) -> dict[str, str]:
         """What must be the same for a saved cache to mean the same."""

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import gguf
 import numpy as np
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from infer import ops
+from infer.architecture import Activation
 from infer.batch import Step
 from infer.capture.cpu import CapturedForward
 from infer.errors import InvalidRequestError
@@ -36,6 +38,7 @@ from layer_caches import make_layer
 CPU = torch.device("cpu")
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 TYPES = sorted(LAYOUTS)
+GATED = [("Q4_1", "Q4_1"), ("Q6_K", "Q4_K"), ("F16", "F16"), ("F32", "Q8_0")]
 BLOCK_TYPES = [type_ for type_ in TYPES if type_ not in FLOATS]
 
 
@@ -77,6 +80,11 @@ def both(call: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
 
 def prepared(*weights: StoredWeight) -> Projection:
     return ops.prepare(Projection(weights), CPU)
+
+
+def prepared_plain(*weights: StoredWeight) -> Projection:
+    with ops.using("reference"):
+        return prepared(*weights)
 
 
 def assert_near(actual: Tensor, expected: Tensor, relative: float, scale: float | None = None) -> None:
@@ -128,13 +136,53 @@ def test_embedding_rows_are_the_dequantised_ones(type_: str) -> None:
     assert torch.equal(actual, expected.float())
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize("types", [("Q4_1", "Q4_1"), ("Q6_K", "Q4_K"), ("F16", "F16"), ("F32", "Q8_0")])
+@pytest.mark.parametrize(
+    ("activation", "types"),
+    [
+        *((name, types) for name in ("silu", "gelu_tanh") for types in GATED),
+        *((name, ("Q4_1", "Q4_1")) for name in get_args(Activation)[2:]),
+    ],
+)
 def test_a_gated_activation_agrees_with_reference(activation: str, types: tuple[str, str]) -> None:
     x, norm = torch.randn(19, 256), Norm(torch.rand(256) + 0.5, 1e-5)
     gate, up = (make_weight(type_, 96, 256, seed, scale=0.1) for seed, type_ in enumerate(types))
     actual, expected = both(lambda: ops.norm_gate(x, norm, prepared(gate, up), activation))
     assert_near(actual, expected, 1e-4)
+
+
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_an_activation_is_right_from_tiny_to_huge_values_and_shows_a_nan(activation: Activation) -> None:
+    gate = torch.cat([torch.linspace(-12, 12, 473), torch.tensor([1e-30, -1e-6, 60.0, -200.0, 1e4, 0.0, math.nan])])
+    weight = StoredWeight("F32", (960, 1), torch.cat([gate, torch.ones(480)]).unsqueeze(1))
+    actual, expected = both(lambda: ops.norm_gate(torch.ones(1, 1), None, prepared(weight), activation))
+    assert actual[0, -1].isnan()
+    assert torch.allclose(actual[0, :-1], expected[0, :-1], rtol=1e-6, atol=1e-6)
+
+
+def test_capped_logits_agree_with_reference() -> None:
+    x, norm = torch.randn(3, 64), Norm(torch.rand(64) + 0.5, 1e-5)
+    for rows in (48, 37):
+        weight = make_weight("F32", rows, 64, scale=0.5)
+        actual, expected = both(lambda weight=weight: ops.head(x, torch.arange(3), norm, prepared(weight), 2.0))
+        assert_near(actual, expected, 1e-5)
+        assert actual.abs().max() <= 2.0 < reference.head(x, torch.arange(3), norm, prepared_plain(weight)).abs().max()
+
+
+def test_projections_without_a_norm_agree_with_reference() -> None:
+    x, weight = torch.randn(5, 64), make_weight("Q8_0", 48, 64)
+    assert_near(*both(lambda: ops.norm_project(x, None, prepared(weight))), 1e-4)
+    assert_near(*both(lambda: ops.norm_gate(x, None, prepared(weight, weight), "silu")), 1e-4)
+
+
+@pytest.mark.parametrize("shape", [(6, 2, 32), (4, 1, 20), (4, 4, 16)])
+def test_heads_that_are_normalised_together_agree_with_reference(shape: tuple[int, int, int]) -> None:
+    num_heads, kv_heads, dim = shape
+    q_norm, k_norm = (Norm(torch.rand(count * dim) + 0.5, 1e-5) for count in (num_heads, kv_heads))
+    heads = replace(make_heads(*shape, None, dim, normed=False), q_norm=q_norm, k_norm=k_norm)
+    caches = iter([make_layer(heads, 1, 64) for _ in range(2)])
+    qkv = torch.randn(20, (num_heads + 2 * kv_heads) * dim)
+    actual, expected = both(lambda: ops.attend(qkv, heads, next(caches), step_of(0, 0, 20)))
+    assert_near(actual, expected, 5e-6)
 
 
 def test_parts_of_several_types_biases_and_a_post_norm_agree_with_reference() -> None:

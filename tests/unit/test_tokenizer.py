@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import normalizers, pre_tokenizers
+from tokenizers import AddedToken, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 
 from infer.checkpoint import resolve
 from infer.checkpoint.gguf import read_gguf
@@ -104,6 +105,19 @@ def test_bos_is_added_only_where_the_file_asks() -> None:
 def test_an_unknown_model_is_named_with_those_supported() -> None:
     with pytest.raises(UnsupportedModelError, match=r"'rwkv'.*gpt2.*llama.*gemma4"):
         Tokenizer.from_gguf(byte_level_metadata(model="rwkv"))
+
+
+def test_what_begins_or_ends_a_turn_is_control_whatever_a_folder_calls_it(tmp_path: Path) -> None:
+    backend = Backend.from_str(_toy().backend.to_str())
+    ordinary = ("<|im_start|>", "<|im_end|>", "<b>")
+    backend.add_tokens([AddedToken(text, normalized=False, lstrip=True) for text in ordinary])
+    write_folder(tmp_path, {"pad_token": "<think>"})
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    special = {tokenizer.backend.id_to_token(token_id) for token_id in tokenizer.special_token_ids}
+    assert special == {"<|end|>", "<s>", "<think>", "<|im_start|>", "<|im_end|>"}
+    assert tokenizer.encode("hello <|im_start|><b>") == backend.encode("hello <|im_start|><b>").ids
+    assert tokenizer.backend.token_to_id("<|im_end|>") in tokenizer.eos_token_ids
 
 
 def test_an_end_of_turn_is_control_whatever_the_file_calls_it() -> None:

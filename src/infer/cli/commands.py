@@ -17,6 +17,8 @@ from infer import __version__
 from infer.cli.model import Model
 from infer.cli.options import (
     apply_options,
+    cache_options,
+    cache_values,
     check_constraints,
     constraint_options,
     path_options,
@@ -69,13 +71,20 @@ def parse_bias(context: click.Context, option: click.Parameter, values: tuple[st
 
 def weight_options(function: Function) -> Function:
     """What a model is and in which numbers it runs."""
+    options = [
+        click.option("--model", default="smollm2", show_default=True, metavar="NAME|PATH",
+                     help="An installed model, a folder, a .gguf file, or org/repo[@revision][:Q4_K_M] on the hub."),
+        number_options,
+    ]  # fmt: skip
+    return apply_options(options, function)
+
+
+def number_options(function: Function) -> Function:
     dtypes, weights = (
         click.Choice(["auto", "float32", "float16", "bfloat16"]),
         click.Choice(["auto", "bf16", "q8", "q4"]),
     )
     options = [
-        click.option("--model", default="smollm2", show_default=True, metavar="NAME|PATH",
-                     help="An installed model, a folder, a .gguf file, or org/repo[@revision][:Q4_K_M] on the hub."),
         click.option("--threads", type=int, help="Threads to compute with.  [default: all cores]"),
         click.option("--precision", type=click.Choice(["exact", "fast"]), default="exact", show_default=True,
                      help="Of activations beside quantised weights, on a CPU: 16 bits or 8."),
@@ -90,6 +99,7 @@ def weight_options(function: Function) -> Function:
 def model_options(function: Function) -> Function:
     options = [
         weight_options,
+        cache_options,
         click.option("--max-seq-len", type=int, default=DEFAULT_MAX_SEQ_LEN, show_default=True,
                      help="Prompt and answer together, in tokens; the default is cut to what the model can do."),
         click.option("--backend", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True),
@@ -221,6 +231,7 @@ def sample_trace(context: click.Context, /, **options: Any) -> None:
 
 @infer.command()
 @weight_options
+@cache_options
 @click.option("-p", "--prompt-tokens", type=AT_LEAST_1, default=512, show_default=True, help="Tokens to prefill.")
 @click.option("-n", "--num-tokens", type=AT_LEAST_1, default=128, show_default=True, help="Tokens to decode.")
 @click.option("--context", type=AT_LEAST_1, help="Tokens before the decoded ones.  [default: as --prompt-tokens]")
@@ -252,6 +263,29 @@ def explain(context: click.Context, /, **options: Any) -> None:
 
 
 @infer.command()
+@click.argument("model", default="smollm2")
+@click.option(
+    "--max-seq-len",
+    type=AT_LEAST_1,
+    default=DEFAULT_MAX_SEQ_LEN,
+    show_default=True,
+    help="Tokens of a row; the default is cut to what the model can do.",
+)
+@click.option("--batch", type=AT_LEAST_1, default=1, show_default=True, help="Rows of the cache.")
+@cache_options
+@number_options
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of lines.")
+@click.option("-v", "--verbose", is_flag=True, help="A traceback with an error.")
+@click.pass_context
+def estimate(context: click.Context, /, **options: Any) -> None:
+    """Say what a model and its cache take in memory, and whether they fit here, from headers alone."""
+    _invocation(context, options)
+    from infer.cli.estimate import run_estimate
+
+    run_estimate(options, is_default_context=not _is_given(context, "max_seq_len"))
+
+
+@infer.command()
 @click.option("--json", "as_json", is_flag=True, help="One JSON array on stdout instead of a table.")
 @click.option("-v", "--verbose", is_flag=True, help="A traceback with an error.")
 @click.pass_context
@@ -276,6 +310,7 @@ def load_model(context: click.Context, options: Mapping[str, Any]) -> Model:
                 dtype=options["dtype"],
                 weights=options["weights"],
                 precision=options["precision"],
+                **cache_values(options),
                 capture=not options["no_capture"],
                 max_seq_len=max_seq_len,
                 threads=options["threads"],

@@ -1,11 +1,12 @@
 """Options that say what a generation is given, what holds it and which way it goes; commands put groups together."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from infer.cache.settings import EVICTION_POLICIES, KV_TYPES, CacheSettings
 from infer.cli.prompts import read_text
 from infer.draft import NUM_DRAFT_TOKENS
 from infer.params import CONSTRAINTS
@@ -76,6 +77,28 @@ def path_options(function: Function) -> Function:
         click.option("--stats", is_flag=True, help="Which path ran, and what it did, on stderr."),
     ]  # fmt: skip
     return apply_options(options, function)
+
+
+def cache_options(function: Function) -> Function:
+    """How keys and values are stored, and what of them is forgotten: the fields of `CacheSettings`."""
+    default = CacheSettings()
+    options = [
+        click.option("--kv-type", type=click.Choice(KV_TYPES), default=default.kv_type, show_default=True,
+                     help="How keys and values are stored; auto: as suits the device and the weights."),
+        click.option("--eviction-policy", type=click.Choice(EVICTION_POLICIES), default=default.eviction_policy,
+                     show_default=True,
+                     help="What is forgotten of a long text; sliding: all but its first and last tokens."),
+        click.option("--eviction-window", type=int, default=default.eviction_window, show_default=True,
+                     help="With a policy: tokens that are kept, the protected ones among them."),
+        click.option("--protected-prefix", type=int, default=default.protected_prefix, show_default=True,
+                     help="With a policy: first tokens that are never forgotten."),
+    ]  # fmt: skip
+    return apply_options(options, function)
+
+
+def cache_values(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What `LLM` takes of them."""
+    return {name: options[name] for name in ("kv_type", "eviction_policy", "eviction_window", "protected_prefix")}
 
 
 def check_constraints(context: click.Context) -> None:

@@ -1,7 +1,7 @@
 """Checkpoint + architecture → `Transformer`, after every name and shape has been checked."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -53,7 +53,7 @@ def load_transformer(
         blocks.append(maker.block(index, layer, rope_tables))
         if on_progress is not None:
             on_progress(index + 1, len(architecture.layers))
-    return Transformer(
+    model = Transformer(
         architecture=architecture,
         embedding=embedding,
         blocks=tuple(blocks),
@@ -64,6 +64,20 @@ def load_transformer(
         dtype=ops.activation_dtype(device, dtype),
         kv_type=ops.kv_type(device, dtype),
     )
+    beyond = min((long.beyond for long in architecture.long_ropes), default=positions)
+    return _with_long(model, beyond) if beyond < positions else model
+
+
+def _with_long(model: Transformer, beyond: int) -> Transformer:
+    """The model beside one for sequences of more than `beyond` tokens: the same weights, other rope tables."""
+    layers, positions = model.architecture.layers, model.max_seq_len
+    ropes = {layer.rope for layer in layers if layer.rope is not None}
+    tables = {rope: make_rope_table(rope.stretched(positions), positions, model.device) for rope in ropes}
+    blocks = tuple(
+        block if layer.rope is None else replace(block, heads=replace(block.heads, rope=tables[layer.rope]))
+        for block, layer in zip(model.blocks, layers, strict=True)
+    )
+    return replace(model, beyond=beyond, long=replace(model, blocks=blocks))
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,11 @@ END_NAMES = frozenset(
         *("<|end_of_text|>", "<|endoftext|>", "<eos>"),
     }
 )
-_CONTROL_NAMES = END_NAMES | {"<|end|>"}
+# What only a template writes: the same, and what begins a turn.
+CONTROL_NAMES = END_NAMES | {
+    *("<|end|>", "<|im_start|>", "<start_of_turn>", "<|turn>", "<|start_header_id|>", "<|end_header_id|>"),
+    *("<|start_of_role|>", "<|end_of_role|>", "<|START_OF_TURN_TOKEN|>", "<|user|>", "<|assistant|>", "<|system|>"),
+}
 _ADDED_TYPES = (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED)
 
 
@@ -67,7 +71,7 @@ def make_gguf_backend(metadata: Mapping[str, Any]) -> GGUFBackend:
     types: list[int] = [TokenType.NORMAL] * len(texts)
     if "tokenizer.ggml.token_type" in metadata:
         types = _list_of(metadata, "tokenizer.ggml.token_type", len(texts))
-    types = _with_ends_as_control(metadata, texts, types)
+    types = _with_control_names(metadata, texts, types)
     if rules.marks_spaces:
         for token_id, token_type in enumerate(types):
             if token_type == TokenType.USER_DEFINED:
@@ -101,12 +105,12 @@ def _rules(metadata: Mapping[str, Any]) -> PreTokenizer:
     raise UnsupportedModelError(f"tokenizer {model!r} is not supported; supported: 'gpt2', 'llama', 'gemma4'")
 
 
-def _with_ends_as_control(metadata: Mapping[str, Any], texts: list[str], types: list[int]) -> list[int]:
-    """Some converters call the end of a turn a normal or user-defined token: it is never text."""
+def _with_control_names(metadata: Mapping[str, Any], texts: list[str], types: list[int]) -> list[int]:
+    """Some converters call what begins or ends a turn a normal or user-defined token: it is never text."""
     ids = {metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
     mistaken = (TokenType.NORMAL, TokenType.USER_DEFINED)
     return [
-        TokenType.CONTROL if kind in mistaken and (token_id in ids or text in _CONTROL_NAMES) else kind
+        TokenType.CONTROL if kind in mistaken and (token_id in ids or text in CONTROL_NAMES) else kind
         for token_id, (text, kind) in enumerate(zip(texts, types, strict=True))
     ]
 

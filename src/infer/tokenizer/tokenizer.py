@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 
 from infer.errors import InvalidRequestError
 from infer.json_file import read_json_file, read_text_file
-from infer.tokenizer.backend import encode, load_backend, read_vocabulary
+from infer.tokenizer.backend import MAX_TOKENS, encode, load_backend, read_vocabulary
 from infer.tokenizer.chat import ChatTemplate
 from infer.tokenizer.detokenizer import (
     DecodingRules,
@@ -24,7 +24,7 @@ from infer.tokenizer.detokenizer import (
     make_token_bytes,
     read_decoding_rules,
 )
-from infer.tokenizer.gguf_tokenizer import END_NAMES, make_bos_eos_processor, make_gguf_backend
+from infer.tokenizer.gguf_tokenizer import CONTROL_NAMES, END_NAMES, make_bos_eos_processor, make_gguf_backend
 from infer.tokenizer.settings import check_json
 from infer.tokenizer.special_texts import SpecialTexts
 
@@ -55,7 +55,7 @@ class Tokenizer:
         self._added_token_ids = frozenset(added)
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.bos_token_id: int | None = self._id_of(named_tokens.get("bos_token"))
-        self.eos_token_ids = frozenset(end_token_ids) | self._named_end_ids(added)
+        self.eos_token_ids = frozenset(filter(self._is_token, end_token_ids)) | self._named_end_ids(added)
         self.adds_bos = self.bos_token_id is not None and backend.encode("").ids[:1] == [self.bos_token_id]
         self._vocabulary = vocabulary
 
@@ -66,6 +66,7 @@ class Tokenizer:
         config = {**_read_json(path / "special_tokens_map.json"), **_read_json(path / "tokenizer_config.json")}
         _add_missing_tokens(backend, config.get("added_tokens_decoder") or {})
         named_tokens = {name: text for name in _NAMED_TOKENS if (text := _token_text(config.get(name))) is not None}
+        _make_special(backend, CONTROL_NAMES.union(named_tokens.values()))
         if "add_bos_token" in config or "add_eos_token" in config:
             wanted = [named_tokens.get(f"{name}_token") if config.get(f"add_{name}_token") else None for name in _ENDS]
             backend.post_processor = make_bos_eos_processor(backend, *wanted)
@@ -241,6 +242,10 @@ class Tokenizer:
     def _id_of(self, text: str | None) -> int | None:
         return None if text is None else self.backend.token_to_id(text)
 
+    def _is_token(self, token_id: int) -> bool:
+        """A configuration may name ends that the vocabulary does not have."""
+        return 0 <= token_id < MAX_TOKENS and self.backend.id_to_token(token_id) is not None
+
     def _named_end_ids(self, added: Mapping[int, AddedToken]) -> frozenset[int]:
         names = {token.content: token_id for token_id, token in added.items() if token.special}
         ends = {token_id for text, token_id in names.items() if text in END_NAMES}
@@ -291,6 +296,16 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, added_tokens: Mapping[str
         if backend.token_to_id(entry["content"]) is None:
             options = {name: entry[name] for name in _ADDED_TOKEN_OPTIONS if name in entry}
             backend.add_tokens([AddedToken(entry["content"], **options)])
+
+
+def _make_special(backend: tokenizers.Tokenizer, names: Collection[str]) -> None:
+    """Tokens with these names, where the vocabulary has them: some files call what begins a turn an ordinary one."""
+    added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    for text in sorted(names):
+        token = added.get(text)
+        if (token is None or not token.special) and backend.token_to_id(text) is not None:
+            options = {} if token is None else {name: getattr(token, name) for name in _ADDED_TOKEN_OPTIONS[:-1]}
+            backend.add_special_tokens([AddedToken(text, **{"normalized": False, **options, "special": True})])
 
 
 _ADDED_TOKEN_OPTIONS = ("lstrip", "rstrip", "normalized", "single_word", "special")

@@ -1,0 +1,77 @@
+"""`infer estimate`: what a model with its cache takes, and whether it fits here, as lines or as one JSON object."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import click
+
+from infer.cache.memory import available_memory_bytes
+from infer.cache.settings import CacheSettings
+from infer.checkpoint import open_checkpoint
+from infer.cli.options import cache_values
+from infer.errors import InvalidRequestError
+from infer.memory import LoadSettings, estimate, largest_context
+from infer.model.families import make_architecture
+from infer.model.shapes import check_tensors, expected_shapes
+
+
+def run_estimate(options: Mapping[str, Any], *, is_default_context: bool) -> None:
+    checkpoint = open_checkpoint(options["model"])
+    architecture, tensors = make_architecture(checkpoint.config), checkpoint.tensors
+    check_tensors(expected_shapes(architecture), tensors)
+    if options["dtype"] != "auto" and options["weights"] != "auto":
+        raise InvalidRequestError("dtype and weights contradict each other: give one of them")
+    cache = CacheSettings(**cache_values(options))
+    cache.check_model(architecture.layers)
+    num_tokens, own = options["max_seq_len"], architecture.max_positions
+    num_tokens = min(num_tokens, own) if is_default_context else num_tokens
+    if num_tokens > own and cache.eviction_policy != "sliding":
+        raise InvalidRequestError(
+            f"max_seq_len must be at most the model's own {own}, got {num_tokens}: "
+            "eviction_policy sliding goes on beyond"
+        )
+    threads = options["threads"] or len(os.sched_getaffinity(0))
+    load = LoadSettings(options["dtype"], options["weights"], options["precision"], threads)
+    found = estimate(architecture, tensors, load, cache, num_tokens=num_tokens, num_rows=options["batch"])
+    available = available_memory_bytes()
+    rest = 0 if available is None else available - found.process
+    most = max(own, num_tokens)
+    report = {
+        "model": options["model"],
+        "max_seq_len": num_tokens,
+        "batch": options["batch"],
+        "kv_type": load.kv_type if cache.kv_type == "auto" else cache.kv_type,
+        "weight_bytes": found.weights,
+        "cache_bytes": found.cache,
+        "workspace_bytes": found.workspace,
+        "process_bytes": found.process,
+        "total_bytes": found.total,
+        "available_bytes": available,
+        "fits": None if available is None else found.total <= available,
+        "largest_context": None
+        if available is None
+        else largest_context(architecture, tensors, load, cache, available=rest, most=most, num_rows=options["batch"]),
+    }
+    click.echo(json.dumps(report, ensure_ascii=False) if options["as_json"] else "\n".join(lines(report)))
+
+
+def lines(report: Mapping[str, Any]) -> Iterator[str]:
+    rows = f"{report['batch']} row{'' if report['batch'] == 1 else 's'}"
+    remarks = {
+        "weights": "as packed, with the tables of rotation",
+        "cache": f"{rows} of {report['max_seq_len']:,} tokens, {report['kv_type']}",
+        "workspace": "of a step of 512 tokens",
+        "process": "Python, torch and the vocabulary",
+    }
+    for name, remark in remarks.items():
+        key = "weight_bytes" if name == "weights" else f"{name}_bytes"
+        yield f"{name:<10}{report[key] / 1e6:>12,.1f} MB   {remark}"
+    yield f"{'total':<10}{report['total_bytes'] / 1e6:>12,.1f} MB"
+    if report["available_bytes"] is None:
+        return
+    verdict = "it fits" if report["fits"] else "it does not fit"
+    most = report["largest_context"]
+    longest = f"up to {most:,} tokens would" if most > 1 else "no context would: take a smaller quantisation"
+    yield f"{'available':<10}{report['available_bytes'] / 1e6:>12,.1f} MB   {verdict}; {longest}"

@@ -1,0 +1,115 @@
+"""Two sets of rope factors: a sequence has the one that its length asks for, whatever way it came to its tokens."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, Phi3Config
+
+import infer.running
+from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
+from infer import LLM, SamplingParams
+from infer.errors import InvalidRequestError
+from path_cases import Always
+from tiny import LONGROPE, Tiny, make_tiny
+
+BEYOND = 64
+GREEDY = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, LLM]:
+    folder = tmp_path_factory.mktemp("long")
+    config = Phi3Config(**LONGROPE.config.to_dict() | {"vocab_size": VOCAB_SIZE, "eos_token_id": 256})
+    oracle = make_tiny(Tiny("long", config), folder)
+    write_byte_tokenizer(folder)
+    return oracle, LLM(folder)
+
+
+def random_ids(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@torch.inference_mode()
+def expected_logits(oracle: Any, token_ids: Sequence[int]) -> Tensor:
+    logits: Tensor = oracle(torch.tensor([token_ids])).logits[0]
+    return logits
+
+
+def expected_greedy(oracle: Any, prompt: Sequence[int], count: int) -> list[int]:
+    """Everything computed again for each token, as `transformers` does where the factors change."""
+    token_ids = list(prompt)
+    for _ in range(count):
+        token_ids.append(int(expected_logits(oracle, token_ids)[-1].argmax()))
+    return token_ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("length", [1, 40, BEYOND, BEYOND + 1, 100])
+def test_logits_have_the_factors_of_the_sequences_length(pair: tuple[Any, LLM], length: int) -> None:
+    oracle, llm = pair
+    token_ids = random_ids(length)
+    assert (llm.logits(token_ids) - expected_logits(oracle, token_ids)).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("length", [30, BEYOND - 10, BEYOND - 1, BEYOND, BEYOND + 1, 90])
+@pytest.mark.parametrize("speculation", [None, "ngram"])
+def test_an_answer_that_passes_the_border_is_that_of_everything_computed_again(
+    pair: tuple[Any, LLM], length: int, speculation: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oracle, llm = pair
+    monkeypatch.setattr(infer.running, "DraftPolicy", lambda most: Always())
+    prompt = (random_ids(5) * 20)[:length]
+    assert llm.generate(prompt, GREEDY, speculation=speculation).token_ids == expected_greedy(oracle, prompt, 24)
+
+
+def test_rows_on_both_sides_of_the_border_do_not_disturb_each_other(pair: tuple[Any, LLM]) -> None:
+    _, llm = pair
+    prompts = [random_ids(length, seed=length) for length in (3, 50, 60, 64, 70, 100)]
+    alone = [llm.generate(prompt, GREEDY).token_ids for prompt in prompts]
+    together = llm.generate_all(prompts, GREEDY, batch_size=4)
+    assert [result.token_ids for result in together] == alone
+
+
+def test_a_session_goes_back_and_forth_over_the_border(pair: tuple[Any, LLM], tmp_path: Path) -> None:
+    oracle, llm = pair
+    session = llm.session()
+    session.append(random_ids(60))
+    before = session.generate(GREEDY).token_ids
+    assert before == expected_greedy(oracle, random_ids(60), 24)
+    other = session.fork()
+    session.save(tmp_path / "session")
+    session.rewind(24)
+    assert session.generate(GREEDY).token_ids == before
+    longer = expected_greedy(oracle, [*random_ids(60), *before], 24)
+    assert other.generate(GREEDY).token_ids == longer
+    loaded = llm.load_session(tmp_path / "session")
+    loaded.rewind(24)
+    assert loaded.generate(GREEDY).token_ids == before
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_the_whole(pair: tuple[Any, LLM]) -> None:
+    oracle, llm = pair
+    token_ids = random_ids(100)
+    expected = expected_logits(oracle, token_ids).log_softmax(-1)
+    found = llm.prompt_logprobs(token_ids)
+    for index, entry in enumerate(found[1:]):
+        assert entry is not None
+        assert abs(entry.logprob - float(expected[index, token_ids[index + 1]])) < 1e-4
+
+
+def test_dynamic_theta_grows_with_the_context_that_is_asked_for(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
+    config = LlamaConfig(vocab_size=VOCAB_SIZE, max_position_embeddings=BEYOND, rope_parameters=rope, **sizes)
+    oracle = make_tiny(Tiny("dynamic", config), tmp_path)
+    write_byte_tokenizer(tmp_path)
+    llm = LLM(tmp_path, max_seq_len=100)
+    for length in (BEYOND, 100):
+        token_ids = random_ids(length)
+        assert (llm.logits(token_ids) - expected_logits(oracle, token_ids)).abs().max() <= 1e-4
+    assert LLM(tmp_path).max_seq_len == BEYOND
+    with pytest.raises(InvalidRequestError, match="256"):
+        LLM(tmp_path, max_seq_len=257)

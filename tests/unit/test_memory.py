@@ -1,0 +1,242 @@
+"""Claims about memory: what is estimated from headers is what a loaded model takes."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from infer import ops
+from infer.architecture import Layer, Rope
+from infer.cache.settings import CacheSettings
+from infer.capture.cpu import CapturedForward
+from infer.checkpoint import Checkpoint, open_checkpoint
+from infer.checkpoint.stored import LazyWeights
+from infer.cli import main
+from infer.context import MAX_LINES, PREFILL_CHUNK, make_cache
+from infer.errors import ModelError
+from infer.kernels.cpu.isa import instruction_set
+from infer.kernels.cpu.records import MAX_THREADS
+from infer.kernels.cpu.threads import set_num_threads, team
+from infer.loading import load_model
+from infer.memory import LoadSettings, cache_bytes, estimate, largest_context, loaded_types, rope_bytes, weight_bytes
+from infer.model.families import make_architecture
+from infer.model.load import load_transformer
+from infer.model.transformer import Transformer
+from infer.weights import Projection
+from infer.workspace import STEP_LINES, STEP_TOKENS, step_buffers
+from tiny import TINY, make_tiny
+
+CPU = torch.device("cpu")
+CASES = [
+    ("llama_odd_sizes", "auto"),
+    ("llama_odd_sizes", "q8"),
+    ("gemma3", "q4"),
+    ("olmo2_biases", "bf16"),
+    ("phi3", "q4"),
+    ("smollm3", "auto"),
+]
+LAYER = Layer(4, 2, 32, 64, Rope(10_000.0, 32), 0.25)
+
+
+def load_tiny(name: str, weights: Any, folder: Path) -> tuple[Checkpoint, Transformer]:
+    make_tiny(next(tiny for tiny in TINY if tiny.name == name), folder)
+    checkpoint = open_checkpoint(folder)
+    architecture = make_architecture(checkpoint.config)
+    stored = LazyWeights(checkpoint.tensors)
+    return checkpoint, load_transformer(architecture, stored, device=CPU, keep_floats_as=weights, max_seq_len=200)
+
+
+def held_bytes(model: Transformer) -> int:
+    """What the matrices, norms and biases of a loaded model really take, each once."""
+    found: dict[int, int] = {}
+    members = [member for block in model.blocks for member in vars(block).values()]
+    members += [norm for block in model.blocks for norm in (block.heads.q_norm, block.heads.k_norm)]
+    for member in (model.embedding, model.head, model.norm, *members):
+        if isinstance(member, Projection):
+            tensors = [part.data for part in member.parts]  # type: ignore[attr-defined]
+            tensors += [] if member.bias is None else [member.bias]
+        else:
+            tensors = [member.weight] if type(member).__name__ == "Norm" else []
+        found |= {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
+    return sum(found.values())
+
+
+@pytest.mark.parametrize(("name", "weights"), CASES)
+def test_weights_take_what_was_said(name: str, weights: str, tmp_path: Path) -> None:
+    checkpoint, model = load_tiny(name, weights, tmp_path)
+    architecture = model.architecture
+    types = loaded_types(architecture, checkpoint.tensors, LoadSettings(weights=weights))
+    assert weight_bytes(architecture, types) == held_bytes(model)
+    tables = {block.heads.rope.cos.data_ptr(): block.heads.rope for block in model.blocks if block.heads.rope}
+    held = sum(rope.cos.nbytes + rope.sin.nbytes for rope in tables.values())
+    assert rope_bytes(architecture, model.max_seq_len) == held
+
+
+@pytest.mark.parametrize("dtype", ["auto", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_quantised_weights_take_what_was_said(dtype: str) -> None:
+    checkpoint = open_checkpoint("smollm2")
+    architecture = make_architecture(checkpoint.config)
+    chosen = None if dtype == "auto" else getattr(torch, dtype)
+    model = load_transformer(architecture, LazyWeights(checkpoint.tensors), device=CPU, dtype=chosen)
+    types = loaded_types(architecture, checkpoint.tensors, LoadSettings(dtype=dtype))
+    assert weight_bytes(architecture, types) == held_bytes(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "capacity"), [*((*case, 200) for case in CASES), ("llama_odd_sizes", "auto", 1000)]
+)
+def test_a_recorded_step_takes_what_was_said(name: str, weights: str, capacity: int, tmp_path: Path) -> None:
+    set_num_threads(3)
+    checkpoint, model = load_tiny(name, weights, tmp_path)
+    cache = make_cache(model, capacity)
+    captured = CapturedForward(lambda step: model.forward(step, cache), PREFILL_CHUNK, MAX_LINES)
+    assert (STEP_TOKENS, STEP_LINES) == (PREFILL_CHUNK, MAX_LINES)
+    held: dict[str, int] = {}
+    for (role, *_), tensor in captured._recording._workspace.items():
+        role = "quantized" if role.startswith("quantized") else role
+        held[role] = held.get(role, 0) + tensor.nbytes
+    said: dict[str, int] = {}
+    types = loaded_types(model.architecture, checkpoint.tensors, LoadSettings(weights=weights))
+    buffers = step_buffers(model.architecture, types, capacity, "exact", team().num_threads)
+    for (role, _), size in buffers.items():
+        role = "quantized" if role.startswith("quantized") else role
+        said[role] = said.get(role, 0) + size
+    if instruction_set() == "amx":
+        held["unpacked weights"] = held.get("unpacked weights", 0) * team().num_threads // MAX_THREADS
+    else:
+        said.pop("unpacked weights", None)
+    assert {role: size for role, size in said.items() if size} == {role: size for role, size in held.items() if size}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        CacheSettings(),
+        CacheSettings(kv_type="q8"),
+        CacheSettings(kv_type="q4", page_tokens=16),
+        CacheSettings(kv_type="f16", eviction_policy="sliding", eviction_window=300),
+        CacheSettings(eviction_policy="snapkv", eviction_window=300),
+    ],
+    ids=lambda settings: f"{settings.kv_type}-{settings.eviction_policy}",
+)
+@pytest.mark.parametrize(("num_tokens", "num_rows"), [(1, 1), (1000, 1), (4097, 3)])
+def test_a_cache_takes_what_was_said(settings: CacheSettings, num_tokens: int, num_rows: int, tmp_path: Path) -> None:
+    _, model = load_tiny("gemma3", "auto", tmp_path)
+    cache = make_cache(model, num_tokens, num_rows, settings=settings)
+    load = LoadSettings()
+    assert load.kv_type == model.kv_type
+    kv_type = load.kv_type if settings.kv_type == "auto" else settings.kv_type
+    assert cache_bytes(model.architecture.layers, settings, kv_type, num_tokens, num_rows) == cache.num_bytes
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("auto", "fast"), ("auto", "exact"), ("float16", "fast")])
+def test_the_type_of_a_cache_is_the_loaders(dtype: str, precision: Any) -> None:
+    chosen = None if dtype == "auto" else getattr(torch, dtype)
+    assert LoadSettings(dtype=dtype, precision=precision).kv_type == ops.kv_type(CPU, chosen, precision)
+
+
+def test_the_largest_context_is_the_last_that_fits() -> None:
+    checkpoint = open_checkpoint("smollm2")
+    architecture = make_architecture(checkpoint.config)
+    load, cache = LoadSettings(), CacheSettings()
+
+    def model_bytes(num_tokens: int) -> int:
+        return estimate(architecture, checkpoint.tensors, load, cache, num_tokens=num_tokens).model
+
+    for wanted in (2, 1000, 8191):
+        found = largest_context(architecture, checkpoint.tensors, load, cache, available=model_bytes(wanted), most=8192)
+        assert wanted <= found
+        assert model_bytes(found) <= model_bytes(wanted) < model_bytes(found + 1)
+    assert largest_context(architecture, checkpoint.tensors, load, cache, available=10**12, most=8192) == 8192
+    assert largest_context(architecture, checkpoint.tensors, load, cache, available=10**6, most=8192) == 0
+
+
+def test_windows_bound_what_their_layers_take() -> None:
+    windowed, settings = [replace(LAYER, window=100)] * 5, CacheSettings()
+    short, long = (cache_bytes(windowed, settings, "f16", count, 1) for count in (2048, 100_352))
+    assert short == long
+    whole = [cache_bytes([*windowed, LAYER], settings, "f16", count, 1) for count in (2048, 100_352)]
+    assert whole[1] - whole[0] == cache_bytes([LAYER], settings, "f16", 98_304, 1)
+
+
+def test_what_does_not_fit_is_refused_with_the_context_that_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = open_checkpoint("smollm2")
+    architecture = make_architecture(checkpoint.config)
+    threads = LoadSettings(num_threads=team().num_threads)
+    needed = estimate(architecture, checkpoint.tensors, threads, CacheSettings(), num_tokens=1000).model
+    monkeypatch.setattr("infer.loading.available_memory_bytes", lambda: needed)
+    with monkeypatch.context() as within:
+        within.setattr("infer.loading.load_transformer", None)  # is not called
+        with pytest.raises(
+            ModelError, match=r"Q4_1.gguf needs 5\d\d MB here \(99 of .* for 8,192 tokens, .* of w"
+        ) as error:
+            load_model("smollm2")
+    most = int(re.findall(r"max_seq_len=(\d+) fits", str(error.value))[0])
+    assert 1000 <= most < 1100
+    assert load_model("smollm2", max_seq_len=most)[0].max_seq_len == most
+    with pytest.raises(ModelError, match=f"max_seq_len={most} fits"):
+        load_model("smollm2", max_seq_len=most + 64)
+    monkeypatch.setattr("infer.loading.available_memory_bytes", lambda: 10**6)
+    with pytest.raises(ModelError, match="and 1 MB are available: take a smaller quantisation"):
+        load_model("smollm2")
+    monkeypatch.setattr("infer.loading.available_memory_bytes", lambda: None)
+    assert load_model("smollm2", max_seq_len=64)[0].max_seq_len == 64
+
+
+def run_estimate(*arguments: str) -> dict[str, Any]:
+    code = "import sys; from infer.cli import main; status = main(); print('torch' in sys.modules); sys.exit(status)"
+    command = [sys.executable, "-c", code, "estimate", *arguments, "--json"]
+    report, has_torch = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert has_torch == "False"
+    found: dict[str, Any] = json.loads(report)
+    return found
+
+
+def test_the_command_counts_what_its_options_say() -> None:
+    found = run_estimate(
+        *("smollm2", "--max-seq-len", "4096", "--batch", "3", "--kv-type", "q8", "--threads", "2"),
+        *("--eviction-policy", "sliding", "--eviction-window", "500", "--precision", "fast"),
+    )
+    checkpoint = open_checkpoint("smollm2")
+    cache = CacheSettings(kv_type="q8", eviction_policy="sliding", eviction_window=500)
+    load = LoadSettings(precision="fast", num_threads=2)
+    architecture = make_architecture(checkpoint.config)
+    expected = estimate(architecture, checkpoint.tensors, load, cache, num_tokens=4096, num_rows=3)
+    names = ("weights", "cache", "workspace", "process", "total")
+    keys = ("weight_bytes", "cache_bytes", "workspace_bytes", "process_bytes", "total_bytes")
+    assert [found[key] for key in keys] == [getattr(expected, name) for name in names]
+    assert found["fits"] is True
+    assert found["largest_context"] == 8192
+
+
+def test_the_command_says_whether_it_fits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("infer.cli.estimate.available_memory_bytes", lambda: 500_000_000)
+    assert main(["estimate", "--max-seq-len", "8192"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    most = int(re.findall(r"it does not fit; up to ([\d,]+) tokens would", last)[0].replace(",", ""))
+    assert main(["estimate", "--max-seq-len", str(most)]) == 0
+    assert "it fits" in capsys.readouterr().out
+    monkeypatch.setattr("infer.cli.estimate.available_memory_bytes", lambda: 100_000_000)
+    assert main(["estimate"]) == 0
+    assert "it does not fit; no context would: take a smaller quantisation" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--max-seq-len", "8193"], "max_seq_len must be at most the model's own 8192, got 8193"),
+        (["--dtype", "float32", "--weights", "q8"], "dtype and weights contradict each other"),
+        (["--eviction-policy", "sliding", "--eviction-window", "4"], "eviction_window must be larger than"),
+    ],
+)
+def test_what_would_not_load_is_not_estimated(
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["estimate", *arguments]) == 2
+    assert reason in capsys.readouterr().err

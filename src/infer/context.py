@@ -156,8 +156,10 @@ class CachedContext(Context):
         num_rows: int = 1,
         capture: bool = True,
         settings: CacheSettings | None = None,
+        step_tokens: int | None = None,
     ) -> None:
-        self._model, self._cache = model, make_cache(model, capacity, num_rows, settings=settings)
+        self._model, self._step_tokens = model, step_tokens or PREFILL_CHUNK
+        self._cache = make_cache(model, capacity, num_rows, settings=settings, step_tokens=self._step_tokens)
         self._captures = capture and ops.can_capture(model.device)
         self._captured = self._capture(model)
         self._long: LongRows | None = None
@@ -169,7 +171,7 @@ class CachedContext(Context):
     def _capture(self, model: Transformer) -> CapturedForward | None:
         if not self._captures:
             return None
-        return CapturedForward(lambda step: model.forward(step, self._cache), PREFILL_CHUNK, MAX_LINES)
+        return CapturedForward(lambda step: model.forward(step, self._cache), self._step_tokens, MAX_LINES)
 
     @property
     def cache(self) -> KVCache:
@@ -183,8 +185,8 @@ class CachedContext(Context):
     def extend(self, row: int, token_ids: Sequence[int]) -> None:
         """Append tokens without asking what follows; an exception leaves whole chunks of them."""
         with ops.threads_for(self._model.device):
-            for start in range(0, len(token_ids), PREFILL_CHUNK):
-                chunk = token_ids[start : start + PREFILL_CHUNK]
+            for start in range(0, len(token_ids), self._step_tokens):
+                chunk = token_ids[start : start + self._step_tokens]
                 self.forward([Part(row, chunk, is_wanted=False)])
                 self.commit(row, len(chunk))
 
@@ -308,8 +310,8 @@ class CachedContext(Context):
     def _reread(self, row: int, token_ids: Sequence[int], is_long: bool) -> None:
         """Put a row's tokens into the cache again."""
         self._cache.truncate(row, 0)
-        for start in range(0, len(token_ids), PREFILL_CHUNK):
-            chunk = token_ids[start : start + PREFILL_CHUNK]
+        for start in range(0, len(token_ids), self._step_tokens):
+            chunk = token_ids[start : start + self._step_tokens]
             self._cache.reserve(row, len(chunk))
             self._run(Step.of(chunk, start, row=row), is_long=is_long)
             self._cache.commit([len(chunk) if index == row else 0 for index in range(len(self.lengths))])

@@ -109,7 +109,7 @@ _MAX_PROBE_EVERY = 256
 _PLAIN_EVERY = 128  # steps, after which one without a draft is measured anew
 _SHARE_COUNTED = 0.85  # what a token still weighs in the share of drafted ones after the next one
 # The share of tokens that came from drafts, and how many plain ones may follow before the next look for a draft.
-_TOKENS_BETWEEN = ((0.35, 1), (0.08, 3), (0.0, 1_000_000))
+_TOKENS_BETWEEN = ((0.35, 1), (0.08, 3), (0.02, 8), (0.0, 16))
 
 
 @final

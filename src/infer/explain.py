@@ -16,6 +16,7 @@ from infer.model.families import make_architecture
 from infer.model.shapes import check_tensors, expected_shapes
 from infer.tokenizer import Tokenizer
 from infer.tokenizer.gguf_tokenizer import TokenType
+from infer.tokenizer.settings import check_metadata
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,7 @@ def _cache_size(layers: Sequence[Layer], kv_type: str) -> CacheSize:
 def _summarize(checkpoint: Checkpoint) -> TokenizerSummary:
     metadata = checkpoint.metadata
     if metadata:
+        check_metadata(metadata)
         reduced, ids = _without_words(metadata)
         tokenizer = Tokenizer.from_gguf(reduced)
         kind, vocab_size = str(metadata.get("tokenizer.ggml.model")), len(metadata["tokenizer.ggml.tokens"])
@@ -175,7 +177,7 @@ def _without_words(metadata: Mapping[str, Any]) -> tuple[dict[str, Any], Sequenc
     texts, types = (metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
     if not isinstance(texts, list) or not isinstance(types, list) or len(texts) != len(types):
         return reduced, range(len(texts) if isinstance(texts, list) else 0)
-    named = {key: x for key, x in metadata.items() if key.endswith("_token_id") and type(x) is int and x < len(texts)}
+    named = {key: x for key, x in metadata.items() if key.endswith("_token_id") and x in range(len(texts))}
     kept = {index for index, kind in enumerate(types) if kind != TokenType.NORMAL or texts[index][:1] in ("<", "[")}
     ids = sorted(kept | set(named.values()))
     reduced |= {key: bisect_left(ids, token_id) for key, token_id in named.items()}

@@ -20,7 +20,7 @@ from infer.params import SamplingParams
 from infer.results import GenerationResult, GenerationStats, GenerationTiming, Piece
 from infer.sampling.sampler import message_of
 
-_WATCHED_CHAIN = 8  # tokens, where what they are may say that the next are in vain
+_STOPPED_CHAIN = 8  # tokens, where a stop string may be found in them
 Mask = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 
@@ -73,7 +73,7 @@ class Running:
     @property
     def chain_limit(self) -> int:
         """The longest chain that passes over no draft worth trying, and runs not far beyond a stop string."""
-        limit = _WATCHED_CHAIN if self._draft is not None or self.params.stop else self.generation.room
+        limit = _STOPPED_CHAIN if self.params.stop else self.generation.room
         return limit if self._draft is None else min(limit, self._policy.tokens_between)
 
     def is_finished(self) -> bool:

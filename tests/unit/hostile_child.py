@@ -12,12 +12,14 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import hostile_files
 from hostile_files import GGUF_KINDS, WRONG_KINDS, places, read_everything, replaced, write_folder, write_gguf
 from infer.errors import InferError
+from infer.explain import explain
 
 MAX_MESSAGE = 2000
 NUM_FLIPS = 10_000
@@ -124,6 +126,8 @@ def report(mode: str, folder: Path) -> dict[str, Any]:
     for name, path in cases:
         start = time.process_time()
         try:
+            with suppress(InferError):
+                explain(path).to_json()
             read_everything(path)
             num_read += 1
         except InferError as error:

@@ -31,7 +31,7 @@ def test_available_memory_is_part_of_all_memory() -> None:
     ("values", "said"),
     [
         ({"kv_type": "q5"}, "kv_type must be one of auto, f32, f16, bf16, q8, q4, got 'q5'"),
-        ({"eviction_policy": "lru"}, "eviction_policy must be one of none, sliding, snapkv, got 'lru'"),
+        ({"eviction_policy": "lru"}, "eviction_policy must be one of none, sliding, got 'lru'"),
         ({"eviction_window": 0}, "eviction_window must be a whole number of at least 1, got 0"),
         ({"eviction_window": True}, "eviction_window must be a whole number of at least 1, got True"),
         ({"protected_prefix": -1}, "protected_prefix must be a whole number of at least 0, got -1"),
@@ -41,13 +41,8 @@ def test_available_memory_is_part_of_all_memory() -> None:
             "eviction_window must be larger than protected_prefix=4, which it includes, got 4",
         ),
         (
-            {"eviction_policy": "snapkv", "eviction_window": 36},
-            "eviction_window must be larger than protected_prefix=4 and the 32 tokens that snapkv observes, which it "
-            "includes, got 36",
-        ),
-        (
             {"memory_threshold_mb": 100},
-            "memory_threshold_mb=100 says when to evict, but eviction_policy is none: set it to sliding or snapkv",
+            "memory_threshold_mb=100 says when to evict, but eviction_policy is none: set it to sliding",
         ),
         (
             {"memory_threshold_mb": 2**40, "eviction_policy": "sliding"},

@@ -1,9 +1,15 @@
 """Files that break a rule, or a library: one line that names the file and the rule, and nothing else happens."""
 
+import gc
 import json
+import os
+import random
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +227,7 @@ TRAPS: dict[str, tuple[tuple[str, ...], Any, str]] = {
     "a prefix longer than what it is cut off": (("model", "continuing_subword_prefix"), "ab", "expected null"),
     "a prefix of one character": (("model", "continuing_subword_prefix"), "é", "expected null"),
     "no map of characters": (("normalizer",), {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "no map of"),
+    "a map that is none": (("normalizer",), {"type": "Precompiled", "precompiled_charsmap": None}, "no map of"),
     "a map of 4 GB": (("normalizer",), {"type": "Precompiled", "precompiled_charsmap": "/P///w=="}, "no map of"),
     "a map that leads astray": (
         ("normalizer",), {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8="}, "tokenizer: ",
@@ -303,3 +310,68 @@ def test_rows_of_the_embedding_that_no_token_names_are_never_said(tmp_path: Path
     for temperature in (0.0, 1.0):
         params = SamplingParams(temperature=temperature, seed=1, max_new_tokens=20, ignore_eos=True)
         assert max(llm.generate("a", params).token_ids) < 259
+
+
+def test_ends_that_the_vocabulary_does_not_have_are_no_ends(tmp_path: Path) -> None:
+    ends = [256, -1, 10**30, 5000, 258]
+    tokenizer = load_tokenizer(write_folder(tmp_path / "model", generation_config_json={"eos_token_id": ends}))
+    assert tokenizer.eos_token_ids == {256, 257, 258}  # 257 and 258 are ends by their names
+    changes = {f"tokenizer.ggml.{name}_token_id": gguf_number(2**63 - 1) for name in ("eos", "eot", "unknown")}
+    assert load_tokenizer(write_gguf(tmp_path / "model.gguf", changes)).eos_token_ids == {257}
+
+
+def test_bad_files_disturb_no_other_request(tmp_path: Path) -> None:
+    """What one thread says is what it says alone, while another is refused a hundred times; nothing is left behind."""
+    llm = LLM(write_folder(tmp_path / "good"))
+    params = SamplingParams(temperature=1.0, seed=3, max_new_tokens=60, ignore_eos=True)
+    expected = [llm.generate(text, params).token_ids for text in ("hello", "a")]
+    gc.collect()
+    bad = [write_folder(tmp_path / str(index), **files) for index, (files, _) in enumerate(FAULTS.values())]
+    before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    num_refused = 0
+    is_done = threading.Event()
+
+    def load_bad_files() -> None:
+        nonlocal num_refused
+        while not is_done.is_set() or num_refused < 100:
+            for folder in bad:
+                with suppress(ModelError):
+                    LLM(folder)
+                    raise AssertionError(folder)
+                num_refused += 1
+
+    loading = threading.Thread(target=load_bad_files)
+    loading.start()
+    results = [[llm.generate(text, params).token_ids for text in ("hello", "a")] for _ in range(5)]
+    is_done.set()
+    loading.join()
+    assert results == [expected] * 5
+    assert num_refused >= 100
+    gc.collect()
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from infer.atomic import replacing
+for number in range(10 ** 9):
+    with replacing(Path(sys.argv[1])) as file:
+        for _ in range(50):
+            file.write(bytes([65 + number % 26]) * 20_000)
+    print(number, flush=True)
+"""
+
+
+def test_a_process_that_is_killed_while_it_writes_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    draw = random.Random(0)
+    for _ in range(5):
+        with subprocess.Popen([sys.executable, "-c", KILLED, path], stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            time.sleep(draw.random() / 50)
+            process.kill()
+        content = path.read_bytes()
+        assert len(content) == 1_000_000
+        assert len(set(content)) == 1

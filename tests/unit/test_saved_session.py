@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule,
 from infer import LLM, InvalidRequestError, SamplingParams
 from infer.checkpoint import saved
 from infer.cli.chat import ChatSession, run_command
+from infer.decode import Batch
 from infer.session import Session
 from test_session import GREEDY, GREEDY_VALUES, NUM_TOKENS, SAMPLED, SAMPLED_VALUES, check_fresh, make_model
 
@@ -132,6 +135,27 @@ def test_a_file_does_not_hold_what_was_forgotten(talk: Session, tmp_path: Path) 
     assert contents[0] == contents[1]
 
 
+def stop_behind_nine(stop: threading.Event, done: int, total: int) -> None:
+    if done > 9:
+        stop.set()
+
+
+def test_a_file_does_not_hold_what_was_read_and_never_answered(
+    talk: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn that is stopped in the midst of its prompt."""
+    monkeypatch.setattr("infer.session.Batch", partial(Batch, prefill_chunk=3))
+    contents = []
+    for forgotten in ("a secret", "nothing that matters"):
+        stop = threading.Event()
+        stream = talk.stream(forgotten, GREEDY, cancel=stop, on_prefill=partial(stop_behind_nine, stop))
+        assert list(stream) == []
+        assert len(talk.token_ids) < len(talk._cached) < stream.result.prompt_tokens
+        talk.save(tmp_path / "talk")
+        contents.append((tmp_path / "talk").read_bytes())
+    assert contents[0] == contents[1]
+
+
 def test_every_flipped_byte_and_every_cut_is_found(llm: LLM, talk: Session, tmp_path: Path) -> None:
     talk.rewind(len(talk.token_ids) - 4)
     good, bad = tmp_path / "good", tmp_path / "bad"
@@ -212,6 +236,20 @@ def test_a_file_written_by_somebody_else_is_checked(
     )
     talk.save(tmp_path / "talk")
     with pytest.raises(InvalidRequestError, match="cannot be loaded"):
+        llm.load_session(tmp_path / "talk")
+
+
+def test_a_cache_of_more_tokens_than_there_are_ids_is_refused(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, write = llm.session(), saved.write_session
+    session.append("raw text")
+    monkeypatch.setattr(
+        "infer.session.write_session",
+        lambda path, fingerprint, ids, record, tensors: write(path, fingerprint, ids[:-2], record, tensors),
+    )
+    session.save(tmp_path / "talk")
+    with pytest.raises(InvalidRequestError, match=r"num_cached must be in \[0, 6\], got 8"):
         llm.load_session(tmp_path / "talk")
 
 

@@ -308,6 +308,9 @@ def test_a_fork_goes_its_own_way(llm: LLM, params: SamplingParams) -> None:
         assert result.reused_tokens > 0
         assert result.dropped_tokens == 0
     assert session.messages != other.messages
+    before = other.num_cached_tokens
+    session.rewind(len(session.token_ids))
+    assert other.num_cached_tokens == before
 
 
 def test_a_prompts_logprobs_are_those_of_its_logits(llm: LLM) -> None:

@@ -5,17 +5,15 @@ An instance is always valid and never changes; `check_model` says whether a netw
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal, final, get_args, no_type_check
+from typing import final, no_type_check
 
 from infer import kv_types
 from infer.architecture import Layer
 from infer.cache.memory import available_memory_bytes, total_memory_bytes
 from infer.errors import InvalidRequestError
 
-EvictionPolicy = Literal["none", "sliding", "snapkv"]
-
 KV_TYPES: tuple[str, ...] = ("auto", *kv_types.KV_TYPES)
-EVICTION_POLICIES: tuple[str, ...] = get_args(EvictionPolicy)
+EVICTION_POLICIES = ("none", "sliding")
 SLOTS_PER_BLOCK = 16  # what kernels read at once
 SLOTS_PER_CHUNK = 256  # what attention sums at once
 OBSERVED_TOKENS = 32  # SnapKV: the last of the prompt, which say what of it matters
@@ -33,7 +31,7 @@ class CacheSettings:
     """
 
     kv_type: str = "auto"  # one of KV_TYPES
-    eviction_policy: EvictionPolicy = "none"
+    eviction_policy: str = "none"  # one of EVICTION_POLICIES
     eviction_window: int = 1024
     protected_prefix: int = 4
     memory_threshold_mb: int | None = None
@@ -68,7 +66,7 @@ class CacheSettings:
         if not self.evicts:
             raise InvalidRequestError(
                 f"memory_threshold_mb={self.memory_threshold_mb} says when to evict, but eviction_policy is none: "
-                "set it to sliding or snapkv"
+                "set it to sliding"
             )
         total = total_memory_bytes()
         if total is not None and self.memory_threshold_mb * 2**20 > total:
@@ -84,6 +82,11 @@ class CacheSettings:
     @property
     def evicts(self) -> bool:
         return self.eviction_policy != "none"
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a text may be longer than the context that the model was made for: no token sees further back."""
+        return self.eviction_policy == "sliding" and self.memory_threshold_mb is None
 
     @property
     def keeps_whole_prompts(self) -> bool:

@@ -61,14 +61,17 @@ class _LlguidanceMatcher(Matcher):
     def __init__(self, matcher: Any, vocabulary: Vocabulary, num_ids: int) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
-        self._words = np.zeros(-(-num_ids // 32), dtype=np.int32)
-        self._num_shared = min(len(self._words), -(-vocabulary.vocab_size // 32))
+        words = np.zeros(-(-num_ids // 32), dtype=np.int32)
+        self._words = words[: -(-vocabulary.vocab_size // 32)]
+        self._where = words.ctypes.data, words.nbytes
 
     def fill(self, mask: Mask) -> None:
-        self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+        self._matcher.unsafe_compute_mask_ptr(*self._where)
         self._check()
-        mask[: self._num_shared] = self._words[: self._num_shared]
-        mask[self._num_shared :] = 0
+        num_words = len(self._words)
+        mask[:num_words] = self._words
+        if num_words < len(mask):
+            mask[num_words:] = 0
         rest = self._vocabulary.vocab_size % 32
         if rest:  # an end id of our own making lies behind the vocabulary
             mask.view(np.uint32)[self._vocabulary.vocab_size // 32] &= (1 << rest) - 1

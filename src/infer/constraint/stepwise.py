@@ -52,6 +52,7 @@ class StepwiseConstraint(Constraint):
         self._lock = Lock()
         self._has_ended = False
         self._plans: list[tuple[int, ...]] = [self._plan()]
+        self._is_stopped = matcher.is_stopped()
 
     def fill(self, mask: Mask) -> None:
         with self._lock:
@@ -76,6 +77,7 @@ class StepwiseConstraint(Constraint):
             if num_tokens:
                 self._matcher.rollback(num_tokens - self._has_ended)
                 self._has_ended = False
+                self._is_stopped = self._matcher.is_stopped()
                 del self._plans[-num_tokens:]
 
     def forced(self) -> list[int]:
@@ -85,7 +87,7 @@ class StepwiseConstraint(Constraint):
     @property
     def done(self) -> bool:
         with self._lock:
-            return self._has_ended or self._matcher.is_stopped()
+            return self._has_ended or self._is_stopped
 
     def _accept(self, token_id: int) -> bool:
         plan = self._plans[-1]
@@ -99,6 +101,7 @@ class StepwiseConstraint(Constraint):
         if not self._matcher.accept(token_id):
             return False
         self._plans.append(plan[1:] or self._plan())
+        self._is_stopped = self._matcher.is_stopped()
         return True
 
     def _plan(self) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ MAX_TOKENS = 1_000_000  # the largest vocabulary that we know of has 262,144
 _PANIC = "PanicException"  # pyo3 exports no name for it
 # The library cuts characters off each merge for a prefix, inside a character or past the end where there are fewer.
 _PREFIX = re.compile(rb'"continuing_subword_prefix"\s*:\s*(?!null|""|\s)')
-_CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([^"]*)"')
+_CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*(?:"([^"]*)")?')
 _ESCAPED_LETTER = re.compile(rb"\\u00(?:[46][1-9a-f]|[57][0-9a]|5f)", re.IGNORECASE)
 _TRIED = ("", "a", " Hello,  wörld 12\n", "世界 \u0301\U0001f642\0")
 
@@ -89,7 +89,7 @@ def _check_for_traps(path: Path, content: bytes) -> None:
     if _PREFIX.search(content):
         raise ModelFormatError(path, "continuing_subword_prefix", "is not supported: expected null")
     for found in _CHARSMAP.finditer(content):
-        if not _is_charsmap(found[1].replace(rb"\/", b"/")):
+        if found[1] is None or not _is_charsmap(found[1].replace(rb"\/", b"/")):
             raise ModelFormatError(path, "precompiled_charsmap", "is no map of characters", found.start())
 
 

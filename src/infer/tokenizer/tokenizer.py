@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 
 from infer.errors import InvalidRequestError
 from infer.json_file import read_json_file, read_text_file
-from infer.tokenizer.backend import encode, load_backend, read_vocabulary
+from infer.tokenizer.backend import MAX_TOKENS, encode, load_backend, read_vocabulary
 from infer.tokenizer.chat import ChatTemplate
 from infer.tokenizer.detokenizer import (
     DecodingRules,
@@ -55,7 +55,7 @@ class Tokenizer:
         self._added_token_ids = frozenset(added)
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.bos_token_id: int | None = self._id_of(named_tokens.get("bos_token"))
-        self.eos_token_ids = frozenset(end_token_ids) | self._named_end_ids(added)
+        self.eos_token_ids = frozenset(filter(self._is_token, end_token_ids)) | self._named_end_ids(added)
         self.adds_bos = self.bos_token_id is not None and backend.encode("").ids[:1] == [self.bos_token_id]
         self._vocabulary = vocabulary
 
@@ -241,6 +241,10 @@ class Tokenizer:
 
     def _id_of(self, text: str | None) -> int | None:
         return None if text is None else self.backend.token_to_id(text)
+
+    def _is_token(self, token_id: int) -> bool:
+        """A configuration may name ends that the vocabulary does not have."""
+        return 0 <= token_id < MAX_TOKENS and self.backend.id_to_token(token_id) is not None
 
     def _named_end_ids(self, added: Mapping[int, AddedToken]) -> frozenset[int]:
         names = {token.content: token_id for token_id, token in added.items() if token.special}

@@ -25,7 +25,8 @@ def dequantize(data: UInt8[Tensor, "*rows bytes"], type: str) -> Float[Tensor, "
     kind = BLOCK_TYPES[type]
     blocks = data.reshape(-1, kind.block_bytes)
     values = torch.empty(len(blocks), kind.block_size, device=data.device)
-    for few, out in zip(*(x.split(_VALUES_AT_ONCE // kind.block_size) for x in (blocks, values)), strict=True):
+    at_once = _VALUES_AT_ONCE // kind.block_size
+    for few, out in zip(torch.split(blocks, at_once), torch.split(values, at_once), strict=True):
         out.copy_(_DEQUANTIZE[type](few))
     return values.reshape(*data.shape[:-1], data.shape[-1] // kind.block_bytes * kind.block_size)
 

@@ -2,7 +2,7 @@
 
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
@@ -321,9 +321,10 @@ class LLM:
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        messages = [each for each in prompt if isinstance(each, Mapping)]
-        ids = [each for each in prompt if not isinstance(each, Mapping)]
-        return self.tokenizer.encode_chat(messages) if messages else ids
+        if not isinstance(prompt, Iterable):
+            raise InvalidRequestError(f"a prompt must be a text, ids or messages, got {type(prompt).__name__}")
+        given: list[Any] = list(prompt)
+        return self.tokenizer.encode_chat(given) if any(isinstance(each, Mapping) for each in given) else given
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int], *, last: int | None = None) -> Float[Tensor, "tokens vocab"]:

@@ -34,7 +34,10 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def load(folder: Path) -> Transformer:
     checkpoint = open_checkpoint(folder)
     return load_transformer(
-        make_architecture(checkpoint.config), LazyWeights(checkpoint.tensors), device=torch.device("cpu")
+        make_architecture(checkpoint.config),
+        LazyWeights(checkpoint.tensors),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
     )
 
 

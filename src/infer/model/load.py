@@ -62,7 +62,7 @@ def load_transformer(
         max_seq_len=positions,
         device=device,
         dtype=ops.activation_dtype(device, dtype),
-        kv_type=ops.kv_type(device, dtype, precision),
+        kv_type=ops.kv_type(device, dtype),
     )
     beyond = min((long.beyond for long in architecture.long_ropes), default=positions)
     return _with_long(model, beyond) if beyond < positions else model

@@ -43,14 +43,15 @@ Prompt = str | Sequence[int] | Sequence[Message]  # a text, ids, or messages for
 
 @final
 class LLM:
-    """A loaded model. `model` is a folder, a `.gguf` file or the name of an installed package (`smollm2`).
+    """A loaded model. `model` is a folder, a `.gguf` file, the name of an installed package (`smollm2`) or one on the
+    hub (`org/repo`, `org/repo:Q4_K_M`: `checkpoint.hub`).
 
     `dtype="auto"` keeps the weights as their file stores them; a float type dequantises them at load.
     `weights="q8"` or `"q4"` quantises float weights at load, `"bf16"` rounds them. `precision` is that of the
     activations beside quantised weights on a CPU: "exact" (16 bits) or "fast" (8). `max_seq_len` None is the model's
-    own context, 8,192 tokens at most. `kv_type` and what follows it are `CacheSettings`. `threads` counts for the whole
-    process. `capture=False` runs each op by itself: slower, with the same tokens. `chat_template` stands in place of
-    the model's own; with `allow_special` control tokens that are written in a message are control, not text. Safe to
+    own context, 8,192 tokens at most. `kv_type` to `reuse_prefixes` are `CacheSettings`. `threads` counts for the
+    whole process. `capture=False` runs each op by itself: slower, with the same tokens. `chat_template` stands in place
+    of the model's own; with `allow_special` control tokens that are written in a message are control, not text. Safe to
     call from several threads.
     """
 
@@ -67,6 +68,7 @@ class LLM:
         eviction_policy: str = "none",
         eviction_window: int = CacheSettings().eviction_window,
         protected_prefix: int = CacheSettings().protected_prefix,
+        reuse_prefixes: bool = False,
         threads: int | None = None,
         capture: bool = True,
         chat_template: str | None = None,
@@ -78,6 +80,7 @@ class LLM:
             eviction_policy=eviction_policy,
             eviction_window=eviction_window,
             protected_prefix=protected_prefix,
+            reuse_prefixes=reuse_prefixes,
         )
         checkpoint = open_checkpoint(model)
         if threads is not None:
@@ -157,6 +160,7 @@ class LLM:
         _check_chunk(prefill_chunk)
         running = self._begin(prompt, params, speculation, num_draft_tokens, cancel)
         context = self._take_context()
+        running.reuse(context.adopt(0, running.generation.prompt_token_ids))
         batch = Batch(context, self.model.device, prefill_chunk=prefill_chunk)
         return Stream(running, batch, on_prefill=on_prefill, on_end=lambda: self._give_back(context))
 

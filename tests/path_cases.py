@@ -19,6 +19,7 @@ from byte_tokenizer import write_byte_tokenizer
 from infer import load_model, load_tokenizer
 from infer.admission import begin
 from infer.batch import Step
+from infer.cache.settings import CacheSettings
 from infer.constraint import Compiler, Constraint, grammar_of, make_compiler
 from infer.context import CachedContext, Context, RecomputedContext, make_cache
 from infer.decode import Batch, Stream, run_all
@@ -64,6 +65,7 @@ class World:
     model: Transformer
     tokenizer: Tokenizer
     compiler: Compiler
+    settings: CacheSettings | None = None
 
 
 def make_folder(name: str, folder: Path) -> Path:
@@ -187,7 +189,7 @@ def constraint_of(world: World, params: SamplingParams) -> Constraint | None:
 def full_logits(world: World, token_ids: Sequence[int]) -> torch.Tensor:
     """What follows the last of them, from nothing but the forward."""
     model = world.model
-    cache = make_cache(model, len(token_ids), step_tokens=len(token_ids))
+    cache = make_cache(model, len(token_ids), step_tokens=len(token_ids), settings=world.settings)
     cache.reserve(0, len(token_ids))
     return model.forward(Step.of(token_ids), cache)[0, :VOCAB_SIZE].clone()
 
@@ -308,10 +310,13 @@ def make_running(
     return running
 
 
-def make_context(world: World, way: Way, capacity: int = CONTEXT, num_rows: int = 1) -> Context:
+def make_context(
+    world: World, way: Way, capacity: int = CONTEXT, num_rows: int = 1, step_tokens: int | None = None
+) -> Context:
     if not way.cached:
-        return RecomputedContext(world.model)
-    return CachedContext(world.model, capacity, num_rows=num_rows, capture=way.capture)
+        return RecomputedContext(world.model, world.settings)
+    options = {"num_rows": num_rows, "capture": way.capture, "step_tokens": step_tokens}
+    return CachedContext(world.model, capacity, settings=world.settings, **options)
 
 
 def run_alone(
@@ -338,4 +343,5 @@ def run_batch(
         prefill_chunk=way.chunk,
         chain=way.chain,
         capture=way.capture,
+        settings=world.settings,
     )

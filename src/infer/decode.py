@@ -17,6 +17,7 @@ import torch
 from infer import ops
 from infer.admission import begin
 from infer.batch import Masks, Part
+from infer.cache.settings import CacheSettings
 from infer.constraint import Constraint
 from infer.context import MAX_LINES, PREFILL_CHUNK, CachedContext, Context, Drawn, RecomputedContext
 from infer.errors import InvalidRequestError
@@ -235,13 +236,14 @@ def run_all(
     prefill_chunk: int = PREFILL_CHUNK,
     chain: int | None = None,
     capture: bool = True,
+    settings: CacheSettings | None = None,
 ) -> list[GenerationResult]:
     """All of them, up to num_rows at a time: who finishes leaves its row to the next. In their order."""
     if not waiting:
         return []
     num_rows = min(num_rows, len(waiting), MAX_LINES)
     capacity = max(running.generation.max_tokens for running in waiting)
-    context = CachedContext(model, capacity, num_rows=num_rows, capture=capture)
+    context = CachedContext(model, capacity, num_rows=num_rows, capture=capture, settings=settings)
     batch = Batch(context, model.device, prefill_chunk=prefill_chunk, chain=chain)
     free_rows, num_begun = list(range(num_rows)), 0
     try:
@@ -250,6 +252,7 @@ def run_all(
                 running = waiting[num_begun]
                 running.row = free_rows.pop()
                 context.truncate(running.row, 0)
+                running.reuse(context.adopt(running.row, running.generation.prompt_token_ids))
                 batch.add(running)
                 num_begun += 1
             before = list(batch.active)

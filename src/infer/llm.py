@@ -2,7 +2,7 @@
 
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
@@ -14,6 +14,7 @@ from torch import Tensor
 from infer.admission import begin, check_prompt, vocab_size_of
 from infer.architecture import Architecture
 from infer.batch import Step
+from infer.cache.settings import CacheSettings
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.defaults import sampling_defaults
 from infer.constraint import grammar_of, make_compiler
@@ -42,14 +43,16 @@ Prompt = str | Sequence[int] | Sequence[Message]  # a text, ids, or messages for
 
 @final
 class LLM:
-    """A loaded model. `model` is a folder, a `.gguf` file or the name of an installed package (`smollm2`).
+    """A loaded model. `model` is a folder, a `.gguf` file, the name of an installed package (`smollm2`) or one on the
+    hub (`org/repo`, `org/repo:Q4_K_M`: `checkpoint.hub`).
 
     `dtype="auto"` keeps the weights as their file stores them; a float type dequantises them at load.
     `weights="q8"` or `"q4"` quantises float weights at load, `"bf16"` rounds them. `precision` is that of the
     activations beside quantised weights on a CPU: "exact" (16 bits) or "fast" (8). `max_seq_len` None is the model's
-    own context, 8,192 tokens at most. `threads` counts for the whole process. `capture=False` runs each op by itself:
-    slower, with the same tokens. `chat_template` stands in place of the model's own; with `allow_special` control
-    tokens that are written in a message are control, not text. Safe to call from several threads.
+    own context, 8,192 tokens at most. `kv_type` to `reuse_prefixes` are `CacheSettings`. `threads` counts for the
+    whole process. `capture=False` runs each op by itself: slower, with the same tokens. `chat_template` stands in place
+    of the model's own; with `allow_special` control tokens that are written in a message are control, not text. Safe to
+    call from several threads.
     """
 
     def __init__(
@@ -61,12 +64,24 @@ class LLM:
         weights: str = "auto",
         precision: str = "exact",
         max_seq_len: int | None = None,
+        kv_type: str = "auto",
+        eviction_policy: str = "none",
+        eviction_window: int = CacheSettings().eviction_window,
+        protected_prefix: int = CacheSettings().protected_prefix,
+        reuse_prefixes: bool = False,
         threads: int | None = None,
         capture: bool = True,
         chat_template: str | None = None,
         allow_special: bool = False,
         on_progress: OnProgress | None = None,
     ) -> None:
+        self._cache_settings = CacheSettings(
+            kv_type=kv_type,
+            eviction_policy=eviction_policy,
+            eviction_window=eviction_window,
+            protected_prefix=protected_prefix,
+            reuse_prefixes=reuse_prefixes,
+        )
         checkpoint = open_checkpoint(model)
         if threads is not None:
             set_num_threads(threads)
@@ -75,7 +90,7 @@ class LLM:
             start_rendering()
         self.sampling_defaults = sampling_defaults(checkpoint.generation_config)
         settings = (device, dtype, weights, precision, max_seq_len)
-        self.model = load_checked(checkpoint, self.tokenizer, *settings, on_progress)
+        self.model = load_checked(checkpoint, self.tokenizer, *settings, on_progress, self._cache_settings)
         self._weights = f"{checkpoint.fingerprint()} {weights} {precision} {dtype}"
         checkpoint.release_pages()
         self._capture = capture
@@ -145,6 +160,7 @@ class LLM:
         _check_chunk(prefill_chunk)
         running = self._begin(prompt, params, speculation, num_draft_tokens, cancel)
         context = self._take_context()
+        running.reuse(context.adopt(0, running.generation.prompt_token_ids))
         batch = Batch(context, self.model.device, prefill_chunk=prefill_chunk)
         return Stream(running, batch, on_prefill=on_prefill, on_end=lambda: self._give_back(context))
 
@@ -177,7 +193,15 @@ class LLM:
                 waiting.append(self._begin(prompt, own, speculation, num_draft_tokens, cancel))
             except InvalidRequestError as error:
                 raise type(error)(f"prompt {index}: {error}") from error
-        return run_all(self.model, waiting, batch_size, on_progress, prefill_chunk=prefill_chunk, capture=self._capture)
+        return run_all(
+            self.model,
+            waiting,
+            batch_size,
+            on_progress,
+            prefill_chunk=prefill_chunk,
+            capture=self._capture,
+            settings=self._cache_settings,
+        )
 
     def _begin(
         self,
@@ -301,16 +325,17 @@ class LLM:
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        messages = [each for each in prompt if isinstance(each, Mapping)]
-        ids = [each for each in prompt if not isinstance(each, Mapping)]
-        return self.tokenizer.encode_chat(messages) if messages else ids
+        if not isinstance(prompt, Iterable):
+            raise InvalidRequestError(f"a prompt must be a text, ids or messages, got {type(prompt).__name__}")
+        given: list[Any] = list(prompt)
+        return self.tokenizer.encode_chat(given) if any(isinstance(each, Mapping) for each in given) else given
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int], *, last: int | None = None) -> Float[Tensor, "tokens vocab"]:
         """float32 logits after every token, or after the last few: `[tokens, vocab]` takes 4 bytes × vocab a token."""
         token_ids = check_prompt(self.model, self.tokenizer, token_ids, room=0)
         model = self.model.for_length(len(token_ids))
-        cache = make_cache(model, len(token_ids))
+        cache = make_cache(model, len(token_ids), settings=self._cache_settings)
         first = 0 if last is None else max(len(token_ids) - last, 0)
         chunks = []
         for start in range(0, len(token_ids), PREFILL_CHUNK):
@@ -326,7 +351,7 @@ class LLM:
         try:
             return self._idle.pop()
         except IndexError:
-            return CachedContext(self.model, self.max_seq_len, capture=self._capture)
+            return CachedContext(self.model, self.max_seq_len, capture=self._capture, settings=self._cache_settings)
 
     def _give_back(self, context: CachedContext) -> None:
         context.clear()

@@ -87,7 +87,7 @@ def load_checked(
         if on_progress is not None:
             on_progress(num_done, num_blocks)
 
-    chosen_device, context = _device(device), _context(max_seq_len, architecture)
+    chosen_device, context = _device(device), _context(max_seq_len, architecture, cache)
     keep_floats_as, chosen_precision = (
         _choice("weights", weights, get_args(FloatsAs)),
         _choice("precision", precision, get_args(Precision)),
@@ -156,11 +156,12 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     return chosen
 
 
-def _context(max_seq_len: int | None, architecture: Architecture) -> int:
+def _context(max_seq_len: int | None, architecture: Architecture, cache: CacheSettings) -> int:
     if max_seq_len is None:
         return min(architecture.max_positions, DEFAULT_MAX_SEQ_LEN)
-    if not 1 < max_seq_len <= architecture.most_positions:
+    if max_seq_len < 2 or (max_seq_len > architecture.most_positions and not cache.evicts):
         raise InvalidRequestError(
-            f"max_seq_len must be from 2 to the model's own {architecture.most_positions}, got {max_seq_len}"
+            f"max_seq_len must be from 2 to the model's own {architecture.most_positions}, got {max_seq_len}: "
+            "eviction_policy sliding goes on beyond"
         )
     return max_seq_len

@@ -286,8 +286,9 @@ class Session:
             self._busy.release()
 
     def _trim(self, length: int) -> None:
-        del self._cached[length:]
+        """Where the cache has forgotten what the next token must see, nothing is left of it."""
         self._context.truncate(0, length)
+        del self._cached[self._context.lengths[0] :]
 
     def _fingerprint(self) -> dict[str, str]:
         """What must be the same for a saved cache to mean the same."""

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 
 from infer.architecture import Layer
-from infer.cache import settings as settings_module
-from infer.cache.memory import available_memory_bytes, total_memory_bytes
 from infer.cache.settings import CacheSettings
 from infer.errors import InvalidRequestError
 
@@ -22,16 +20,11 @@ def test_the_settings_load_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
 
 
-def test_available_memory_is_part_of_all_memory() -> None:
-    total, available = total_memory_bytes(), available_memory_bytes()
-    assert total is None or available is None or 0 < available <= total
-
-
 @pytest.mark.parametrize(
     ("values", "said"),
     [
         ({"kv_type": "q5"}, "kv_type must be one of auto, f32, f16, bf16, q8, q4, got 'q5'"),
-        ({"eviction_policy": "lru"}, "eviction_policy must be one of none, sliding, snapkv, got 'lru'"),
+        ({"eviction_policy": "lru"}, "eviction_policy must be one of none, sliding, got 'lru'"),
         ({"eviction_window": 0}, "eviction_window must be a whole number of at least 1, got 0"),
         ({"eviction_window": True}, "eviction_window must be a whole number of at least 1, got True"),
         ({"protected_prefix": -1}, "protected_prefix must be a whole number of at least 0, got -1"),
@@ -40,19 +33,6 @@ def test_available_memory_is_part_of_all_memory() -> None:
             {"eviction_policy": "sliding", "eviction_window": 4},
             "eviction_window must be larger than protected_prefix=4, which it includes, got 4",
         ),
-        (
-            {"eviction_policy": "snapkv", "eviction_window": 36},
-            "eviction_window must be larger than protected_prefix=4 and the 32 tokens that snapkv observes, which it "
-            "includes, got 36",
-        ),
-        (
-            {"memory_threshold_mb": 100},
-            "memory_threshold_mb=100 says when to evict, but eviction_policy is none: set it to sliding or snapkv",
-        ),
-        (
-            {"memory_threshold_mb": 2**40, "eviction_policy": "sliding"},
-            "memory_threshold_mb must be below this machine's",
-        ),
     ],
 )
 def test_bad_settings_are_refused_with_value_rule_and_fix(values: dict[str, Any], said: str) -> None:
@@ -60,12 +40,6 @@ def test_bad_settings_are_refused_with_value_rule_and_fix(values: dict[str, Any]
         CacheSettings(**values)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_a_threshold_needs_a_system_that_says_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings_module, "available_memory_bytes", lambda: None)
-    with pytest.raises(InvalidRequestError, match="does not say how much memory is available"):
-        CacheSettings(eviction_policy="sliding", memory_threshold_mb=1)
 
 
 def test_a_model_may_not_have_what_its_heads_or_windows_forbid() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from infer.errors import InvalidRequestError
@@ -282,6 +282,7 @@ def test_real_templates_render_and_encode_as_transformers(name: str, add_generat
 @settings(max_examples=200, deadline=None)
 def test_benign_conversations_are_token_equal_to_transformers(name: str, content: str) -> None:
     tokenizer, oracle = load(name), load_oracle(name)
+    assume(not tokenizer._special_texts.found_in(content))
     messages = [{"role": "user", "content": content}]
     expected = oracle.apply_chat_template(messages, tokenize=True, return_dict=False, add_generation_prompt=True)
     assert tokenizer.encode_chat(messages) == expected

@@ -29,7 +29,8 @@ def logits(path: Path) -> torch.Tensor:
     token_ids = torch.randint(3, 96, (100,), generator=torch.Generator().manual_seed(0)).tolist()
     with ops.using("reference"), torch.inference_mode():
         architecture = make_architecture(checkpoint.config)
-        model = load_transformer(architecture, LazyWeights(checkpoint.tensors), device=torch.device("cpu"))
+        weights, device = LazyWeights(checkpoint.tensors), torch.device("cpu")
+        model = load_transformer(architecture, weights, device=device, dtype=torch.float32)
         cache = make_cache(model, 100)
         cache.reserve(0, 100)
         return model.forward(Step.of(token_ids, wanted=range(100)), cache)

@@ -24,7 +24,7 @@ def test_greedy_with_speculation_is_the_argmax_of_transformers(
     config.vocab_size, config.bos_token_id, config.eos_token_id = VOCAB_SIZE, None, 256
     oracle = make_tiny(replace(tiny, config=config), tmp_path)
     write_byte_tokenizer(tmp_path)
-    llm = LLM(tmp_path)
+    llm = LLM(tmp_path, dtype="float32")
     monkeypatch.setattr(infer.running, "DraftPolicy", lambda most: Always())
     params = SamplingParams(temperature=0, max_new_tokens=LENGTH, ignore_eos=True)
     prompts = ["abcabcabcab", "a", "to be or not to be or not"]

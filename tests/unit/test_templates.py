@@ -149,6 +149,16 @@ def test_what_is_no_mapping_is_refused(name: str) -> None:
             ChatTemplate("", {}).render([USER], **{name: wrong})
 
 
+@pytest.mark.parametrize("content", ["\ud800", 10**5000, [[]] * 3], ids=["surrogate", "number", "nested"])
+def test_what_no_template_can_be_given_is_one_line(content: Any) -> None:
+    nested: Any = content
+    for _ in range(5000 if isinstance(content, list) else 0):
+        nested = [nested]
+    tokenizer = byte_tokenizer(chat_templates={"default": TEMPLATES["chatml"]})
+    with pytest.raises(InvalidRequestError, match=r"\A[^\n]*\Z"):
+        tokenizer.encode_chat([{"role": "user", "content": nested}])
+
+
 # Bombs. Each is a line of a file that anybody may have written.
 
 BOMBS = {

@@ -9,6 +9,7 @@ from typing import Any
 from infer import __version__
 from infer.bench.profile import Operation, Profile, profile
 from infer.bench.speed import Speed, Workload, measure
+from infer.cli.options import cache_values
 from infer.cli.terminal import Spinner, TextWriter
 from infer.llm import LLM
 from infer.progress import bar
@@ -26,6 +27,7 @@ def run_bench(options: Mapping[str, Any]) -> None:
             dtype=options["dtype"],
             weights=options["weights"],
             precision=options["precision"],
+            **cache_values(options),
             threads=options["threads"],
             max_seq_len=workload.max_seq_len,
             on_progress=spinner.progress,

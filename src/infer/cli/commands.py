@@ -18,6 +18,7 @@ from infer.cli.model import Model
 from infer.cli.options import (
     apply_options,
     cache_options,
+    cache_values,
     check_constraints,
     constraint_options,
     path_options,
@@ -98,6 +99,7 @@ def number_options(function: Function) -> Function:
 def model_options(function: Function) -> Function:
     options = [
         weight_options,
+        cache_options,
         click.option("--max-seq-len", type=int, default=DEFAULT_MAX_SEQ_LEN, show_default=True,
                      help="Prompt and answer together, in tokens; the default is cut to what the model can do."),
         click.option("--backend", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True),
@@ -229,6 +231,7 @@ def sample_trace(context: click.Context, /, **options: Any) -> None:
 
 @infer.command()
 @weight_options
+@cache_options
 @click.option("-p", "--prompt-tokens", type=AT_LEAST_1, default=512, show_default=True, help="Tokens to prefill.")
 @click.option("-n", "--num-tokens", type=AT_LEAST_1, default=128, show_default=True, help="Tokens to decode.")
 @click.option("--context", type=AT_LEAST_1, help="Tokens before the decoded ones.  [default: as --prompt-tokens]")
@@ -307,6 +310,7 @@ def load_model(context: click.Context, options: Mapping[str, Any]) -> Model:
                 dtype=options["dtype"],
                 weights=options["weights"],
                 precision=options["precision"],
+                **cache_values(options),
                 capture=not options["no_capture"],
                 max_seq_len=max_seq_len,
                 threads=options["threads"],

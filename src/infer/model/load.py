@@ -10,7 +10,6 @@ from torch import Tensor
 
 from infer import ops
 from infer.architecture import Architecture, Layer, Rope
-from infer.errors import UnsupportedModelError
 from infer.model.rope import make_rope_table
 from infer.model.shapes import check_tensors, expected_shapes
 from infer.model.transformer import Block, Transformer
@@ -63,12 +62,10 @@ def load_transformer(
         max_seq_len=positions,
         device=device,
         dtype=ops.activation_dtype(device, dtype),
-        kv_type=ops.kv_type(device, dtype, precision),
+        kv_type=ops.kv_type(device, dtype),
     )
-    beyond = {long.beyond for long in architecture.long_ropes}
-    if len(beyond) > 1:
-        raise UnsupportedModelError(f"ropes that change at several lengths are not supported: {sorted(beyond)}")
-    return _with_long(model, beyond.pop()) if beyond and positions > min(beyond) else model
+    beyond = min((long.beyond for long in architecture.long_ropes), default=positions)
+    return _with_long(model, beyond) if beyond < positions else model
 
 
 def _with_long(model: Transformer, beyond: int) -> Transformer:

@@ -94,14 +94,18 @@ def _context(
         if given[name] is not None:
             _check_mappings(name, given[name], "such as JSON has")
     present = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    plain = [_with_reasoning_aliases(_plain(message)) for message in present]
+    try:
+        plain = [_with_reasoning_aliases(_plain(message)) for message in present]
+        given = {name: _plain(value) for name, value in given.items()}
+    except RecursionError:
+        raise InvalidRequestError("messages, tools or documents are nested too deeply") from None
     if continue_final_message:
         if given["add_generation_prompt"]:
             raise InvalidRequestError(
                 "continue_final_message and add_generation_prompt contradict each other: give one of them"
             )
         _tag_end(plain[-1])
-    return {**{name: _plain(value) for name, value in given.items()}, "messages": plain}
+    return {**given, "messages": plain}
 
 
 def _check_mappings(name: str, values: Any, kind: str) -> None:

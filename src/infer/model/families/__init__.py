@@ -49,7 +49,7 @@ def make_architecture(config: Config) -> Architecture:
     embedding = positive(config, "embedding_multiplier", 1.0)
     if family.scales_embedding:
         embedding *= count(config, "hidden_size") ** 0.5
-    return Architecture(
+    architecture = Architecture(
         family=name,
         vocab_size=count(config, "vocab_size"),
         hidden_size=count(config, "hidden_size"),
@@ -61,6 +61,10 @@ def make_architecture(config: Config) -> Architecture:
         logit_softcap=optional_positive(config, "final_logit_softcapping"),
         tied_embeddings=flag(config, "tie_word_embeddings"),
     )
+    beyond = sorted({long.beyond for long in architecture.long_ropes})
+    if len(beyond) > 1:
+        raise UnsupportedModelError(f"ropes that change at several lengths are not supported, got {beyond}")
+    return architecture
 
 
 def _as_read(config: Config, family: Family) -> Config:

@@ -1,0 +1,170 @@
+"""Configs as they are published: both dialects, what they leave out, and the line that says what cannot be run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, SiglipVisionConfig
+
+from infer.architecture import Architecture, LongRope
+from infer.batch import Step
+from infer.checkpoint import open_checkpoint
+from infer.checkpoint.stored import LazyWeights
+from infer.context import make_cache
+from infer.errors import ModelError, UnsupportedModelError
+from infer.model.families import make_architecture
+from infer.model.load import load_transformer
+
+SIZES: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
+SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 256}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LONG = {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6, "original_max_position_embeddings": 64}
+
+
+def make(family: str, **settings: Any) -> Architecture:
+    return make_architecture({"model_type": family, **SIZES, **settings})
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "settings"),
+    [
+        ("llama", "linear", {"factor": 4.0}),
+        ("llama", "dynamic", {"factor": 4.0}),
+        ("llama", "llama3", LLAMA3),
+        ("qwen2", "yarn", YARN),
+        ("phi3", "longrope", LONG),
+    ],
+)
+def test_both_dialects_of_rope_say_the_same(family: str, kind: str, settings: dict[str, Any]) -> None:
+    share = {"partial_rotary_factor": 0.75} if family == "phi3" else {}
+    top = {"original_max_position_embeddings": 64} if family == "phi3" else {}
+    flat = make(family, rope_theta=5e5, rope_scaling={"type": kind, **settings}, **share, **top)
+    newer = make(family, rope_theta=5e5, rope_scaling={"rope_type": kind, **settings}, **share, **top)
+    nested = make(family, rope_parameters={"rope_type": kind, "rope_theta": 5e5, **settings, **share}, **top)
+    by_layer = make(family, rope_parameters={"full_attention": nested_settings(kind, settings | share)}, **top)
+    assert flat == newer == nested == by_layer
+    assert flat != make(family, rope_theta=5e5, **share)
+
+
+def nested_settings(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 5e5, **settings}
+
+
+@pytest.mark.parametrize("name", ["su", "yarn"])
+def test_phis_older_names_of_longrope_are_longrope(name: str) -> None:
+    settings = {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 64}
+    renamed = make("phi3", rope_scaling={"type": name, **LONG}, **settings)
+    assert renamed == make("phi3", rope_scaling={"type": "longrope", **LONG}, **settings)
+    rope = renamed.layers[0].rope
+    assert rope is not None
+    assert (rope.dim, rope.long) == (12, LongRope(64, frequency_factors=(2.0,) * 6))
+
+
+def test_gemma_3s_older_dialect_scales_the_layers_that_see_everything() -> None:
+    settings = {"head_dim": 16, "num_hidden_layers": 6, "sliding_window": 8}
+    scaling = {"type": "linear", "factor": 8.0}
+    thetas = {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
+    older = make("gemma3_text", rope_scaling=scaling, sliding_window_pattern=3, **thetas, **settings)
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    full = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    parameters = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    assert older == make("gemma3_text", rope_parameters=parameters, layer_types=kinds, **settings)
+    assert [layer.window for layer in older.layers] == [8, 8, None] * 2
+
+
+def test_what_published_configs_leave_out_is_what_transformers_has_by_default() -> None:
+    assert make("mistral", num_attention_heads=32, head_dim=2).layers[0].num_kv_heads == 8
+    assert make("mistral", num_key_value_heads=4).layers[0].window == 4096
+    assert make("llama").layers[0].num_kv_heads == 4
+    assert not make("llama").tied_embeddings
+    smollm3 = make("smollm3")
+    assert smollm3.tied_embeddings
+    assert [layer.rope is None for layer in smollm3.layers] == [False, False, False, True]
+    gemma2 = make("gemma2", sliding_window=8)
+    assert (gemma2.layers[0].softcap, gemma2.logit_softcap, gemma2.layers[0].head_dim) == (50.0, 30.0, 256)
+    assert [layer.window for layer in gemma2.layers] == [8, None] * 2
+    assert make("gemma2", attn_logit_softcapping=None).layers[0].softcap is None
+    assert make("phi3").norm_eps == make("olmo2").norm_eps == 1e-5
+    assert make("qwen3").layers[0].head_dim == 128
+    assert all(layer.window is None for layer in make("qwen2", sliding_window=8).layers)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("gpt2", {}, "model_type 'gpt2' is not supported"),
+        ("llama", {"hidden_act": "mish"}, "hidden_act 'mish' is not supported"),
+        ("llama", {"hidden_act": 3}, "hidden_act 3 is not supported"),
+        ("llama", {"rope_scaling": {"rope_type": "proportional"}}, "rope_type 'proportional' is not supported"),
+        ("llama", {"rope_scaling": {"type": "mrope"}}, "type 'mrope' is not supported"),
+        ("llama", {"rope_scaling": "yarn"}, "rope_scaling must be a mapping, got 'yarn'"),
+        ("llama", {"rope_scaling": {"type": "linear"}}, "factor must be a number above 0, got None"),
+        ("llama", {"rope_scaling": {"type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, "above low_freq_factor=1"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported for llama"),
+        ("qwen2", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not supported"),
+        ("phi3", {"partial_rotary_factor": 1.5}, "24 elements of a head cannot rotate in pairs where head_dim is 16"),
+        ("phi3", {"partial_rotary_factor": 0.01}, "0 elements of a head cannot rotate"),
+        ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear' is not supported for phi3"),
+        ("phi3", {"rope_scaling": {"type": "longrope", **LONG}}, "short_factor must list 8 numbers"),
+        ("llama", {"attention_bias": "yes"}, "attention_bias must be true or false, got 'yes'"),
+        ("llama", {"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads=3"),
+        ("llama", {"head_dim": 15}, "15 elements of a head cannot rotate in pairs"),
+        ("llama", {"hidden_size": 66}, "hidden_size=66 must be a multiple of num_attention_heads=4"),
+        ("llama", {"rope_theta": 0}, "rope_theta must be a number above 0, got 0"),
+        ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number above 0, got nan"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "layer_types must list num_hidden_layers=4 names"),
+        ("gemma2", {"layer_types": ["chunked_attention"] * 4}, "layer type 'chunked_attention' is not supported"),
+        ("gemma2", {"sliding_window": None}, "sliding_window must be a whole number from 1"),
+        ("gemma2", {"final_logit_softcapping": -1}, "final_logit_softcapping must be a number above 0, got -1"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "use_sliding_window and sliding_window are not set"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must list num_hidden_layers=4 zeros and ones"),
+        ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval must be a whole number from 1"),
+        ("granite", {"residual_multiplier": 0}, "residual_multiplier must be a number above 0, got 0"),
+    ],
+)
+def test_what_is_not_run_is_refused_by_name(family: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        make(family, **settings)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_ropes_that_change_at_different_lengths_are_refused() -> None:
+    kinds = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "rope_theta": 1e4}
+    by_kind = {
+        "full_attention": {**kinds, "original_max_position_embeddings": 32},
+        "sliding_attention": {**kinds, "original_max_position_embeddings": 64},
+    }
+    settings = {"head_dim": 16, "num_hidden_layers": 6, "sliding_window": 8, "num_key_value_heads": 2}
+    with pytest.raises(UnsupportedModelError, match=r"several lengths.*\[32, 64\]"):
+        make("gemma3_text", rope_parameters=by_kind, **settings)
+
+
+def test_the_text_of_a_multimodal_gemma_3_is_that_of_transformers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    text = Gemma3TextConfig(
+        head_dim=16, num_key_value_heads=2, sliding_window=8, sliding_window_pattern=2, pad_token_id=0, **SIZES
+    )
+    vision = SiglipVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    config = Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=90, boi_token_index=91
+    )
+    oracle = Gemma3ForConditionalGeneration._from_config(config, attn_implementation="eager").float().eval()
+    oracle.save_pretrained(tmp_path)
+    assert "vision_config" in json.loads((tmp_path / "config.json").read_text())
+    token_ids = torch.randint(3, 90, (50,)).tolist()
+    checkpoint = open_checkpoint(tmp_path)
+    with torch.inference_mode():
+        architecture = make_architecture(checkpoint.config)
+        model = load_transformer(architecture, LazyWeights(checkpoint.tensors), device=torch.device("cpu"))
+        cache = make_cache(model, 50)
+        cache.reserve(0, 50)
+        logits = model.forward(Step.of(token_ids, wanted=range(50)), cache)
+        expected = oracle(torch.tensor([token_ids])).logits[0]
+    assert (logits - expected).abs().max() <= 1e-4

@@ -1,0 +1,14 @@
+"""The README says what loads, and the tests' own lists say what it says."""
+
+from infer.model.families import FAMILIES
+from tiny import TINY
+from what_loads import README, readme_with_table
+
+
+def test_the_readmes_table_is_that_of_the_tests() -> None:
+    assert README.read_text(encoding="utf-8") == readme_with_table(), "run tests/unit/what_loads.py, tests on the path"
+
+
+def test_every_family_is_compared_with_transformers() -> None:
+    alias = {"gemma3"}  # a multimodal model's text part by another name
+    assert {tiny.config.model_type for tiny in TINY} == set(FAMILIES) - alias

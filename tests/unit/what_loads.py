@@ -1,0 +1,94 @@
+"""The README's table of what loads, from the lists that the tests run over. As a program it writes the table there."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from infer.architecture import Architecture, Layer
+from infer.block_types import BLOCK_TYPES
+from infer.model.families import make_architecture
+from test_converted_families import CONVERTED
+from tiny import LONGROPE, TINY, Tiny
+
+README = Path(__file__).parents[2] / "README.md"
+BEGIN, END = "<!-- what loads: written by tests/unit/what_loads.py -->\n", "<!-- end of what loads -->\n"
+
+_MODELS = {
+    "llama": "Llama 2 and 3, SmolLM2",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2, Qwen2.5",
+    "qwen3": "Qwen3",
+    "gemma2": "Gemma 2",
+    "gemma3_text": "Gemma 3 (text, also inside the multimodal models)",
+    "phi3": "Phi-3, Phi-4-mini",
+    "smollm3": "SmolLM3",
+    "olmo2": "OLMo 2",
+    "granite": "Granite 3",
+}
+_SETTINGS = (
+    ("windows", lambda layer: layer.window is not None),
+    ("q, k, v biases", lambda layer: layer.has_qkv_bias),
+    ("output bias", lambda layer: layer.has_output_bias),
+    ("MLP biases", lambda layer: layer.has_mlp_bias),
+    ("capped scores", lambda layer: layer.softcap is not None),
+    ("norms of each q and k head", lambda layer: layer.qk_norm == "head"),
+    ("norms over all q and k heads", lambda layer: layer.qk_norm == "all"),
+    ("layers that do not rotate", lambda layer: layer.rope is None),
+    ("partial rotation", lambda layer: layer.rope is not None and layer.rope.dim < layer.head_dim),
+    ("one kv head", lambda layer: layer.num_kv_heads == 1),
+)
+
+
+def table() -> str:
+    tested = [*TINY, LONGROPE]
+    types = [name for name, kind in BLOCK_TYPES.items() if not kind.is_float]
+    floats = [name for name, kind in BLOCK_TYPES.items() if kind.is_float]
+    lines = ["| models | `model_type` | folder | GGUF | settings proven |", "|---|---|---|---|---|"]
+    for family, models in _MODELS.items():
+        mine = [tiny for tiny in tested if tiny.config.model_type == family]
+        gguf = "yes" if any(tiny in CONVERTED for tiny in mine) else "no"
+        found = dict.fromkeys(setting for tiny in mine for setting in settings(tiny))
+        lines.append(f"| {models} | `{family}` | yes | {gguf} | {', '.join(found)} |")
+    lines.append("")
+    lines.append(f"Folders hold {', '.join(floats)}; GGUF files those and {', '.join(types)}.")
+    return "\n".join(lines) + "\n"
+
+
+def settings(tiny: Tiny) -> Iterator[str]:
+    """What a model has that a plain one has not."""
+    architecture = make_architecture(tiny.config.to_dict())
+    for name, has in _SETTINGS:
+        if any(has(layer) for layer in architecture.layers):
+            yield name
+    yield from _values(architecture, architecture.layers[0])
+    yield from _ropes(tiny)
+
+
+def _values(architecture: Architecture, layer: Layer) -> Iterator[str]:
+    if architecture.logit_softcap is not None:
+        yield "capped logits"
+    if layer.num_heads * layer.head_dim != architecture.hidden_size:
+        yield "`head_dim` of its own"
+    if architecture.tied_embeddings:
+        yield "tied embeddings"
+    if layer.activation not in ("silu", "gelu_tanh"):
+        yield f"`{layer.activation}`"
+    if architecture.logit_scale != 1:
+        yield "multipliers of embedding, residual, attention and logits"
+
+
+def _ropes(tiny: Tiny) -> Iterator[str]:
+    parameters = tiny.config.rope_parameters
+    for rope in parameters.values() if "full_attention" in parameters else [parameters]:
+        if rope["rope_type"] != "default":
+            yield f"rope `{rope['rope_type']}`"
+
+
+def readme_with_table() -> str:
+    text = README.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return before + BEGIN + table() + END + after
+
+
+if __name__ == "__main__":
+    README.write_text(readme_with_table(), encoding="utf-8")

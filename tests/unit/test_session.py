@@ -218,7 +218,7 @@ def test_a_fault_while_ids_are_appended_leaves_a_session_that_goes_on(
             raise MemoryError
         return forward(context, parts)
 
-    monkeypatch.setattr("infer.context.PREFILL_CHUNK", 4)
+    monkeypatch.setattr(session._context, "_step_tokens", 4)
     monkeypatch.setattr(CachedContext, "forward", fail)
     with pytest.raises(MemoryError):
         session.append(" and more than four")

@@ -48,10 +48,10 @@ class LLM:
     `dtype="auto"` keeps the weights as their file stores them; a float type dequantises them at load.
     `weights="q8"` or `"q4"` quantises float weights at load, `"bf16"` rounds them. `precision` is that of the
     activations beside quantised weights on a CPU: "exact" (16 bits) or "fast" (8). `max_seq_len` None is the model's
-    own context, 8,192 tokens at most. `kv_type` and what follows it are `CacheSettings`. `threads` counts for the whole
-    process. `capture=False` runs each op by itself: slower, with the same tokens. `chat_template` stands in place of the
-    model's own; with `allow_special` control tokens that are written in a message are control, not text. Safe to call
-    from several threads.
+    own context, 8,192 tokens at most. `kv_type` and what follows it are `CacheSettings`. `threads` counts for the
+    whole process. `capture=False` runs each op by itself: slower, with the same tokens. `chat_template` stands in place
+    of the model's own; with `allow_special` control tokens that are written in a message are control, not text. Safe to
+    call from several threads.
     """
 
     def __init__(

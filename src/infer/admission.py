@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import SupportsIndex
 
 from infer.errors import ContextLengthError, InvalidRequestError
 from infer.generation import Generation
@@ -55,5 +56,7 @@ def check_prompt(model: Transformer, tokenizer: Tokenizer, token_ids: Sequence[i
 
 def _check_ids(source: str, token_ids: Iterable[int], vocab_size: int) -> None:
     for token_id in token_ids:
+        if type(token_id) is not int and (isinstance(token_id, bool) or not isinstance(token_id, SupportsIndex)):
+            raise InvalidRequestError(f"{source}: token ids must be whole numbers, got {token_id!r:.60}")
         if not 0 <= token_id < vocab_size:
             raise InvalidRequestError(f"{source}: token ids must be from 0 to {vocab_size - 1}, got {token_id}")

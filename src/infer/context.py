@@ -160,6 +160,8 @@ class CachedContext(Context):
     ) -> None:
         self._model, self._step_tokens = model, step_tokens or PREFILL_CHUNK
         self._cache = make_cache(model, capacity, num_rows, settings=settings, step_tokens=self._step_tokens)
+        self._token_ids: list[list[int]] = [[] for _ in range(num_rows)]
+        self._brought: list[Sequence[int]] = [()] * num_rows
         self._captures = capture and ops.can_capture(model.device)
         self._captured = self._capture(model)
         self._long: LongRows | None = None
@@ -221,18 +223,30 @@ class CachedContext(Context):
 
     def commit(self, row: int, count: int) -> None:
         self._cache.commit([count if index == row else 0 for index in range(len(self.lengths))])
+        self._token_ids[row] += self._brought[row][:count]
+        self._cache.remember(row, self._token_ids[row])
         if self._long is not None:
             self._long.keep(row, count)
 
     def truncate(self, row: int, length: int) -> None:
         self._cache.truncate(row, length)
+        del self._token_ids[row][self._cache.lengths[row] :]
         if self._long is not None:
             self._long.cut(row, self._cache.lengths[row])
 
     def restore(self, row: int, token_ids: Sequence[int]) -> None:
         """To be told which tokens a row holds that was copied or imported into the cache."""
+        self._token_ids[row] = list(token_ids)
         if self._long is not None:
             self._long.restore(row, token_ids)
+
+    def adopt(self, row: int, token_ids: Sequence[int]) -> int:
+        """Give an empty row what other rows have stored for the first of these tokens: how many."""
+        if self._long is not None:  # what is stored for a token depends on how long its row is
+            return 0
+        count = self._cache.adopt(row, token_ids)
+        self._token_ids[row] = list(token_ids[:count])
+        return count
 
     def max_drafts(self, row: int) -> int:
         return MAX_LINES if self._long is None else min(MAX_LINES, self._long.max_drafts(row))
@@ -258,8 +272,9 @@ class CachedContext(Context):
         by_step = captured.run_chain(step, count, rows, history, tuple(stop_ids), masks)
         chains: list[list[int]] = by_step.T.tolist()
         for (row, token_id), sampled in zip(tokens, chains, strict=True):
+            self._brought[row] = [token_id, *sampled]
             if self._long is not None:
-                self._long.bring(row, [token_id, *sampled])
+                self._long.bring(row, self._brought[row])
             self.commit(row, len(by_step))
         return chains
 
@@ -323,7 +338,7 @@ class CachedContext(Context):
             if length > self._cache.capacity:
                 raise InvalidRequestError(f"a row holds {self._cache.capacity} tokens, got {length}")
         for part in parts:
-            num_tokens = len(part.token_ids) * repeats
+            num_tokens, self._brought[part.row] = len(part.token_ids) * repeats, part.token_ids
             if self._long is not None:
                 self._long.bring(part.row, part.token_ids)
                 self._long.reach(part.row, self.lengths[part.row] + num_tokens)

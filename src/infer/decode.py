@@ -252,6 +252,7 @@ def run_all(
                 running = waiting[num_begun]
                 running.row = free_rows.pop()
                 context.truncate(running.row, 0)
+                running.reuse(context.adopt(running.row, running.generation.prompt_token_ids))
                 batch.add(running)
                 num_begun += 1
             before = list(batch.active)

@@ -2,7 +2,7 @@
 
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
@@ -48,7 +48,7 @@ class LLM:
     `dtype="auto"` keeps the weights as their file stores them; a float type dequantises them at load.
     `weights="q8"` or `"q4"` quantises float weights at load, `"bf16"` rounds them. `precision` is that of the
     activations beside quantised weights on a CPU: "exact" (16 bits) or "fast" (8). `max_seq_len` None is the model's
-    own context, 8,192 tokens at most. `kv_type` and what follows it are `CacheSettings`. `threads` counts for the
+    own context, 8,192 tokens at most. `kv_type` to `reuse_prefixes` are `CacheSettings`. `threads` counts for the
     whole process. `capture=False` runs each op by itself: slower, with the same tokens. `chat_template` stands in place
     of the model's own; with `allow_special` control tokens that are written in a message are control, not text. Safe to
     call from several threads.
@@ -67,6 +67,7 @@ class LLM:
         eviction_policy: str = "none",
         eviction_window: int = CacheSettings().eviction_window,
         protected_prefix: int = CacheSettings().protected_prefix,
+        reuse_prefixes: bool = False,
         threads: int | None = None,
         capture: bool = True,
         chat_template: str | None = None,
@@ -78,6 +79,7 @@ class LLM:
             eviction_policy=eviction_policy,
             eviction_window=eviction_window,
             protected_prefix=protected_prefix,
+            reuse_prefixes=reuse_prefixes,
         )
         checkpoint = open_checkpoint(model)
         if threads is not None:
@@ -157,6 +159,7 @@ class LLM:
         _check_chunk(prefill_chunk)
         running = self._begin(prompt, params, speculation, num_draft_tokens, cancel)
         context = self._take_context()
+        running.reuse(context.adopt(0, running.generation.prompt_token_ids))
         batch = Batch(context, self.model.device, prefill_chunk=prefill_chunk)
         return Stream(running, batch, on_prefill=on_prefill, on_end=lambda: self._give_back(context))
 
@@ -321,9 +324,10 @@ class LLM:
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        messages = [each for each in prompt if isinstance(each, Mapping)]
-        ids = [each for each in prompt if not isinstance(each, Mapping)]
-        return self.tokenizer.encode_chat(messages) if messages else ids
+        if not isinstance(prompt, Iterable):
+            raise InvalidRequestError(f"a prompt must be a text, ids or messages, got {type(prompt).__name__}")
+        given: list[Any] = list(prompt)
+        return self.tokenizer.encode_chat(given) if any(isinstance(each, Mapping) for each in given) else given
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int], *, last: int | None = None) -> Float[Tensor, "tokens vocab"]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import hostile_files
 from hostile_files import GGUF_KINDS, WRONG_KINDS, places, read_everything, replaced, write_folder, write_gguf
+from infer import LLM, SamplingParams
 from infer.errors import InferError
 from infer.explain import explain
 
@@ -118,6 +119,8 @@ def held(folder: Path) -> dict[str, int]:
 
 
 def report(mode: str, folder: Path) -> dict[str, Any]:
+    if mode == "prompts":
+        return prompts_of_any_kind(folder)
     others = {"gguf": gguf_of_any_kind, "truncated": truncated, "flipped": flipped, "again": refused_again_and_again}
     folder.mkdir()
     cases = others[mode](folder) if mode in others else json_of_any_kind(folder, mode)
@@ -141,6 +144,33 @@ def report(mode: str, folder: Path) -> dict[str, Any]:
     after = held(folder)
     added = {what: after[what] - before[what] for what in before}
     return {"read": num_read, "refused": num_refused, "escaped": escaped, "slowest": slowest, "grown": largest, **added}
+
+
+def prompts_of_any_kind(folder: Path) -> dict[str, Any]:
+    """What a program may hand over by mistake, to a small model."""
+    llm = LLM(write_folder(folder))
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    endless: dict[str, Any] = {"role": "user"}
+    endless["content"] = endless
+    good = {"role": "user", "content": "a"}
+    prompts: list[Any] = [
+        *([None], ["x"], [1.5], [True], [[]], [-1], [10**30], [good, 5], [good, None], None, 5, "\ud800"),
+        *([good | {(1, 2): 3}], [good | {"content": deep}], [endless], [good | {"content": 10**5000}]),
+        *([good | {"content": "\ud800"}], [good | {"content": float("nan")}], [good | {1: 2, "1": 3}]),
+        *("a", [1, 2], [good], (1, 2)),
+    ]
+    found: dict[str, Any] = {"escaped": [], "answered": 0, "refused": 0}
+    for index, prompt in enumerate(prompts):
+        try:
+            assert llm.generate(prompt, SamplingParams(max_new_tokens=1, ignore_eos=True)).token_ids
+            found["answered"] += 1
+        except InferError:
+            found["refused"] += 1
+        except BaseException as error:
+            found["escaped"].append(f"prompt {index}: {error!r:.200}")
+    return found
 
 
 if __name__ == "__main__":

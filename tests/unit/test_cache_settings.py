@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 
 from infer.architecture import Layer
-from infer.cache import settings as settings_module
-from infer.cache.memory import available_memory_bytes, total_memory_bytes
 from infer.cache.settings import CacheSettings
 from infer.errors import InvalidRequestError
 
@@ -20,11 +18,6 @@ def make_layer(head_dim: int = 64, window: int | None = None) -> Layer:
 def test_the_settings_load_no_torch() -> None:
     code = "import sys, infer.cache.settings; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
-
-
-def test_available_memory_is_part_of_all_memory() -> None:
-    total, available = total_memory_bytes(), available_memory_bytes()
-    assert total is None or available is None or 0 < available <= total
 
 
 @pytest.mark.parametrize(
@@ -40,14 +33,6 @@ def test_available_memory_is_part_of_all_memory() -> None:
             {"eviction_policy": "sliding", "eviction_window": 4},
             "eviction_window must be larger than protected_prefix=4, which it includes, got 4",
         ),
-        (
-            {"memory_threshold_mb": 100},
-            "memory_threshold_mb=100 says when to evict, but eviction_policy is none: set it to sliding",
-        ),
-        (
-            {"memory_threshold_mb": 2**40, "eviction_policy": "sliding"},
-            "memory_threshold_mb must be below this machine's",
-        ),
     ],
 )
 def test_bad_settings_are_refused_with_value_rule_and_fix(values: dict[str, Any], said: str) -> None:
@@ -55,12 +40,6 @@ def test_bad_settings_are_refused_with_value_rule_and_fix(values: dict[str, Any]
         CacheSettings(**values)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_a_threshold_needs_a_system_that_says_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings_module, "available_memory_bytes", lambda: None)
-    with pytest.raises(InvalidRequestError, match="does not say how much memory is available"):
-        CacheSettings(eviction_policy="sliding", memory_threshold_mb=1)
 
 
 def test_a_model_may_not_have_what_its_heads_or_windows_forbid() -> None:

@@ -165,7 +165,7 @@ KINDS = ("config.json", "tokenizer_config.json", "generation_config.json", "toke
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What became of thousands of files."""
-    return in_a_child(tmp_path_factory.mktemp("child"), *KINDS, "truncated", "again")
+    return in_a_child(tmp_path_factory.mktemp("child"), *KINDS, "truncated", "again", "prompts")
 
 
 def check(report: dict[str, Any]) -> None:
@@ -375,3 +375,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_the_old_file_or_the_new
         content = path.read_bytes()
         assert len(content) == 1_000_000
         assert len(set(content)) == 1
+
+
+def test_prompts_and_messages_of_any_kind_are_answered_or_refused(reports: dict[str, dict[str, Any]]) -> None:
+    assert reports["prompts"] == {"escaped": [], "answered": 6, "refused": 17}

@@ -121,7 +121,6 @@ def test_a_recorded_step_takes_what_was_said(name: str, weights: str, capacity: 
         CacheSettings(kv_type="q8"),
         CacheSettings(kv_type="q4", page_tokens=16),
         CacheSettings(kv_type="f16", eviction_policy="sliding", eviction_window=300),
-        CacheSettings(eviction_policy="snapkv", eviction_window=300),
     ],
     ids=lambda settings: f"{settings.kv_type}-{settings.eviction_policy}",
 )

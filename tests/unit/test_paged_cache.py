@@ -20,7 +20,7 @@ from infer.weights import Heads
 DIM, NUM_ROWS, CAPACITY, STEP, WINDOW = 16, 3, 150, 24, 20
 HEADS = Heads(1, 1, DIM, DIM**-0.5, None, None, None)
 LAYERS = [Layer(1, 1, DIM, 16, None, DIM**-0.5, window) for window in (None, WINDOW)]
-NO_EVICTION = CacheSettings(page_tokens=16)
+NO_EVICTION = CacheSettings(page_tokens=16, reuse_prefixes=True)
 SLIDING = CacheSettings(page_tokens=16, eviction_policy="sliding", eviction_window=40, protected_prefix=5)
 
 

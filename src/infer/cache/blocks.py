@@ -146,15 +146,6 @@ class PageTable:
     def _drop(self, row: int, index: int) -> None:
         self.pool.release(self._held[row].pop(index))
 
-    def drop_between(self, row: int, first: int, end: int) -> list[int]:
-        """Give back the pages whose slots all lie in [first, end)."""
-        whole = range(num_pages(first, self.page_tokens), end // self.page_tokens)
-        dropped = [index for index in self._held[row] if index in whole]
-        pages = [self._held[row][index] for index in dropped]
-        for index in dropped:
-            self._drop(row, index)
-        return pages
-
     def truncate(self, row: int, num_slots: int) -> None:
         kept = num_pages(num_slots, self.page_tokens)
         for index in [index for index in self._held[row] if index >= kept]:

@@ -37,7 +37,7 @@ def make_groups(layers: Sequence[Layer], settings: CacheSettings, capacity: int,
         window = settings.eviction_window - sinks if is_evicting else own
         num_fixed, share = num_pages(sinks, page_tokens), num_pages(capacity, page_tokens)
         # Two more than the window and a step fill: neither begins where a page does.
-        if window is not None and not (is_evicting and settings.keeps_whole_prompts):
+        if window is not None:
             share = min(share, num_fixed + num_pages(window + step_tokens, page_tokens) + 1)
         groups.append(Group(tuple(indices), sinks, window, num_fixed, share, is_evicting))
     return tuple(groups)

@@ -1,17 +1,8 @@
-"""How much memory this machine has, and how much of it is free for more."""
+"""How much memory this machine has for more."""
 
-import os
 from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
-
-
-def total_memory_bytes() -> int | None:
-    """None where the system does not say."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return None
 
 
 def available_memory_bytes() -> int | None:

@@ -49,8 +49,7 @@ class PagedCache(KVCache):
         self._lengths = [0] * num_rows
         self._keys: list[list[bytes]] = [[] for _ in range(num_rows)]  # of each row's whole pages, as far as known
         groups = make_groups(layers, self._settings, capacity, step_tokens)
-        page_tokens, at_once = self._settings.page_tokens, not self._settings.keeps_whole_prompts
-        self._groups = [GroupRows(group, num_rows, capacity, page_tokens, evicts_at_once=at_once) for group in groups]
+        self._groups = [GroupRows(group, num_rows, capacity, self._settings.page_tokens) for group in groups]
         self._pages = [_pages_of(rows, device) for rows in self._groups]
         self._published = [rows.version for rows in self._groups]
         self._layers = _make_layers(layers, self._groups, self._pages, kv_type, device)
@@ -67,6 +66,10 @@ class PagedCache(KVCache):
     def num_bytes(self) -> int:
         """What keys and values take when every page has been written."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self._layers)
+
+    @property
+    def _shares(self) -> bool:
+        return self._settings.reuse_prefixes and not self._settings.evicts
 
     def reserve(self, row: int, num_tokens: int) -> None:
         for rows in self._groups:
@@ -98,7 +101,7 @@ class PagedCache(KVCache):
         del self._keys[row][length // self._settings.page_tokens :]
 
     def remember(self, row: int, token_ids: Sequence[int]) -> None:
-        if self._settings.evicts:
+        if not self._shares:
             return
         known = len(self._keys[row])
         self._keys[row] = page_keys(token_ids, self._settings.page_tokens, self._keys[row])
@@ -107,7 +110,7 @@ class PagedCache(KVCache):
                 rows.table.remember(row, index, key)
 
     def adopt(self, row: int, token_ids: Sequence[int]) -> int:
-        if self._settings.evicts or self._lengths[row]:
+        if not self._shares or self._lengths[row]:
             return 0
         page_tokens = self._settings.page_tokens
         keys = page_keys(token_ids[:-1], page_tokens)

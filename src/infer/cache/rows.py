@@ -20,24 +20,16 @@ _KEY_BYTES = 16
 class GroupRows:
     """`version` changes with every change of what kernels read: the table, shifts, sinks and windows."""
 
-    def __init__(self, group: Group, num_rows: int, num_slots: int, page_tokens: int, *, evicts_at_once: bool) -> None:
+    def __init__(self, group: Group, num_rows: int, num_slots: int, page_tokens: int) -> None:
         self.group, self.version = group, 0
         self.table = PageTable(num_rows, num_slots, page_tokens, group.pages_per_row, group.num_fixed)
         self.shifts, self.sinks, self.windows = np.zeros((3, num_rows), np.int64)
-        self._is_bounded = evicts_at_once or not group.is_evicting
         for row in range(num_rows):
             self.clear(row)
 
     def clear(self, row: int) -> None:
         self.table.truncate(row, 0)
-        self.shifts[row] = self.sinks[row] = self.windows[row] = 0
-        self.version += 1
-        if self._is_bounded:
-            self.bound(row)
-
-    def bound(self, row: int) -> None:
-        """From now on, tokens see the group's sinks and window alone."""
-        self.sinks[row], self.windows[row] = self.group.sinks, self.group.window or 0
+        self.shifts[row], self.sinks[row], self.windows[row] = 0, self.group.sinks, self.group.window or 0
         self.version += 1
 
     def seen(self, row: int, slot: int) -> tuple[range, range]:

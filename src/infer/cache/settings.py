@@ -9,14 +9,12 @@ from typing import final, no_type_check
 
 from infer import kv_types
 from infer.architecture import Layer
-from infer.cache.memory import available_memory_bytes, total_memory_bytes
 from infer.errors import InvalidRequestError
 
 KV_TYPES: tuple[str, ...] = ("auto", *kv_types.KV_TYPES)
 EVICTION_POLICIES = ("none", "sliding")
 SLOTS_PER_BLOCK = 16  # what kernels read at once
 SLOTS_PER_CHUNK = 256  # what attention sums at once
-OBSERVED_TOKENS = 32  # SnapKV: the last of the prompt, which say what of it matters
 
 
 # Its own checks name the rule: those of the tests' hook come too early.
@@ -26,16 +24,16 @@ OBSERVED_TOKENS = 32  # SnapKV: the last of the prompt, which say what of it mat
 class CacheSettings:
     """`eviction_window` tokens are kept where a policy evicts, the first `protected_prefix` of the text among them.
 
-    `memory_threshold_mb` None evicts whatever lies outside the window; a number lets rows grow until the system has
-    less memory than this available. A page is what is handed out, shared and taken back: `page_tokens` tokens.
+    A page is what is handed out, shared and taken back: `page_tokens` tokens. With `reuse_prefixes` what rows of one
+    cache begin with in common is stored once, and found again by later rows; not where a policy evicts.
     """
 
     kv_type: str = "auto"  # one of KV_TYPES
     eviction_policy: str = "none"  # one of EVICTION_POLICIES
     eviction_window: int = 1024
     protected_prefix: int = 4
-    memory_threshold_mb: int | None = None
     page_tokens: int = 64
+    reuse_prefixes: bool = False
 
     def __post_init__(self) -> None:
         _check_choice("kv_type", self.kv_type, KV_TYPES)
@@ -45,53 +43,15 @@ class CacheSettings:
         _check_count("page_tokens", self.page_tokens, SLOTS_PER_BLOCK)
         if self.page_tokens % SLOTS_PER_BLOCK or SLOTS_PER_CHUNK % self.page_tokens:
             raise InvalidRequestError(f"page_tokens must be 16, 32, 64, 128 or 256, got {self.page_tokens}")
-        self._check_window()
-        self._check_threshold()
-
-    def _check_window(self) -> None:
-        if not self.evicts:
-            return
-        others, why = self.protected_prefix, f"protected_prefix={self.protected_prefix}"
-        if self.eviction_policy == "snapkv":
-            others, why = others + OBSERVED_TOKENS, f"{why} and the {OBSERVED_TOKENS} tokens that snapkv observes"
-        if self.eviction_window <= others:
+        if self.evicts and self.eviction_window <= self.protected_prefix:
             raise InvalidRequestError(
-                f"eviction_window must be larger than {why}, which it includes, got {self.eviction_window}"
-            )
-
-    def _check_threshold(self) -> None:
-        if self.memory_threshold_mb is None:
-            return
-        _check_count("memory_threshold_mb", self.memory_threshold_mb, 1)
-        if not self.evicts:
-            raise InvalidRequestError(
-                f"memory_threshold_mb={self.memory_threshold_mb} says when to evict, but eviction_policy is none: "
-                "set it to sliding"
-            )
-        total = total_memory_bytes()
-        if total is not None and self.memory_threshold_mb * 2**20 > total:
-            raise InvalidRequestError(
-                f"memory_threshold_mb must be below this machine's {total >> 20} MB, got {self.memory_threshold_mb}"
-            )
-        if available_memory_bytes() is None:
-            raise InvalidRequestError(
-                f"memory_threshold_mb={self.memory_threshold_mb}: this system does not say how much memory is "
-                "available; leave it out to evict from the start"
+                f"eviction_window must be larger than protected_prefix={self.protected_prefix}, which it includes, "
+                f"got {self.eviction_window}"
             )
 
     @property
     def evicts(self) -> bool:
         return self.eviction_policy != "none"
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether a text may be longer than the context that the model was made for: no token sees further back."""
-        return self.eviction_policy == "sliding" and self.memory_threshold_mb is None
-
-    @property
-    def keeps_whole_prompts(self) -> bool:
-        """Whether more than the window may have to lie there for a while."""
-        return self.eviction_policy == "snapkv" or self.memory_threshold_mb is not None
 
     def check_model(self, layers: Sequence[Layer]) -> None:
         """Raises InvalidRequestError where such a network cannot have these settings."""

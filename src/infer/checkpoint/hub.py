@@ -196,4 +196,4 @@ def shards_of_index(index: Path) -> list[str]:
 
 
 def not_found(name: HubName, reason: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{name} is not in the hub's local cache, {hub_cache_folder()}, and {reason}")
+    return InvalidRequestError(f"{name!s:.200} is not in the hub's local cache, {hub_cache_folder()}, and {reason}")

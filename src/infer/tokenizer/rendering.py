@@ -40,7 +40,7 @@ def render(source: str, variables: Mapping[str, Any]) -> str:
     except ChildError as error:
         problem = f"takes more than {RENDER_SECONDS:g} s" if error.signal == signal.SIGPROF else "makes Python crash"
         raise InvalidRequestError(f"the chat template {problem}: it cannot be used") from None
-    except (ValueError, RecursionError) as error:  # JSON has no words for a number of 5,000 digits
+    except (TypeError, ValueError, RecursionError) as error:  # JSON has no word for a tuple as a key, nor 5,000 digits
         raise InvalidRequestError(f"the conversation cannot be given to a chat template: {error}") from None
     except TimeoutError:
         raise InvalidRequestError(f"the chat template was not rendered within {_WAIT_SECONDS:g} s") from None

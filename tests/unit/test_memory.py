@@ -121,8 +121,9 @@ def test_a_recorded_step_takes_what_was_said(name: str, weights: str, capacity: 
         CacheSettings(kv_type="q8"),
         CacheSettings(kv_type="q4", page_tokens=16),
         CacheSettings(kv_type="f16", eviction_policy="sliding", eviction_window=300),
+        CacheSettings(eviction_policy="sliding", eviction_window=300, protected_prefix=0, page_tokens=256),
     ],
-    ids=lambda settings: f"{settings.kv_type}-{settings.eviction_policy}",
+    ids=lambda settings: f"{settings.kv_type}-{settings.eviction_policy}-{settings.page_tokens}",
 )
 @pytest.mark.parametrize(("num_tokens", "num_rows"), [(1, 1), (1000, 1), (4097, 3)])
 def test_a_cache_takes_what_was_said(settings: CacheSettings, num_tokens: int, num_rows: int, tmp_path: Path) -> None:

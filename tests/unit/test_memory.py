@@ -135,10 +135,10 @@ def test_a_cache_takes_what_was_said(settings: CacheSettings, num_tokens: int, n
     assert cache_bytes(model.architecture.layers, settings, kv_type, num_tokens, num_rows) == cache.num_bytes
 
 
-@pytest.mark.parametrize(("dtype", "precision"), [("auto", "fast"), ("auto", "exact"), ("float16", "fast")])
-def test_the_type_of_a_cache_is_the_loaders(dtype: str, precision: Any) -> None:
+@pytest.mark.parametrize("dtype", ["auto", "float16", "float32"])
+def test_the_type_of_a_cache_is_the_loaders(dtype: str) -> None:
     chosen = None if dtype == "auto" else getattr(torch, dtype)
-    assert LoadSettings(dtype=dtype, precision=precision).kv_type == ops.kv_type(CPU, chosen, precision)
+    assert LoadSettings(dtype=dtype).kv_type == ops.kv_type(CPU, chosen)
 
 
 def test_the_largest_context_is_the_last_that_fits() -> None:

@@ -1,0 +1,34 @@
+"""What storing keys and values in fewer bits changes of SmolLM2's and Gemma's distributions."""
+
+from dataclasses import replace
+from pydoc_data.topics import topics
+
+import pytest
+import torch
+
+from infer import load_model, load_tokenizer
+from infer.batch import Part
+from infer.context import CachedContext
+from infer.ops import threads_for
+from oracle import mean_kl
+
+pytestmark = pytest.mark.slow
+
+NUM_TOKENS = 512
+MOST = {"f16": 2e-6, "q8": 1e-3, "q4": 2e-2}  # mean KL against f32
+TEXT = " ".join(topics["assignment"].split())
+
+
+@pytest.mark.parametrize("name", ["smollm2", "gemma3-270m"])
+@torch.inference_mode()
+def test_fewer_bits_change_little(name: str) -> None:
+    model, _ = load_model(name, max_seq_len=NUM_TOKENS)
+    token_ids = load_tokenizer(name).encode(TEXT)[:NUM_TOKENS]
+    logits = {}
+    for kv_type in ("f32", *MOST):
+        context = CachedContext(replace(model, kv_type=kv_type), NUM_TOKENS, capture=False)
+        with threads_for(model.device):
+            logits[kv_type] = context.forward([Part(0, token_ids, num_drafts=len(token_ids) - 1)]).clone()
+    found = {kv_type: mean_kl(logits["f32"], logits[kv_type]) for kv_type in MOST}
+    assert all(0 < found[kv_type] <= most for kv_type, most in MOST.items()), found
+    assert found["f16"] < found["q8"] < found["q4"], found

@@ -36,7 +36,7 @@ class LoadSettings:
     @property
     def kv_type(self) -> str:
         """What `kv_type="auto"` is on a CPU."""
-        return "f16" if self.dtype == "auto" and self.precision == "fast" else "f32"
+        return "f16" if self.dtype == "auto" else "f32"
 
 
 @dataclass(frozen=True)

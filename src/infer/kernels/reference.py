@@ -162,7 +162,7 @@ def choose_tokens(
 
 def project(x: Float[Tensor, "*rows in"], projection: Projection) -> Float[Tensor, "*rows out"]:
     y = torch.cat([F.linear(x, dense(part).to(x.dtype)) for part in projection.parts], dim=-1)
-    return y if projection.bias is None else y + projection.bias
+    return y if projection.bias is None else y + projection.bias.to(y.dtype)
 
 
 def normalize(x: Float[Tensor, "*rows hidden"], norm: Norm) -> Float[Tensor, "*rows hidden"]:

@@ -43,7 +43,8 @@ Prompt = str | Sequence[int] | Sequence[Message]  # a text, ids, or messages for
 
 @final
 class LLM:
-    """A loaded model. `model` is a folder, a `.gguf` file or the name of an installed package (`smollm2`).
+    """A loaded model. `model` is a folder, a `.gguf` file, the name of an installed package (`smollm2`) or one on the
+    hub (`org/repo`, `org/repo:Q4_K_M`: `checkpoint.hub`).
 
     `dtype="auto"` keeps the weights as their file stores them; a float type dequantises them at load.
     `weights="q8"` or `"q4"` quantises float weights at load, `"bf16"` rounds them. `precision` is that of the

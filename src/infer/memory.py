@@ -18,7 +18,7 @@ from infer.model.shapes import expected_shapes
 from infer.workspace import STEP_TOKENS, workspace_bytes
 
 # Of a process that has loaded torch and our compiled kernels, and of each token of a vocabulary: measured resident.
-PROCESS_BYTES, VOCABULARY_BYTES = 240_000_000, 600
+PROCESS_BYTES, VOCABULARY_BYTES = 247_000_000, 420
 ROWS_PER_GROUP, INPUTS_PER_UNIT = 16, 8  # rows that lie side by side; inputs of a float type come in so many
 _TYPE_BY_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _TABLES = ("model.embed_tokens.weight", "lm_head.weight")
@@ -36,7 +36,7 @@ class LoadSettings:
     @property
     def kv_type(self) -> str:
         """What `kv_type="auto"` is on a CPU."""
-        return "f16" if self.dtype == "auto" and self.precision == "fast" else "f32"
+        return "f16" if self.dtype == "auto" else "f32"
 
 
 @dataclass(frozen=True)

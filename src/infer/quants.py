@@ -15,6 +15,7 @@ from infer.errors import UnsupportedModelError
 
 Blocks = UInt8[Tensor, "blocks bytes"]
 Values = Float[Tensor, "blocks size"]
+_VALUES_AT_ONCE = 1 << 15  # what is made on the way stays in a core's cache, and costs no pages of the system's
 
 
 def dequantize(data: UInt8[Tensor, "*rows bytes"], type: str) -> Float[Tensor, "*rows columns"]:
@@ -22,7 +23,11 @@ def dequantize(data: UInt8[Tensor, "*rows bytes"], type: str) -> Float[Tensor, "
     if type not in _DEQUANTIZE:
         raise UnsupportedModelError(f"{type} is not a block type that can be dequantised: {', '.join(_DEQUANTIZE)} are")
     kind = BLOCK_TYPES[type]
-    values = _DEQUANTIZE[type](data.reshape(-1, kind.block_bytes))
+    blocks = data.reshape(-1, kind.block_bytes)
+    values = torch.empty(len(blocks), kind.block_size, device=data.device)
+    at_once = _VALUES_AT_ONCE // kind.block_size
+    for few, out in zip(torch.split(blocks, at_once), torch.split(values, at_once), strict=True):
+        out.copy_(_DEQUANTIZE[type](few))
     return values.reshape(*data.shape[:-1], data.shape[-1] // kind.block_bytes * kind.block_size)
 
 

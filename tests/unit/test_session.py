@@ -1,6 +1,7 @@
 """`Session` on a tiny random model: whatever was said and unsaid before, an answer is that to its ids alone."""
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from transformers import LlamaConfig
 
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from infer import LLM, InvalidRequestError, SamplingParams
+from infer.batch import Part
+from infer.context import CachedContext
 from infer.errors import ContextLengthError
 from infer.results import GenerationResult
 from infer.tokenizer.alignment import keep_spelling
@@ -203,6 +206,29 @@ def test_an_exception_while_answering_leaves_a_session_that_goes_on(llm: LLM, er
     check_fresh(llm, session.token_ids[: -len(result.token_ids)], GREEDY, result)
 
 
+def test_a_fault_while_ids_are_appended_leaves_a_session_that_goes_on(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, forward, calls = llm.session(), CachedContext.forward, list[int]()
+    session.append("hello")
+
+    def fail(context: CachedContext, parts: Sequence[Part]) -> torch.Tensor:
+        calls.append(len(parts))
+        if len(calls) == 2:
+            raise MemoryError
+        return forward(context, parts)
+
+    monkeypatch.setattr(session._context, "_step_tokens", 4)
+    monkeypatch.setattr(CachedContext, "forward", fail)
+    with pytest.raises(MemoryError):
+        session.append(" and more than four")
+    assert session.token_ids == llm.tokenizer.encode("hello")
+    assert len(session._cached) == session._context.lengths[0]
+    session.append(" and more than five")
+    result = session.generate(GREEDY)
+    check_fresh(llm, session.token_ids[: -len(result.token_ids)], GREEDY, result)
+
+
 @pytest.mark.parametrize("num_read", [0, 1, 4])
 @pytest.mark.parametrize("way", ["close", "drop"])
 def test_a_stream_that_is_left_early_frees_the_session(llm: LLM, num_read: int, way: str) -> None:
@@ -308,8 +334,8 @@ def test_a_fork_goes_its_own_way(llm: LLM, params: SamplingParams) -> None:
         assert result.reused_tokens > 0
         assert result.dropped_tokens == 0
     assert session.messages != other.messages
-    before = other.num_cached_tokens
-    session.rewind(len(session.token_ids))
+    third, before = other.fork(), other.num_cached_tokens
+    third.rewind(len(third.token_ids))
     assert other.num_cached_tokens == before
 
 

@@ -26,7 +26,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, LLM]:
     config = Phi3Config(**LONGROPE.config.to_dict() | {"vocab_size": VOCAB_SIZE, "eos_token_id": 256})
     oracle = make_tiny(Tiny("long", config), folder)
     write_byte_tokenizer(folder)
-    return oracle, LLM(folder)
+    return oracle, LLM(folder, dtype="float32")
 
 
 def random_ids(length: int, seed: int = 0) -> list[int]:
@@ -126,7 +126,7 @@ def test_dynamic_theta_grows_with_the_context_that_is_asked_for(tmp_path: Path) 
     config = LlamaConfig(vocab_size=VOCAB_SIZE, max_position_embeddings=BEYOND, rope_parameters=rope, **sizes)
     oracle = make_tiny(Tiny("dynamic", config), tmp_path)
     write_byte_tokenizer(tmp_path)
-    llm = LLM(tmp_path, max_seq_len=100)
+    llm = LLM(tmp_path, dtype="float32", max_seq_len=100)
     for length in (BEYOND, 100):
         token_ids = random_ids(length)
         assert (llm.logits(token_ids) - expected_logits(oracle, token_ids)).abs().max() <= 1e-4

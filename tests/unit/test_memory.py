@@ -174,7 +174,7 @@ def test_what_does_not_fit_is_refused_with_the_context_that_would(monkeypatch: p
     with monkeypatch.context() as within:
         within.setattr("infer.loading.load_transformer", None)  # is not called
         with pytest.raises(
-            ModelError, match=r"Q4_1.gguf needs 5\d\d MB here \(99 of .* for 8,192 tokens, .* of w"
+            ModelError, match=r"Q4_1.gguf needs 3\d\d MB here \(99 of .* for 8,192 tokens, .* of w"
         ) as error:
             load_model("smollm2")
     most = int(re.findall(r"max_seq_len=(\d+) fits", str(error.value))[0])

@@ -26,7 +26,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, LLM]:
     config = Phi3Config(**LONGROPE.config.to_dict() | {"vocab_size": VOCAB_SIZE, "eos_token_id": 256})
     oracle = make_tiny(Tiny("long", config), folder)
     write_byte_tokenizer(folder)
-    return oracle, LLM(folder)
+    return oracle, LLM(folder, dtype="float32")
 
 
 def random_ids(length: int, seed: int = 0) -> list[int]:
@@ -47,6 +47,22 @@ def expected_greedy(oracle: Any, prompt: Sequence[int], count: int) -> list[int]
     return token_ids[len(prompt) :]
 
 
+class Knowing:
+    """Drafts that are right."""
+
+    def __init__(self, answer: Sequence[int]) -> None:
+        self._answer, self._num_said = answer, 0
+
+    def match(self) -> int:
+        return 1
+
+    def propose(self, count: int) -> Sequence[int]:
+        return self._answer[self._num_said : self._num_said + count]
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        self._num_said += len(token_ids)
+
+
 @pytest.mark.parametrize("length", [1, 40, BEYOND, BEYOND + 1, 100])
 def test_logits_have_the_factors_of_the_sequences_length(pair: tuple[Any, LLM], length: int) -> None:
     oracle, llm = pair
@@ -60,9 +76,13 @@ def test_an_answer_that_passes_the_border_is_that_of_everything_computed_again(
     pair: tuple[Any, LLM], length: int, speculation: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     oracle, llm = pair
+    prompt = random_ids(length)
+    expected = expected_greedy(oracle, prompt, 24)
     monkeypatch.setattr(infer.running, "DraftPolicy", lambda most: Always())
-    prompt = (random_ids(5) * 20)[:length]
-    assert llm.generate(prompt, GREEDY, speculation=speculation).token_ids == expected_greedy(oracle, prompt, 24)
+    monkeypatch.setattr(infer.running, "NgramDraft", lambda prompt: Knowing(expected))
+    result = llm.generate(prompt, GREEDY, speculation=speculation)
+    assert result.token_ids == expected
+    assert (result.stats.drafts_accepted > 0) == (speculation is not None)
 
 
 def test_rows_on_both_sides_of_the_border_do_not_disturb_each_other(pair: tuple[Any, LLM]) -> None:
@@ -106,7 +126,7 @@ def test_dynamic_theta_grows_with_the_context_that_is_asked_for(tmp_path: Path) 
     config = LlamaConfig(vocab_size=VOCAB_SIZE, max_position_embeddings=BEYOND, rope_parameters=rope, **sizes)
     oracle = make_tiny(Tiny("dynamic", config), tmp_path)
     write_byte_tokenizer(tmp_path)
-    llm = LLM(tmp_path, max_seq_len=100)
+    llm = LLM(tmp_path, dtype="float32", max_seq_len=100)
     for length in (BEYOND, 100):
         token_ids = random_ids(length)
         assert (llm.logits(token_ids) - expected_logits(oracle, token_ids)).abs().max() <= 1e-4

@@ -50,9 +50,9 @@ class Machine(RuleBasedStateMachine):
         self.cache, self.other = make_cache(self.cache_settings), make_cache(self.cache_settings)
         self.expected: list[list[int]] = [[] for _ in range(NUM_ROWS)]
 
-    @rule(row=rows, new=st.lists(st.integers(0, 9), min_size=1, max_size=STEP), kept=st.integers(0, STEP))
-    def append(self, row: int, new: list[int], kept: int) -> None:
-        token_ids = [*self.expected[row], *new][:CAPACITY]
+    @rule(row=rows, first=st.integers(0, 9), count=st.integers(1, STEP), kept=st.sampled_from([STEP, STEP, 9, 0]))
+    def append(self, row: int, first: int, count: int, kept: int) -> None:
+        token_ids = [*self.expected[row], *((first + index) % 10 for index in range(count))][:CAPACITY]
         start = len(self.expected[row])
         new = token_ids[start:]
         self.cache.reserve(row, len(new))
@@ -92,11 +92,12 @@ class Machine(RuleBasedStateMachine):
 
     @rule(row=rows, source=rows)
     def save_and_load(self, row: int, source: int) -> None:
-        tensors = {name: tensor.clone() for name, tensor in self.cache.export_row(source)}
-        length = len(self.expected[source])
+        length, fresh = len(self.expected[source]), make_cache(self.cache_settings)
         with pytest.raises(InvalidRequestError):
-            self.cache.import_row(row, tensors, length + 1)
-        self.cache.import_row(row, tensors, length)
+            fresh.import_row(0, dict(self.cache.export_row(source)), length + 1)
+        fresh.import_row(0, dict(self.cache.export_row(source)), length)  # nothing else lies in it
+        fresh.check_integrity()
+        self.cache.copy_row(row, fresh, 0)
         self.expected[row] = list(self.expected[source])
 
     @rule(row=rows)
@@ -145,6 +146,16 @@ def test_a_long_row_holds_what_its_windows_need() -> None:
     assert full.pool.num_held <= 1 + -(-(35 + STEP) // 16) + 1
     assert windowed.pool.num_held <= -(-(WINDOW + STEP) // 16) + 1
     assert cache.num_bytes == NUM_ROWS * (full.pages_per_row + windowed.pages_per_row) * 16 * 2 * 2 * DIM
+
+
+def test_a_row_cut_back_further_than_its_windows_reach_is_empty() -> None:
+    cache = make_cache(NO_EVICTION)
+    grow(cache, 0, 140)
+    cache.truncate(0, 120)
+    assert cache.lengths[0] == 120
+    cache.truncate(0, 60)
+    assert cache.lengths[0] == 0
+    cache.check_integrity()
 
 
 def test_a_fork_takes_no_page_until_one_of_the_two_goes_on() -> None:

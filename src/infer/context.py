@@ -65,6 +65,19 @@ class Context(ABC):
         """The most drafts that a part of the row may have: its logits must be those of the steps one by one."""
         return MAX_LINES
 
+    @property
+    def compresses_prompts(self) -> bool:
+        """Whether what a token sees changes where a prompt ends."""
+        return False
+
+    def end_prompt(self, row: int) -> None:
+        """All of the row's prompt is committed, and what stands behind it sampled."""
+        return
+
+    def end_answer(self, row: int) -> None:
+        """What the row holds need serve no further token of this answer."""
+        return
+
     def chain(
         self,
         tokens: Sequence[tuple[int, int]],
@@ -222,7 +235,7 @@ class CachedContext(Context):
         return torch.cat([self._run(self._step([part]), is_long=self._is_long(part.row)).clone() for part in parts])
 
     def commit(self, row: int, count: int) -> None:
-        self._cache.commit([count if index == row else 0 for index in range(len(self.lengths))])
+        self._commit(row, count)
         self._token_ids[row] += self._brought[row][:count]
         self._cache.remember(row, self._token_ids[row])
         if self._long is not None:
@@ -247,6 +260,30 @@ class CachedContext(Context):
         count = self._cache.adopt(row, token_ids)
         self._token_ids[row] = list(token_ids[:count])
         return count
+
+    @property
+    def compresses_prompts(self) -> bool:
+        return self._cache.compresses_prompts
+
+    @torch.inference_mode()
+    def end_prompt(self, row: int) -> None:
+        if not (count := self._cache.end_prompt(row)):
+            return
+        model, token_ids = self._model.for_length(self.lengths[row]), self._token_ids[row]
+        start = self.lengths[row] - count
+        step = Step.of(token_ids[start:], start, row=row).to(model.device)
+        with ops.threads_for(model.device):
+            self._cache.truncate(row, start)
+            if self.lengths[row] < start:  # a row that was loaded has of its windows only what comes next sees
+                self._reread(row, token_ids[:start], is_long=self._is_long(row))
+            self._cache.reserve(row, count)
+            with self._cache.observing(row):
+                model.forward(step, self._cache)
+                self._commit(row, count)
+
+    def end_answer(self, row: int) -> None:
+        self._cache.end_answer(row)
+        self.truncate(row, self.lengths[row])
 
     def max_drafts(self, row: int) -> int:
         return MAX_LINES if self._long is None else min(MAX_LINES, self._long.max_drafts(row))
@@ -329,7 +366,10 @@ class CachedContext(Context):
             chunk = token_ids[start : start + self._step_tokens]
             self._cache.reserve(row, len(chunk))
             self._run(Step.of(chunk, start, row=row), is_long=is_long)
-            self._cache.commit([len(chunk) if index == row else 0 for index in range(len(self.lengths))])
+            self._commit(row, len(chunk))
+
+    def _commit(self, row: int, count: int) -> None:
+        self._cache.commit([count if index == row else 0 for index in range(len(self.lengths))])
 
     def _step(self, parts: Sequence[Part], repeats: int = 1) -> Step:
         """Raises InvalidRequestError where a row would not hold them: kernels write where they are told."""

@@ -57,6 +57,7 @@ class Batch:
     def add(self, running: Running) -> None:
         """Its row of the context holds `reused_tokens` tokens of its prompt."""
         generation, row = running.generation, running.row
+        running.must_end_prompt = self._context.compresses_prompts
         self.active.append(running)
         self._rows = None
         if uses_history(running.params):
@@ -211,6 +212,9 @@ class Batch:
             self._context.commit(running.row, num_known + max(0, num_said - 1))
             running.pending = drawn.token_ids[max(0, num_said - 1) : num_said]
             running.stepped(part, drawn, num_said, seconds, sampling_s)
+            if running.must_end_prompt:
+                self._context.end_prompt(running.row)
+                running.must_end_prompt = False
 
 
 def decode(running: Running, batch: Batch, on_prefill: OnPrefill | None = None) -> Generator[Piece, None, None]:

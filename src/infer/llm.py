@@ -281,6 +281,10 @@ class LLM:
 
         A prompt of messages is rendered as `chat` does. Raises InvalidRequestError where the answer ends before.
         """
+        if self._cache_settings.keeps_whole_prompts:
+            raise InvalidRequestError(
+                "a trace has logits of the whole text, of which snapkv keeps a part: load without it"
+            )
         if step < 1:
             raise InvalidRequestError(f"step must be at least 1, the first token after the prompt, got {step}")
         params = SamplingParams(**self.sampling_defaults) if params is None else params

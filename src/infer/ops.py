@@ -193,6 +193,14 @@ def attend(
     return y
 
 
+def attention_weights(
+    qkv: Float[Tensor, "tokens out"], heads: Heads, layer: LayerCache, step: Step
+) -> Float[Tensor, "kv_heads group tokens slots"]:
+    """What the tokens of one row look at, behind `attend`: softmax(q kᵀ × scale), for each head of a group."""
+    weights: Tensor = kernels(qkv.device).attention_weights(qkv, heads, layer, step)
+    return weights
+
+
 def project_add(
     residual: Float[Tensor, "tokens hidden"],
     x: Float[Tensor, "tokens in"],

@@ -40,6 +40,7 @@ class Running:
         self.generation, self.row, self.constraint = generation, row, constraint
         self.pending = generation.prompt_token_ids[generation.reused_tokens :]
         self.stats = GenerationStats()
+        self.must_end_prompt = False  # before anything is forced, guessed or chained
         self._cancel, self._is_cancelled = cancel, False
         self._draft: NgramDraft | None = None
         if num_draft_tokens:
@@ -68,7 +69,7 @@ class Running:
     @property
     def can_chain(self) -> bool:
         """Whether nothing is asked of the next tokens but what they are."""
-        return self.is_decoding and self.params.logprobs is None
+        return self.is_decoding and self.params.logprobs is None and not self.must_end_prompt
 
     @property
     def chain_limit(self) -> int:
@@ -93,7 +94,7 @@ class Running:
 
         None where log-probabilities are asked for: they want the logits before each token.
         """
-        if self.params.logprobs is not None:
+        if self.params.logprobs is not None or self.must_end_prompt:
             return
         while self.constraint is not None and not self.generation.is_finished():
             forced = self.constraint.forced()
@@ -112,7 +113,7 @@ class Running:
             taken = self.pending[:budget]
             return Part(self.row, taken, is_wanted=0 < len(taken) == len(self.pending))
         drafts: Sequence[int] = ()
-        if self._draft is not None:
+        if self._draft is not None and not self.must_end_prompt:
             match = self._draft.match()
             asked = min(self._policy.num_draft_tokens(match) if match else 0, max_drafts, self.generation.room - 1)
             drafts = self._draft.propose(asked) if asked > 0 else ()

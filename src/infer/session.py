@@ -273,6 +273,7 @@ class Session:
             generation = running.generation
             generation.cancel()
             result, token_ids = running.result(), generation.history
+            self._context.end_answer(0)
             self._cached = token_ids[: self._context.lengths[0]]
             self._trim(generation.reused_tokens if result.error else len(self._cached))
             if result.error or (result.finish_reason == "abort" and not result.text and messages is not None):

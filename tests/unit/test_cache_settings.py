@@ -24,7 +24,7 @@ def test_the_settings_load_no_torch() -> None:
     ("values", "said"),
     [
         ({"kv_type": "q5"}, "kv_type must be one of auto, f32, f16, bf16, q8, q4, got 'q5'"),
-        ({"eviction_policy": "lru"}, "eviction_policy must be one of none, sliding, got 'lru'"),
+        ({"eviction_policy": "lru"}, "eviction_policy must be one of none, sliding, snapkv, got 'lru'"),
         ({"eviction_window": 0}, "eviction_window must be a whole number of at least 1, got 0"),
         ({"eviction_window": True}, "eviction_window must be a whole number of at least 1, got True"),
         ({"protected_prefix": -1}, "protected_prefix must be a whole number of at least 0, got -1"),

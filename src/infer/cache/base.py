@@ -6,6 +6,7 @@ So a rejected draft is always dropped cleanly, whatever the cache stores or evic
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Self
 
 from jaxtyping import Float
@@ -46,6 +47,25 @@ class KVCache(ABC):
 
         Where what the next token must see is already forgotten, all is: `lengths` says what is left.
         """
+
+    # What a prompt leaves behind
+
+    @property
+    @abstractmethod
+    def compresses_prompts(self) -> bool:
+        """Whether `end_prompt` changes what the next tokens see."""
+
+    @abstractmethod
+    def end_prompt(self, row: int) -> int:
+        """All of a prompt is committed. How many of its last tokens must be run once more in `observing`; mostly 0."""
+
+    @abstractmethod
+    def observing(self, row: int) -> AbstractContextManager[None]:
+        """While it is open, `attend` notes what tokens look at; on closing, only what matters of a row is kept."""
+
+    @abstractmethod
+    def end_answer(self, row: int) -> None:
+        """No further token of this answer. Forgets a row in which a longer prompt would not find what it needs."""
 
     # What several rows begin with
 

@@ -9,6 +9,7 @@ when a row's share of them is needed again, and never for tokens that were only 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Self, final
 
 import torch
@@ -21,7 +22,8 @@ from infer.batch import Step
 from infer.cache.base import KVCache
 from infer.cache.groups import make_groups
 from infer.cache.rows import GroupRows, page_keys
-from infer.cache.settings import CacheSettings
+from infer.cache.settings import OBSERVED_TOKENS, CacheSettings
+from infer.cache.snapkv import choose_slots
 from infer.errors import InvalidRequestError
 from infer.kv_blocks import LayerCache, Pages, key_parts, value_parts
 from infer.kv_types import BLOCK_POSITIONS, check_kv_type, key_block_bytes, value_block_bytes
@@ -53,6 +55,7 @@ class PagedCache(KVCache):
         self._pages = [_pages_of(rows, device) for rows in self._groups]
         self._published = [rows.version for rows in self._groups]
         self._layers = _make_layers(layers, self._groups, self._pages, kv_type, device)
+        self._chosen: dict[int, Int64[Tensor, "kv_heads kept"]] | None = None  # by layer, while a prompt is observed
 
     @property
     def capacity(self) -> int:
@@ -81,7 +84,11 @@ class PagedCache(KVCache):
     def attend(
         self, layer: int, qkv: Float[Tensor, "tokens out"], heads: Heads, step: Step
     ) -> Float[Tensor, "tokens heads_dim"]:
-        return ops.attend(qkv, heads, self._layers[layer], step)
+        attended = ops.attend(qkv, heads, self._layers[layer], step)
+        if self._chosen is not None:
+            weights = ops.attention_weights(qkv, heads, self._layers[layer], step)
+            self._chosen[layer] = choose_slots(weights, self._settings.protected_prefix, self._settings.eviction_window)
+        return attended
 
     def commit(self, num_accepted: Sequence[int]) -> None:
         for row, count in enumerate(num_accepted):
@@ -99,6 +106,49 @@ class PagedCache(KVCache):
                 rows.clear(row)
         self._lengths[row] = length
         del self._keys[row][length // self._settings.page_tokens :]
+
+    @property
+    def compresses_prompts(self) -> bool:
+        return self._settings.keeps_whole_prompts
+
+    def end_prompt(self, row: int) -> int:
+        late = [rows for rows in self._groups if rows.can_compress(row)]
+        if late and self._lengths[row] > self._settings.eviction_window:
+            return OBSERVED_TOKENS
+        for rows in late:
+            rows.compress(row, self._lengths[row], self._lengths[row])
+        self._publish()
+        return 0
+
+    @contextmanager
+    def observing(self, row: int) -> Iterator[None]:
+        self._chosen = {}
+        try:
+            yield
+            for rows in self._groups:
+                if rows.can_compress(row):
+                    self._compress(rows, row, self._chosen)
+        finally:
+            self._chosen = None
+        self._publish()
+
+    def end_answer(self, row: int) -> None:
+        if self.compresses_prompts:
+            self.truncate(row, 0)
+
+    def _compress(self, rows: GroupRows, row: int, chosen: Mapping[int, Int64[Tensor, "kv_heads kept"]]) -> None:
+        """Move what is kept into the row's first slots; each head keeps slots of its own."""
+        num_kept = self._settings.eviction_window
+        for source, target in rows.reserve(row, 0, num_kept):
+            self._copy_pages(rows, [target], self, [source])
+        into = self._place(rows, row, torch.arange(num_kept))
+        for index in rows.group.layers:
+            layer, slots = self._layers[index], chosen[index]
+            blocks, lanes = self._place(rows, row, slots.cpu())
+            heads = torch.arange(len(slots), device=slots.device)[:, None]
+            for part in (*key_parts(layer.keys, self._kv_type), *value_parts(layer.values, self._kv_type)):
+                part[:, *into] = part[heads, blocks, lanes]
+        rows.compress(row, self._lengths[row], num_kept)
 
     def remember(self, row: int, token_ids: Sequence[int]) -> None:
         if not self._shares:
@@ -148,7 +198,8 @@ class PagedCache(KVCache):
     def export_row(self, row: int) -> Iterator[tuple[str, Shaped[Tensor, "kv_heads slots *size"]]]:
         """Only what the next token can see."""
         for rows in self._groups:
-            where = self._place(rows, row, rows.seen_slots(row, self._lengths[row] - int(rows.shifts[row])))
+            seen = rows.seen_slots(row, self._lengths[row] - int(rows.shifts[row]))
+            where = self._place(rows, row, torch.tensor(seen, dtype=torch.int64))
             for name, part in self._parts(rows):
                 yield name, part[:, *where]
 
@@ -171,7 +222,7 @@ class PagedCache(KVCache):
             rows.version += 1
         self._publish()
         for rows, seen in zip(self._groups, slots, strict=True):
-            where = self._place(rows, row, seen)
+            where = self._place(rows, row, torch.tensor(seen, dtype=torch.int64))
             for name, part in self._parts(rows):
                 part[:, *where] = tensors[name].to(part.device)
         self._lengths[row] = length
@@ -205,14 +256,14 @@ class PagedCache(KVCache):
                 yield f"{index}.values.{number}", part
 
     def _place(
-        self, rows: GroupRows, row: int, slots: Sequence[int]
-    ) -> tuple[Int64[Tensor, "slots"], Int64[Tensor, "slots"]]:
+        self, rows: GroupRows, row: int, slots: Int64[Tensor, "*slots"]
+    ) -> tuple[Int64[Tensor, "*slots"], Int64[Tensor, "*slots"]]:
         """The block of each slot of a row, and where in it the slot is."""
         page_tokens, table = self._settings.page_tokens, torch.from_numpy(rows.table.table[row])
-        at = torch.tensor(slots, dtype=torch.int64)
-        blocks = table[at // page_tokens] * (page_tokens // BLOCK_POSITIONS) + at % page_tokens // BLOCK_POSITIONS
+        per_page = page_tokens // BLOCK_POSITIONS
+        blocks = table[slots // page_tokens] * per_page + slots % page_tokens // BLOCK_POSITIONS
         device = self._layers[0].keys.device
-        return blocks.to(device), (at % BLOCK_POSITIONS).to(device)
+        return blocks.to(device), (slots % BLOCK_POSITIONS).to(device)
 
     def _copy_pages(self, rows: GroupRows, targets: Sequence[int], source: Self, sources: Sequence[int]) -> None:
         per_page = self._settings.page_tokens // BLOCK_POSITIONS

@@ -1,12 +1,13 @@
 """What the rows of one group see and hold, in integers: the rule of visibility and the pages that it needs.
 
 A token's slot is its position less its row's shift. From slot t the slots s ≤ t are seen with s < sinks or
-s > t − window; all of them where the window is 0.
+s > t − window; all of them where the window is 0. A row that was compressed holds what was kept of its prompt in its
+first slots, and goes on behind them only.
 """
 
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import final
+from typing import NamedTuple, final
 
 import numpy as np
 
@@ -16,6 +17,15 @@ from infer.cache.groups import Group
 _KEY_BYTES = 16
 
 
+class RowState(NamedTuple):
+    """What decides what a row's tokens see. `first` is the lowest slot that the next token may have."""
+
+    shift: int
+    sinks: int
+    window: int
+    first: int
+
+
 @final
 class GroupRows:
     """`version` changes with every change of what kernels read: the table, shifts, sinks and windows."""
@@ -23,14 +33,36 @@ class GroupRows:
     def __init__(self, group: Group, num_rows: int, num_slots: int, page_tokens: int) -> None:
         self.group, self.version = group, 0
         self.table = PageTable(num_rows, num_slots, page_tokens, group.pages_per_row, group.num_fixed)
-        self.shifts, self.sinks, self.windows = np.zeros((3, num_rows), np.int64)
+        self.shifts, self.sinks, self.windows, self._firsts = np.zeros((4, num_rows), np.int64)
         for row in range(num_rows):
             self.clear(row)
 
     def clear(self, row: int) -> None:
         self.table.truncate(row, 0)
-        self.shifts[row], self.sinks[row], self.windows[row] = 0, self.group.sinks, self.group.window or 0
+        whole = RowState(shift=0, sinks=0, window=0, first=0)
+        self.restore(row, whole if self.group.is_late else whole._replace(sinks=self.group.sinks, window=self._window))
+
+    @property
+    def _window(self) -> int:
+        return self.group.window or 0
+
+    def state(self, row: int) -> RowState:
+        columns = (self.shifts, self.sinks, self.windows, self._firsts)
+        return RowState(*(int(column[row]) for column in columns))
+
+    def restore(self, row: int, state: RowState) -> None:
+        self.shifts[row], self.sinks[row], self.windows[row], self._firsts[row] = state
         self.version += 1
+
+    def can_compress(self, row: int) -> bool:
+        """Whether the row still sees all of its prompt and is to see less behind it."""
+        return self.group.is_late and not self.windows[row]
+
+    def compress(self, row: int, length: int, num_kept: int) -> None:
+        """The row's `length` slots are now `num_kept`, and what comes behind them slides."""
+        self.table.truncate(row, num_kept)
+        shift = int(self.shifts[row]) + length - num_kept
+        self.restore(row, RowState(shift, self.group.sinks, self._window, num_kept))
 
     def seen(self, row: int, slot: int) -> tuple[range, range]:
         """What stands before a token at this slot and is seen by it: sinks, and the window."""
@@ -49,7 +81,9 @@ class GroupRows:
 
     def can_continue(self, row: int, slot: int) -> bool:
         """Whether all that a token at this slot sees is there."""
-        return all(self.table.holds(row, part.start, part.stop) for part in self.seen(row, slot))
+        return slot >= self._firsts[row] and all(
+            self.table.holds(row, part.start, part.stop) for part in self.seen(row, slot)
+        )
 
     def num_found(self, keys: Sequence[bytes]) -> int:
         """How many of a row's first pages may be there to adopt: no more are, but windows may lack some of them."""
@@ -69,9 +103,7 @@ class GroupRows:
 
     def copy(self, row: int, source: "GroupRows", source_row: int) -> None:
         """The state that decides what is seen; not the pages."""
-        self.shifts[row], self.sinks[row] = source.shifts[source_row], source.sinks[source_row]
-        self.windows[row] = source.windows[source_row]
-        self.version += 1
+        self.restore(row, source.state(source_row))
 
 
 def page_keys(token_ids: Sequence[int], page_tokens: int, known: Sequence[bytes] = ()) -> list[bytes]:

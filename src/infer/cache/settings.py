@@ -12,9 +12,10 @@ from infer.architecture import Layer
 from infer.errors import InvalidRequestError
 
 KV_TYPES: tuple[str, ...] = ("auto", *kv_types.KV_TYPES)
-EVICTION_POLICIES = ("none", "sliding")
+EVICTION_POLICIES = ("none", "sliding", "snapkv")
 SLOTS_PER_BLOCK = 16  # what kernels read at once
 SLOTS_PER_CHUNK = 256  # what attention sums at once
+OBSERVED_TOKENS = 32  # snapkv: the last of the prompt, which say what of it matters
 
 
 # Its own checks name the rule: those of the tests' hook come too early.
@@ -43,15 +44,27 @@ class CacheSettings:
         _check_count("page_tokens", self.page_tokens, SLOTS_PER_BLOCK)
         if self.page_tokens % SLOTS_PER_BLOCK or SLOTS_PER_CHUNK % self.page_tokens:
             raise InvalidRequestError(f"page_tokens must be 16, 32, 64, 128 or 256, got {self.page_tokens}")
-        if self.evicts and self.eviction_window <= self.protected_prefix:
+        others, why = self.protected_prefix, f"protected_prefix={self.protected_prefix}"
+        if self.keeps_whole_prompts:
+            others, why = others + OBSERVED_TOKENS, f"{why} and the {OBSERVED_TOKENS} tokens that snapkv looks from"
+        if self.evicts and self.eviction_window <= others:
             raise InvalidRequestError(
-                f"eviction_window must be larger than protected_prefix={self.protected_prefix}, which it includes, "
-                f"got {self.eviction_window}"
+                f"eviction_window must be larger than {why}, which it includes, got {self.eviction_window}"
             )
 
     @property
     def evicts(self) -> bool:
         return self.eviction_policy != "none"
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a text may be longer than the context that the model was made for: no token sees further back."""
+        return self.eviction_policy == "sliding"
+
+    @property
+    def keeps_whole_prompts(self) -> bool:
+        """Whether all of a prompt must lie there before it is known what of it is kept."""
+        return self.eviction_policy == "snapkv"
 
     def check_model(self, layers: Sequence[Layer]) -> None:
         """Raises InvalidRequestError where such a network cannot have these settings."""

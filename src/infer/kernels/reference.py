@@ -90,6 +90,19 @@ def attend(
     return out.flatten(1)
 
 
+def attention_weights(
+    qkv: Float[Tensor, "tokens out"], heads: Heads, layer: LayerCache, step: Step
+) -> Float[Tensor, "kv_heads group tokens slots"]:
+    q = qkv.view(len(qkv), -1, heads.head_dim)[:, : heads.num_heads]
+    row, pages = int(step.rows[0]), layer.pages
+    seen = visible(pages, row, step.positions - pages.shifts[row])
+    slots = torch.arange(seen.shape[1], device=q.device)
+    where = place(pages, torch.full_like(slots, row), slots)
+    stored = tuple(part[:, *where] for part in key_parts(layer.keys, layer.kv_type))
+    keys = decode_keys(stored, layer.kv_type).to(q.dtype)
+    return attention_shares(rotate(q, heads.q_norm, heads.rope, step), keys, seen, heads)
+
+
 def place(
     pages: Pages, rows: Int[Tensor, "slots"], slots: Int[Tensor, "slots"]
 ) -> tuple[Int[Tensor, "slots"], Int[Tensor, "slots"]]:
@@ -106,10 +119,18 @@ def attend_row(
     seen: Bool[Tensor, "tokens positions"],
     heads: Heads,
 ) -> Float[Tensor, "tokens heads dim"]:
+    return torch.einsum("kgtp,kpd->tkgd", attention_shares(q, keys, seen, heads), values).flatten(1, 2)
+
+
+def attention_shares(
+    q: Float[Tensor, "tokens heads dim"],
+    keys: Float[Tensor, "kv_heads positions dim"],
+    seen: Bool[Tensor, "tokens positions"],
+    heads: Heads,
+) -> Float[Tensor, "kv_heads group tokens positions"]:
     grouped = q.view(len(q), keys.shape[0], -1, q.shape[-1])  # several query heads share one of keys and values
     scores = softcapped(torch.einsum("tkgd,kpd->kgtp", grouped, keys).mul(heads.scale), heads.softcap)
-    shares = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-    return torch.einsum("kgtp,kpd->tkgd", shares, values).flatten(1, 2)
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1)
 
 
 def softcapped(x: Float[Tensor, "*shape"], cap: float | None) -> Float[Tensor, "*shape"]:

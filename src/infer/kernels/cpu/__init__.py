@@ -13,10 +13,21 @@ from infer.kernels.cpu import commands
 from infer.kernels.cpu.packed import prepare
 from infer.kernels.cpu.recording import scope
 from infer.kernels.cpu.sampling import choose_tokens
+from infer.kernels.reference import attention_weights
 from infer.kv_blocks import LayerCache
 from infer.weights import Heads, Norm, Projection, Weight
 
-__all__ = ["attend", "choose_tokens", "embed", "head", "norm_gate", "norm_project", "prepare", "project_add"]
+__all__ = [
+    "attend",
+    "attention_weights",
+    "choose_tokens",
+    "embed",
+    "head",
+    "norm_gate",
+    "norm_project",
+    "prepare",
+    "project_add",
+]
 
 
 def embed(table: Weight, token_ids: Int[Tensor, "tokens"], scale: float) -> Float[Tensor, "tokens hidden"]:

@@ -4,6 +4,25 @@ Importing it loads Triton. With TRITON_INTERPRET=1 set before that, the same ker
 """
 
 from infer.kernels.gpu.sampler import choose_tokens
-from infer.kernels.reference import attend, embed, head, norm_gate, norm_project, prepare, project_add
+from infer.kernels.reference import (
+    attend,
+    attention_weights,
+    embed,
+    head,
+    norm_gate,
+    norm_project,
+    prepare,
+    project_add,
+)
 
-__all__ = ["attend", "choose_tokens", "embed", "head", "norm_gate", "norm_project", "prepare", "project_add"]
+__all__ = [
+    "attend",
+    "attention_weights",
+    "choose_tokens",
+    "embed",
+    "head",
+    "norm_gate",
+    "norm_project",
+    "prepare",
+    "project_add",
+]

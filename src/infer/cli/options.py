@@ -87,7 +87,8 @@ def cache_options(function: Function) -> Function:
                      help="How keys and values are stored; auto: as suits the device and the weights."),
         click.option("--eviction-policy", type=click.Choice(EVICTION_POLICIES), default=default.eviction_policy,
                      show_default=True,
-                     help="What is forgotten of a long text; sliding: all but its first and last tokens."),
+                     help="What is forgotten of a long text; sliding: all but its first and last tokens; "
+                     "snapkv: of the prompt what its end does not look at, then as sliding."),
         click.option("--eviction-window", type=int, default=default.eviction_window, show_default=True,
                      help="With a policy: tokens that are kept, the protected ones among them."),
         click.option("--protected-prefix", type=int, default=default.protected_prefix, show_default=True,

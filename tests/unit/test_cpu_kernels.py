@@ -178,7 +178,7 @@ def test_projections_without_a_norm_agree_with_reference() -> None:
 def test_heads_that_are_normalised_together_agree_with_reference(shape: tuple[int, int, int]) -> None:
     num_heads, kv_heads, dim = shape
     q_norm, k_norm = (Norm(torch.rand(count * dim) + 0.5, 1e-5) for count in (num_heads, kv_heads))
-    heads = replace(make_heads(*shape, None, dim, normed=False), q_norm=q_norm, k_norm=k_norm)
+    heads = replace(make_heads(*shape, dim, normed=False), q_norm=q_norm, k_norm=k_norm)
     caches = iter([make_layer(heads, 1, 64) for _ in range(2)])
     qkv = torch.randn(20, (num_heads + 2 * kv_heads) * dim)
     actual, expected = both(lambda: ops.attend(qkv, heads, next(caches), step_of(0, 0, 20)))

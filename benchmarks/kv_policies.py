@@ -9,11 +9,18 @@ only those that the whole cache finds. Reports go to benchmarks/reports/.
 """
 
 import math
+import argparse
+import json
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
-from infer import LLM, SamplingParams
+from infer import LLM, SamplingParams, __version__
+from infer.errors import InvalidRequestError
+from infer.llm import set_num_threads
+from machine import available_cores, cpu_model
 from needles import Needle, make_needles, reference_text
 
 REPORTS = Path(__file__).with_name("reports")

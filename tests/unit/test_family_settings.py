@@ -162,7 +162,8 @@ def test_the_text_of_a_multimodal_gemma_3_is_that_of_transformers(tmp_path: Path
     checkpoint = open_checkpoint(tmp_path)
     with torch.inference_mode():
         architecture = make_architecture(checkpoint.config)
-        model = load_transformer(architecture, LazyWeights(checkpoint.tensors), device=torch.device("cpu"))
+        weights, device = LazyWeights(checkpoint.tensors), torch.device("cpu")
+        model = load_transformer(architecture, weights, device=device, dtype=torch.float32)
         cache = make_cache(model, 50)
         cache.reserve(0, 50)
         logits = model.forward(Step.of(token_ids, wanted=range(50)), cache)

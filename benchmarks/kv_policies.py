@@ -8,7 +8,6 @@ Every policy sees the same prompts. A needle counts as found if the greedy answe
 only those that the whole cache finds. Reports go to benchmarks/reports/.
 """
 
-import math
 import argparse
 import json
 import math

@@ -68,6 +68,7 @@ class LLM:
         eviction_policy: str = "none",
         eviction_window: int = CacheSettings().eviction_window,
         protected_prefix: int = CacheSettings().protected_prefix,
+        memory_threshold_mb: int | None = None,
         reuse_prefixes: bool = False,
         threads: int | None = None,
         capture: bool = True,
@@ -80,6 +81,7 @@ class LLM:
             eviction_policy=eviction_policy,
             eviction_window=eviction_window,
             protected_prefix=protected_prefix,
+            memory_threshold_mb=memory_threshold_mb,
             reuse_prefixes=reuse_prefixes,
         )
         checkpoint = open_checkpoint(model)

@@ -5,6 +5,7 @@ norm → gate · up; down → residual), with embed before and head after. `kern
 each means; every other kernel module exports the same names and agrees with it.
 """
 
+import ctypes
 import math
 import mmap
 import threading
@@ -33,6 +34,7 @@ from infer.sampling.sampler import Sampled
 from infer.weights import Heads, Norm, Projection, Weight
 
 _NO_HUGE_PAGES: int | None = getattr(mmap, "MADV_NOHUGEPAGE", None)  # Linux has it
+_REMOVE: int | None = getattr(mmap, "MADV_REMOVE", None)
 Precision = Literal["exact", "fast"]
 
 _KV_TYPE_BY_DTYPE = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
@@ -97,6 +99,20 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     if _NO_HUGE_PAGES is not None:
         memory.madvise(_NO_HUGE_PAGES)
     return torch.from_numpy(np.frombuffer(memory, np.uint8)[:num_bytes]).view(dtype).view(tuple(shape))
+
+
+def give_back(memory: Tensor, first: int, count: int) -> None:
+    """What `zeros` made: entries [first, first + count) of the second axis are not needed, whole pages of the system's
+    among them go back to it and are zero when they are next read. Does nothing where the system cannot.
+    """
+    if memory.device.type != "cpu" or _REMOVE is None:
+        return
+    for row in memory:
+        part = row[first : first + count]
+        start = -(-part.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (part.data_ptr() + part.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if start < end:
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _REMOVE)
 
 
 def set_num_threads(num_threads: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from infer.architecture import Layer
+from infer.cache import settings as settings_module
 from infer.cache.settings import CacheSettings
 from infer.errors import InvalidRequestError
 
@@ -28,6 +29,12 @@ def test_the_settings_load_no_torch() -> None:
         ({"eviction_window": 0}, "eviction_window must be a whole number of at least 1, got 0"),
         ({"eviction_window": True}, "eviction_window must be a whole number of at least 1, got True"),
         ({"protected_prefix": -1}, "protected_prefix must be a whole number of at least 0, got -1"),
+        ({"memory_threshold_mb": 100}, "but eviction_policy is none: set it to sliding or snapkv"),
+        (
+            {"memory_threshold_mb": 2**40, "eviction_policy": "sliding"},
+            "memory_threshold_mb must be below this machine's",
+        ),
+        ({"memory_threshold_mb": 0, "eviction_policy": "snapkv"}, "must be a whole number of at least 1, got 0"),
         ({"page_tokens": 48}, "page_tokens must be 16, 32, 64, 128 or 256, got 48"),
         (
             {"eviction_policy": "sliding", "eviction_window": 4},
@@ -50,3 +57,9 @@ def test_a_model_may_not_have_what_its_heads_or_windows_forbid() -> None:
     with pytest.raises(InvalidRequestError, match="every layer of this model has its own window: use none"):
         CacheSettings(eviction_policy="sliding").check_model([make_layer(window=8)])
     CacheSettings().check_model([make_layer(window=8)])
+
+
+def test_a_threshold_needs_a_system_that_says_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings_module, "available_memory_bytes", lambda: None)
+    with pytest.raises(InvalidRequestError, match="does not say how much memory is available"):
+        CacheSettings(eviction_policy="sliding", memory_threshold_mb=1)

@@ -59,6 +59,9 @@ class PagePool:
         if self._counts[page] == 0:
             (self._cached if page in self._key_by_page else self._free)[page] = None
 
+    def is_free(self, page: int) -> bool:
+        return page in self._free
+
     def is_shared(self, page: int) -> bool:
         return self._counts[page] > 1
 
@@ -145,6 +148,14 @@ class PageTable:
 
     def _drop(self, row: int, index: int) -> None:
         self.pool.release(self._held[row].pop(index))
+
+    def drop_unseen(self, row: int, first_seen: int) -> list[int]:
+        """Give up the pages before slot `first_seen` but the fixed ones; those that are free now."""
+        first = first_seen // self.page_tokens
+        dropped = {index: page for index, page in self._held[row].items() if self._num_fixed <= index < first}
+        for index in dropped:
+            self._drop(row, index)
+        return [page for page in dropped.values() if self.pool.is_free(page)]
 
     def truncate(self, row: int, num_slots: int) -> None:
         kept = num_pages(num_slots, self.page_tokens)

@@ -22,7 +22,7 @@ class Group:
     num_fixed: int  # pages that the sinks lie in
     pages_per_row: int
     is_evicting: bool  # whether sinks and window are the policy's and not the model's
-    is_late: bool  # whether they hold only behind a prompt, of which all is seen until then
+    is_late: bool  # whether they hold only from some moment on; until then all is seen
 
 
 def make_groups(layers: Sequence[Layer], settings: CacheSettings, capacity: int, step_tokens: int) -> tuple[Group, ...]:
@@ -38,7 +38,7 @@ def make_groups(layers: Sequence[Layer], settings: CacheSettings, capacity: int,
         window = settings.eviction_window - sinks if is_evicting else own
         num_fixed, share = num_pages(sinks, page_tokens), num_pages(capacity, page_tokens)
         # Two more than the window and a step fill: neither begins where a page does.
-        is_late = is_evicting and settings.keeps_whole_prompts
+        is_late = is_evicting and settings.is_late
         if window is not None and not is_late:
             share = min(share, num_fixed + num_pages(window + step_tokens, page_tokens) + 1)
         groups.append(Group(tuple(indices), sinks, window, num_fixed, share, is_evicting, is_late))

@@ -21,6 +21,7 @@ from infer.architecture import Layer
 from infer.batch import Step
 from infer.cache.base import KVCache
 from infer.cache.groups import make_groups
+from infer.cache.memory import available_memory_bytes
 from infer.cache.rows import GroupRows, page_keys
 from infer.cache.settings import OBSERVED_TOKENS, CacheSettings
 from infer.cache.snapkv import choose_slots
@@ -66,6 +67,10 @@ class PagedCache(KVCache):
         return self._lengths
 
     @property
+    def _blocks_per_page(self) -> int:
+        return self._settings.page_tokens // BLOCK_POSITIONS
+
+    @property
     def num_bytes(self) -> int:
         """What keys and values take when every page has been written."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self._layers)
@@ -91,8 +96,27 @@ class PagedCache(KVCache):
         return attended
 
     def commit(self, num_accepted: Sequence[int]) -> None:
+        page_tokens, has_new_pages = self._settings.page_tokens, False
         for row, count in enumerate(num_accepted):
-            self._lengths[row] += count
+            before, self._lengths[row] = self._lengths[row], self._lengths[row] + count
+            has_new_pages |= self._lengths[row] // page_tokens > before // page_tokens
+        if has_new_pages and self._is_short_of_memory():
+            self._slide_all()
+
+    def _is_short_of_memory(self) -> bool:
+        threshold, available = self._settings.memory_threshold_mb, available_memory_bytes()
+        return threshold is not None and available is not None and available < threshold * 2**20
+
+    def _slide_all(self) -> None:
+        """Every row that still sees all of its text: what that lies in goes back to the system."""
+        for rows in self._groups:
+            for row in [row for row, length in enumerate(self._lengths) if length and rows.can_compress(row)]:
+                pages = rows.slide(row, self._lengths[row])
+                for index in rows.group.layers:
+                    for memory in (self._layers[index].keys, self._layers[index].values):
+                        for page in pages:
+                            ops.give_back(memory, page * self._blocks_per_page, self._blocks_per_page)
+        self._publish()
 
     def truncate(self, row: int, length: int) -> None:
         length = min(self._lengths[row], length)
@@ -112,6 +136,8 @@ class PagedCache(KVCache):
         return self._settings.keeps_whole_prompts
 
     def end_prompt(self, row: int) -> int:
+        if self._settings.memory_threshold_mb is not None and not self._is_short_of_memory():
+            return 0
         late = [rows for rows in self._groups if rows.can_compress(row)]
         if late and self._lengths[row] > self._settings.eviction_window:
             return OBSERVED_TOKENS
@@ -133,7 +159,7 @@ class PagedCache(KVCache):
         self._publish()
 
     def end_answer(self, row: int) -> None:
-        if self.compresses_prompts:
+        if any(rows.group.is_late and not rows.can_compress(row) for rows in self._groups):
             self.truncate(row, 0)
 
     def _compress(self, rows: GroupRows, row: int, chosen: Mapping[int, Int64[Tensor, "kv_heads kept"]]) -> None:
@@ -193,6 +219,8 @@ class PagedCache(KVCache):
         if not settings.evicts:
             return f"paged {self._kv_type}"
         policy = f"{settings.eviction_policy} {settings.eviction_window} {settings.protected_prefix}"
+        if settings.is_late:
+            policy += f" {settings.memory_threshold_mb}"
         return f"paged {self._kv_type} {policy}"
 
     def export_row(self, row: int) -> Iterator[tuple[str, Shaped[Tensor, "kv_heads slots *size"]]]:
@@ -266,7 +294,7 @@ class PagedCache(KVCache):
         return blocks.to(device), (slots % BLOCK_POSITIONS).to(device)
 
     def _copy_pages(self, rows: GroupRows, targets: Sequence[int], source: Self, sources: Sequence[int]) -> None:
-        per_page = self._settings.page_tokens // BLOCK_POSITIONS
+        per_page = self._blocks_per_page
         into, from_ = ([page * per_page + i for page in pages for i in range(per_page)] for pages in (targets, sources))
         for index in rows.group.layers:
             mine, theirs = self._layers[index], source._layers[index]

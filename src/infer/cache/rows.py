@@ -54,6 +54,11 @@ class GroupRows:
         self.shifts[row], self.sinks[row], self.windows[row], self._firsts[row] = state
         self.version += 1
 
+    def slide(self, row: int, length: int) -> list[int]:
+        """From now on only sinks and window are seen: the pages that nobody needs any more, behind `length` slots."""
+        self.restore(row, RowState(0, self.group.sinks, self._window, first=0))
+        return self.table.drop_unseen(row, self.seen(row, length)[1].start)
+
     def can_compress(self, row: int) -> bool:
         """Whether the row still sees all of its prompt and is to see less behind it."""
         return self.group.is_late and not self.windows[row]

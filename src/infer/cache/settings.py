@@ -9,6 +9,7 @@ from typing import final, no_type_check
 
 from infer import kv_types
 from infer.architecture import Layer
+from infer.cache.memory import available_memory_bytes, total_memory_bytes
 from infer.errors import InvalidRequestError
 
 KV_TYPES: tuple[str, ...] = ("auto", *kv_types.KV_TYPES)
@@ -25,6 +26,9 @@ OBSERVED_TOKENS = 32  # snapkv: the last of the prompt, which say what of it mat
 class CacheSettings:
     """`eviction_window` tokens are kept where a policy evicts, the first `protected_prefix` of the text among them.
 
+    `memory_threshold_mb` None does so from the start; with a number rows keep all until the system has less memory than
+    that available.
+
     A page is what is handed out, shared and taken back: `page_tokens` tokens. With `reuse_prefixes` what rows of one
     cache begin with in common is stored once, and found again by later rows; not where a policy evicts.
     """
@@ -33,6 +37,7 @@ class CacheSettings:
     eviction_policy: str = "none"  # one of EVICTION_POLICIES
     eviction_window: int = 1024
     protected_prefix: int = 4
+    memory_threshold_mb: int | None = None
     page_tokens: int = 64
     reuse_prefixes: bool = False
 
@@ -51,6 +56,27 @@ class CacheSettings:
             raise InvalidRequestError(
                 f"eviction_window must be larger than {why}, which it includes, got {self.eviction_window}"
             )
+        self._check_threshold()
+
+    def _check_threshold(self) -> None:
+        threshold, total = self.memory_threshold_mb, total_memory_bytes()
+        if threshold is None:
+            return
+        _check_count("memory_threshold_mb", threshold, 1)
+        if not self.evicts:
+            raise InvalidRequestError(
+                f"memory_threshold_mb={threshold} says when to evict, but eviction_policy is none: set it to sliding "
+                "or snapkv"
+            )
+        if total is None or available_memory_bytes() is None:
+            raise InvalidRequestError(
+                f"memory_threshold_mb={threshold}: this system does not say how much memory is available; leave it out "
+                "to evict from the start"
+            )
+        if threshold * 2**20 > total:
+            raise InvalidRequestError(
+                f"memory_threshold_mb must be below this machine's {total >> 20} MB, got {threshold}"
+            )
 
     @property
     def evicts(self) -> bool:
@@ -59,12 +85,17 @@ class CacheSettings:
     @property
     def goes_on(self) -> bool:
         """Whether a text may be longer than the context that the model was made for: no token sees further back."""
-        return self.eviction_policy == "sliding"
+        return self.eviction_policy == "sliding" and self.memory_threshold_mb is None
 
     @property
     def keeps_whole_prompts(self) -> bool:
         """Whether all of a prompt must lie there before it is known what of it is kept."""
         return self.eviction_policy == "snapkv"
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a row sees all of its text at first, and sinks and window only from some moment on."""
+        return self.keeps_whole_prompts or self.memory_threshold_mb is not None
 
     def check_model(self, layers: Sequence[Layer]) -> None:
         """Raises InvalidRequestError where such a network cannot have these settings."""

@@ -13,6 +13,7 @@ from infer.params import CONSTRAINTS
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 PREFILL_CHUNK = 512
+CACHE_OPTIONS = ("kv_type", "eviction_policy", "eviction_window", "protected_prefix", "memory_threshold_mb")
 
 
 def apply_options(options: Sequence[Callable[[Function], Function]], function: Function) -> Function:
@@ -93,13 +94,15 @@ def cache_options(function: Function) -> Function:
                      help="With a policy: tokens that are kept, the protected ones among them."),
         click.option("--protected-prefix", type=int, default=default.protected_prefix, show_default=True,
                      help="With a policy: first tokens that are never forgotten."),
+        click.option("--memory-threshold-mb", type=int, metavar="MB",
+                     help="With a policy: forget only once the system has less memory than this available."),
     ]  # fmt: skip
     return apply_options(options, function)
 
 
 def cache_values(options: Mapping[str, Any]) -> dict[str, Any]:
     """What `LLM` takes of them."""
-    return {name: options[name] for name in ("kv_type", "eviction_policy", "eviction_window", "protected_prefix")}
+    return {name: options[name] for name in CACHE_OPTIONS}
 
 
 def check_constraints(context: click.Context) -> None:

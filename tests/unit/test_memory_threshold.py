@@ -1,0 +1,102 @@
+"""A policy that waits for memory to run short: nothing is forgotten before, and what is forgotten goes back."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from infer import LLM
+from infer.cache import paged
+from infer.cache.settings import CacheSettings
+from infer.context import CachedContext
+from infer.params import SamplingParams
+from path_cases import CONTEXT, EOS, make_folder
+
+WINDOW, PREFIX, PAGE = 48, 3, 16
+PLAIN = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder("llama", tmp_path_factory.mktemp("model"))
+
+
+def make_llm(folder: Path, policy: str = "sliding", threshold: int | None = 1) -> LLM:
+    settings = {"eviction_policy": policy, "eviction_window": WINDOW, "protected_prefix": PREFIX}
+    return LLM(folder, **settings, memory_threshold_mb=threshold)  # type: ignore[arg-type]
+
+
+def make_ids(count: int) -> list[int]:
+    return [(7 * index + index * index // 9) % EOS for index in range(count)]
+
+
+def set_available(monkeypatch: pytest.MonkeyPatch, megabytes: int | None) -> None:
+    monkeypatch.setattr(paged, "available_memory_bytes", lambda: None if megabytes is None else megabytes * 2**20)
+
+
+@pytest.mark.parametrize("policy", ["sliding", "snapkv"])
+@pytest.mark.parametrize("available", [1, None], ids=["enough", "unknown"])
+def test_nothing_is_forgotten_while_there_is_memory(
+    folder: Path, policy: str, available: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_available(monkeypatch, available)
+    whole = LLM(folder).generate(make_ids(100), PLAIN).token_ids
+    assert make_llm(folder, policy).generate(make_ids(100), PLAIN).token_ids == whole
+    assert make_llm(folder, policy, None).generate(make_ids(100), PLAIN).token_ids != whole
+
+
+def test_short_of_memory_from_the_start_it_is_sliding(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a page is full and before the window is, if the prompt comes page by page."""
+    set_available(monkeypatch, 0)
+    expected = make_llm(folder, threshold=None).generate(make_ids(100), PLAIN)
+    llm = make_llm(folder)
+    llm._cache_settings = CacheSettings(
+        eviction_policy="sliding",
+        eviction_window=WINDOW,
+        protected_prefix=PREFIX,
+        memory_threshold_mb=1,
+        page_tokens=PAGE,
+    )
+    assert llm.generate(make_ids(100), PLAIN, prefill_chunk=PAGE).token_ids == expected.token_ids
+
+
+def test_short_of_memory_a_prompt_is_compressed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = make_llm(folder, "snapkv", None).generate(make_ids(60), PLAIN)
+    llm, prompt = make_llm(folder, "snapkv"), make_ids(60)  # no page is full before the prompt ends
+    set_available(monkeypatch, 0)
+    assert llm.generate(prompt, PLAIN).token_ids == expected.token_ids
+
+
+@torch.inference_mode()
+def test_what_is_forgotten_goes_back_to_the_system(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_available(monkeypatch, 1)
+    settings = CacheSettings(
+        eviction_policy="sliding",
+        eviction_window=WINDOW,
+        protected_prefix=PREFIX,
+        memory_threshold_mb=1,
+        page_tokens=256,
+    )
+    model = LLM(folder, max_seq_len=CONTEXT).model
+    context = CachedContext(model, 2048, num_rows=2, settings=settings)
+    context.extend(0, make_ids(100))
+    cache = context.cache
+    cache._lengths[0] = 0  # the rest is not run: the model knows fewer positions than a page of the system holds
+    cache.reserve(0, 2000)
+    for layer in cache._layers:
+        layer.keys.fill_(1)
+        layer.values.fill_(1)
+    cache.commit([1500, 0])
+    assert len(cache._groups[0].table.page_by_index(0)) == 8
+    cache.check_integrity()
+    set_available(monkeypatch, 0)
+    cache.commit([300, 0])
+    cache.check_integrity()
+    assert sorted(cache._groups[0].table.page_by_index(0)) == [0, 6, 7]  # the prefix, the window, what is reserved
+    keys = cache._layers[0].keys[:, : 8 * 16]
+    assert keys[:, 16 : 6 * 16].count_nonzero() < keys[:, 16 : 6 * 16].numel() / 2
+    assert keys[:, :16].all()
+    assert keys[:, 6 * 16 :].all()
+    assert cache._layers[0].keys[:, 8 * 16 :].all(), "another row's pages"
+    cache.truncate(0, 0)
+    assert cache._groups[0].can_compress(0)

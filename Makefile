@@ -28,7 +28,7 @@ test: lint assets ## set up, then every check and every test
 	$(PYTEST) tests
 
 .PHONY: unit
-unit: $(VENV)/.dev ## the tests that need no weights, in under a minute
+unit: $(VENV)/.dev ## the tests that need no weights, some minutes
 	$(PYTEST) tests/unit -m "not slow"
 
 .PHONY: fuzz

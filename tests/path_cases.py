@@ -54,6 +54,7 @@ _SIZES: dict[str, Any] = {
 }
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(num_hidden_layers=2, **_SIZES),
+    "wide": LlamaConfig(num_hidden_layers=2, head_dim=32, **_SIZES),
     "windows": Gemma3TextConfig(num_hidden_layers=6, head_dim=16, sliding_window=WINDOW, **_SIZES),
 }
 

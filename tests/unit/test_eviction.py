@@ -31,6 +31,8 @@ WORLDS = {
     "sliding": ("llama", SLIDING),
     "windows": ("windows", CacheSettings(page_tokens=16)),
     "sliding beside windows": ("windows", SLIDING),
+    "q8": ("wide", replace(SLIDING, kv_type="q8")),
+    "q4": ("wide", replace(SLIDING, kv_type="q4")),
 }
 WAYS = [Way("half", 7), Way("random", 16, 1), Way("right", 1, 4), Way("none", 16), Way("half", 7, capture=False)]
 SOME = CASES[::4]

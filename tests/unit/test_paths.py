@@ -23,7 +23,6 @@ from infer.results import Piece
 from infer.running import Running
 from path_cases import (
     CASES,
-    CONFIGS,
     DRAFTS,
     WINDOW,
     Case,
@@ -49,7 +48,7 @@ SLOWER = [Way(drafts, chunk, capture=False) for drafts, chunk in zip(DRAFTS, CHU
 SLOWER += [Way(drafts, chunk, capture=False, cached=False) for drafts, chunk in (("none", 512), ("half", 7))]
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=["llama", "windows"])
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
     return make_world(request.param, tmp_path_factory.mktemp(request.param))
 

@@ -6,12 +6,10 @@ What a context runs is provisional: `commit` says how many of a part's tokens st
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import final
 
-import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from infer import ops
@@ -27,18 +25,10 @@ from infer.results import TokenLogprob
 from infer.sampling.history import History
 from infer.sampling.rows import Rows
 from infer.sampling.sampler import Sampled, log_probabilities
+from infer.verify import Drawn, verify
 
 PREFILL_CHUNK = 512  # tokens per forward of a prompt: a cancel is seen between two chunks
 MAX_LINES = 64  # logits of one step: rows and their drafts
-
-
-@final
-@dataclass
-class Drawn:
-    """What one part gave: the drafts that were right and the token behind them, or the code of a failed row."""
-
-    token_ids: list[int]
-    logprobs: list[TokenLogprob]
 
 
 class Context(ABC):
@@ -107,54 +97,6 @@ class Context(ABC):
         started = time.perf_counter()
         drawn = verify(logits, parts, positions, rows, history, None if masks is None else masks.words)
         return drawn, time.perf_counter() - started
-
-
-def verify(
-    logits: Float[Tensor, "lines vocab"],
-    parts: Sequence[Part],
-    positions: Sequence[int],
-    rows: Rows,
-    history: History | None,
-    masks: Int[Tensor, "lines words"] | None,
-) -> list[Drawn]:
-    """Sample line by line: a part goes on to its next line while what was sampled is what was drafted."""
-    drawn = [Drawn([], []) for _ in parts]
-    starts = np.cumsum([0, *(part.num_lines for part in parts)]).tolist()
-    alive = [index for index, part in enumerate(parts) if part.is_wanted]
-    entry = 0
-    while alive:
-        # Every row takes part, those that are through with any line: their tokens are not looked at.
-        lines = torch.full((len(parts),), starts[alive[0]] + entry, device=logits.device)
-        for index in alive:
-            lines[index] = starts[index] + entry
-        where = torch.tensor(positions, device=logits.device) + entry
-        sampled = ops.sample(logits[lines], rows, history, where, None if masks is None else masks[lines])
-        token_ids = sampled.token_ids.tolist()
-        for index in alive:
-            _take(drawn[index], sampled, index, rows.num_logprobs[index])
-        _remember(history, rows, [index for index in alive if token_ids[index] >= 0], sampled.token_ids)
-        alive = [
-            index
-            for index in alive
-            if entry < parts[index].num_drafts and token_ids[index] == parts[index].drafts[entry]
-        ]
-        entry += 1
-    return drawn
-
-
-def _take(drawn: Drawn, sampled: Sampled, index: int, num_logprobs: int | None) -> None:
-    token_id = int(sampled.token_ids[index])
-    drawn.token_ids.append(token_id)
-    if num_logprobs is not None and token_id >= 0:
-        drawn.logprobs.append(sampled.logprob_of(index, num_logprobs))
-
-
-def _remember(history: History | None, rows: Rows, indices: Sequence[int], token_ids: Int[Tensor, "rows"]) -> None:
-    if history is None:
-        return
-    index = torch.tensor(indices, dtype=torch.int64, device=rows.device)
-    index = index[rows.history_slot[index] >= 0]
-    history.append(rows.history_slot[index], token_ids[index])
 
 
 @final

@@ -19,7 +19,7 @@ from infer.admission import begin
 from infer.batch import Masks, Part
 from infer.cache.settings import CacheSettings
 from infer.constraint import Constraint
-from infer.context import MAX_LINES, PREFILL_CHUNK, CachedContext, Context, Drawn, RecomputedContext
+from infer.context import MAX_LINES, PREFILL_CHUNK, CachedContext, Context, RecomputedContext
 from infer.errors import InvalidRequestError
 from infer.generation import Generation
 from infer.masking import MaskFiller
@@ -30,6 +30,7 @@ from infer.running import Running
 from infer.sampling.history import History
 from infer.sampling.rows import Rows, uses_history
 from infer.tokenizer import Tokenizer
+from infer.verify import Drawn
 
 CHAIN = 8  # tokens per return to Python, while it is not known how long they take
 LONGEST_CHAIN, CHAIN_SECONDS, SMOOTHING = 64, 0.1, 0.3

@@ -71,13 +71,7 @@ def load_checked(
     architecture = make_architecture(checkpoint.config)
     cache = cache or CacheSettings()
     cache.check_model(architecture.layers)
-    # Special tokens of a larger relative (Gemma's image token) may lie beyond the embedding: no text encodes to them.
-    beyond = set(range(architecture.vocab_size, tokenizer.vocab_size)) - tokenizer.special_token_ids
-    if beyond:
-        raise ModelError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the embedding only {architecture.vocab_size} rows: "
-            "they are of different models"
-        )
+    _check_vocabulary(architecture, tokenizer)
     chosen_dtype = _dtype(dtype)
     if chosen_dtype is not None and weights != "auto":
         raise InvalidRequestError(f"dtype={dtype} and weights={weights} contradict each other: give one of them")
@@ -92,7 +86,7 @@ def load_checked(
         _choice("weights", weights, get_args(FloatsAs)),
         _choice("precision", precision, get_args(Precision)),
     )
-    if chosen_device.type == "cpu":
+    if ops.computes_on_host(chosen_device):
         kind = "auto" if chosen_dtype is None else str(chosen_dtype).removeprefix("torch.")
         settings = LoadSettings(kind, weights, precision, ops.num_threads(chosen_device))
         _check_memory(checkpoint, architecture, settings, cache, context)
@@ -109,6 +103,15 @@ def load_checked(
         )
     checkpoint.release_pages()
     return model
+
+
+def _check_vocabulary(architecture: Architecture, tokenizer: Tokenizer) -> None:
+    """Special tokens of a larger relative (an image token) may lie beyond the embedding: no text encodes to them."""
+    if set(range(architecture.vocab_size, tokenizer.vocab_size)) - tokenizer.special_token_ids:
+        raise ModelError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the embedding only {architecture.vocab_size} rows: "
+            "they are of different models"
+        )
 
 
 def _check_memory(

@@ -12,13 +12,13 @@ import numpy as np
 
 from infer.batch import Part
 from infer.constraint import Constraint
-from infer.context import Drawn
 from infer.draft import DraftPolicy, NgramDraft
 from infer.errors import ConstraintError
 from infer.generation import Generation
 from infer.params import SamplingParams
 from infer.results import GenerationResult, GenerationStats, GenerationTiming, Piece
 from infer.sampling.sampler import message_of
+from infer.verify import Drawn
 
 _STOPPED_CHAIN = 8  # tokens, where a stop string may be found in them
 Mask = np.ndarray[tuple[int, ...], np.dtype[np.int32]]

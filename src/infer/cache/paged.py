@@ -56,6 +56,7 @@ class PagedCache(KVCache):
         self._pages = [_pages_of(rows, device) for rows in self._groups]
         self._published = [rows.version for rows in self._groups]
         self._layers = _make_layers(layers, self._groups, self._pages, kv_type, device)
+        self._late_layers = {index for group in groups if group.is_late for index in group.layers}
         self._chosen: dict[int, Int64[Tensor, "kv_heads kept"]] | None = None  # by layer, while a prompt is observed
 
     @property
@@ -90,7 +91,7 @@ class PagedCache(KVCache):
         self, layer: int, qkv: Float[Tensor, "tokens out"], heads: Heads, step: Step
     ) -> Float[Tensor, "tokens heads_dim"]:
         attended = ops.attend(qkv, heads, self._layers[layer], step)
-        if self._chosen is not None:
+        if self._chosen is not None and layer in self._late_layers:
             weights = ops.attention_weights(qkv, heads, self._layers[layer], step)
             self._chosen[layer] = choose_slots(weights, self._settings.protected_prefix, self._settings.eviction_window)
         return attended
@@ -104,8 +105,10 @@ class PagedCache(KVCache):
             self._slide_all()
 
     def _is_short_of_memory(self) -> bool:
-        threshold, available = self._settings.memory_threshold_mb, available_memory_bytes()
-        return threshold is not None and available is not None and available < threshold * 2**20
+        if (threshold := self._settings.memory_threshold_mb) is None:
+            return False
+        available = available_memory_bytes()
+        return available is not None and available < threshold * 2**20
 
     def _slide_all(self) -> None:
         """Every row that still sees all of its text: what that lies in goes back to the system."""

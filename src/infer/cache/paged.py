@@ -33,7 +33,7 @@ from infer.weights import Heads
 
 @final
 class PagedCache(KVCache):
-    """`step_tokens` is how many tokens a row may get in one step."""
+    """`step_tokens` is how many tokens a row may get in one step, `context` how many the model was made for."""
 
     def __init__(
         self,
@@ -45,13 +45,14 @@ class PagedCache(KVCache):
         *,
         step_tokens: int,
         settings: CacheSettings | None = None,
+        context: int | None = None,
     ) -> None:
         for layer in layers:
             check_kv_type(kv_type, layer.head_dim)
         self._settings, self._kv_type, self._capacity = settings or CacheSettings(), kv_type, capacity
         self._lengths = [0] * num_rows
         self._keys: list[list[bytes]] = [[] for _ in range(num_rows)]  # of each row's whole pages, as far as known
-        groups = make_groups(layers, self._settings, capacity, step_tokens)
+        groups = make_groups(layers, self._settings, capacity, step_tokens, context)
         self._groups = [GroupRows(group, num_rows, capacity, self._settings.page_tokens) for group in groups]
         self._pages = [_pages_of(rows, device) for rows in self._groups]
         self._published = [rows.version for rows in self._groups]
@@ -316,7 +317,8 @@ class PagedCache(KVCache):
 
 def _pages_of(rows: GroupRows, device: torch.device) -> Pages:
     arrays = (rows.table.table, rows.shifts, rows.sinks, rows.windows)
-    return Pages(rows.table.page_tokens, *(torch.tensor(array, device=device) for array in arrays))
+    tensors = (torch.tensor(array, device=device) for array in arrays)
+    return Pages(rows.table.page_tokens, *tensors, furthest=rows.group.furthest)
 
 
 def _make_layers(

@@ -18,7 +18,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-
 TokenIds = ctypes.Array[ctypes.c_int64]
 
 
@@ -104,4 +103,5 @@ class Masks:
     wait: Callable[[], object]  # returns when they are
     follow: Callable[[TokenIds, int, bool], bool]
     """Behind each step of a chain: the array in which its tokens stand, row after row, from the given index on, and
-    whether it is the last. Fills the lines for the next one, or has them filled. False ends the chain. Nothing is warm behind a step: the less it touches, the sooner it returns."""
+    whether it is the last. Fills the lines for the next one, or has them filled. False ends the chain. Nothing is warm
+    behind a step: the less it touches, the sooner it returns."""

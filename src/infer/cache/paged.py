@@ -317,8 +317,8 @@ class PagedCache(KVCache):
 
 def _pages_of(rows: GroupRows, device: torch.device) -> Pages:
     arrays = (rows.table.table, rows.shifts, rows.sinks, rows.windows)
-    tensors = (torch.tensor(array, device=device) for array in arrays)
-    return Pages(rows.table.page_tokens, *tensors, furthest=rows.group.furthest)
+    table, shifts, sinks, windows = (torch.tensor(array, device=device) for array in arrays)
+    return Pages(rows.table.page_tokens, table, shifts, sinks, windows, rows.group.furthest)
 
 
 def _make_layers(

@@ -18,6 +18,8 @@ A group of a float type is `[in_features, 16 rows]`, its inputs padded with zero
 
 import mmap
 import sys
+import threading
+import weakref
 from dataclasses import dataclass
 from typing import final
 
@@ -31,6 +33,7 @@ LANES = 16  # rows of a group, and 32-bit elements of a vector
 PANEL = 16  # tokens whose activations lie together
 BLOCK = 32  # inputs of a record of a block type, and of a block of quantised activations
 UNIT = 8  # inputs of a record of a float type
+_CACHE_LINE = 64
 QUADS_BYTES = 8 * 64  # of a record of a block type, once each value is a byte
 
 
@@ -175,14 +178,31 @@ class PackedWeight(Weight):
         return int(self.data.data_ptr()) + group * self.group_bytes
 
 
+_HUGE_PAGE, _PIECE = 1 << 21, 1 << 26
+_piece: tuple[weakref.ref[mmap.mmap], int] | None = None  # the newest, and how much of it is taken
+_taking = threading.Lock()
+
+
 def allocate(num_bytes: int) -> Tensor:
     """Pages that are zero until they are written, huge ones where the system has them: weights are read end to end.
 
-    Neighbouring allocations share huge pages, so that small weights waste nothing.
+    Weights lie one behind the other in pieces of 64 MB: a huge page is given where nothing of it was written before,
+    and most weights of a small model are smaller than one. A piece goes when the last of its weights does.
     """
-    if sys.platform == "linux":
-        pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    else:
-        pages = mmap.mmap(-1, max(num_bytes, 1))
-    return torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes)
+    global _piece
+    with _taking:
+        memory, taken = (None, 0) if _piece is None else (_piece[0](), _piece[1])
+        if memory is None or taken + num_bytes > len(memory):
+            memory = _map(max(num_bytes, _PIECE) + _HUGE_PAGE)
+            start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+            taken = -start % _HUGE_PAGE
+        _piece = weakref.ref(memory), taken + -(-num_bytes // _CACHE_LINE) * _CACHE_LINE
+        return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=taken)
+
+
+def _map(num_bytes: int) -> mmap.mmap:
+    if sys.platform != "linux":
+        return mmap.mmap(-1, num_bytes)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages

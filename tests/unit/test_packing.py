@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from infer import ops
 from infer.architecture import Rope
 from infer.block_types import BLOCK_TYPES
-from infer.kernels.cpu import layouts
-from infer.kernels.cpu.layouts import LAYOUTS, PackedWeight, allocate
+from infer.kernels.cpu.layouts import LAYOUTS, PackedWeight, Pieces
 from infer.kernels.cpu.threads import set_num_threads
 from infer.kernels.reference import dense
 from infer.model.rope import make_rope_table
@@ -147,28 +146,27 @@ def test_packed_weights_take_the_bytes_of_the_stored_ones(type_: str) -> None:
     assert only.num_bytes == weight.num_bytes // kind.block_bytes * kind.packed_bytes
 
 
-def test_small_weights_lie_side_by_side_from_a_huge_page_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layouts, "_piece", None)
-    weights = [allocate(300_001) for _ in range(5)]
+def test_small_weights_lie_side_by_side_from_a_huge_page_on() -> None:
+    pieces = Pieces()
+    weights = [pieces.take(300_001) for _ in range(5)]
     starts = [weight.data_ptr() for weight in weights]
     assert starts[0] % 2**21 == 0
     assert np.diff(starts).tolist() == [300_032] * 4  # whole cache lines
-    large = allocate(100_000_000)
+    large = pieces.take(100_000_000)
     assert large.data_ptr() % 2**21 == 0
     assert not any(weight.count_nonzero() for weight in (*weights, large))
 
 
-def test_memory_goes_when_the_last_weight_in_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layouts, "_piece", None)
-    first, second = allocate(1000), allocate(1000)
-    assert layouts._piece is not None
-    piece = layouts._piece[0]
+def test_memory_goes_when_the_last_weight_in_it_does() -> None:
+    pieces = Pieces()
+    first, second = pieces.take(1000), pieces.take(1000)
     del first
-    assert piece() is not None
+    gc.collect()
+    assert pieces._newest() is not None
     del second
     gc.collect()
-    assert piece() is None
-    assert allocate(10).data_ptr() % 2**21 == 0
+    assert pieces._newest() is None
+    assert pieces.take(10).data_ptr() % 2**21 == 0
 
 
 def test_rows_beyond_the_last_are_padding_of_zeros() -> None:

@@ -20,6 +20,7 @@ import mmap
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
@@ -179,25 +180,31 @@ class PackedWeight(Weight):
 
 
 _HUGE_PAGE, _PIECE = 1 << 21, 1 << 26
-_piece: tuple[weakref.ref[mmap.mmap], int] | None = None  # the newest, and how much of it is taken
-_taking = threading.Lock()
 
 
-def allocate(num_bytes: int) -> Tensor:
-    """Pages that are zero until they are written, huge ones where the system has them: weights are read end to end.
+@final
+class Pieces:
+    """Memory for weights, one behind the other in pieces of 64 MB that begin with a huge page.
 
-    Weights lie one behind the other in pieces of 64 MB: a huge page is given where nothing of it was written before,
-    and most weights of a small model are smaller than one. A piece goes when the last of its weights does.
+    The system gives a huge page where nothing of it was written before, and most weights of a small model are smaller
+    than one. A piece goes when the last of its weights does.
     """
-    global _piece
-    with _taking:
-        memory, taken = (None, 0) if _piece is None else (_piece[0](), _piece[1])
-        if memory is None or taken + num_bytes > len(memory):
-            memory = _map(max(num_bytes, _PIECE) + _HUGE_PAGE)
-            start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-            taken = -start % _HUGE_PAGE
-        _piece = weakref.ref(memory), taken + -(-num_bytes // _CACHE_LINE) * _CACHE_LINE
-        return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=taken)
+
+    def __init__(self) -> None:
+        self._newest: Callable[[], mmap.mmap | None] = lambda: None
+        self._taken = 0
+        self._taking = threading.Lock()
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Pages that are zero until they are written."""
+        with self._taking:
+            piece = self._newest()
+            if piece is None or self._taken + num_bytes > len(piece):
+                piece = _map(max(num_bytes, _PIECE) + _HUGE_PAGE)
+                self._newest = weakref.ref(piece)
+                self._taken = -torch.frombuffer(piece, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
+            start, self._taken = self._taken, self._taken + -(-num_bytes // _CACHE_LINE) * _CACHE_LINE
+            return torch.frombuffer(piece, dtype=torch.uint8, count=num_bytes, offset=start)
 
 
 def _map(num_bytes: int) -> mmap.mmap:
@@ -206,3 +213,10 @@ def _map(num_bytes: int) -> mmap.mmap:
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
+
+
+_pieces = Pieces()
+
+
+def allocate(num_bytes: int) -> Tensor:
+    return _pieces.take(num_bytes)

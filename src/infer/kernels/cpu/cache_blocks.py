@@ -21,6 +21,7 @@ from infer.kernels.cpu.simd import load_f32, load_scalar_f32, splat_f32, splat_i
 from infer.kv_types import QUANTIZED, key_block_bytes, value_block_bytes
 
 _CODES = BLOCK
+_BLOCKS = 4  # of keys that all columns meet before the next: they stay in a core's first cache
 
 
 @intrinsic(prefer_literal=True)
@@ -148,8 +149,28 @@ def _quantize_4(x, codes, scale_at):  # type: ignore[no-untyped-def]
 @njit(inline="always")
 def block_scores(kv_type, columns, q, dim, keys, num_blocks, out):  # type: ignore[no-untyped-def]
     """Scores of `columns` queries at q against a run of blocks of keys, as [column, 256]."""
+    block_bytes = key_bytes(kv_type, dim)
+    for at in range(0, num_blocks, _BLOCKS):
+        blocks, keys_at, to, column = min(_BLOCKS, num_blocks - at), keys + at * block_bytes, out + 4 * LANES * at, 0
+        while columns - column >= 8:
+            _scores(kv_type, 8, 2, q + 4 * dim * column, dim, keys_at, blocks, to + 4 * CHUNK * column)
+            column += 8
+        q_at, to = q + 4 * dim * column, to + 4 * CHUNK * column
+        if columns - column >= 4:
+            _scores(kv_type, 4, 4, q_at, dim, keys_at, blocks, to)
+            column, q_at, to = column + 4, q_at + 16 * dim, to + 16 * CHUNK
+        if columns - column == 3:
+            _scores(kv_type, 3, 4, q_at, dim, keys_at, blocks, to)
+        elif columns - column == 2:
+            _scores(kv_type, 2, 4, q_at, dim, keys_at, blocks, to)
+        elif columns - column == 1:
+            _scores(kv_type, 1, 4, q_at, dim, keys_at, blocks, to)
+
+
+@njit(inline="always")
+def _scores(kv_type, columns, at_once, q, dim, keys, num_blocks, out):  # type: ignore[no-untyped-def]
+    """`at_once`: as many sums as fit the registers."""
     at, block_bytes = 0, key_bytes(kv_type, dim)
-    at_once = 2 if columns == 8 else 4  # as many sums as fit the registers
     while num_blocks - at >= at_once:
         to = out + 4 * LANES * at
         score_tile(kv_type, columns, at_once, q, keys + at * block_bytes, dim, to, 4 * CHUNK)
@@ -165,7 +186,26 @@ def add_values(kv_type, columns, p, dim, values, num_positions, out, out_stride)
 
     The sum goes on from what out holds: one chain of additions over positions, however they are cut into runs.
     """
-    at, vectors, stride = 0, 2 if columns == 8 else 4, 4 * CHUNK
+    column = 0
+    while columns - column >= 8:
+        p_at, to = p + 4 * CHUNK * column, out + out_stride * column
+        _add_values(kv_type, 8, 2, p_at, dim, values, num_positions, to, out_stride)
+        column += 8
+    p_at, to = p + 4 * CHUNK * column, out + out_stride * column
+    if columns - column >= 4:
+        _add_values(kv_type, 4, 4, p_at, dim, values, num_positions, to, out_stride)
+        column, p_at, to = column + 4, p_at + 16 * CHUNK, to + 4 * out_stride
+    if columns - column == 3:
+        _add_values(kv_type, 3, 4, p_at, dim, values, num_positions, to, out_stride)
+    elif columns - column == 2:
+        _add_values(kv_type, 2, 4, p_at, dim, values, num_positions, to, out_stride)
+    elif columns - column == 1:
+        _add_values(kv_type, 1, 4, p_at, dim, values, num_positions, to, out_stride)
+
+
+@njit(inline="always")
+def _add_values(kv_type, columns, vectors, p, dim, values, num_positions, out, out_stride):  # type: ignore[no-untyped-def]
+    at, stride = 0, 4 * CHUNK
     while dim - at >= vectors * LANES:
         value_tile(kv_type, columns, vectors, p, stride, values, dim, at, num_positions, out, out_stride)
         at += vectors * LANES

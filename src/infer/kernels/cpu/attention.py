@@ -10,7 +10,6 @@ Queries lie rotated and scaled as [kv head, token, query head of the group, dim]
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numba import carray, njit
@@ -20,7 +19,7 @@ from infer.kernels.cpu.activations import quantize_block, record_address
 from infer.kernels.cpu.cache_blocks import make_mix, make_put_key, make_put_value
 from infer.kernels.cpu.cache_slots import block_at, chunks_seen, parts_of_chunk, slot_of
 from infer.kernels.cpu.layouts import BLOCK, LANES
-from infer.kernels.cpu.partials import BUNDLE, SCORE_BYTES, clear, divide, make_partials, merge, seen_of_run
+from infer.kernels.cpu.partials import BUNDLE, SCORE_BYTES, chunk_partials, clear, divide, merge, seen_of_run
 from infer.kernels.cpu.records import CHUNK, MAX_HEAD_DIM, SPLIT_TOKENS
 from infer.kernels.cpu.rotation import norm_of_all, norm_of_head, rotate_head
 from infer.kernels.cpu.simd import load_f32, load_i64
@@ -100,87 +99,87 @@ def _weight_of_step(args, state):  # type: ignore[no-untyped-def]
     return total
 
 
-def _make_share(partials: Callable[..., Any]) -> Any:
+@njit(inline="always")
+def _share(kv_type, args, state, thread, num_threads):  # type: ignore[no-untyped-def]
     """A few tokens: partials of (chunk, query), shared out by weight. Queries with the same keys go together."""
-
-    @njit
-    def share(args, state, thread, num_threads):  # type: ignore[no-untyped-def]
-        tokens, dim, group = state.num_tokens, args.dim, args.num_heads // args.num_kv_heads
-        stride = 4 * (dim + LANES) * args.num_chunks
-        queries = args.queries + (thread * args.private_bytes if tokens == 1 else 0)
-        scores = simd.stack(SCORE_BYTES)
-        total = _weight_of_step(args, state)
-        begin, stop, item, token = total * thread // num_threads, total * (thread + 1) // num_threads, 0, 0
-        while token < tokens:
-            row, run, slot = _run_at(args, state, token)
-            last_slot = slot + run - 1
-            num_first, num_skipped = chunks_seen(args, row, slot)
-            for index in range(last_slot // CHUNK + 1 - num_skipped):
-                chunk = index if index < num_first else index + num_skipped
-                weight = _weight_of_chunk(args, row, chunk, slot, last_slot)
-                for kv in range(args.num_kv_heads):
-                    column = max(0, (begin - item + weight - 1) // weight)
-                    end = min(run * group, (stop - item + weight - 1) // weight)
-                    item += weight * run * group
-                    while column < end:
-                        count = min(BUNDLE, end - column)
-                        query = (kv * tokens + token) * group + column
-                        q, out = queries + 4 * dim * query, args.partials + stride * query + 4 * (dim + LANES) * chunk
-                        partials(args, row, kv, chunk, slot, column, count, q, scores, out, stride)
-                        column += count
-            token += run
-
-    return share
+    tokens, dim, group = state.num_tokens, args.dim, args.num_heads // args.num_kv_heads
+    stride = 4 * (dim + LANES) * args.num_chunks
+    queries = args.queries + (thread * args.private_bytes if tokens == 1 else 0)
+    scores = simd.stack(SCORE_BYTES)
+    total = _weight_of_step(args, state)
+    begin, stop, item, token = total * thread // num_threads, total * (thread + 1) // num_threads, 0, 0
+    while token < tokens:
+        row, run, slot = _run_at(args, state, token)
+        last_slot = slot + run - 1
+        num_first, num_skipped = chunks_seen(args, row, slot)
+        for index in range(last_slot // CHUNK + 1 - num_skipped):
+            chunk = index if index < num_first else index + num_skipped
+            weight = _weight_of_chunk(args, row, chunk, slot, last_slot)
+            for kv in range(args.num_kv_heads):
+                column = max(0, (begin - item + weight - 1) // weight)
+                end = min(run * group, (stop - item + weight - 1) // weight)
+                item += weight * run * group
+                while column < end:
+                    count = min(BUNDLE, end - column)
+                    query, after = (kv * tokens + token) * group + column, (kv, chunk)
+                    if column + count == run * group and item < stop:
+                        after = _after(args, kv, chunk, last_slot)
+                    q, out = queries + 4 * dim * query, args.partials + stride * query + 4 * (dim + LANES) * chunk
+                    chunk_partials(kv_type, args, row, kv, chunk, slot, column, count, q, scores, out, stride, after)
+                    column += count
+        token += run
 
 
-def _make_walk(partials: Callable[..., Any]) -> Any:
+@njit
+def _after(args, kv, chunk, last_slot):  # type: ignore[no-untyped-def]
+    """The (kv head, chunk) behind this one. The last chunk is seldom whole, and counts as none."""
+    if kv + 1 < args.num_kv_heads:
+        return kv + 1, chunk
+    return (0, chunk + 1) if (chunk + 2) * CHUNK <= last_slot + 1 else (kv, chunk)
+
+
+@njit(inline="always")
+def _walk(kv_type, args, state, thread, num_threads):  # type: ignore[no-untyped-def]
     """Many tokens: results of 72 queries at a time, shared out; a query's chunks are merged in order."""
-
-    @njit
-    def walk(args, state, thread, num_threads):  # type: ignore[no-untyped-def]
-        tokens, dim, kv_heads, heads = state.num_tokens, args.dim, args.num_kv_heads, args.num_heads
-        group, partial_bytes = heads // kv_heads, 4 * (dim + LANES)
-        scores, sums, results = simd.stack(SCORE_BYTES), simd.stack(_SUM_BYTES), simd.stack(_RESULT_BYTES)
-        token, item = 0, 0
-        while token < tokens:
-            row, run, slot = _run_at(args, state, token)
-            for kv in range(kv_heads):
-                for start in range(0, run * group, _COLUMNS_PER_ITEM):
-                    item += 1
-                    if item % num_threads != thread:
-                        continue
-                    stop = min(start + _COLUMNS_PER_ITEM, run * group)
-                    for column in range(stop - start):
-                        clear(results + column * partial_bytes, dim)
-                    left, right = slot + start // group, slot + (stop - 1) // group
-                    num_first, num_skipped = chunks_seen(args, row, left)
-                    for number in range(right // CHUNK + 1 - num_skipped):
-                        chunk = number if number < num_first else number + num_skipped
-                        for at in range(start, stop, BUNDLE):
-                            count = min(BUNDLE, stop - at)
-                            q = args.queries + 4 * dim * ((kv * tokens + token) * group + at)
-                            partials(args, row, kv, chunk, slot, at, count, q, scores, sums, partial_bytes)
-                            for i in range(count):
-                                merge(results + (at - start + i) * partial_bytes, sums + i * partial_bytes, dim)
-                    for column in range(start, stop):
-                        index = (token + column // group) * heads + kv * group + column % group
-                        divide(results + (column - start) * partial_bytes, dim, args.out + 4 * dim * index)
-            token += run
-
-    return walk
+    tokens, dim, kv_heads, heads = state.num_tokens, args.dim, args.num_kv_heads, args.num_heads
+    group, stride = heads // kv_heads, 4 * (dim + LANES)
+    scores, sums, results = simd.stack(SCORE_BYTES), simd.stack(_SUM_BYTES), simd.stack(_RESULT_BYTES)
+    token, item = 0, 0
+    while token < tokens:
+        row, run, slot = _run_at(args, state, token)
+        for kv in range(kv_heads):
+            for start in range(0, run * group, _COLUMNS_PER_ITEM):
+                item += 1
+                if item % num_threads != thread:
+                    continue
+                stop = min(start + _COLUMNS_PER_ITEM, run * group)
+                for column in range(stop - start):
+                    clear(results + column * stride, dim)
+                left, right = slot + start // group, slot + (stop - 1) // group
+                num_first, num_skipped = chunks_seen(args, row, left)
+                for number in range(right // CHUNK + 1 - num_skipped):
+                    chunk = number if number < num_first else number + num_skipped
+                    for at in range(start, stop, BUNDLE):
+                        count, after = min(BUNDLE, stop - at), (kv, chunk)
+                        q = args.queries + 4 * dim * ((kv * tokens + token) * group + at)
+                        chunk_partials(kv_type, args, row, kv, chunk, slot, at, count, q, scores, sums, stride, after)
+                        for i in range(count):
+                            merge(results + (at - start + i) * stride, sums + i * stride, dim)
+                for column in range(start, stop):
+                    index = (token + column // group) * heads + kv * group + column % group
+                    divide(results + (column - start) * stride, dim, args.out + 4 * dim * index)
+        token += run
 
 
 def make_attend(kv_type: str) -> Callable[..., None]:
     """Queries → partials of a few tokens, or the outputs of many."""
-    partials = make_partials(kv_type)
-    share, walk = _make_share(partials), _make_walk(partials)
 
     def attend(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
         if state.num_tokens <= SPLIT_TOKENS:
-            share(args, state, thread, num_threads)
+            _share(kv_type, args, state, thread, num_threads)
         else:
-            walk(args, state, thread, num_threads)
+            _walk(kv_type, args, state, thread, num_threads)
 
     return attend
 

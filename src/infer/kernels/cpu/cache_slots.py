@@ -94,18 +94,19 @@ def chunk_scores(kv_type, columns, args, row, kv, chunk, parts, q, out):  # type
     at = 0 if gap > 0 else first
     while at < end:
         run = _end_of_run(args, row, start + at, start + (gap if at < gap else end)) - start
-        keys, _ = block_at(kv_type, args, row, kv, start + at)
-        block_scores(kv_type, columns, q, args.dim, keys, (run - at) // LANES, out + 4 * at)
+        keys, values = block_at(kv_type, args, row, kv, start + at)
+        block_scores(kv_type, columns, q, args.dim, keys, (run - at) // LANES, out + 4 * at, values)
         at = first if run == gap else run
 
 
 @njit(inline="always")
-def add_chunk_values(kv_type, columns, args, row, kv, chunk, parts, seen, p, out, out_stride):  # type: ignore[no-untyped-def]
+def add_chunk_values(kv_type, columns, args, row, kv, chunk, parts, seen, p, out, out_stride, after):  # type: ignore[no-untyped-def]
     """out[column] += Σ p × values over a chunk's parts, of which no more than [0, sinks) and [.., high) counts."""
     start, (gap, first, _), (sinks, high) = chunk * CHUNK, parts, seen
     at = 0 if gap > 0 else first
     while at < high or at < gap:
         run = _end_of_run(args, row, start + at, start + (sinks if at < gap else high)) - start
         _, values = block_at(kv_type, args, row, kv, start + at)
-        add_values(kv_type, columns, p + 4 * at, args.dim, values, run - at, out, out_stride)
+        keys, _ = block_at(kv_type, args, row, after[0], after[1] * CHUNK + at)
+        add_values(kv_type, columns, p + 4 * at, args.dim, values, run - at, out, out_stride, keys)
         at = first if gap > 0 and run == sinks else run

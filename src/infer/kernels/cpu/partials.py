@@ -5,8 +5,6 @@ one of them does not see counts as e^−∞ = 0. A query's partials are merged i
 A partial lies as dim floats of the last sum, then m, then the first sum.
 """
 
-from typing import Any
-
 import numpy as np
 from numba import njit
 
@@ -75,28 +73,24 @@ def _softmax_part(scores, parts, sinks, low, high, softcap):  # type: ignore[no-
     return m, simd.sum_f32(total)
 
 
-def make_partials(kv_type: str) -> Any:
-    """partials(…): of `count` queries of a run of tokens, which begins at `slot`, from query `column` on.
+@njit(inline="always")
+def chunk_partials(kv_type, args, row, kv, chunk, slot, column, count, q, scores, out, stride, after):  # type: ignore[no-untyped-def]
+    """Of `count` queries of a run of tokens, which begins at `slot`, from query `column` on.
 
-    They lie `stride` bytes apart. `scores` is scratch.
+    They lie `stride` bytes apart. `scores` is scratch. `after` is the (kv head, chunk) whose keys come next.
     """
-
-    @njit
-    def partials(args, row, kv, chunk, slot, column, count, q, scores, out, stride):  # type: ignore[no-untyped-def]
-        dim, group = args.dim, args.num_heads // args.num_kv_heads
-        last_slot = slot + (column + count - 1) // group
-        sinks, low, high = seen_of_run(args, row, chunk, slot + column // group, last_slot)
-        parts = parts_of_chunk(sinks, low, high)
-        chunk_scores(kv_type, count, args, row, kv, chunk, parts, q, scores)
-        for i in range(count):
-            clear(out + i * stride, dim)
-            own_sinks, own_low, own_high = seen_of_chunk(args, row, chunk, slot + (column + i) // group)
-            m, part = _softmax_part(scores + 4 * CHUNK * i, parts, own_sinks, own_low, own_high, args.softcap)
-            store_scalar_f32(out + i * stride + 4 * dim, m)
-            store_scalar_f32(out + i * stride + 4 * dim + 4, part)
-        add_chunk_values(kv_type, count, args, row, kv, chunk, parts, (sinks, high), scores, out, stride)
-
-    return partials
+    dim, group = args.dim, args.num_heads // args.num_kv_heads
+    last_slot = slot + (column + count - 1) // group
+    sinks, low, high = seen_of_run(args, row, chunk, slot + column // group, last_slot)
+    parts = parts_of_chunk(sinks, low, high)
+    chunk_scores(kv_type, count, args, row, kv, chunk, parts, q, scores)
+    for i in range(count):
+        clear(out + i * stride, dim)
+        own_sinks, own_low, own_high = seen_of_chunk(args, row, chunk, slot + (column + i) // group)
+        m, part = _softmax_part(scores + 4 * CHUNK * i, parts, own_sinks, own_low, own_high, args.softcap)
+        store_scalar_f32(out + i * stride + 4 * dim, m)
+        store_scalar_f32(out + i * stride + 4 * dim + 4, part)
+    add_chunk_values(kv_type, count, args, row, kv, chunk, parts, (sinks, high), scores, out, stride, after)
 
 
 @njit

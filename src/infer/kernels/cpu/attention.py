@@ -77,57 +77,43 @@ def _run_at(args, state, token):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _weight_of_chunk(args, row, chunk, first_slot, last_slot):  # type: ignore[no-untyped-def]
-    """How many slots a query of the run is multiplied with."""
-    sinks, low, high = seen_of_run(args, row, chunk, first_slot, last_slot)
-    gap, first, end = parts_of_chunk(sinks, low, high)
+def _num_chunks(args, row, first_slot, last_slot):  # type: ignore[no-untyped-def]
+    """How many chunks tokens from one slot to another see something of."""
+    return last_slot // CHUNK + 1 - chunks_seen(args, row, first_slot)[1]
+
+
+@njit
+def _nth_chunk(args, row, first_slot, number):  # type: ignore[no-untyped-def]
+    num_first, num_skipped = chunks_seen(args, row, first_slot)
+    return number if number < num_first else number + num_skipped
+
+
+@njit
+def _weight(args, row, run, slot, number):  # type: ignore[no-untyped-def]
+    """How many slots of its nth chunk a query of a run is multiplied with."""
+    chunk, last_slot = _nth_chunk(args, row, slot, number), slot + run - 1
+    gap, first, end = parts_of_chunk(*seen_of_run(args, row, chunk, slot, last_slot))
     return max(LANES, gap + end - first)
 
 
 @njit
 def _weight_of_step(args, state):  # type: ignore[no-untyped-def]
-    """Sum of the weights of all (query, chunk)."""
+    """The sum over (query, chunk)."""
     total, token = 0, 0
     while token < state.num_tokens:
         row, run, slot = _run_at(args, state, token)
-        last_slot = slot + run - 1
-        num_first, num_skipped = chunks_seen(args, row, slot)
-        for index in range(last_slot // CHUNK + 1 - num_skipped):
-            chunk = index if index < num_first else index + num_skipped
-            total += _weight_of_chunk(args, row, chunk, slot, last_slot) * run * args.num_heads
+        for number in range(_num_chunks(args, row, slot, slot + run - 1)):
+            total += _weight(args, row, run, slot, number) * run * args.num_heads
         token += run
     return total
 
 
-@njit(inline="always")
-def _share(kv_type, args, state, thread, num_threads):  # type: ignore[no-untyped-def]
-    """A few tokens: partials of (chunk, query), shared out by weight. Queries with the same keys go together."""
-    tokens, dim, group = state.num_tokens, args.dim, args.num_heads // args.num_kv_heads
-    stride = 4 * (dim + LANES) * args.num_chunks
-    queries = args.queries + (thread * args.private_bytes if tokens == 1 else 0)
-    scores = simd.stack(SCORE_BYTES)
-    total = _weight_of_step(args, state)
-    begin, stop, item, token = total * thread // num_threads, total * (thread + 1) // num_threads, 0, 0
-    while token < tokens:
-        row, run, slot = _run_at(args, state, token)
-        last_slot = slot + run - 1
-        num_first, num_skipped = chunks_seen(args, row, slot)
-        for index in range(last_slot // CHUNK + 1 - num_skipped):
-            chunk = index if index < num_first else index + num_skipped
-            weight = _weight_of_chunk(args, row, chunk, slot, last_slot)
-            for kv in range(args.num_kv_heads):
-                column = max(0, (begin - item + weight - 1) // weight)
-                end = min(run * group, (stop - item + weight - 1) // weight)
-                item += weight * run * group
-                while column < end:
-                    count = min(BUNDLE, end - column)
-                    query, after = (kv * tokens + token) * group + column, (kv, chunk)
-                    if column + count == run * group and item < stop:
-                        after = _after(args, kv, chunk, last_slot)
-                    q, out = queries + 4 * dim * query, args.partials + stride * query + 4 * (dim + LANES) * chunk
-                    chunk_partials(kv_type, args, row, kv, chunk, slot, column, count, q, scores, out, stride, after)
-                    column += count
-        token += run
+@njit
+def _stretch(args, row, slot, left, right):  # type: ignore[no-untyped-def]
+    """(slot of the first query's token, how many chunks the queries see)."""
+    group = args.num_heads // args.num_kv_heads
+    first_slot = slot + left // group
+    return first_slot, _num_chunks(args, row, first_slot, slot + (right - 1) // group)
 
 
 @njit
@@ -138,48 +124,72 @@ def _after(args, kv, chunk, last_slot):  # type: ignore[no-untyped-def]
     return (0, chunk + 1) if (chunk + 2) * CHUNK <= last_slot + 1 else (kv, chunk)
 
 
-@njit(inline="always")
-def _walk(kv_type, args, state, thread, num_threads):  # type: ignore[no-untyped-def]
-    """Many tokens: results of 72 queries at a time, shared out; a query's chunks are merged in order."""
-    tokens, dim, kv_heads, heads = state.num_tokens, args.dim, args.num_kv_heads, args.num_heads
-    group, stride = heads // kv_heads, 4 * (dim + LANES)
-    scores, sums, results = simd.stack(SCORE_BYTES), simd.stack(_SUM_BYTES), simd.stack(_RESULT_BYTES)
-    token, item = 0, 0
-    while token < tokens:
-        row, run, slot = _run_at(args, state, token)
-        for kv in range(kv_heads):
-            for start in range(0, run * group, _COLUMNS_PER_ITEM):
-                item += 1
-                if item % num_threads != thread:
-                    continue
-                stop = min(start + _COLUMNS_PER_ITEM, run * group)
-                for column in range(stop - start):
-                    clear(results + column * stride, dim)
-                left, right = slot + start // group, slot + (stop - 1) // group
-                num_first, num_skipped = chunks_seen(args, row, left)
-                for number in range(right // CHUNK + 1 - num_skipped):
-                    chunk = number if number < num_first else number + num_skipped
-                    for at in range(start, stop, BUNDLE):
-                        count, after = min(BUNDLE, stop - at), (kv, chunk)
-                        q = args.queries + 4 * dim * ((kv * tokens + token) * group + at)
-                        chunk_partials(kv_type, args, row, kv, chunk, slot, at, count, q, scores, sums, stride, after)
-                        for i in range(count):
-                            merge(results + (at - start + i) * stride, sums + i * stride, dim)
-                for column in range(start, stop):
-                    index = (token + column // group) * heads + kv * group + column % group
-                    divide(results + (column - start) * stride, dim, args.out + 4 * dim * index)
-        token += run
+@njit
+def _clear_all(results, count, dim):  # type: ignore[no-untyped-def]
+    for i in range(count):
+        clear(results + i * 4 * (dim + LANES), dim)
+
+
+@njit
+def _merge_all(results, sums, count, dim):  # type: ignore[no-untyped-def]
+    for i in range(0, count * 4 * (dim + LANES), 4 * (dim + LANES)):
+        merge(results + i, sums + i, dim)
+
+
+@njit
+def _divide_all(args, token, kv, left, right, results):  # type: ignore[no-untyped-def]
+    """Results → outputs of queries [left, right) of the run that begins at a token."""
+    dim, group = args.dim, args.num_heads // args.num_kv_heads
+    for column in range(left, right):
+        head = (token + column // group) * args.num_heads + kv * group + column % group
+        divide(results + (column - left) * 4 * (dim + LANES), dim, args.out + 4 * dim * head)
 
 
 def make_attend(kv_type: str) -> Callable[..., None]:
-    """Queries → partials of a few tokens, or the outputs of many."""
+    """Queries with the same keys go together: of a few tokens the partials, shared out by weight as parts of (chunk, kv
+    head); of many the outputs, 72 queries at a time, their chunks merged in order.
+    """
 
     def attend(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
-        if state.num_tokens <= SPLIT_TOKENS:
-            _share(kv_type, args, state, thread, num_threads)
-        else:
-            _walk(kv_type, args, state, thread, num_threads)
+        tokens, dim, group = state.num_tokens, args.dim, args.num_heads // args.num_kv_heads
+        is_few, partial_bytes = tokens <= SPLIT_TOKENS, 4 * (dim + LANES)
+        queries = args.queries + (thread * args.private_bytes if tokens == 1 else 0)
+        scores, sums, results = simd.stack(SCORE_BYTES), simd.stack(_SUM_BYTES), simd.stack(_RESULT_BYTES)
+        total, stride = _weight_of_step(args, state) if is_few else 0, partial_bytes
+        begin, stop, item, token = total * thread // num_threads, total * (thread + 1) // num_threads, 0, 0
+        while token < tokens:
+            row, run, slot = _run_at(args, state, token)
+            columns, num_chunks = run * group, _num_chunks(args, row, slot, slot + run - 1)
+            for part in range(num_chunks if is_few else -(-columns // _COLUMNS_PER_ITEM)):
+                for kv in range(args.num_kv_heads):
+                    if is_few:
+                        weight, first, end, first_slot = _weight(args, row, run, slot, part), part, part + 1, slot
+                        left, right = max(0, -((item - begin) // weight)), min(columns, -((item - stop) // weight))
+                        item += weight * columns
+                    else:
+                        left, right = part * _COLUMNS_PER_ITEM, min(columns, (part + 1) * _COLUMNS_PER_ITEM)
+                        right, item = right if item % num_threads == thread else left, item + 1
+                        first, (first_slot, end) = 0, _stretch(args, row, slot, left, right)
+                        _clear_all(results, right - left, dim)
+                    for number in range(first, end):
+                        chunk = _nth_chunk(args, row, first_slot, number)
+                        for at in range(left, right, BUNDLE):
+                            count, query = min(BUNDLE, right - at), (kv * tokens + token) * group + at
+                            q, out, after = queries + 4 * dim * query, sums, (kv, chunk)
+                            if is_few:
+                                stride = partial_bytes * args.num_chunks
+                                out = args.partials + stride * query + partial_bytes * chunk
+                                if at + count == columns and item < stop:
+                                    after = _after(args, kv, chunk, slot + run - 1)
+                            chunk_partials(
+                                kv_type, args, row, kv, chunk, slot, at, count, q, scores, out, stride, after
+                            )
+                            if not is_few:
+                                _merge_all(results + (at - left) * partial_bytes, sums, count, dim)
+                    if not is_few:
+                        _divide_all(args, token, kv, left, right, results)
+            token += run
 
     return attend
 

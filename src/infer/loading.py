@@ -8,7 +8,7 @@ import torch
 
 from infer import ops
 from infer.architecture import Architecture
-from infer.cache.memory import available_memory_bytes
+from infer.cache.memory import available_memory_bytes, give_back_freed
 from infer.cache.settings import CacheSettings
 from infer.checkpoint import Checkpoint, open_checkpoint
 from infer.checkpoint.stored import LazyWeights
@@ -88,6 +88,7 @@ def load_checked(
         kind = "auto" if chosen_dtype is None else str(chosen_dtype).removeprefix("torch.")
         settings = LoadSettings(kind, weights, precision, ops.num_threads(chosen_device))
         _check_memory(checkpoint, architecture, settings, cache, context)
+    give_back_freed()
     with ops.threads_for(chosen_device):
         model = load_transformer(
             architecture,
@@ -101,6 +102,7 @@ def load_checked(
             on_read=_PageRelease(checkpoint),
         )
     checkpoint.release_pages()
+    give_back_freed()
     return model
 
 

@@ -1,7 +1,8 @@
 """What a recorded step's buffers take on a CPU, by the rules of `kernels.cpu.commands`: no torch.
 
-A buffer is known by its role and its size, and layers share it, as in `kernels.cpu.recording`. Scratch of a thread is
-counted for the threads that run: what the others could have is never touched.
+A buffer is known by its role and its size, and layers share it, as in `kernels.cpu.recording`. Scratch is counted for
+the threads that run, logits for the lines that are asked for: what is there for others is never touched, and so is no
+memory yet.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,14 +22,25 @@ Buffers = dict[tuple[str, int], int]  # role and size → bytes
 
 
 def workspace_bytes(
-    architecture: Architecture, types: Mapping[str, str], num_tokens: int, precision: str, num_threads: int
+    architecture: Architecture,
+    types: Mapping[str, str],
+    num_tokens: int,
+    precision: str,
+    num_threads: int,
+    num_lines: int,
 ) -> int:
-    """For rows of up to `num_tokens`; `types` are those of the loaded matrices."""
-    return sum(step_buffers(architecture, types, num_tokens, precision, num_threads).values())
+    """For rows of up to `num_tokens`, a line of logits each; `types` are those of the loaded matrices."""
+    lines = min(num_lines, STEP_LINES)
+    return sum(step_buffers(architecture, types, num_tokens, precision, num_threads, lines).values())
 
 
 def step_buffers(
-    architecture: Architecture, types: Mapping[str, str], num_tokens: int, precision: str, num_threads: int
+    architecture: Architecture,
+    types: Mapping[str, str],
+    num_tokens: int,
+    precision: str,
+    num_threads: int,
+    num_lines: int = STEP_LINES,
 ) -> Buffers:
     step = _Step(_PLANES[precision], num_threads)
     hidden, vocab = architecture.hidden_size, architecture.vocab_size
@@ -37,7 +49,7 @@ def step_buffers(
         _add_layer(step, layer, hidden, num_tokens, types, f"model.layers.{index}.")
     head = types["model.embed_tokens.weight" if architecture.tied_embeddings else "lm_head.weight"]
     step.project([head], [vocab], hidden, tokens=STEP_LINES)
-    step.floats("logits", STEP_LINES, vocab)
+    step.floats("logits", num_lines, vocab)
     return step.buffers
 
 

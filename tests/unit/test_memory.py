@@ -154,6 +154,38 @@ def test_loading_never_takes_much_more_than_what_is_loaded(dtype: str) -> None:
     assert int(done.stdout) < 16_000_000
 
 
+FREE = """
+from pathlib import Path
+import torch
+from infer.cache.memory import give_back_freed
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+pieces = [torch.ones(15_000) for _ in range(2000)]
+pieces[:-1] = []  # the last one keeps what lies below it
+before = resident()
+give_back_freed()
+print(before - resident())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="hardware: a system that tells what is resident")
+def test_what_was_freed_is_given_back() -> None:
+    done = subprocess.run([sys.executable, "-c", FREE], capture_output=True, text=True, check=True)
+    assert int(done.stdout) > 100_000_000
+
+
+def test_each_row_of_a_batch_takes_a_line_of_logits_and_its_history() -> None:
+    checkpoint = open_checkpoint("smollm2")
+    architecture = make_architecture(checkpoint.config)
+    one, five = (
+        estimate(architecture, checkpoint.tensors, LoadSettings(), CacheSettings(), num_tokens=512, num_rows=count)
+        for count in (1, 5)
+    )
+    assert five.workspace - one.workspace == 4 * (4 * 49_152 + 8 * 49_152 + 8 * 512)
+
+
 @pytest.mark.parametrize("dtype", ["auto", "float16", "float32"])
 def test_the_type_of_a_cache_is_the_loaders(dtype: str) -> None:
     chosen = None if dtype == "auto" else getattr(torch, dtype)

@@ -7,6 +7,7 @@
 Prefill, decode and verify are one thing: a number of tokens per row.
 """
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self, final
@@ -16,6 +17,8 @@ import numpy.typing as npt
 import torch
 from jaxtyping import Int
 from torch import Tensor
+
+TokenIds = ctypes.Array[ctypes.c_int64]
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ class Masks:
     words: Int[Tensor, "lines words"]
     is_ready: npt.NDArray[np.int64]  # one number: 1 when all are filled
     wait: Callable[[], object]  # returns when they are
-    follow: Callable[[Sequence[int], bool], bool]
-    """Behind each step of a chain, with its tokens and whether it is the last: fills the lines for the next one, or
-    has them filled. False ends the chain."""
+    follow: Callable[[TokenIds, int, bool], bool]
+    """Behind each step of a chain: the array in which its tokens stand, row after row, from the given index on, and
+    whether it is the last. Fills the lines for the next one, or has them filled. False ends the chain. Nothing is warm
+    behind a step: the less it touches, the sooner it returns."""

@@ -9,7 +9,7 @@ from typing import final
 import numpy as np
 import torch
 
-from infer.batch import Masks, Part
+from infer.batch import Masks, Part, TokenIds
 from infer.running import Running
 from infer.sampling.rows import num_mask_words
 
@@ -39,6 +39,11 @@ class MaskFiller:
         filling.begin()
         return Masks(torch.from_numpy(filling.lines), filling.is_ready, filling.wait, filling.follow)
 
+    def learn(self, num_lines: int, seconds: float) -> bool:
+        """What filling so many took; whether it is quick enough to do at once."""
+        self._seconds_per_line = seconds / num_lines
+        return self._fills_at_once and seconds < HAND_OVER_SECONDS
+
     def run(self, fill: Callable[[], None], num_lines: int) -> Future[None] | None:
         """None where it is done; else the other thread's promise."""
         if self._fills_at_once and self._seconds_per_line * num_lines < HAND_OVER_SECONDS:
@@ -55,7 +60,7 @@ class MaskFiller:
     def _measure(self, fill: Callable[[], None], num_lines: int) -> None:
         started = time.thread_time()
         fill()
-        self._seconds_per_line = (time.thread_time() - started) / num_lines
+        self.learn(num_lines, time.thread_time() - started)
 
 
 @final
@@ -68,24 +73,37 @@ class _Filling:
         ends = np.cumsum([part.num_lines for part in parts]).tolist()
         self.lines = np.full((ends[-1], num_words), -1, np.int32)
         self.is_ready = np.zeros(1, np.int64)
-        self._filler, self._wanted = filler, wanted
+        self._filler = filler
+        self._rows = [(index, running, self.lines[ends[index] - 1]) for index, running in wanted]  # of a chain
         self._jobs = [
             (running, self.lines[ends[index] - parts[index].num_lines : ends[index]], parts[index].drafts)
             for index, running in wanted
         ]
         self._promise: Future[None] | None = None
+        self._is_quick = True  # whether the last mask was filled at once, and the next one may be
 
     def begin(self) -> None:
         self.is_ready[0] = 0
         self._promise = self._filler.run(self._fill, len(self.lines))
+        self._is_quick = self._promise is None
 
     def wait(self) -> None:
         if self._promise is not None:
             self._promise.result()
 
-    def follow(self, token_ids: Sequence[int], is_last: bool) -> bool:
+    def follow(self, token_ids: TokenIds, start: int, is_last: bool) -> bool:
+        if not self._is_quick:
+            return self._follow_apart(token_ids, start, is_last)
+        started = time.perf_counter()
+        for index, running, line in self._rows:
+            if not running.follow(token_ids[start + index], None if is_last else line):
+                return False
+        self._is_quick = self._filler.learn(len(self.lines), time.perf_counter() - started)
+        return True
+
+    def _follow_apart(self, token_ids: TokenIds, start: int, is_last: bool) -> bool:
         self.wait()  # it is done: this raises what it raised
-        goes_on = all(running.follow(token_ids[index]) for index, running in self._wanted)
+        goes_on = all(running.follow(token_ids[start + index], None) for index, running, _ in self._rows)
         if goes_on and not is_last:
             self.begin()
         return goes_on

@@ -135,15 +135,17 @@ class Running:
             self._grammar_error = str(error)
         self.constraint.rollback(num_accepted)
 
-    def follow(self, token_id: int) -> bool:
-        """Move the grammar past a token of a chain that is yet to be accepted. Whether it leaves a choice behind it."""
+    def follow(self, token_id: int, mask: Mask | None) -> bool:
+        """Move the grammar past a token of a chain that is yet to be accepted, and on to the mask behind it, where one
+        is given. Whether it leaves a choice there."""
         assert self.constraint is not None
         try:
-            self.constraint.accept([token_id])
-            self._followed.append(self.constraint.done)
-            return not self._followed[-1] and not self.constraint.forced()
+            has_choice = self.constraint.follow(token_id, mask)
+            self._followed.append(not has_choice and self.constraint.done)
         except ConstraintError:  # which it raises again when the token is accepted
             return False
+        self.stats.masks_filled += has_choice and mask is not None
+        return has_choice
 
     # After it
 

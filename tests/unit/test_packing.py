@@ -1,5 +1,7 @@
 """What packing keeps: every value to the bit, and the memory that the file's own blocks take."""
 
+import gc
+
 import gguf
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from infer import ops
 from infer.architecture import Rope
 from infer.block_types import BLOCK_TYPES
-from infer.kernels.cpu.layouts import LAYOUTS, PackedWeight
+from infer.kernels.cpu.layouts import LAYOUTS, PackedWeight, Pieces
 from infer.kernels.cpu.threads import set_num_threads
 from infer.kernels.reference import dense
 from infer.model.rope import make_rope_table
@@ -183,6 +185,29 @@ def test_conversion_by_rows_is_conversion_of_the_whole(
         (only,) = ops.prepare(Projection((converted,)), CPU).parts
         assert torch.equal(ops.embed(only, torch.arange(107), 1.0), dense(whole).float())
     assert asked == ([32, 32, 32, 11] if modules == "cpu" else [107])
+
+
+def test_small_weights_lie_side_by_side_from_a_huge_page_on() -> None:
+    pieces = Pieces()
+    weights = [pieces.take(300_001) for _ in range(5)]
+    starts = [weight.data_ptr() for weight in weights]
+    assert starts[0] % 2**21 == 0
+    assert np.diff(starts).tolist() == [300_032] * 4  # whole cache lines
+    large = pieces.take(100_000_000)
+    assert large.data_ptr() % 2**21 == 0
+    assert not any(weight.count_nonzero() for weight in (*weights, large))
+
+
+def test_memory_goes_when_the_last_weight_in_it_does() -> None:
+    pieces = Pieces()
+    first, second = pieces.take(1000), pieces.take(1000)
+    del first
+    gc.collect()
+    assert pieces._newest() is not None
+    del second
+    gc.collect()
+    assert pieces._newest() is None
+    assert pieces.take(10).data_ptr() % 2**21 == 0
 
 
 def test_rows_beyond_the_last_are_padding_of_zeros() -> None:

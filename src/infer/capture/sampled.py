@@ -8,7 +8,6 @@ Verifier   forward, await_mask, then for each entry          walked once: a row'
 
 import ctypes
 from collections.abc import Callable, Generator, Sequence
-from functools import partial
 from itertools import accumulate
 from typing import Any, final
 
@@ -67,7 +66,7 @@ class Chain:
         self._ended[:] = 0
         self._walk.arguments["repeats"] = count
         _bind_masks(arguments, masks)
-        follower = None if masks is None else Follower(partial(_follow, masks, generated), arguments)
+        follower = None if masks is None else Follower(_follow(masks, generated), arguments)
         arguments["follow"] = 0 if follower is None else follower.address
         team().run(self._walk, state, num_threads)
         if follower is not None:
@@ -75,8 +74,15 @@ class Chain:
         return torch.from_numpy(generated[: int(arguments["num_generated"][0])])
 
 
-def _follow(masks: Masks, generated: npt.NDArray[np.int64], num_generated: int) -> bool:
-    return masks.follow(generated[num_generated - 1].tolist(), num_generated == len(generated))
+def _follow(masks: Masks, generated: npt.NDArray[np.int64]) -> Callable[[int], bool]:
+    count, num_rows = generated.shape
+    # An array of `ctypes`, whose code is warm from the call: numpy's index takes ten times as long here.
+    token_ids, follow = (ctypes.c_int64 * (count * num_rows)).from_buffer(generated), masks.follow
+
+    def follow_step(num_generated: int) -> bool:
+        return follow(token_ids, num_rows * (num_generated - 1), num_generated == count)
+
+    return follow_step
 
 
 def _bind_masks(arguments: State, masks: Masks | None) -> None:

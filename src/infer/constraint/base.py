@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from infer.errors import ConstraintError
 from infer.params import SamplingParams
 
 Mask = npt.NDArray[np.int32]
@@ -59,6 +60,22 @@ class Constraint(ABC):
     @abstractmethod
     def done(self) -> bool:
         """Whether the text is complete and nothing but an end id may follow."""
+
+    def follow(self, token_id: int, mask: Mask | None) -> bool:
+        """Accept a token, and fill `mask`, where one is given, with what may follow; False, and none filled, where
+        there is no choice to make: it is done, something is forced, or `fill` would raise.
+
+        What the others say one by one. Between two steps of a chain Python is cold, and each call costs.
+        """
+        self.accept([token_id])
+        if self.done or self.forced():
+            return False
+        try:
+            if mask is not None:
+                self.fill(mask)
+        except ConstraintError:  # which it raises again when it is asked for the mask
+            return False
+        return True
 
 
 def grammar_of(params: SamplingParams) -> Grammar | None:

@@ -6,7 +6,7 @@ The package is loaded when the first grammar is compiled.
 import importlib
 import json
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import numpy as np
 
@@ -61,38 +61,50 @@ class _LlguidanceMatcher(Matcher):
     def __init__(self, matcher: Any, vocabulary: Vocabulary, num_ids: int) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
-        words = np.zeros(-(-num_ids // 32), dtype=np.int32)
-        self._words = words[: -(-vocabulary.vocab_size // 32)]
-        self._where = words.ctypes.data, words.nbytes
+        self._num_ids = len(vocabulary.token_bytes)
+        self._own = np.zeros(-(-num_ids // 32), dtype=np.int32)
+        self._rest = vocabulary.vocab_size % 32
+        self._mask: Mask | None = None  # whose address is known
+        self._where = 0, 0
 
     def fill(self, mask: Mask) -> None:
+        """Straight into the caller's memory where it is large enough."""
+        if mask is not self._mask:
+            self._mask = mask
+            found = mask if len(mask) >= len(self._own) else self._own
+            self._where = found.ctypes.data, self._own.nbytes
         self._matcher.unsafe_compute_mask_ptr(*self._where)
-        self._check()
-        num_words = len(self._words)
-        mask[:num_words] = self._words
-        if num_words < len(mask):
-            mask[num_words:] = 0
-        rest = self._vocabulary.vocab_size % 32
-        if rest:  # an end id of our own making lies behind the vocabulary
-            mask.view(np.uint32)[self._vocabulary.vocab_size // 32] &= (1 << rest) - 1
+        if self._matcher.is_error():
+            self._fail()
+        num_words, num_own = len(mask), len(self._own)
+        if num_words > num_own:
+            mask[num_own:] = 0
+        elif num_words < num_own:
+            mask[:] = self._own[:num_words]
+        if self._rest:  # an end id of our own making lies behind the vocabulary
+            mask.view(np.uint32)[self._vocabulary.vocab_size // 32] &= (1 << self._rest) - 1
 
     def accept(self, token_id: int) -> bool:
-        if not 0 <= token_id < len(self._vocabulary.token_bytes):
+        if not 0 <= token_id < self._num_ids:
             return False
-        is_accepted = bool(self._matcher.try_consume_tokens([token_id]) == 1)
-        self._check()
-        return is_accepted
-
-    def _check(self) -> None:
+        if self._matcher.try_consume_tokens([token_id]) == 1:
+            return True
         if self._matcher.is_error():
-            raise ConstraintError(f"the grammar cannot be followed further: {first_line(self._matcher.get_error())}")
+            self._fail()
+        return False
+
+    def _fail(self) -> NoReturn:
+        raise ConstraintError(f"the grammar cannot be followed further: {first_line(self._matcher.get_error())}")
 
     def rollback(self, num_tokens: int) -> None:
         self._matcher.rollback(num_tokens)
-        self._check()
+        if self._matcher.is_error():
+            self._fail()
 
     def forced(self) -> Sequence[int]:
         ids: list[int] = self._matcher.compute_ff_tokens()
+        if not ids:
+            return ids
         ends = [i for i, token_id in enumerate(ids) if token_id in self._vocabulary.end_ids]
         return ids[: ends[0]] if ends else ids
 

@@ -7,6 +7,7 @@ from typing import final
 
 from infer.constraint.base import Constraint, Mask
 from infer.constraint.vocabulary import Vocabulary
+from infer.errors import ConstraintError
 
 MAX_FORCED = 64  # tokens in one plan; what follows them is planned when they are written
 
@@ -88,6 +89,17 @@ class StepwiseConstraint(Constraint):
     def done(self) -> bool:
         with self._lock:
             return self._has_ended or self._is_stopped
+
+    def follow(self, token_id: int, mask: Mask | None) -> bool:
+        with self._lock:
+            if not self._accept(token_id) or self._plans[-1] or self._is_stopped or self._has_ended:
+                return False
+            if mask is not None:
+                try:
+                    self._matcher.fill(mask)
+                except ConstraintError:
+                    return False
+            return True
 
     def _accept(self, token_id: int) -> bool:
         plan = self._plans[-1]

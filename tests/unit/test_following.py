@@ -1,0 +1,92 @@
+"""`follow` against the methods that it stands for."""
+
+import random
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from byte_tokenizer import write_byte_tokenizer
+from constraint_walks import allowed_ids
+from infer.constraint import Compiler, Constraint, Grammar, make_compiler
+from infer.errors import ConstraintError
+from infer.tokenizer import Tokenizer
+
+VOCABS = (300, 330, 700)  # beside a tokenizer of fewer ids: one word, another, many of masks that allow nothing
+PATTERN = "(?:[ab]{2,5} bar abc ){2}x?|[xy]+"
+
+
+@pytest.fixture(scope="module", params=["llguidance", "xgrammar"])
+def compilers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Compiler]:
+    if find_spec(request.param) is None:
+        pytest.skip(f"{request.param} is not installed: make unit")
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    write_byte_tokenizer(folder, merges=[("a", "b"), ("b", "a"), ("ba", "r"), ("x", "y")])
+    tokenizer = Tokenizer.from_folder(folder)
+    return [make_compiler(tokenizer, vocab_size, backend=request.param) for vocab_size in VOCABS]
+
+
+def place(constraint: Constraint, vocab_size: int) -> tuple[list[int], list[int], bool]:
+    return allowed_ids(constraint, vocab_size), constraint.forced(), constraint.done
+
+
+def test_follow_is_accept_done_forced_and_fill(compilers: list[Compiler]) -> None:
+    seen = {True: 0, False: 0}
+    for compiler, vocab_size in zip(compilers, VOCABS, strict=True):
+        lines = np.zeros((2, -(-vocab_size // 32)), np.int32)
+        for seed in range(20):
+            rng = random.Random(seed)
+            following, stepping = (compiler.compile(Grammar("regex", PATTERN)) for _ in range(2))
+            while not stepping.done:
+                ids = allowed_ids(stepping, vocab_size)
+                token_id = rng.choice(ids)
+                assert stepping.accept([token_id]) == 1
+                line = lines[rng.randrange(2)]
+                line[:] = 0x5A5A5A5A
+                before, asked = line.copy(), rng.random() < 0.8
+                has_choice = following.follow(token_id, line if asked else None)
+                assert has_choice == (not stepping.done and not stepping.forced())
+                assert place(following, vocab_size) == place(stepping, vocab_size)
+                expected = before.copy()
+                if asked and has_choice:
+                    stepping.fill(expected)
+                assert (line == expected).all()
+                seen[has_choice] += 1
+    assert min(seen.values()) > 20
+
+
+def test_a_token_that_is_not_allowed_is_not_followed(compilers: list[Compiler]) -> None:
+    constraint = compilers[0].compile(Grammar("regex", PATTERN))
+    mask, before = np.zeros(-(-VOCABS[0] // 32), np.int32), place(constraint, VOCABS[0])
+    for token_id in (ord("q"), VOCABS[0] - 1, 10**6):
+        assert not constraint.follow(token_id, mask)
+    assert not mask.any()
+    assert place(constraint, VOCABS[0]) == before
+
+
+def test_a_mask_that_cannot_be_filled_ends_what_is_followed_and_is_told_when_it_is_asked_for() -> None:
+    class Broken(Constraint):
+        num_accepted = 0
+
+        def fill(self, mask: np.ndarray) -> None:
+            raise ConstraintError("too complex")
+
+        def accept(self, token_ids: list[int]) -> int:  # type: ignore[override]
+            self.num_accepted += len(token_ids)
+            return len(token_ids)
+
+        def rollback(self, num_tokens: int) -> None:
+            raise NotImplementedError
+
+        def forced(self) -> list[int]:
+            return []
+
+        @property
+        def done(self) -> bool:
+            return False
+
+    constraint, mask = Broken(), np.zeros(4, np.int32)
+    assert constraint.follow(1, None)
+    assert not constraint.follow(1, mask)
+    assert constraint.num_accepted == 2

@@ -94,7 +94,7 @@ class _Step:
     ) -> None:  # fmt: skip
         """`made_by` is the buffer that x is, if what writes it can quantise it on the way."""
         if made_by is not None and inputs % _BLOCK == 0 and not BLOCK_TYPES[types[0]].is_float:
-            self.add(f"quantized {made_by}", tokens * self._token_bytes(types[0], inputs))
+            self.add(f"quantized {made_by}", (tokens + 1) * self._token_bytes(types[0], inputs))
         else:
             self.activations(types, inputs, tokens)
         for type_, count in _merged(types, rows):
@@ -102,7 +102,7 @@ class _Step:
 
     def activations(self, types: Sequence[str], inputs: int, tokens: int = STEP_TOKENS) -> None:
         for size in {self._token_bytes(type_, inputs) for type_ in types}:
-            self.add("activations", max(tokens, _LEAST_COPIES) * size)
+            self.add("activations", (max(tokens, _LEAST_COPIES) + 1) * size)
 
     def unpacked(self, type_: str, rows: int, inputs: int, *, is_pair: bool = False) -> None:
         """Of a core's matrix unit; without one it is not there, and it is small."""

@@ -1,7 +1,7 @@
 """Shapes and types checked at every call of `infer`: the import hook that conftest installs before anything else.
 
-jaxtyping binds the axes of a call's arrays, which takes many times as long as a call. What has no array in its
-signature has no axes either: beartype alone checks it.
+jaxtyping's own wrapper binds and checks the arguments of every function twice, ten times the work. Here beartype checks
+a function once, within a scope for the names of axes if an array stands in its signature.
 """
 
 from collections.abc import Callable
@@ -18,12 +18,8 @@ from jaxtyping import AbstractArray, TypeCheckError, install_import_hook, jaxtyp
 
 SOURCE = Path(__file__).parents[1] / "src" / "infer"
 
-# jaxtyping decorates methods one by one, where beartype cannot know the class that Self stands for.
+# Methods are decorated one by one, where beartype cannot know the class that Self stands for.
 _configuration = BeartypeConf(hint_overrides=FrozenDict({Self: Any}), violation_type=TypeCheckError)
-
-
-def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    return beartype(conf=_configuration)(function)
 
 
 def checked_modules() -> list[str]:
@@ -36,29 +32,27 @@ def checked_modules() -> list[str]:
 
 
 def install() -> None:
-    jaxtyping.jaxtyped = _jaxtyped  # the name that the hook writes into each module
+    jaxtyping.jaxtyped = lambda *, typechecker: checked  # what the hook writes before all that a module defines
     install_import_hook(checked_modules(), "shapes.checked")
 
 
-def _jaxtyped(*, typechecker: Any) -> Callable[[Any], Any]:
-    def decorate(thing: Any) -> Any:
-        if isinstance(thing, FunctionType):
-            return _with_axes(thing) if _has_arrays(thing) else checked(thing)
-        if is_dataclass(thing) and isinstance(thing.__init__, FunctionType):
-            thing.__init__ = decorate(thing.__init__)
-        return thing
+def checked(thing: Any) -> Any:
+    """A function whose arguments and result are checked, or a dataclass whose fields are when it is made."""
+    if isinstance(thing, FunctionType):
+        checking = beartype(conf=_configuration)(thing)
+        return _within_a_scope(checking) if _has_arrays(thing) else checking
+    if is_dataclass(thing) and isinstance(thing.__init__, FunctionType):
+        thing.__init__ = checked(thing.__init__)
+    return thing
 
-    return decorate
 
-
-def _with_axes(function: FunctionType) -> Callable[..., Any]:
-    """Axes of one name are as long as one another in a call's arguments and what it returns."""
-    checking = checked(function)
+def _within_a_scope(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Axes of one name are of one length in all that a call takes and returns."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         with jaxtyped("context"):
-            return checking(*args, **kwargs)
+            return function(*args, **kwargs)
 
     return call
 

@@ -177,9 +177,9 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
 def _context(max_seq_len: int | None, architecture: Architecture, cache: CacheSettings) -> int:
     if max_seq_len is None:
         return min(architecture.max_positions, DEFAULT_MAX_SEQ_LEN)
-    if max_seq_len < 2 or (max_seq_len > architecture.most_positions and not cache.goes_on):
+    if max_seq_len < 2:
         raise InvalidRequestError(
-            f"max_seq_len must be from 2 to the model's own {architecture.most_positions}, got {max_seq_len}: "
-            "eviction_policy sliding goes on beyond"
+            f"max_seq_len must be from 2 to the model's own {architecture.most_positions}, got {max_seq_len}"
         )
+    cache.check_length(max_seq_len, architecture.most_positions)
     return max_seq_len

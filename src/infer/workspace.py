@@ -29,7 +29,9 @@ def workspace_bytes(
     num_threads: int,
     num_lines: int,
 ) -> int:
-    """For rows of up to `num_tokens`, a line of logits each; `types` are those of the loaded matrices."""
+    """For rows of up to `num_tokens`, a line of logits each; `types` are those of the loaded matrices. Beyond the
+    context they slide.
+    """
     lines = min(num_lines, STEP_LINES)
     return sum(step_buffers(architecture, types, num_tokens, precision, num_threads, lines).values())
 
@@ -46,20 +48,23 @@ def step_buffers(
     hidden, vocab = architecture.hidden_size, architecture.vocab_size
     step.floats("x", STEP_TOKENS, hidden)
     for index, layer in enumerate(architecture.layers):
-        _add_layer(step, layer, hidden, num_tokens, types, f"model.layers.{index}.")
+        is_beyond = num_tokens > architecture.most_positions and layer.window is None and layer.rope is not None
+        _add_layer(step, layer, hidden, num_tokens, types, f"model.layers.{index}.", 2 if is_beyond else 1)
     head = types["model.embed_tokens.weight" if architecture.tied_embeddings else "lm_head.weight"]
     step.project([head], [vocab], hidden, tokens=STEP_LINES)
     step.floats("logits", num_lines, vocab)
     return step.buffers
 
 
-def _add_layer(step: "_Step", layer: Layer, hidden: int, num_tokens: int, types: Mapping[str, str], at: str) -> None:
+def _add_layer(
+    step: "_Step", layer: Layer, hidden: int, num_tokens: int, types: Mapping[str, str], at: str, query_sets: int
+) -> None:
     wide, narrow, inner = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim, layer.intermediate_size
     qkv = [types[f"{at}self_attn.{which}_proj.weight"] for which in "qkv"]
     step.floats("projected", STEP_TOKENS, wide + 2 * narrow)
     step.project(qkv, [wide, narrow, narrow], hidden)
     step.floats("attended", STEP_TOKENS, wide)
-    step.floats("queries", STEP_TOKENS, wide)
+    step.floats("queries", query_sets * STEP_TOKENS, wide)
     chunks = -(-num_tokens // _CHUNK)
     step.floats("partials", _SPLIT_TOKENS * layer.num_heads * chunks, layer.head_dim + _LANES)
     step.project([types[at + "self_attn.o_proj.weight"]], [hidden], wide, made_by="attended")

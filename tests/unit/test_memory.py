@@ -94,7 +94,8 @@ def test_quantised_weights_take_what_was_said(dtype: str) -> None:
 def test_a_recorded_step_takes_what_was_said(name: str, weights: str, capacity: int, tmp_path: Path) -> None:
     set_num_threads(3)
     checkpoint, model = load_tiny(name, weights, tmp_path)
-    cache = make_cache(model, capacity)
+    is_beyond = capacity > model.architecture.most_positions
+    cache = make_cache(model, capacity, settings=CacheSettings(eviction_policy="sliding" if is_beyond else "none"))
     captured = CapturedForward(lambda step: model.forward(step, cache), PREFILL_CHUNK, MAX_LINES)
     assert (STEP_TOKENS, STEP_LINES) == (PREFILL_CHUNK, MAX_LINES)
     held: dict[str, int] = {}
@@ -281,7 +282,7 @@ def test_the_command_says_whether_it_fits(monkeypatch: pytest.MonkeyPatch, capsy
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--max-seq-len", "8193"], "max_seq_len must be at most the model's own 8192, got 8193"),
+        (["--max-seq-len", "8193"], "max_seq_len must be from 2 to the model's own 8192, got 8193"),
         (["--dtype", "float32", "--weights", "q8"], "dtype and weights contradict each other"),
         (["--eviction-policy", "sliding", "--eviction-window", "4"], "eviction_window must be larger than"),
     ],

@@ -73,6 +73,11 @@ def make_rotate(kv_type: str) -> Callable[..., None]:
                 to = queries + 4 * dim * ((head // group * tokens + token) * group + head % group)
                 rotate_head(x + 4 * dim * head, weight, factor, cos, sin, args.half, dim, args.scale, to)
                 mix(to, dim)
+                if args.far_bytes != 0:
+                    far, also = 4 * args.half * min(0, args.furthest - position), to + args.far_bytes
+                    where = x + 4 * dim * head
+                    rotate_head(where, weight, factor, cos + far, sin + far, args.half, dim, args.scale, also)
+                    mix(also, dim)
             for head in range(kv_heads):
                 k = x + 4 * dim * (args.num_heads + head)
                 weight, factor = norm_of_head(args, 1, k, head, of_all_k)

@@ -89,13 +89,14 @@ def _up(slots):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def chunk_scores(kv_type, columns, args, row, kv, chunk, parts, q, out):  # type: ignore[no-untyped-def]
-    """Scores of a chunk's parts, as [column, 256]."""
+    """Scores of a chunk's parts, as [column, 256]. Where sinks have queries of their own they are a part by itself."""
     start, (gap, first, end) = chunk * CHUNK, parts
     at = 0 if gap > 0 else first
     while at < end:
         run = _end_of_run(args, row, start + at, start + (gap if at < gap else end)) - start
         keys, _ = block_at(kv_type, args, row, kv, start + at)
-        block_scores(kv_type, columns, q, args.dim, keys, (run - at) // LANES, out + 4 * at)
+        query = q + args.far_bytes if at < gap else q
+        block_scores(kv_type, columns, query, args.dim, keys, (run - at) // LANES, out + 4 * at)
         at = first if run == gap else run
 
 

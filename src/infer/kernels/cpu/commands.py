@@ -110,13 +110,14 @@ def attend(run: Run, qkv: Tensor, heads: Heads, layer: LayerCache) -> Tensor:
     dim, features = heads.head_dim, heads.num_heads * heads.head_dim
     _check_rows(qkv)
     out = run.tensor("attended", run.capacity, features)
-    queries = run.tensor("queries", max(run.capacity, run.max_threads), features)
+    copies, has_far = max(run.capacity, run.max_threads), layer.pages.furthest is not None and heads.rope is not None
+    queries = run.tensor("queries", copies * (2 if has_far else 1), features)
     chunks = -(-layer.pages.table.shape[1] * layer.pages.page_tokens // CHUNK)
     split = min(run.capacity, SPLIT_TOKENS)
     partials = run.tensor("partials", split, heads.num_heads, chunks, dim + LANES)
     arguments["qkv"], arguments["out"], arguments["queries"] = qkv.data_ptr(), out.data_ptr(), queries.data_ptr()
     arguments["private_bytes"], arguments["partials"] = 4 * features, partials.data_ptr()
-    arguments["num_chunks"] = chunks
+    arguments["num_chunks"], arguments["far_bytes"] = chunks, 4 * copies * features if has_far else 0
     keeps = (qkv, heads, layer, out, queries, partials)
     rotate = compiled_address(".attention:make_rotate", ATTEND, layer.kv_type)
     walk = compiled_address(".attention:make_attend", ATTEND, layer.kv_type)
@@ -156,6 +157,7 @@ def _attend_arguments(heads: Heads, layer: LayerCache) -> Arguments:
     arguments["keys"], arguments["values"] = keys.data_ptr(), values.data_ptr()
     arguments["key_stride"], arguments["value_stride"] = keys.stride(0), values.stride(0)
     pages = layer.pages
+    arguments["furthest"] = -1 if pages.furthest is None else pages.furthest
     arguments["table_stride"], arguments["page_bits"] = pages.table.shape[1], pages.page_tokens.bit_length() - 1
     for name, values in (
         ("table", pages.table),

@@ -88,7 +88,9 @@ ATTEND = np.dtype(
         ("shifts", np.int64),  # int64 [rows] each
         ("sinks", np.int64),
         ("windows", np.int64),
+        ("furthest", np.int64),  # sinks are seen as from there by those behind it, or −1
         ("queries", np.int64),  # f32, as above
+        ("far_bytes", np.int64),  # further on lie those that are for the sinks; 0: they are the same
         ("private_bytes", np.int64),  # a single token's queries lie at queries + thread × this
         ("partials", np.int64),  # f32 [SPLIT_TOKENS, heads, num_chunks, dim + 16]
         ("num_chunks", np.int64),

@@ -29,7 +29,7 @@ from infer.quants import dequantize
 from infer.sampling import sampler
 from infer.sampling.history import History
 from infer.sampling.rows import Rows
-from infer.weights import Heads, Norm, Projection, RopeTable, StoredWeight, Weight
+from infer.weights import ConvertedWeight, Heads, Norm, OnRead, Projection, RopeTable, StoredWeight, Weight
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -41,12 +41,20 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
-def prepare(projection: Projection, device: torch.device, precision: str = "exact") -> Projection:
+def prepare(
+    projection: Projection,
+    device: torch.device,
+    precision: str = "exact",
+    on_read: OnRead = lambda num_bytes: None,
+) -> Projection:
     """Activations are floats here, whatever the precision."""
 
     def move(weight: Weight) -> StoredWeight:
-        assert isinstance(weight, StoredWeight)
-        return StoredWeight(weight.type, weight.shape, weight.data.to(device))
+        assert isinstance(weight, StoredWeight | ConvertedWeight)
+        whole = weight.rows(0, weight.out_features)
+        moved = StoredWeight(whole.type, whole.shape, whole.data.to(device))
+        on_read(weight.num_bytes)
+        return moved
 
     bias = None if projection.bias is None else projection.bias.to(device)
     return Projection(tuple(map(move, projection.parts)), bias)

@@ -161,12 +161,12 @@ def never_roll_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CachedContext, "commit", commit_all)
 
 
-def draw_the_noise_of_the_first_entry(patch: pytest.MonkeyPatch) -> None:
+def draw_the_noise_of_the_next_entry(patch: pytest.MonkeyPatch) -> None:
     make = Verifier.__init__
 
     def make_wrong(self: Verifier, *arguments: Any) -> None:
         make(self, *arguments)
-        self._arguments["position_offset"] = [-entry for entry in range(self.num_entries)]
+        self._arguments["position_offset"] = 1
 
     patch.setattr(Verifier, "__init__", make_wrong)
 
@@ -225,7 +225,7 @@ def remember_nothing_forced(patch: pytest.MonkeyPatch) -> None:
 
 FAULTS: list[Plant] = [
     never_roll_back,
-    draw_the_noise_of_the_first_entry,
+    draw_the_noise_of_the_next_entry,
     forget_accepted_drafts,
     leave_the_last_tenant_in_the_row,
     mask_with_the_line_before,

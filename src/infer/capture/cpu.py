@@ -41,7 +41,7 @@ class CapturedForward:
         self.table = self._recording.table
         self._walk = Walk(self.table)
         self._chain: Chain | None = None
-        self._verifiers: dict[int, Verifier] = {}
+        self._verifier: Verifier | None = None
 
     def run(self, step: Step, num_threads: int | None = None) -> Float[Tensor, "wanted vocab"]:
         """The wanted logits, in a buffer that the next run overwrites if they fit one piece."""
@@ -76,7 +76,7 @@ class CapturedForward:
         self._fill(step)
         chain = self._chain
         if chain is None or chain.rows is not rows or chain.history is not history:
-            chain = self._chain = Chain(self._recording, self._logits, rows, history)
+            chain = self._chain = Chain(self._recording, self._walk, self._logits, rows, history)
         return chain.run(self._recording.state, count, stop_ids, masks, num_threads)
 
     def run_verified(
@@ -101,11 +101,9 @@ class CapturedForward:
                 f"got {len(step.tokens)} and {len(step.wanted)}"
             )
         self._fill(step)
-        num_entries = 1 + max(map(len, drafts))
-        verifier = self._verifiers.get(num_entries)
+        verifier = self._verifier
         if verifier is None or verifier.rows is not rows or verifier.history is not history:
-            verifier = Verifier(self._recording, self._logits, rows, history, num_entries)
-            self._verifiers[num_entries] = verifier
+            verifier = self._verifier = Verifier(self._walk, self._logits, rows, history)
         return verifier.run(self._recording.state, positions, drafts, is_wanted, masks, num_threads)
 
     def profile(self, step: Step, num_threads: int | None = None) -> list[tuple[str, int]]:

@@ -2,8 +2,8 @@
 
 Chain      forward, await_mask, scan, narrow,                walked once per token, each the next one's input
            choose, advance
-Verifier   forward, await_mask, then for each entry          walked once: a row's entries are its line behind the
-           scan, narrow, choose, accept                      last known token and one behind each of its drafts
+Verifier   forward, await_mask; scan, narrow,                the rest walked once per entry: a row's entries are its
+           choose, accept                                    line behind the last known token and one behind each draft
 """
 
 import ctypes
@@ -37,7 +37,9 @@ _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 class Chain:
     """The table with the sampler's commands behind it, for rows of parameters. Walked once per token."""
 
-    def __init__(self, recording: Recording, logits: Tensor, rows: Rows, history: History | None) -> None:
+    def __init__(
+        self, recording: Recording, forward: Walk, logits: Tensor, rows: Rows, history: History | None
+    ) -> None:
         positions = recording.step.positions.data_ptr()
         self.rows, self.history = rows, history
         self._arguments, keeps = bind(logits, rows, history, None, positions, 1)
@@ -45,15 +47,14 @@ class Chain:
         self._arguments["ended"] = self._ended.ctypes.data
         advance = compiled_address(".sample_advance:make_advance", SAMPLE)
         await_mask = compiled_address(".sample_advance:make_await_mask", SAMPLE)
-        self.table = DispatchTable(
+        table = DispatchTable(
             [
-                *recording.table.commands,
                 Command(await_mask, self._arguments, BARRIER, "sample.await_mask"),
                 *sampling.commands(self._arguments, keeps),
                 Command(advance, self._arguments, BARRIER, "sample.advance"),
             ]
         )
-        self._walk = Walk(self.table)
+        self._walk = Walk(table, forward)
         self._walk.arguments["stop"] = self._arguments.ctypes.data + field_offset(SAMPLE, "stop")
 
     def run(
@@ -128,18 +129,14 @@ class Follower:
 class Verifier:
     """A step that samples some of its rows, and goes on sampling a row while its drafts turn out right."""
 
-    def __init__(
-        self, recording: Recording, logits: Tensor, rows: Rows, history: History | None, num_entries: int
-    ) -> None:
-        self.rows, self.history, self.num_entries = rows, history, num_entries
-        num_rows, num_drafts = len(rows), num_entries - 1
-        self._positions, self._drafts = np.zeros(num_rows, np.int64), np.zeros((num_rows, max(1, num_drafts)), np.int64)
+    def __init__(self, forward: Walk, logits: Tensor, rows: Rows, history: History | None) -> None:
+        self.rows, self.history = rows, history
+        num_rows, max_entries = len(rows), len(logits)
+        self._positions, self._drafts = np.zeros(num_rows, np.int64), np.zeros((num_rows, max_entries), np.int64)
         self._lines, self._alive, self._num_drafts, self._counts = np.zeros((4, num_rows), np.int64)
-        self._generated = np.zeros((num_entries, num_rows), np.int64)
-        one, keeps = bind(logits, rows, history, None, self._positions.ctypes.data, 0)
-        self._arguments = one.repeat(num_entries)
-        self._arguments["entry"] = range(num_entries)
-        self._arguments["draft_stride"] = self._drafts.shape[1]
+        self._generated = np.zeros((max_entries, num_rows), np.int64)
+        self._arguments, keeps = bind(logits, rows, history, None, self._positions.ctypes.data, 0)
+        self._arguments["draft_stride"] = max_entries
         for name, memory in (
             ("starts", self._lines),
             ("alive", self._alive),
@@ -151,13 +148,16 @@ class Verifier:
             self._arguments[name] = memory.ctypes.data
         accept = compiled_address(".sample_advance:make_accept", SAMPLE)
         await_mask = compiled_address(".sample_advance:make_await_mask", SAMPLE)
-        entries = []
-        for entry in range(num_entries):
-            own = self._arguments[entry : entry + 1]
-            entries += [*sampling.commands(own, keeps), Command(accept, own, BARRIER, "sample.accept")]
-        first = Command(await_mask, self._arguments[:1], BARRIER, "sample.await_mask")
-        self.table = DispatchTable([*recording.table.commands, first, *entries])
-        self._walk = Walk(self.table)
+        table = DispatchTable(
+            [
+                Command(await_mask, self._arguments, BARRIER, "sample.await_mask"),
+                *sampling.commands(self._arguments, keeps),
+                Command(accept, self._arguments, BARRIER, "sample.accept"),
+            ]
+        )
+        self._walk = Walk(table, forward)
+        self._walk.arguments["again"] = len(forward.rows) + 1
+        self._walk.arguments["stop"] = self._arguments.ctypes.data + field_offset(SAMPLE, "stop")
 
     def run(
         self,
@@ -177,6 +177,8 @@ class Verifier:
         for row, ids in enumerate(drafts):
             self._drafts[row, : len(ids)] = ids
         self._counts[:] = 0
+        self._arguments["entry"], self._arguments["stop"] = 0, 0
+        self._walk.arguments["repeats"] = 1 + max(num_drafts)
         _bind_masks(self._arguments, masks)
         team().run(self._walk, state, num_threads)
         return [self._generated[:count, row].tolist() for row, count in enumerate(self._counts.tolist())]

@@ -5,6 +5,7 @@ What a context runs is provisional: `commit` says how many of a part's tokens st
 
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import final
 
@@ -18,6 +19,7 @@ from infer.cache.base import KVCache
 from infer.cache.paged import PagedCache
 from infer.cache.settings import CacheSettings
 from infer.capture.cpu import CapturedForward
+from infer.draft import StepTimes
 from infer.errors import InvalidRequestError
 from infer.long_rows import LongRows
 from infer.model.transformer import Transformer
@@ -32,7 +34,10 @@ MAX_LINES = 64  # logits of one step: rows and their drafts
 
 
 class Context(ABC):
-    """Rows of tokens, each with its own length."""
+    """Rows of tokens, each with its own length. `step_times` are what the loop measured, by how many rows a step had."""
+
+    def __init__(self) -> None:
+        self.step_times = defaultdict[int, StepTimes](StepTimes)
 
     @property
     @abstractmethod
@@ -113,6 +118,7 @@ class CachedContext(Context):
         settings: CacheSettings | None = None,
         step_tokens: int | None = None,
     ) -> None:
+        super().__init__()
         self._model, self._step_tokens = model, step_tokens or PREFILL_CHUNK
         self._cache = make_cache(model, capacity, num_rows, settings=settings, step_tokens=self._step_tokens)
         self._token_ids: list[list[int]] = [[] for _ in range(num_rows)]
@@ -333,6 +339,7 @@ class RecomputedContext(Context):
     """Runs the whole row again for every step: slow, and the oracle for every cache. One row."""
 
     def __init__(self, model: Transformer, settings: CacheSettings | None = None) -> None:
+        super().__init__()
         self._model, self._settings, self._token_ids = model, settings, list[int]()
         self._provisional: Sequence[int] = ()
 

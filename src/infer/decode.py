@@ -75,16 +75,15 @@ class Batch:
         self._leave()
         if not self.active:
             return
-        started = self._now()
-        with ops.threads_for(self._device), torch.inference_mode():
-            parts = self._plan()
-            masks = self._filler.start(self.active, parts)
-            chains = self._try_chain(parts, masks)
-            rows, history = self._packed(), self._history
-            drawn, sampling_s = ([], 0.0) if chains else self._context.sample(parts, rows, history, masks)
-            if masks is not None:
-                masks.wait()
-        seconds = self._now() - started
+        started = time.perf_counter()
+        parts = self._plan()
+        masks = self._filler.start(self.active, parts)
+        chains = self._try_chain(parts, masks)
+        rows, history = self._packed(), self._history
+        drawn, sampling_s = ([], 0.0) if chains else self._context.sample(parts, rows, history, masks)
+        if masks is not None:
+            masks.wait()
+        seconds = time.perf_counter() - started
         self._learn(parts, len(chains[0]) if chains else 1, seconds)
         for index, running in enumerate(self.active):
             if chains:
@@ -98,10 +97,6 @@ class Batch:
 
     def close(self) -> None:
         self._filler.close()
-
-    def _now(self) -> float:
-        ops.synchronize(self._device)
-        return time.perf_counter()
 
     def _leave(self) -> None:
         staying = [running for running in self.active if not running.is_finished()]

@@ -108,8 +108,8 @@ class NgramDraft:
 
     def _append(self, token_id: int) -> tuple[int | None, ...]:
         """Note that each ending is followed now; where each was noted before, the shortest first."""
-        ids, end_by_ngram, before = self._ids, self._end_by_ngram, []
-        end = len(ids)
+        ids, end_by_ngram, end = self._ids, self._end_by_ngram, len(self._ids)
+        before = list[int | None]()
         for size in range(MIN_NGRAM, MAX_NGRAM + 1):
             if end < size:
                 before.append(None)

@@ -147,17 +147,17 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def never_roll_back(patch: pytest.MonkeyPatch) -> None:
-    commit, step = CachedContext.commit, CachedContext._step
+    commit, reserve = CachedContext.commit, CachedContext._reserve
     lengths: dict[int, int] = {}
 
     def see(self: CachedContext, parts: Sequence[Any], repeats: int = 1) -> Any:
         lengths.update({part.row: len(part.token_ids) * repeats for part in parts})
-        return step(self, parts, repeats)
+        return reserve(self, parts, repeats)
 
     def commit_all(self: CachedContext, row: int, count: int) -> None:
         commit(self, row, max(count, lengths[row]))
 
-    patch.setattr(CachedContext, "_step", see)
+    patch.setattr(CachedContext, "_reserve", see)
     patch.setattr(CachedContext, "commit", commit_all)
 
 

@@ -8,7 +8,6 @@ Verifier   forward, await_mask; scan, narrow,                the rest walked onc
 
 import ctypes
 from collections.abc import Callable, Generator, Sequence
-from itertools import accumulate
 from typing import Any, final
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from infer.batch import Masks
+from infer.batch import Masks, Part
 from infer.kernels.cpu import sampling
 from infer.kernels.cpu.compiled import compiled_address
 from infer.kernels.cpu.recording import Recording
@@ -132,16 +131,17 @@ class Verifier:
     def __init__(self, forward: Walk, logits: Tensor, rows: Rows, history: History | None) -> None:
         self.rows, self.history = rows, history
         num_rows, max_entries = len(rows), len(logits)
-        self._positions, self._drafts = np.zeros(num_rows, np.int64), np.zeros((num_rows, max_entries), np.int64)
-        self._lines, self._alive, self._num_drafts, self._counts = np.zeros((4, num_rows), np.int64)
+        self._drafts = np.zeros((num_rows, max_entries), np.int64)
+        self._columns = np.zeros((5, num_rows), np.int64)
+        positions, lines, alive, drafted, self._counts = self._columns
         self._generated = np.zeros((max_entries, num_rows), np.int64)
-        self._arguments, keeps = bind(logits, rows, history, None, self._positions.ctypes.data, 0)
+        self._arguments, keeps = bind(logits, rows, history, None, positions.ctypes.data, 0)
         self._arguments["draft_stride"] = max_entries
         for name, memory in (
-            ("starts", self._lines),
-            ("alive", self._alive),
+            ("starts", lines),
+            ("alive", alive),
             ("drafts", self._drafts),
-            ("num_drafts", self._num_drafts),
+            ("num_drafts", drafted),
             ("counts_sampled", self._counts),
             ("generated", self._generated),
         ):
@@ -162,23 +162,22 @@ class Verifier:
     def run(
         self,
         state: State,
-        positions: Sequence[int],
-        drafts: Sequence[Sequence[int]],
-        is_wanted: Sequence[bool],
+        parts: Sequence[Part],
+        starts: Sequence[int],
         masks: Masks | None,
         num_threads: int | None,
     ) -> list[list[int]]:
         """The tokens of each wanted row: those of its drafts that were right and the one behind them, which may be the
         code of a failed row."""
-        num_drafts = [len(row) for row in drafts]
-        lines = [count + 1 if wanted else 0 for count, wanted in zip(num_drafts, is_wanted, strict=True)]
-        self._positions[:], self._alive[:], self._num_drafts[:] = positions, is_wanted, num_drafts
-        self._lines[:] = list(accumulate(lines, initial=0))[:-1]
-        for row, ids in enumerate(drafts):
-            self._drafts[row, : len(ids)] = ids
-        self._counts[:] = 0
+        lines, columns = 0, list[tuple[int, int, int, int, int]]()
+        for row, (part, start) in enumerate(zip(parts, starts, strict=True)):
+            columns.append((start + len(part.token_ids) - part.num_drafts, lines, part.is_wanted, part.num_drafts, 0))
+            lines += part.num_lines
+            if part.num_drafts:
+                self._drafts[row, : part.num_drafts] = part.drafts
+        self._columns[:] = np.array(columns, np.int64).T
         self._arguments["entry"], self._arguments["stop"] = 0, 0
-        self._walk.arguments["repeats"] = 1 + max(num_drafts)
+        self._walk.arguments["repeats"] = 1 + max(part.num_drafts for part in parts)
         _bind_masks(self._arguments, masks)
         team().run(self._walk, state, num_threads)
         return [self._generated[:count, row].tolist() for row, count in enumerate(self._counts.tolist())]

@@ -170,15 +170,15 @@ _PRIOR_BY_MATCH = {2: 0.45, 3: 0.7, 4: 0.78, 6: 0.83, 10: 0.92, 18: 0.95}
 _RANGES = tuple(_PRIOR_BY_MATCH)
 _RANGE_BY_MATCH = tuple(max(0, bisect_right(_RANGES, match) - 1) for match in range(MAX_MATCH + 1))
 _PRIOR_WEIGHT = 4.0
-_COUNTED = 0.95  # what a guess still weighs after the next one behind as many equal tokens
+_COUNTED = 0.9  # what a guess still weighs after the next one behind as many equal tokens
 _COST_PER_TOKEN = 0.15  # of a step, until it is measured: a guess that is wrong soon corrects itself
 _RISING, _FALLING = 0.1, 0.4
 _PROBE_EVERY = 16  # proposals passed over while their time is all that speaks against them; doubles up to the most
 _MAX_PROBE_EVERY = 256
 _PLAIN_EVERY = 128  # steps, after which one without a draft is measured anew
-_SHARE_COUNTED = 0.9  # what a token still weighs in the share of guessed ones after the next one
+_SHARE_COUNTED = 0.87  # what a token still weighs in the share of guessed ones after the next one
 # The share of tokens that were guessed right, and how many plain ones may follow before the next look for a draft.
-_TOKENS_BETWEEN = ((0.35, 1), (0.15, 3), (0.05, 8), (0.02, 16), (0.0, 64))
+_TOKENS_BETWEEN = ((0.6, 1), (0.35, 2), (0.2, 4), (0.05, 8), (0.02, 16), (0.0, 64))
 
 
 @final

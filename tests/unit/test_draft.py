@@ -133,7 +133,7 @@ def test_the_next_look_for_a_draft_comes_sooner_where_guesses_are_right() -> Non
         policy.observe(0, False)
         waits.append(policy.tokens_between(times))
     assert waits == sorted(waits)
-    assert {3, 8, 16, 64} <= set(waits)
+    assert {4, 8, 16, 64} <= set(waits)
 
 
 def test_tokens_that_a_step_has_anyway_make_drafts_cheaper() -> None:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from infer.batch import Masks, Part, Step
@@ -69,8 +70,8 @@ class CapturedForward:
         stop_ids: Sequence[int] = (),
         masks: Masks | None = None,
         num_threads: int | None = None,
-    ) -> Int[Tensor, "steps rows"]:
-        """Up to `count` sampled steps without a return to Python, from parts of one token each, all wanted, at their
+    ) -> npt.NDArray[np.int64]:
+        """[steps, rows]: up to `count` sampled steps without a return to Python, from parts of one token each, all wanted, at their
         positions.
 
         Fewer if every row met one of stop_ids; the last may hold a negative code, where a row failed. `history` has

@@ -12,8 +12,6 @@ from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from infer.batch import Masks, Part
@@ -58,7 +56,8 @@ class Chain:
 
     def run(
         self, state: State, count: int, stop_ids: Sequence[int], masks: Masks | None, num_threads: int | None
-    ) -> Int[Tensor, "steps rows"]:
+    ) -> npt.NDArray[np.int64]:
+        """[steps, rows]: what each row sampled in each step."""
         generated, stops = np.zeros((count, len(self.rows)), np.int64), np.array(stop_ids, np.int64)
         arguments = self._arguments
         arguments["generated"], arguments["num_generated"], arguments["stop"] = generated.ctypes.data, 0, 0
@@ -71,7 +70,7 @@ class Chain:
         team().run(self._walk, state, num_threads)
         if follower is not None:
             follower.close()
-        return torch.from_numpy(generated[: int(arguments["num_generated"][0])])
+        return generated[: int(arguments["num_generated"][0])]
 
 
 def _follow(masks: Masks, generated: npt.NDArray[np.int64]) -> Callable[[int], bool]:

@@ -122,8 +122,21 @@ class Running:
         if is_wanted and self._draft is not None and self.generation.token_ids and not self.must_end_prompt:
             match, most = self._draft.match(), min(max_drafts, self.generation.room - 1)
             asked = min(self._policy.num_draft_tokens(self.step_times, match, num_known) if match else 0, most)
-            drafts = self._draft.propose(asked) if asked > 0 else ()
+            drafts = self._allowed(self._draft.propose(asked)) if asked > 0 else ()
         return Part(self.row, [*taken, *drafts], num_drafts=len(drafts), is_wanted=is_wanted)
+
+    def _allowed(self, drafts: Sequence[int]) -> Sequence[int]:
+        """As many as the grammar allows: a step need not run the others."""
+        if self.constraint is None:
+            return drafts
+        count = 0
+        try:
+            while count < len(drafts) and self.constraint.accept([drafts[count]]):
+                count += 1
+            self.constraint.rollback(count)
+        except ConstraintError:  # which it raises again when the masks are filled
+            return ()
+        return drafts[:count]
 
     def fill(self, masks: Mask, drafts: Sequence[int]) -> None:
         """A line for what follows now and one behind each draft, as far as the grammar allows them. For any thread."""

@@ -71,8 +71,8 @@ class CapturedForward:
         masks: Masks | None = None,
         num_threads: int | None = None,
     ) -> npt.NDArray[np.int64]:
-        """[steps, rows]: up to `count` sampled steps without a return to Python, from parts of one token each, all wanted, at their
-        positions.
+        """[steps, rows]: up to `count` sampled steps without a return to Python, from parts of one token each, all
+        wanted, at their positions.
 
         Fewer if every row met one of stop_ids; the last may hold a negative code, where a row failed. `history` has
         seen the step's tokens and sees what is sampled. `masks` are the first step's; `masks.follow` sees each.

@@ -248,7 +248,7 @@ def test_a_planted_fault_is_found(
 
     def is_found() -> bool:
         try:
-            for way in (Way("half"), Way("none", 7, 64)):
+            for way in (Way("half"), Way("right"), Way("none", 7, 64)):
                 if together(world, cases, way, expected) != {case.name: expected[case.name] for case in cases}:
                     return True
                 if any(outcome != wanted for outcome, wanted in gone_on(world, turns, way)):

@@ -75,7 +75,7 @@ class Batch:
         self._leave()
         if not self.active:
             return
-        started = time.perf_counter()
+        started = self._now()
         parts = self._plan()
         masks = self._filler.start(self.active, parts)
         chains = self._try_chain(parts, masks)
@@ -83,7 +83,7 @@ class Batch:
         drawn, sampling_s = ([], 0.0) if chains else self._context.sample(parts, rows, history, masks)
         if masks is not None:
             masks.wait()
-        seconds = time.perf_counter() - started
+        seconds = self._now() - started
         self._learn(parts, len(chains[0]) if chains else 1, seconds)
         for index, running in enumerate(self.active):
             if chains:
@@ -97,6 +97,10 @@ class Batch:
 
     def close(self) -> None:
         self._filler.close()
+
+    def _now(self) -> float:
+        """What was asked of the device before has been read."""
+        return time.perf_counter()
 
     def _leave(self) -> None:
         staying = [running for running in self.active if not running.is_finished()]

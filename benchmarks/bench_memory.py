@@ -1,12 +1,16 @@
 """Resident memory against `infer estimate`: a process for each context, its cache filled to the last token.
 
-python benchmarks/bench_memory.py --model smollm2 --tokens 512 2048 8192
+python benchmarks/bench_memory.py --models smollm2 gemma3-270m --tokens 512 2048 8192
+python benchmarks/bench_memory.py --tokens 2048 --kv-type q8
+python benchmarks/bench_memory.py --tokens 8192 --eviction-policy sliding --eviction-window 1024
 """
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,34 +25,47 @@ NEW_TOKENS = 2
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--models", nargs="+", default=["smollm2"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
+    for name in ("kv_type", "eviction_policy", "eviction_window"):
+        default = getattr(CacheSettings(), name)
+        parser.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.child is not None:
-        print(json.dumps(measure(given.model, given.child, given.threads)))
-        return
-    checkpoint = open_checkpoint(given.model)
-    architecture = make_architecture(checkpoint.config)
-    print(
-        f"{'tokens':>7}{'weights':>9}{'cache':>8}{'work':>7}{'process':>9}{'total':>8}{'resident':>10}{'peak':>7}  MB"
+    cache = CacheSettings(
+        kv_type=given.kv_type, eviction_policy=given.eviction_policy, eviction_window=given.eviction_window
     )
-    for count in given.tokens:
-        load = LoadSettings(num_threads=given.threads)
-        said = estimate(architecture, checkpoint.tensors, load, CacheSettings(), num_tokens=count)
-        command = [sys.executable, str(Path(__file__)), "--model", given.model, "--threads", str(given.threads)]
-        done = subprocess.run([*command, "--child", str(count)], capture_output=True, text=True, check=True)
-        found = json.loads(done.stdout)
-        parts = [said.weights, said.cache, said.workspace, said.process, said.total]
-        numbers = [f"{part / 1e6:.1f}" for part in (*parts, found["VmRSS"], found["VmHWM"])]
-        widths = (9, 8, 7, 9, 8, 10, 7)
-        print(f"{count:>7}" + "".join(f"{x:>{width}}" for x, width in zip(numbers, widths, strict=True)), flush=True)
+    if given.child:
+        print(json.dumps(measure(given.models[0], given.tokens[0], given.threads, cache)))
+        return
+    columns = (14, 7, 9, 8, 7, 9, 8, 10, 8, 8)
+    show(columns, "model", "tokens", "weights", "cache", "work", "process", "total", "resident", "peak", "over %")
+    for model, count in itertools.product(given.models, given.tokens):
+        checkpoint = open_checkpoint(model)
+        architecture, load = make_architecture(checkpoint.config), LoadSettings(num_threads=given.threads)
+        said = estimate(architecture, checkpoint.tensors, load, cache, num_tokens=count)
+        command = [sys.executable, *sys.argv, "--child", "--models", model, "--tokens", str(count)]
+        found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        parts = (said.weights, said.cache, said.workspace, said.process, said.total, found["VmRSS"], found["VmHWM"])
+        over = 100 * found["VmHWM"] / said.total - 100
+        show(columns, model, count, *(f"{part / 1e6:.1f}" for part in parts), f"{over:+.1f}")
 
 
-def measure(model: str, num_tokens: int, threads: int) -> dict[str, Any]:
+def show(columns: Sequence[int], *values: object) -> None:
+    print("".join(f"{value:>{width}}" for value, width in zip(values, columns, strict=True)), flush=True)
+
+
+def measure(model: str, num_tokens: int, threads: int, cache: CacheSettings) -> dict[str, Any]:
     """Resident bytes at the end, and the most there were."""
-    llm = LLM(model, max_seq_len=num_tokens, threads=threads)
+    llm = LLM(
+        model,
+        max_seq_len=num_tokens,
+        threads=threads,
+        kv_type=cache.kv_type,
+        eviction_policy=cache.eviction_policy,
+        eviction_window=cache.eviction_window,
+    )
     prompt = [100 + index % 1000 for index in range(num_tokens - NEW_TOKENS)]
     llm.generate(prompt, SamplingParams(temperature=0.0, max_new_tokens=NEW_TOKENS))
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()

@@ -16,11 +16,16 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from infer import LLM, SamplingParams, __version__
+import torch
+
+from infer import LLM, __version__, ops
+from infer.batch import Part
+from infer.cache.settings import CacheSettings
+from infer.context import CachedContext
 from infer.errors import InvalidRequestError
 from infer.llm import set_num_threads
 from machine import available_cores, cpu_model
-from needles import Needle, make_needles, reference_text
+from needles import make_needles, reference_text
 
 REPORTS = Path(__file__).with_name("reports")
 POLICIES = ("sliding", "snapkv")
@@ -45,36 +50,69 @@ class Tail:
     perplexity: float
 
 
-def make_llm(name: str, policy: str, budget: int | None, max_seq_len: int) -> LLM:
-    if budget is None:
-        return LLM(name, max_seq_len=max_seq_len)
-    return LLM(name, max_seq_len=max_seq_len, eviction_policy=policy, eviction_window=budget, protected_prefix=4)
-
-
 def settings(budgets: Sequence[int], longest: int) -> list[tuple[str, int | None]]:
     """The whole cache first: the others are compared with it."""
     return [("none", None), *((policy, budget) for policy in POLICIES for budget in budgets if budget < longest)]
+
+
+def make_context(llm: LLM, policy: str, budget: int | None) -> CachedContext:
+    kept = {} if budget is None else {"eviction_window": budget, "protected_prefix": 4}
+    return CachedContext(llm.model, llm.max_seq_len, settings=CacheSettings(eviction_policy=policy, **kept))
+
+
+class Policies:
+    """A prompt behind every policy. Those that see all of it share what reading it made: the whole cache's."""
+
+    def __init__(self, llm: LLM, budgets: Sequence[int], longest: int) -> None:
+        self.all = settings(budgets, longest)
+        self._contexts = [make_context(llm, *each) for each in self.all]
+
+    def read(self, token_ids: Sequence[int]) -> list[CachedContext]:
+        """A context for each, that of the whole cache last: none of them may change it."""
+        whole, *others = self._contexts
+        whole.clear()
+        whole.extend(0, token_ids)
+        for context in others:
+            context.clear()
+            if context.compresses_prompts:
+                context.cache.copy_row(0, whole.cache, 0)
+                context.restore(0, token_ids)
+            else:
+                context.extend(0, token_ids)
+        return self._contexts
 
 
 # Needles
 
 
 def measure_recall(name: str, budgets: Sequence[int], num_tokens: int, per_depth: int) -> list[Recall]:
-    found = list[Recall]()
-    for policy, budget in settings(budgets, num_tokens):
-        llm = make_llm(name, policy, budget, num_tokens + ANSWER_TOKENS)
-        needles = make_needles(llm.tokenizer, num_tokens, DEPTHS * per_depth)
-        answers = [_is_found(llm, needle) for needle in needles]
-        full = found[0].found if found else answers
-        kept = [mine for mine, whole in zip(answers, full, strict=True) if whole]
-        found.append(Recall(policy, budget, answers, sum(kept) / max(1, len(kept))))
-        print(f"{policy} {budget or ''}: {sum(answers)} of {len(answers)} needles", flush=True)
-    return found
+    llm = LLM(name, max_seq_len=num_tokens + ANSWER_TOKENS)
+    policies = Policies(llm, budgets, num_tokens)
+    answers: list[list[bool]] = [[] for _ in policies.all]
+    for needle in make_needles(llm.tokenizer, num_tokens, DEPTHS * per_depth):
+        for found, context in zip(answers, policies.read(needle.token_ids[:-1]), strict=True):
+            said = greedy_answer(context, needle.token_ids[-1], ANSWER_TOKENS)
+            found.append(needle.answer in llm.tokenizer.decode(said))
+        print(f"depth {needle.depth:.2f}: " + " ".join(str(int(found[-1])) for found in answers), flush=True)
+    recalls = []
+    for (policy, budget), found in zip(policies.all, answers, strict=True):
+        kept = [mine for mine, whole in zip(found, answers[0], strict=True) if whole]
+        recalls.append(Recall(policy, budget, found, sum(kept) / max(1, len(kept))))
+    return recalls
 
 
-def _is_found(llm: LLM, needle: Needle) -> bool:
-    params = SamplingParams(temperature=0, max_new_tokens=ANSWER_TOKENS)
-    return needle.answer in llm.generate(needle.token_ids, params).text
+@torch.inference_mode()
+def greedy_answer(context: CachedContext, last: int, count: int) -> list[int]:
+    """What follows a prompt that is read but for its last token."""
+    made = [last]
+    with ops.threads_for(torch.device("cpu")):
+        while len(made) <= count:
+            logits = context.forward([Part(0, made[-1:])])
+            context.commit(0, 1)
+            if len(made) == 1:
+                context.end_prompt(0)
+            made.append(int(logits[0].argmax()))
+    return made[1:]
 
 
 def recall_lines(found: Sequence[Recall]) -> Iterator[str]:
@@ -92,23 +130,16 @@ def recall_lines(found: Sequence[Recall]) -> Iterator[str]:
 
 def measure_tails(name: str, budgets: Sequence[int], num_tokens: int, num_last: int) -> list[Tail]:
     """Of the last tokens of a text, behind a prompt of the others."""
+    llm = LLM(name, max_seq_len=num_tokens)
+    policies, num_known = Policies(llm, budgets, num_tokens), num_tokens - num_last
+    token_ids = llm.tokenizer.encode(reference_text())[:num_tokens]
     found = []
-    for policy, budget in settings(budgets, num_tokens):
-        llm = make_llm(name, policy, budget, num_tokens)
-        token_ids = llm.tokenizer.encode(reference_text())[:num_tokens]
-        perplexity = _perplexity(llm, token_ids, num_tokens - num_last)
-        found.append(Tail(policy, budget, num_tokens, perplexity))
-        print(f"{policy} {budget or ''}: perplexity {perplexity:.3f} on the last {num_last}", flush=True)
+    for (policy, budget), context in zip(policies.all, policies.read(token_ids[: num_known - 1]), strict=True):
+        context.end_prompt(0)
+        scored = context.score(0, token_ids[num_known - 1 :], 0, llm.architecture.vocab_size)
+        found.append(Tail(policy, budget, num_tokens, _perplexity_of([each.logprob for each in scored])))
+        print(f"{policy} {budget or ''}: perplexity {found[-1].perplexity:.3f} on the last {num_last}", flush=True)
     return found
-
-
-def _perplexity(llm: LLM, token_ids: list[int], num_known: int) -> float:
-    """Of what follows the known tokens, which are a prompt."""
-    context = llm._take_context()
-    context.extend(0, token_ids[: num_known - 1])
-    context.end_prompt(0)
-    scored = context.score(0, token_ids[num_known - 1 :], 0, llm.architecture.vocab_size)
-    return _perplexity_of([each.logprob for each in scored])
 
 
 def _perplexity_of(logprobs: Sequence[float]) -> float:
@@ -117,7 +148,8 @@ def _perplexity_of(logprobs: Sequence[float]) -> float:
 
 def measure_stability(name: str, budget: int, num_tokens: int) -> list[Tail]:
     """Perplexity of stretch after stretch of one text with `sliding`, far behind the context of the training."""
-    llm = make_llm(name, "sliding", budget, num_tokens)
+    options = {"eviction_policy": "sliding", "eviction_window": budget, "protected_prefix": 4}
+    llm = LLM(name, max_seq_len=num_tokens, **options)
     logprobs = llm.prompt_logprobs(llm.tokenizer.encode(reference_text())[:num_tokens])
     found = []
     for start in range(0, num_tokens, STEP):

@@ -379,5 +379,7 @@ def make_cache(
     """A cache whose rows get up to `step_tokens` in one step."""
     settings = settings or CacheSettings()
     kv_type = model.kv_type if settings.kv_type == "auto" else settings.kv_type
-    layers, device = model.architecture.layers, model.device
-    return PagedCache(layers, num_rows, capacity, kv_type, device, step_tokens=step_tokens, settings=settings)
+    layers, context = model.architecture.layers, model.architecture.most_positions
+    return PagedCache(
+        layers, num_rows, capacity, kv_type, model.device, step_tokens=step_tokens, settings=settings, context=context
+    )

@@ -88,6 +88,7 @@ class LLM:
         if threads is not None:
             set_num_threads(threads)
         self.tokenizer = load_tokenizer(checkpoint, chat_template=chat_template, allow_special=allow_special)
+        checkpoint = checkpoint.without_metadata()
         if self.can_chat:
             start_rendering()
         self.sampling_defaults = sampling_defaults(checkpoint.generation_config)

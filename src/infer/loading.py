@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, final, get_args
 
 import torch
 
 from infer import ops
 from infer.architecture import Architecture
-from infer.cache.memory import available_memory_bytes
+from infer.cache.memory import available_memory_bytes, give_back_freed
 from infer.cache.settings import CacheSettings
 from infer.checkpoint import Checkpoint, open_checkpoint
 from infer.checkpoint.stored import LazyWeights
@@ -22,6 +22,7 @@ from infer.ops import Precision
 from infer.tokenizer import Tokenizer
 
 DEFAULT_MAX_SEQ_LEN = 8192  # of a model made for more, unless asked for
+_RELEASED_BYTES = 8 << 20
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -37,7 +38,9 @@ def load_model(
 ) -> tuple[Transformer, Architecture]:
     """The network alone, for programs that bring their own loop: `(model, config)`."""
     checkpoint = open_checkpoint(model_id)
-    model = load_checked(checkpoint, load_tokenizer(checkpoint), device, dtype, weights, precision, max_seq_len, None)
+    tokenizer = load_tokenizer(checkpoint)
+    checkpoint = checkpoint.without_metadata()
+    model = load_checked(checkpoint, tokenizer, device, dtype, weights, precision, max_seq_len, None)
     return model, model.architecture
 
 
@@ -76,11 +79,6 @@ def load_checked(
     if chosen_dtype is not None and weights != "auto":
         raise InvalidRequestError(f"dtype={dtype} and weights={weights} contradict each other: give one of them")
 
-    def on_block(num_done: int, num_blocks: int) -> None:
-        checkpoint.release_pages()
-        if on_progress is not None:
-            on_progress(num_done, num_blocks)
-
     chosen_device, context = _device(device), _context(max_seq_len, architecture, cache)
     keep_floats_as, chosen_precision = (
         _choice("weights", weights, get_args(FloatsAs)),
@@ -90,6 +88,7 @@ def load_checked(
         kind = "auto" if chosen_dtype is None else str(chosen_dtype).removeprefix("torch.")
         settings = LoadSettings(kind, weights, precision, ops.num_threads(chosen_device))
         _check_memory(checkpoint, architecture, settings, cache, context)
+    give_back_freed()
     with ops.threads_for(chosen_device):
         model = load_transformer(
             architecture,
@@ -99,10 +98,26 @@ def load_checked(
             keep_floats_as=keep_floats_as,
             precision=chosen_precision,
             max_seq_len=context,
-            on_progress=on_block,
+            on_progress=on_progress,
+            on_read=_PageRelease(checkpoint),
         )
     checkpoint.release_pages()
+    give_back_freed()
     return model
+
+
+@final
+class _PageRelease:
+    """Gives back a file's pages behind what is read, some megabytes at a time."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint, self._num_bytes = checkpoint, 0
+
+    def __call__(self, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        if self._num_bytes >= _RELEASED_BYTES:
+            self._checkpoint.release_pages()
+            self._num_bytes = 0
 
 
 def _check_vocabulary(architecture: Architecture, tokenizer: Tokenizer) -> None:
@@ -162,9 +177,9 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
 def _context(max_seq_len: int | None, architecture: Architecture, cache: CacheSettings) -> int:
     if max_seq_len is None:
         return min(architecture.max_positions, DEFAULT_MAX_SEQ_LEN)
-    if max_seq_len < 2 or (max_seq_len > architecture.most_positions and not cache.goes_on):
+    if max_seq_len < 2:
         raise InvalidRequestError(
-            f"max_seq_len must be from 2 to the model's own {architecture.most_positions}, got {max_seq_len}: "
-            "eviction_policy sliding goes on beyond"
+            f"max_seq_len must be from 2 to the model's own {architecture.most_positions}, got {max_seq_len}"
         )
+    cache.check_length(max_seq_len, architecture.most_positions)
     return max_seq_len

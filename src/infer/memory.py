@@ -18,7 +18,7 @@ from infer.model.shapes import expected_shapes
 from infer.workspace import STEP_TOKENS, workspace_bytes
 
 # Of a process that has loaded torch and our compiled kernels, and of each token of a vocabulary: measured resident.
-PROCESS_BYTES, VOCABULARY_BYTES = 247_000_000, 420
+PROCESS_BYTES, VOCABULARY_BYTES = 249_000_000, 400
 ROWS_PER_GROUP, INPUTS_PER_UNIT = 16, 8  # rows that lie side by side; inputs of a float type come in so many
 _TYPE_BY_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _TABLES = ("model.embed_tokens.weight", "lm_head.weight")
@@ -71,7 +71,7 @@ def estimate(
     types = loaded_types(architecture, tensors, load)
     kv_type = load.kv_type if cache.kv_type == "auto" else cache.kv_type
     history = num_rows * (8 * architecture.vocab_size + 8 * num_tokens)
-    workspace = workspace_bytes(architecture, types, num_tokens, load.precision, load.num_threads)
+    workspace = workspace_bytes(architecture, types, num_tokens, load.precision, load.num_threads, num_rows)
     return Estimate(
         weights=weight_bytes(architecture, types) + rope_bytes(architecture, num_tokens),
         cache=cache_bytes(architecture.layers, cache, kv_type, num_tokens, num_rows),

@@ -31,7 +31,7 @@ from infer.sampling import sampler
 from infer.sampling.history import History
 from infer.sampling.rows import Rows
 from infer.sampling.sampler import Sampled
-from infer.weights import Heads, Norm, Projection, Weight
+from infer.weights import Heads, Norm, OnRead, Projection, Weight
 
 _NO_HUGE_PAGES: int | None = getattr(mmap, "MADV_NOHUGEPAGE", None)  # Linux has it
 _REMOVE: int | None = getattr(mmap, "MADV_REMOVE", None)
@@ -78,13 +78,18 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def prepare(projection: Projection, device: torch.device, precision: Precision = "exact") -> Projection:
+def prepare(
+    projection: Projection,
+    device: torch.device,
+    precision: Precision = "exact",
+    on_read: OnRead = lambda num_bytes: None,
+) -> Projection:
     """The projection in the form that the device's kernels read. May repack; values never change.
 
     `precision` is that of the activations that quantised weights are multiplied with, where kernels have a choice:
-    "exact" has 16 bits on the CPU, "fast" 8.
+    "exact" has 16 bits on the CPU, "fast" 8. `on_read` is told of how many more bytes of the parts were read.
     """
-    prepared: Projection = kernels(device).prepare(projection, device, precision)
+    prepared: Projection = kernels(device).prepare(projection, device, precision, on_read)
     return prepared
 
 

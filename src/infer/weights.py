@@ -4,11 +4,16 @@
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
 from jaxtyping import Float
 from torch import Tensor
+
+from infer.block_types import BLOCK_TYPES
+
+OnRead = Callable[[int], None]  # so many bytes of stored weights were read, and will not be again
 
 
 class Weight(ABC):
@@ -51,6 +56,49 @@ class StoredWeight(Weight):
     @property
     def num_bytes(self) -> int:
         return self.data.numel() * self.data.element_size()
+
+    @property
+    def row_bytes(self) -> int:
+        """What a row takes while it is read."""
+        return self.num_bytes // self.out_features
+
+    def rows(self, first: int, last: int) -> "StoredWeight":
+        """[first, last), as a view."""
+        return StoredWeight(self.type, (last - first, *self.shape[1:]), self.data[first:last])
+
+
+@final
+@dataclass(frozen=True)
+class ConvertedWeight(Weight):
+    """A stored matrix on its way to another type. Rows are converted when they are asked for, so that a large matrix
+    is never there as a whole in floats.
+    """
+
+    type: str
+    source: StoredWeight
+    convert: Callable[[StoredWeight], Tensor]  # some rows of the source → their `StoredWeight.data` in `type`
+
+    @property
+    def out_features(self) -> int:
+        return self.source.out_features
+
+    @property
+    def in_features(self) -> int:
+        return self.source.in_features
+
+    @property
+    def num_bytes(self) -> int:
+        return self.out_features * BLOCK_TYPES[self.type].row_bytes(self.in_features)
+
+    @property
+    def row_bytes(self) -> int:
+        """What a row takes while it is read: six times its floats."""
+        return 24 * self.in_features
+
+    def rows(self, first: int, last: int) -> StoredWeight:
+        """[first, last), converted."""
+        source = self.source.rows(first, last)
+        return StoredWeight(self.type, source.shape, self.convert(source))
 
 
 @final

@@ -330,7 +330,10 @@ def prefill(tiny: Tiny, run: Callable[[Step], Tensor], sizes: list[int], row: in
     return torch.cat(logits)
 
 
-@pytest.mark.parametrize("sizes", [[1] * 330, [2] * 165, [5] * 66, [16] * 20 + [10], [33] * 10, [300, 30]])
+@pytest.mark.parametrize(
+    "sizes",
+    [[1] * 330, [2] * 165, [3] * 110, [5] * 66, [7] * 47 + [1], [16] * 20 + [10], [33] * 10, [300, 30]],
+)
 def test_chunks_of_any_size_give_the_same_bits(tiny: Tiny, sizes: list[int]) -> None:
     whole = prefill(tiny, tiny.forward, [330])
     assert torch.isfinite(whole).all()

@@ -94,7 +94,8 @@ def test_quantised_weights_take_what_was_said(dtype: str) -> None:
 def test_a_recorded_step_takes_what_was_said(name: str, weights: str, capacity: int, tmp_path: Path) -> None:
     set_num_threads(3)
     checkpoint, model = load_tiny(name, weights, tmp_path)
-    cache = make_cache(model, capacity)
+    is_beyond = capacity > model.architecture.most_positions
+    cache = make_cache(model, capacity, settings=CacheSettings(eviction_policy="sliding" if is_beyond else "none"))
     captured = CapturedForward(lambda step: model.forward(step, cache), PREFILL_CHUNK, MAX_LINES)
     assert (STEP_TOKENS, STEP_LINES) == (PREFILL_CHUNK, MAX_LINES)
     held: dict[str, int] = {}
@@ -133,6 +134,57 @@ def test_a_cache_takes_what_was_said(settings: CacheSettings, num_tokens: int, n
     assert load.kv_type == model.kv_type
     kv_type = load.kv_type if settings.kv_type == "auto" else settings.kv_type
     assert cache_bytes(model.architecture.layers, settings, kv_type, num_tokens, num_rows) == cache.num_bytes
+
+
+LOAD = """
+import sys
+from pathlib import Path
+from infer import LLM
+llm = LLM("smollm2", max_seq_len=64, threads=1, dtype=sys.argv[1])
+lines = Path("/proc/self/status").read_text().splitlines()
+kilobytes = {line.partition(":")[0]: int(line.split()[1]) for line in lines if line.startswith("Vm")}
+print((kilobytes["VmHWM"] - kilobytes["VmRSS"]) * 1024)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="hardware: a system that tells a process's peak")
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_loading_never_takes_much_more_than_what_is_loaded(dtype: str) -> None:
+    """The table of SmolLM2 is 30 MB, 57 as bfloat16, 113 in floats; its file is 98 MB."""
+    done = subprocess.run([sys.executable, "-c", LOAD, dtype], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 16_000_000
+
+
+FREE = """
+from pathlib import Path
+import torch
+from infer.cache.memory import give_back_freed
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+pieces = [torch.ones(15_000) for _ in range(2000)]
+pieces[:-1] = []  # the last one keeps what lies below it
+before = resident()
+give_back_freed()
+print(before - resident())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="hardware: a system that tells what is resident")
+def test_what_was_freed_is_given_back() -> None:
+    done = subprocess.run([sys.executable, "-c", FREE], capture_output=True, text=True, check=True)
+    assert int(done.stdout) > 100_000_000
+
+
+def test_each_row_of_a_batch_takes_a_line_of_logits_and_its_history() -> None:
+    checkpoint = open_checkpoint("smollm2")
+    architecture = make_architecture(checkpoint.config)
+    one, five = (
+        estimate(architecture, checkpoint.tensors, LoadSettings(), CacheSettings(), num_tokens=512, num_rows=count)
+        for count in (1, 5)
+    )
+    assert five.workspace - one.workspace == 4 * (4 * 49_152 + 8 * 49_152 + 8 * 512)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float16", "float32"])
@@ -230,7 +282,7 @@ def test_the_command_says_whether_it_fits(monkeypatch: pytest.MonkeyPatch, capsy
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--max-seq-len", "8193"], "max_seq_len must be at most the model's own 8192, got 8193"),
+        (["--max-seq-len", "8193"], "max_seq_len must be from 2 to the model's own 8192, got 8193"),
         (["--dtype", "float32", "--weights", "q8"], "dtype and weights contradict each other"),
         (["--eviction-policy", "sliding", "--eviction-window", "4"], "eviction_window must be larger than"),
     ],

@@ -67,6 +67,29 @@ def test_short_of_memory_a_prompt_is_compressed(folder: Path, monkeypatch: pytes
     assert llm.generate(prompt, PLAIN).token_ids == expected.token_ids
 
 
+@pytest.mark.parametrize("policy", ["sliding", "snapkv"])
+def test_a_session_that_slid_for_want_of_memory_is_saved_and_loaded(
+    folder: Path, tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And stays as it was: what is forgotten does not come back with the memory."""
+    llm = make_llm(folder, policy)
+    session = llm.session()
+    set_available(monkeypatch, 0)
+    session.append(make_ids(110))
+    set_available(monkeypatch, 1)
+    session.save(tmp_path / "saved")
+    loaded = llm.load_session(tmp_path / "saved")
+    cache = loaded._context.cache
+    assert loaded.num_cached_tokens == 110
+    assert cache._groups[0].state(0) == session._context.cache._groups[0].state(0)
+    assert cache._groups[0].windows[0] == WINDOW - PREFIX
+    cache.check_integrity()
+    wanted, found = session.generate(PLAIN), loaded.generate(PLAIN)
+    assert (found.token_ids, found.reused_tokens) == (wanted.token_ids, wanted.reused_tokens)
+    assert found.reused_tokens >= 109
+    assert found.token_ids != LLM(folder).generate(make_ids(110), PLAIN).token_ids
+
+
 @torch.inference_mode()
 def test_what_is_forgotten_goes_back_to_the_system(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_available(monkeypatch, 1)

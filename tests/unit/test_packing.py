@@ -1,5 +1,7 @@
 """What packing keeps: every value to the bit, and the memory that the file's own blocks take."""
 
+import gc
+
 import gguf
 import numpy as np
 import pytest
@@ -10,11 +12,12 @@ from hypothesis import strategies as st
 from infer import ops
 from infer.architecture import Rope
 from infer.block_types import BLOCK_TYPES
-from infer.kernels.cpu.layouts import LAYOUTS, PackedWeight
+from infer.kernels.cpu.layouts import LAYOUTS, PackedWeight, Pieces
 from infer.kernels.cpu.threads import set_num_threads
 from infer.kernels.reference import dense
 from infer.model.rope import make_rope_table
-from infer.weights import Norm, Projection, StoredWeight
+from infer.quants import quantize, quantize_fitted
+from infer.weights import ConvertedWeight, Norm, Projection, StoredWeight
 
 CPU = torch.device("cpu")
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -142,6 +145,69 @@ def test_packed_weights_take_the_bytes_of_the_stored_ones(type_: str) -> None:
     kind = BLOCK_TYPES[type_]
     assert kind.packed_bytes <= 1.2 * kind.block_bytes  # scales and minimums of 4 or 6 bits lie as bytes
     assert only.num_bytes == weight.num_bytes // kind.block_bytes * kind.packed_bytes
+
+
+@pytest.mark.parametrize("type_", TYPES)
+def test_large_weights_are_read_a_few_rows_at_a_time(type_: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.kernels.cpu.packed._BYTES_AT_ONCE", 20_000)
+    weights = tuple(make_weight(type_, rows, 512, rows, (0.5, -3.0)) for rows in (64, 16, 160, 75))
+    read: list[int] = []
+    parts = ops.prepare(Projection(weights), CPU, on_read=read.append).parts
+    assert torch.equal(
+        torch.cat([unpacked(part) for part in parts if isinstance(part, PackedWeight)]),
+        torch.cat([dense(weight).float() for weight in weights]),
+    )
+    assert sum(read) == sum(weight.num_bytes for weight in weights)
+    assert max(read) < 2 * max(20_000, 16 * weights[0].row_bytes)
+
+
+@pytest.mark.parametrize("modules", ["cpu", "reference"])
+@pytest.mark.parametrize("type_", ["Q8_0", "Q4_1", "BF16"])
+def test_conversion_by_rows_is_conversion_of_the_whole(
+    type_: str, modules: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infer.kernels.cpu.packed._BYTES_AT_ONCE", 100_000)
+    convert = {
+        "Q8_0": lambda rows: quantize(rows.data, "Q8_0"),
+        "Q4_1": lambda rows: quantize_fitted(rows.data),
+        "BF16": lambda rows: rows.data.bfloat16(),
+    }[type_]
+    source, asked = make_weight("F32", 107, 96, 0, (0.1, 2.0)), []
+    whole = StoredWeight(type_, source.shape, convert(source))
+
+    def noted(rows: StoredWeight) -> torch.Tensor:
+        asked.append(rows.out_features)
+        return convert(rows)
+
+    with ops.using(modules):
+        converted = ConvertedWeight(type_, source, noted)
+        assert converted.num_bytes == whole.num_bytes
+        (only,) = ops.prepare(Projection((converted,)), CPU).parts
+        assert torch.equal(ops.embed(only, torch.arange(107), 1.0), dense(whole).float())
+    assert asked == ([32, 32, 32, 11] if modules == "cpu" else [107])
+
+
+def test_small_weights_lie_side_by_side_from_a_huge_page_on() -> None:
+    pieces = Pieces()
+    weights = [pieces.take(300_001) for _ in range(5)]
+    starts = [weight.data_ptr() for weight in weights]
+    assert starts[0] % 2**21 == 0
+    assert np.diff(starts).tolist() == [300_032] * 4  # whole cache lines
+    large = pieces.take(100_000_000)
+    assert large.data_ptr() % 2**21 == 0
+    assert not any(weight.count_nonzero() for weight in (*weights, large))
+
+
+def test_memory_goes_when_the_last_weight_in_it_does() -> None:
+    pieces = Pieces()
+    first, second = pieces.take(1000), pieces.take(1000)
+    del first
+    gc.collect()
+    assert pieces._newest() is not None
+    del second
+    gc.collect()
+    assert pieces._newest() is None
+    assert pieces.take(10).data_ptr() % 2**21 == 0
 
 
 def test_rows_beyond_the_last_are_padding_of_zeros() -> None:

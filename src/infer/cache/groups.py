@@ -23,10 +23,16 @@ class Group:
     pages_per_row: int
     is_evicting: bool  # whether sinks and window are the policy's and not the model's
     is_late: bool  # whether they hold only from some moment on; until then all is seen
+    furthest: int | None = None  # position from which later tokens see the sinks; None: no row comes there
 
 
-def make_groups(layers: Sequence[Layer], settings: CacheSettings, capacity: int, step_tokens: int) -> tuple[Group, ...]:
-    """The groups of a cache for rows of `capacity` tokens that grow by at most `step_tokens` in one step."""
+def make_groups(
+    layers: Sequence[Layer], settings: CacheSettings, capacity: int, step_tokens: int, context: int | None = None
+) -> tuple[Group, ...]:
+    """The groups of a cache for rows of `capacity` tokens that grow by at most `step_tokens` in one step.
+
+    `context` is how many the model was made for; None, or no fewer, and distances are as they are.
+    """
     indices_by_window: dict[int | None, list[int]] = {}
     for index, layer in enumerate(layers):
         indices_by_window.setdefault(layer.window, []).append(index)
@@ -41,5 +47,6 @@ def make_groups(layers: Sequence[Layer], settings: CacheSettings, capacity: int,
         is_late = is_evicting and settings.is_late
         if window is not None and not is_late:
             share = min(share, num_fixed + num_pages(window + step_tokens, page_tokens) + 1)
-        groups.append(Group(tuple(indices), sinks, window, num_fixed, share, is_evicting, is_late))
+        furthest = context - 1 if is_evicting and context is not None and capacity > context else None
+        groups.append(Group(tuple(indices), sinks, window, num_fixed, share, is_evicting, is_late, furthest))
     return tuple(groups)

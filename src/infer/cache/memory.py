@@ -1,5 +1,8 @@
-"""How much memory this machine has for more."""
+"""How much memory this machine has for more, and what this process can give back of its own."""
 
+import ctypes
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
@@ -12,6 +15,16 @@ def available_memory_bytes() -> int | None:
 
 def total_memory_bytes() -> int | None:
     return _meminfo("MemTotal")
+
+
+def give_back_freed() -> None:
+    """What was freed goes back to the system at once, where the C library would keep it for later (glibc does).
+
+    Reading the tokenizer.json of 262,144 tokens leaves 200 MB behind, for instance.
+    """
+    if sys.platform == "linux":
+        with suppress(AttributeError):  # musl has no such call, and keeps little
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _meminfo(wanted: str) -> int | None:

@@ -33,7 +33,7 @@ from infer.weights import Heads
 
 @final
 class PagedCache(KVCache):
-    """`step_tokens` is how many tokens a row may get in one step."""
+    """`step_tokens` is how many tokens a row may get in one step, `context` how many the model was made for."""
 
     def __init__(
         self,
@@ -45,13 +45,14 @@ class PagedCache(KVCache):
         *,
         step_tokens: int,
         settings: CacheSettings | None = None,
+        context: int | None = None,
     ) -> None:
         for layer in layers:
             check_kv_type(kv_type, layer.head_dim)
         self._settings, self._kv_type, self._capacity = settings or CacheSettings(), kv_type, capacity
         self._lengths = [0] * num_rows
         self._keys: list[list[bytes]] = [[] for _ in range(num_rows)]  # of each row's whole pages, as far as known
-        groups = make_groups(layers, self._settings, capacity, step_tokens)
+        groups = make_groups(layers, self._settings, capacity, step_tokens, context)
         self._groups = [GroupRows(group, num_rows, capacity, self._settings.page_tokens) for group in groups]
         self._pages = [_pages_of(rows, device) for rows in self._groups]
         self._published = [rows.version for rows in self._groups]
@@ -229,7 +230,7 @@ class PagedCache(KVCache):
     def export_row(self, row: int) -> Iterator[tuple[str, Shaped[Tensor, "kv_heads slots *size"]]]:
         """Only what the next token can see."""
         for rows in self._groups:
-            seen = rows.seen_slots(row, self._lengths[row] - int(rows.shifts[row]))
+            seen = rows.state(row).seen_slots(self._lengths[row] - int(rows.shifts[row]))
             where = self._place(rows, row, torch.tensor(seen, dtype=torch.int64))
             for name, part in self._parts(rows):
                 yield name, part[:, *where]
@@ -238,25 +239,34 @@ class PagedCache(KVCache):
         if not 0 <= length <= self._capacity:
             raise InvalidRequestError(f"the cache holds {self._capacity} tokens, got {length}")
         found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-        slots = [rows.seen_slots(row, length) for rows in self._groups]
-        expected = {
-            name: (part.dtype, (len(part), len(seen), *part.shape[3:]))
-            for rows, seen in zip(self._groups, slots, strict=True)
-            for name, part in self._parts(rows)
-        }
-        if found != expected:
-            wrong = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
+        wrong = list[str]()
+        for is_short in (False, True):  # a row that was saved while memory was short has no more than a window
+            states = [rows.state_from_start(is_short=is_short) for rows in self._groups]
+            slots = [state.seen_slots(length) for state in states]
+            expected = self._shapes(slots)
+            wrong += sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
+            if found == expected:
+                break
+        else:
             raise InvalidRequestError(f"the cache of {length} tokens does not look like this one's: {wrong[0]!r:.80}")
         self.truncate(row, 0)
-        for rows, seen in zip(self._groups, slots, strict=True):
+        for rows, state, seen in zip(self._groups, states, slots, strict=True):
+            rows.restore(row, state)
             rows.table.hold_new(row, sorted({slot // self._settings.page_tokens for slot in seen}))
-            rows.version += 1
         self._publish()
         for rows, seen in zip(self._groups, slots, strict=True):
             where = self._place(rows, row, torch.tensor(seen, dtype=torch.int64))
             for name, part in self._parts(rows):
                 part[:, *where] = tensors[name].to(part.device)
         self._lengths[row] = length
+
+    def _shapes(self, slots: Sequence[Sequence[int]]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """What is stored of so many slots of each group."""
+        return {
+            name: (part.dtype, (len(part), len(seen), *part.shape[3:]))
+            for rows, seen in zip(self._groups, slots, strict=True)
+            for name, part in self._parts(rows)
+        }
 
     def copy_row(self, row: int, source: Self, source_row: int) -> None:
         """Of this cache, what is stored is shared until one of the two writes to it."""
@@ -316,7 +326,8 @@ class PagedCache(KVCache):
 
 def _pages_of(rows: GroupRows, device: torch.device) -> Pages:
     arrays = (rows.table.table, rows.shifts, rows.sinks, rows.windows)
-    return Pages(rows.table.page_tokens, *(torch.tensor(array, device=device) for array in arrays))
+    table, shifts, sinks, windows = (torch.tensor(array, device=device) for array in arrays)
+    return Pages(rows.table.page_tokens, table, shifts, sinks, windows, rows.group.furthest)
 
 
 def _make_layers(

@@ -25,6 +25,14 @@ class RowState(NamedTuple):
     window: int
     first: int
 
+    def seen(self, slot: int) -> tuple[range, range]:
+        """What stands before a token at this slot and is seen by it: sinks, and the window."""
+        first = max(0, slot + 1 - self.window) if self.window else 0
+        return range(min(self.sinks, first)), range(first, slot)
+
+    def seen_slots(self, slot: int) -> list[int]:
+        return [each for part in self.seen(slot) for each in part]
+
 
 @final
 class GroupRows:
@@ -39,8 +47,13 @@ class GroupRows:
 
     def clear(self, row: int) -> None:
         self.table.truncate(row, 0)
-        whole = RowState(shift=0, sinks=0, window=0, first=0)
-        self.restore(row, whole if self.group.is_late else whole._replace(sinks=self.group.sinks, window=self._window))
+        self.restore(row, self.state_from_start(is_short=False))
+
+    def state_from_start(self, *, is_short: bool) -> RowState:
+        """Of a row that sees all its policy lets it see, or that was short of memory when it grew."""
+        if self.group.is_late and not is_short:
+            return RowState(shift=0, sinks=0, window=0, first=0)
+        return RowState(shift=0, sinks=self.group.sinks, window=self._window, first=0)
 
     @property
     def _window(self) -> int:
@@ -56,8 +69,8 @@ class GroupRows:
 
     def slide(self, row: int, length: int) -> list[int]:
         """From now on only sinks and window are seen: the pages that nobody needs any more, behind `length` slots."""
-        self.restore(row, RowState(0, self.group.sinks, self._window, first=0))
-        return self.table.drop_unseen(row, self.seen(row, length)[1].start)
+        self.restore(row, self.state_from_start(is_short=True))
+        return self.table.drop_unseen(row, self.state(row).seen(length)[1].start)
 
     def can_compress(self, row: int) -> bool:
         """Whether the row still sees all of its prompt and is to see less behind it."""
@@ -69,25 +82,16 @@ class GroupRows:
         shift = int(self.shifts[row]) + length - num_kept
         self.restore(row, RowState(shift, self.group.sinks, self._window, num_kept))
 
-    def seen(self, row: int, slot: int) -> tuple[range, range]:
-        """What stands before a token at this slot and is seen by it: sinks, and the window."""
-        window = int(self.windows[row])
-        first = max(0, slot + 1 - window) if window else 0
-        return range(min(int(self.sinks[row]), first)), range(first, slot)
-
-    def seen_slots(self, row: int, slot: int) -> list[int]:
-        return [each for part in self.seen(row, slot) for each in part]
-
     def reserve(self, row: int, start: int, end: int) -> list[tuple[int, int]]:
         """`PageTable.reserve`, for tokens with the slots [start, end)."""
         if not self.table.is_ready(row, start, end):
             self.version += 1
-        return self.table.reserve(row, start, end, self.seen(row, start)[1].start)
+        return self.table.reserve(row, start, end, self.state(row).seen(start)[1].start)
 
     def can_continue(self, row: int, slot: int) -> bool:
         """Whether all that a token at this slot sees is there."""
         return slot >= self._firsts[row] and all(
-            self.table.holds(row, part.start, part.stop) for part in self.seen(row, slot)
+            self.table.holds(row, part.start, part.stop) for part in self.state(row).seen(slot)
         )
 
     def num_found(self, keys: Sequence[bytes]) -> int:
@@ -99,7 +103,7 @@ class GroupRows:
     def has_pages(self, row: int, slot: int, keys: Sequence[bytes]) -> dict[int, bytes] | None:
         """The keys of the pages that an empty row needs to go on at a slot where a page begins, if all are found."""
         page_tokens, needed = self.table.page_tokens, {}
-        for part in self.seen(row, slot):
+        for part in self.state(row).seen(slot):
             for index in range(part.start // page_tokens, -(-part.stop // page_tokens) if part else 0):
                 if self.table.pool.find(keys[index]) is None:
                     return None

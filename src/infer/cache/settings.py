@@ -16,6 +16,7 @@ KV_TYPES: tuple[str, ...] = ("auto", *kv_types.KV_TYPES)
 EVICTION_POLICIES = ("none", "sliding", "snapkv")
 SLOTS_PER_BLOCK = 16  # what kernels read at once
 SLOTS_PER_CHUNK = 256  # what attention sums at once
+TILE_SLOTS = 32  # sinks and window do not meet in what kernels read at once, for neighbours that are read together
 OBSERVED_TOKENS = 32  # snapkv: the last of the prompt, which say what of it matters
 
 
@@ -96,6 +97,19 @@ class CacheSettings:
     def is_late(self) -> bool:
         """Whether a row sees all of its text at first, and sinks and window only from some moment on."""
         return self.keeps_whole_prompts or self.memory_threshold_mb is not None
+
+    def check_length(self, num_tokens: int, most: int) -> None:
+        """Raises InvalidRequestError where a model made for `most` tokens cannot have a context of so many."""
+        if num_tokens > most and not self.goes_on:
+            raise InvalidRequestError(
+                f"max_seq_len must be from 2 to the model's own {most}, got {num_tokens}: "
+                "eviction_policy sliding goes on beyond"
+            )
+        if num_tokens > most and self.eviction_window > most - TILE_SLOTS:
+            raise InvalidRequestError(
+                f"eviction_window must be at most {most - TILE_SLOTS} where max_seq_len={num_tokens} is beyond the "
+                f"model's own {most}, got {self.eviction_window}"
+            )
 
     def check_model(self, layers: Sequence[Layer]) -> None:
         """Raises InvalidRequestError where such a network cannot have these settings."""

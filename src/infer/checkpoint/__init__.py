@@ -32,6 +32,7 @@ __all__ = ["Checkpoint", "open_checkpoint", "resolve"]
 
 _ROWS_IN_PAIRS = frozenset({"llama", "granite", "smollm3"})  # GGUF's whose converter reorders q's and k's rows
 _NUM_SAMPLES, _SAMPLE_BYTES, _HEAD_BYTES = 1024, 64, 1 << 20  # of a file, to tell it from others
+_SAMPLES_HELD = 8  # a page brings what lies around it, 2 MB at most
 _INSTEAD = (
     "take the model's bfloat16 safetensors (weights q8 or q4 quantises them at load) or a GGUF of it, such as Q8_0"
 )
@@ -49,6 +50,10 @@ class Checkpoint:
     generation_config: Mapping[str, Any]  # {} if the model has none
     contents: tuple[mmap.mmap, ...] = field(default=(), repr=False)  # the mapped files of the weights
 
+    def without_metadata(self) -> "Checkpoint":
+        """Once the tokenizer is made: a large vocabulary takes 40 MB here."""
+        return replace(self, metadata={})
+
     def release_pages(self) -> None:
         """Give the memory of weights that were read back to the system; they can be read again at any time."""
         for content in self.contents:
@@ -63,6 +68,8 @@ class Checkpoint:
             for index in range(_NUM_SAMPLES):
                 start = size * index // _NUM_SAMPLES
                 digest.update(content[start : start + _SAMPLE_BYTES])
+                if index % _SAMPLES_HELD == 0:
+                    release_pages(content)
         return digest.hexdigest()
 
 

@@ -27,11 +27,7 @@ def run_estimate(options: Mapping[str, Any], *, is_default_context: bool) -> Non
     cache.check_model(architecture.layers)
     num_tokens, own = options["max_seq_len"], architecture.most_positions
     num_tokens = min(num_tokens, own) if is_default_context else num_tokens
-    if num_tokens > own and not cache.goes_on:
-        raise InvalidRequestError(
-            f"max_seq_len must be at most the model's own {own}, got {num_tokens}: "
-            "eviction_policy sliding goes on beyond"
-        )
+    cache.check_length(num_tokens, own)
     threads = options["threads"] or len(os.sched_getaffinity(0))
     load = LoadSettings(options["dtype"], options["weights"], options["precision"], threads)
     found = estimate(architecture, tensors, load, cache, num_tokens=num_tokens, num_rows=options["batch"])

@@ -4,6 +4,7 @@ Written to be read. Weights are dequantised where they are used, attention sees 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -28,7 +29,7 @@ from infer.quants import dequantize
 from infer.sampling import sampler
 from infer.sampling.history import History
 from infer.sampling.rows import Rows
-from infer.weights import Heads, Norm, Projection, RopeTable, StoredWeight, Weight
+from infer.weights import ConvertedWeight, Heads, Norm, OnRead, Projection, RopeTable, StoredWeight, Weight
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -40,12 +41,20 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
-def prepare(projection: Projection, device: torch.device, precision: str = "exact") -> Projection:
+def prepare(
+    projection: Projection,
+    device: torch.device,
+    precision: str = "exact",
+    on_read: OnRead = lambda num_bytes: None,
+) -> Projection:
     """Activations are floats here, whatever the precision."""
 
     def move(weight: Weight) -> StoredWeight:
-        assert isinstance(weight, StoredWeight)
-        return StoredWeight(weight.type, weight.shape, weight.data.to(device))
+        assert isinstance(weight, StoredWeight | ConvertedWeight)
+        whole = weight.rows(0, weight.out_features)
+        moved = StoredWeight(whole.type, whole.shape, whole.data.to(device))
+        on_read(weight.num_bytes)
+        return moved
 
     bias = None if projection.bias is None else projection.bias.to(device)
     return Projection(tuple(map(move, projection.parts)), bias)
@@ -70,8 +79,9 @@ def attend(
 ) -> Float[Tensor, "tokens heads_dim"]:
     counts = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
     q, k, v = torch.split(qkv.view(len(qkv), -1, heads.head_dim), counts, dim=1)
-    q, k = rotate(q, heads.q_norm, heads.rope, step), rotate(k, heads.k_norm, heads.rope, step)
     pages, kv_type = layer.pages, layer.kv_type
+    q, far = rotate_queries(q, heads, pages, step)
+    k = rotate(k, heads.k_norm, heads.rope, step)
     slots = step.positions - pages.shifts[step.rows]
     all_keys, all_values = key_parts(layer.keys, kv_type), value_parts(layer.values, kv_type)
     for parts, new in ((all_keys, encode_keys(k, kv_type)), (all_values, encode_values(v, kv_type))):
@@ -86,7 +96,8 @@ def attend(
         where = place(pages, torch.full_like(held, row), held)
         row_keys, row_values = (tuple(part[:, *where] for part in parts) for parts in (all_keys, all_values))
         decoded = decode_keys(row_keys, kv_type).to(q.dtype), decode_values(row_values, kv_type).to(q.dtype)
-        out[mine] = attend_row(q[mine], *decoded, seen[:, held], heads)
+        are_sinks = held < pages.sinks[row]
+        out[mine] = attend_row((q[mine], far[mine]), *decoded, seen[:, held], are_sinks, heads)
     return out.flatten(1)
 
 
@@ -100,7 +111,7 @@ def attention_weights(
     where = place(pages, torch.full_like(slots, row), slots)
     stored = tuple(part[:, *where] for part in key_parts(layer.keys, layer.kv_type))
     keys = decode_keys(stored, layer.kv_type).to(q.dtype)
-    return attention_shares(rotate(q, heads.q_norm, heads.rope, step), keys, seen, heads)
+    return attention_shares(rotate_queries(q, heads, pages, step), keys, seen, slots < pages.sinks[row], heads)
 
 
 def place(
@@ -113,24 +124,40 @@ def place(
 
 
 def attend_row(
-    q: Float[Tensor, "tokens heads dim"],
+    queries: tuple[Float[Tensor, "tokens heads dim"], Float[Tensor, "tokens heads dim"]],
     keys: Float[Tensor, "kv_heads positions dim"],
     values: Float[Tensor, "kv_heads positions dim"],
     seen: Bool[Tensor, "tokens positions"],
+    are_sinks: Bool[Tensor, "positions"],
     heads: Heads,
 ) -> Float[Tensor, "tokens heads dim"]:
-    return torch.einsum("kgtp,kpd->tkgd", attention_shares(q, keys, seen, heads), values).flatten(1, 2)
+    shares = attention_shares(queries, keys, seen, are_sinks, heads)
+    return torch.einsum("kgtp,kpd->tkgd", shares, values).flatten(1, 2)
 
 
 def attention_shares(
-    q: Float[Tensor, "tokens heads dim"],
+    queries: tuple[Float[Tensor, "tokens heads dim"], Float[Tensor, "tokens heads dim"]],
     keys: Float[Tensor, "kv_heads positions dim"],
     seen: Bool[Tensor, "tokens positions"],
+    are_sinks: Bool[Tensor, "positions"],
     heads: Heads,
 ) -> Float[Tensor, "kv_heads group tokens positions"]:
-    grouped = q.view(len(q), keys.shape[0], -1, q.shape[-1])  # several query heads share one of keys and values
-    scores = softcapped(torch.einsum("tkgd,kpd->kgtp", grouped, keys).mul(heads.scale), heads.softcap)
+    # Several query heads share one of keys and values.
+    grouped = (q.view(len(q), keys.shape[0], -1, q.shape[-1]) for q in queries)
+    near, far = (torch.einsum("tkgd,kpd->kgtp", q, keys) for q in grouped)
+    scores = softcapped(torch.where(are_sinks, far, near).mul(heads.scale), heads.softcap)
     return scores.masked_fill(~seen, -torch.inf).softmax(-1)
+
+
+def rotate_queries(
+    q: Float[Tensor, "tokens heads dim"], heads: Heads, pages: Pages, step: Step
+) -> tuple[Float[Tensor, "tokens heads dim"], Float[Tensor, "tokens heads dim"]]:
+    """As they see the window, and as they see the sinks."""
+    near = rotate(q, heads.q_norm, heads.rope, step)
+    if pages.furthest is None:
+        return near, near
+    step = replace(step, positions=step.positions.clamp(max=pages.furthest))
+    return near, rotate(q, heads.q_norm, heads.rope, step)
 
 
 def softcapped(x: Float[Tensor, "*shape"], cap: float | None) -> Float[Tensor, "*shape"]:

@@ -14,7 +14,7 @@ from infer.model.rope import make_rope_table
 from infer.model.shapes import check_tensors, expected_shapes
 from infer.model.transformer import Block, Transformer
 from infer.quants import dequantize, quantize, quantize_fitted
-from infer.weights import Heads, Norm, Projection, RopeTable, StoredWeight
+from infer.weights import ConvertedWeight, Heads, Norm, OnRead, Projection, RopeTable, StoredWeight
 
 Weights = Mapping[str, StoredWeight]
 OnProgress = Callable[[int, int], None]  # (blocks done, blocks in all)
@@ -34,6 +34,7 @@ def load_transformer(
     precision: ops.Precision = "exact",
     max_seq_len: int | None = None,
     on_progress: OnProgress | None = None,
+    on_read: OnRead = lambda num_bytes: None,
 ) -> Transformer:
     """A model that runs. `dtype` None keeps each weight as its file stores it; otherwise all become dense in dtype.
     `keep_floats_as` quantises matrices that are stored as floats; what a file has quantised stays as it is.
@@ -42,7 +43,7 @@ def load_transformer(
     """
     expected = expected_shapes(architecture)
     check_tensors(expected, weights)
-    maker = _Maker(architecture, expected, weights, device, dtype, keep_floats_as, precision)
+    maker = _Maker(architecture, expected, weights, device, dtype, keep_floats_as, precision, on_read)
     positions = max_seq_len or architecture.max_positions
     ropes = {layer.rope for layer in architecture.layers if layer.rope is not None}
     rope_tables = {rope: make_rope_table(rope, positions, device) for rope in ropes}
@@ -89,6 +90,7 @@ class _Maker:
     dtype: torch.dtype | None
     keep_floats_as: FloatsAs
     precision: ops.Precision
+    on_read: OnRead
 
     def block(self, index: int, layer: Layer, rope_tables: Mapping[Rope, RopeTable]) -> Block:
         at = f"model.layers.{index}."
@@ -123,9 +125,10 @@ class _Maker:
     def projection(self, *names: str) -> Projection:
         parts = tuple(self._weight(name + ".weight") for name in names)
         biases = [dense(self.weights[name + ".bias"]).float() for name in names if name + ".bias" in self.expected]
-        return ops.prepare(Projection(parts, torch.cat(biases) if biases else None), self.device, self.precision)
+        whole = Projection(parts, torch.cat(biases) if biases else None)
+        return ops.prepare(whole, self.device, self.precision, self.on_read)
 
-    def _weight(self, name: str) -> StoredWeight:
+    def _weight(self, name: str) -> StoredWeight | ConvertedWeight:
         weight = self.weights[name]
         if self.dtype is not None:
             return _as_dtype(weight, self.dtype)
@@ -136,12 +139,19 @@ class _Maker:
         # The embedding is the head as well, and a head of 4 bits costs more than it saves.
         is_table = name in ("model.embed_tokens.weight", "lm_head.weight")
         kind = "Q4_1" if self.keep_floats_as == "q4" and not is_table else "Q8_0"
-        data = quantize_fitted(weight.data) if kind == "Q4_1" else quantize(weight.data, kind)
-        return StoredWeight(kind, weight.shape, data)
+        return ConvertedWeight(kind, weight, _to_q4 if kind == "Q4_1" else _to_q8)
 
 
-def _as_dtype(weight: StoredWeight, dtype: torch.dtype) -> StoredWeight:
-    return StoredWeight(_TYPE_BY_DTYPE[dtype], weight.shape, dense(weight).to(dtype))
+def _to_q4(rows: StoredWeight) -> Tensor:
+    return quantize_fitted(rows.data)
+
+
+def _to_q8(rows: StoredWeight) -> Tensor:
+    return quantize(rows.data, "Q8_0")
+
+
+def _as_dtype(weight: StoredWeight, dtype: torch.dtype) -> ConvertedWeight:
+    return ConvertedWeight(_TYPE_BY_DTYPE[dtype], weight, lambda rows: dense(rows).to(dtype))
 
 
 def dense(weight: StoredWeight) -> Float[Tensor, "..."]:

@@ -110,20 +110,19 @@ def attend(run: Run, qkv: Tensor, heads: Heads, layer: LayerCache) -> Tensor:
     dim, features = heads.head_dim, heads.num_heads * heads.head_dim
     _check_rows(qkv)
     out = run.tensor("attended", run.capacity, features)
-    queries = run.tensor("queries", max(run.capacity, run.max_threads), features)
+    copies, has_far = max(run.capacity, run.max_threads), layer.pages.furthest is not None and heads.rope is not None
+    queries = run.tensor("queries", copies * (2 if has_far else 1), features)
     chunks = -(-layer.pages.table.shape[1] * layer.pages.page_tokens // CHUNK)
     split = min(run.capacity, SPLIT_TOKENS)
-    partials = run.tensor("partials", split, heads.num_heads, chunks, dim + LANES)
+    partials = run.tensor("partials", heads.num_heads, split, chunks, dim + LANES)
     arguments["qkv"], arguments["out"], arguments["queries"] = qkv.data_ptr(), out.data_ptr(), queries.data_ptr()
     arguments["private_bytes"], arguments["partials"] = 4 * features, partials.data_ptr()
-    arguments["num_chunks"] = chunks
+    arguments["num_chunks"], arguments["far_bytes"] = chunks, 4 * copies * features if has_far else 0
     keeps = (qkv, heads, layer, out, queries, partials)
     rotate = compiled_address(".attention:make_rotate", ATTEND, layer.kv_type)
     walk = compiled_address(".attention:make_attend", ATTEND, layer.kv_type)
-    few = compiled_address(".attention:make_attend_few", ATTEND, layer.kv_type)
     finish = compiled_address(".attention:make_finish", ATTEND)
     run.append(rotate, arguments, BARRIER_IF_MANY, "rotate", keeps)
-    run.append(few, arguments, NO_BARRIER, "chunks", keeps)
     run.append(walk, arguments, BARRIER, "chunks", keeps)
     run.append(finish, arguments, BARRIER, "merge", keeps)
     if features % BLOCK == 0:
@@ -156,6 +155,7 @@ def _attend_arguments(heads: Heads, layer: LayerCache) -> Arguments:
     arguments["keys"], arguments["values"] = keys.data_ptr(), values.data_ptr()
     arguments["key_stride"], arguments["value_stride"] = keys.stride(0), values.stride(0)
     pages = layer.pages
+    arguments["furthest"] = -1 if pages.furthest is None else pages.furthest
     arguments["table_stride"], arguments["page_bits"] = pages.table.shape[1], pages.page_tokens.bit_length() - 1
     for name, values in (
         ("table", pages.table),
@@ -210,16 +210,19 @@ def _epilogue(out: Tensor, column: int, num_columns: int, bias: Tensor | None) -
 
 
 def _activations(run: Run, x: Tensor, norm: Norm | None, weight: PackedWeight, *, of_wanted: bool) -> tuple[int, int]:
-    """Where norm(x) lies as activation records, and how far apart the threads' own copies of a single token."""
+    """Where norm(x) lies as activation records, and how far apart the threads' own copies of a single token.
+
+    A tile may read one token more than there are.
+    """
     _check_rows(x)
     layout, planes = weight.layout, weight.planes
     token_bytes = layout.num_records(weight.in_features) * layout.activation_bytes(planes)
     if norm is None and not layout.is_float:
-        address = run.quantized(x, planes, run.capacity * token_bytes)
+        address = run.quantized(x, planes, (run.capacity + 1) * token_bytes)
         if address is not None:
             return address, 0
     copies = max(run.wanted_capacity if of_wanted else run.capacity, run.max_threads)
-    records = run.tensor("activations", copies * token_bytes, dtype=torch.uint8)
+    records = run.tensor("activations", (copies + 1) * token_bytes, dtype=torch.uint8)
     arguments = np.zeros(1, NORMALIZE)
     arguments["x"], arguments["out"], arguments["features"] = x.data_ptr(), records.data_ptr(), weight.in_features
     arguments["private_bytes"], arguments["of_wanted"] = token_bytes, of_wanted

@@ -18,6 +18,9 @@ A group of a float type is `[in_features, 16 rows]`, its inputs padded with zero
 
 import mmap
 import sys
+import threading
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
@@ -31,6 +34,7 @@ LANES = 16  # rows of a group, and 32-bit elements of a vector
 PANEL = 16  # tokens whose activations lie together
 BLOCK = 32  # inputs of a record of a block type, and of a block of quantised activations
 UNIT = 8  # inputs of a record of a float type
+_CACHE_LINE = 64
 QUADS_BYTES = 8 * 64  # of a record of a block type, once each value is a byte
 
 
@@ -175,14 +179,44 @@ class PackedWeight(Weight):
         return int(self.data.data_ptr()) + group * self.group_bytes
 
 
-def allocate(num_bytes: int) -> Tensor:
-    """Pages that are zero until they are written, huge ones where the system has them: weights are read end to end.
+_HUGE_PAGE, _PIECE = 1 << 21, 1 << 26
 
-    Neighbouring allocations share huge pages, so that small weights waste nothing.
+
+@final
+class Pieces:
+    """Memory for weights, one behind the other in pieces of 64 MB that begin with a huge page.
+
+    The system gives a huge page where nothing of it was written before, and most weights of a small model are smaller
+    than one. A piece goes when the last of its weights does.
     """
-    if sys.platform == "linux":
-        pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    else:
-        pages = mmap.mmap(-1, max(num_bytes, 1))
-    return torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes)
+
+    def __init__(self) -> None:
+        self._newest: Callable[[], mmap.mmap | None] = lambda: None
+        self._taken = 0
+        self._taking = threading.Lock()
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Pages that are zero until they are written."""
+        with self._taking:
+            piece = self._newest()
+            if piece is None or self._taken + num_bytes > len(piece):
+                piece = _map(max(num_bytes, _PIECE) + _HUGE_PAGE)
+                self._newest = weakref.ref(piece)
+                self._taken = -torch.frombuffer(piece, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
+            start, self._taken = self._taken, self._taken + -(-num_bytes // _CACHE_LINE) * _CACHE_LINE
+            return torch.frombuffer(piece, dtype=torch.uint8, count=num_bytes, offset=start)
+
+
+def _map(num_bytes: int) -> mmap.mmap:
+    if sys.platform != "linux":
+        return mmap.mmap(-1, num_bytes)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
+
+
+_pieces = Pieces()
+
+
+def allocate(num_bytes: int) -> Tensor:
+    return _pieces.take(num_bytes)

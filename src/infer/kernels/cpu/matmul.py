@@ -21,6 +21,7 @@ from infer.kernels.cpu.simd import load_f32, load_i64, load_scalar_f32, splat_f3
 from infer.kernels.cpu.tiles import COLUMN_BYTES, tile
 
 _TILE_BYTES = 4 * LANES * PANEL  # a buffer's part for one group: [16 tokens, 16 rows] f32
+_FEWEST_UNPACKED = 2 * PANEL  # tokens for which the matrix unit is faster, unpacking included
 _HEADER = 64  # in front of it: first token, number of tokens, number of groups
 _BUFFER_BYTES = _HEADER + 4 * _TILE_BYTES
 
@@ -32,9 +33,12 @@ def _tile_weights(args, unit, groups, index):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _columns(type_, planes, isa, count, weights, pair, panel, done, width, stride, num_records, out):  # type: ignore[no-untyped-def]
-    """Tiles of `count` tokens while they fit; how many tokens are done."""
-    while width - done >= count:
+def _columns(type_, planes, isa, count, fewest, weights, pair, panel, done, width, stride, num_records, out):  # type: ignore[no-untyped-def]
+    """Tiles of `count` tokens while so many or at least `fewest` are left; how many tokens are done.
+
+    What a tile computes of tokens that are not there, from what lies behind the others, is not looked at.
+    """
+    while width - done >= fewest:
         at, to = panel + done * (stride // width), out + done * COLUMN_BYTES
         tile(type_, planes, isa, count, weights, pair, at, stride, num_records, to, _TILE_BYTES)
         done += count
@@ -43,25 +47,27 @@ def _columns(type_, planes, isa, count, weights, pair, panel, done, width, strid
 
 def _make_panel(layout: Layout, planes: int, isa: str) -> Any:
     """A panel of a unit: its tiles of two groups, and of one where they are odd."""
-    type_, four = layout.type, 4 in COLUMNS[isa]
+    type_, two, four = layout.type, 2 in COLUMNS[isa], 4 in COLUMNS[isa]
     eight = four and planes == 2 and not layout.is_float  # one plane is faster with four
 
     @njit(inline="always")
     def compute(args, unit, groups, num_tiles, panel, width, stride, out):  # type: ignore[no-untyped-def]
-        num_records = args.num_records
+        records = args.num_records
         for index in range(0, num_tiles, 2):
             weights, to, done = _tile_weights(args, unit, groups, index), out + index * _TILE_BYTES, 0
             if index + 1 < num_tiles:
                 pair = _tile_weights(args, unit, groups, index + 1)
                 if eight:
-                    done = _columns(type_, planes, isa, 8, weights, pair, panel, done, width, stride, num_records, to)
+                    done = _columns(type_, planes, isa, 8, 7, weights, pair, panel, done, width, stride, records, to)
                 if four:
-                    done = _columns(type_, planes, isa, 4, weights, pair, panel, done, width, stride, num_records, to)
-                done = _columns(type_, planes, isa, 1, weights, pair, panel, done, width, stride, num_records, to)
+                    done = _columns(type_, planes, isa, 4, 3, weights, pair, panel, done, width, stride, records, to)
+                if two:
+                    done = _columns(type_, planes, isa, 2, 2, weights, pair, panel, done, width, stride, records, to)
+                done = _columns(type_, planes, isa, 1, 1, weights, pair, panel, done, width, stride, records, to)
             else:
                 if four:
-                    done = _columns(type_, planes, isa, 4, weights, 0, panel, done, width, stride, num_records, to)
-                done = _columns(type_, planes, isa, 1, weights, 0, panel, done, width, stride, num_records, to)
+                    done = _columns(type_, planes, isa, 4, 3, weights, 0, panel, done, width, stride, records, to)
+                done = _columns(type_, planes, isa, 1, 1, weights, 0, panel, done, width, stride, records, to)
 
     return compute
 
@@ -100,7 +106,8 @@ def make_matmul(type_: str, planes: int, isa: str) -> Callable[..., None]:
         activations = args.activations + (thread * args.private_bytes if num_tokens == 1 else 0)
         num_units = (args.num_groups + args.groups_per_unit - 1) // args.groups_per_unit
         buffer, scratch = simd.stack(_BUFFER_BYTES), simd.stack(SCRATCH_BYTES)
-        unpacked, is_long = args.unpacked + thread * args.unpacked_bytes, has_matrices and num_tokens >= PANEL
+        unpacked = args.unpacked + thread * args.unpacked_bytes
+        is_long = has_matrices and num_tokens >= _FEWEST_UNPACKED
         if has_matrices:
             configure(type_, is_long, scratch)
         for block in range(0, num_tokens, args.tokens_per_block):
@@ -108,7 +115,8 @@ def make_matmul(type_: str, planes: int, isa: str) -> Callable[..., None]:
             for unit in range(num_units * thread // num_threads, num_units * (thread + 1) // num_threads):
                 groups = min(args.groups_per_unit, args.num_groups - unit * args.groups_per_unit)
                 num_tiles = groups * (1 if args.second_weights == 0 else 2)
-                even_tiles = num_tiles if is_long and num_tiles % 2 == 0 and block_end - block >= PANEL else 0
+                is_worth_it = is_long and num_tiles % 2 == 0 and block_end - block >= _FEWEST_UNPACKED
+                even_tiles = num_tiles if is_worth_it else 0
                 if has_matrices:
                     unpack_unit(args, unit, groups, even_tiles, unpacked)
                 for panel in range(block, block_end, PANEL):

@@ -1,6 +1,9 @@
-"""`prepare`: stored weights → packed ones, once at load, on all threads. Values never change."""
+"""`prepare`: stored weights → packed ones, once at load, on all threads. Values never change.
 
-from collections.abc import Callable, Sequence
+A weight is read some rows at a time: what was read of its file can be given back, and what is made of it is small.
+"""
+
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Literal
 
@@ -14,55 +17,71 @@ from infer.kernels.cpu.records import PACK
 from infer.kernels.cpu.state import STATE
 from infer.kernels.cpu.table import NO_BARRIER, Command, DispatchTable, Walk
 from infer.kernels.cpu.threads import aligned, team
-from infer.weights import Projection, StoredWeight
+from infer.weights import ConvertedWeight, OnRead, Projection, StoredWeight
 
+Source = StoredWeight | ConvertedWeight
 Precision = Literal["exact", "fast"]
 PLANES: dict[str, int] = {"exact": 2, "fast": 1}
+_BYTES_AT_ONCE = 8 << 20
 
 
 def prepare(
     projection: Projection,
     device: torch.device,
     precision: Precision = "exact",
-    progress: Callable[[int], None] | None = None,
+    on_read: OnRead = lambda num_bytes: None,
 ) -> Projection:
-    """Packed parts; neighbours of one type become one. `progress` is told the stored bytes of each part when packed.
+    """Packed parts; neighbours of one type become one. `on_read` is told of each few megabytes that were read.
 
     precision: `exact` multiplies with activations of 16 bits, `fast` of 8. Float weights take float activations.
     """
     if precision not in PLANES:
         raise InvalidRequestError(f"precision must be exact or fast, got {precision!r}")
-    stored = [part for part in projection.parts if isinstance(part, StoredWeight)]
-    assert len(stored) == len(projection.parts)
+    sources = [part for part in projection.parts if isinstance(part, StoredWeight | ConvertedWeight)]
+    assert len(sources) == len(projection.parts)
     parts = []
-    for _, neighbours in groupby(enumerate(stored), key=_merge_key):
-        weights = [weight for _, weight in neighbours]
-        parts.append(_pack(weights, PLANES[precision]))
-        if progress is not None:
-            progress(sum(weight.num_bytes for weight in weights))
+    for _, neighbours in groupby(enumerate(sources), key=_merge_key):
+        parts.append(_pack([weight for _, weight in neighbours], PLANES[precision], on_read))
     bias = None if projection.bias is None else projection.bias.float().contiguous()
     return Projection(tuple(parts), bias)
 
 
-def _merge_key(indexed: tuple[int, StoredWeight]) -> tuple[str, int]:
+def _merge_key(indexed: tuple[int, Source]) -> tuple[str, int]:
     index, weight = indexed
     return weight.type, -1 if weight.out_features % LANES == 0 else index
 
 
-def _pack(weights: Sequence[StoredWeight], planes: int) -> PackedWeight:
+def _pack(weights: Sequence[Source], planes: int, on_read: OnRead) -> PackedWeight:
     layout, in_features = LAYOUTS[weights[0].type], weights[0].in_features
     rows = sum(weight.out_features for weight in weights)
-    group_bytes = layout.group_bytes(in_features)
-    packed = PackedWeight(layout, (rows, in_features), allocate(-(-rows // LANES) * group_bytes), planes)
-    table, group = DispatchTable(), 0
-    function = compiled_address(".packing:make_pack", PACK, layout.type)
+    content = allocate(-(-rows // LANES) * layout.group_bytes(in_features))
+    packed = PackedWeight(layout, (rows, in_features), content, planes)
+    group, num_bytes, table = 0, 0, DispatchTable()
     for weight in weights:
-        source = weight.data.contiguous()
-        arguments = np.zeros(1, PACK)
-        arguments["source"], arguments["source_row_bytes"] = source.data_ptr(), source.stride(0) * source.element_size()
-        arguments["rows"], arguments["in_features"] = weight.shape
-        arguments["out"], arguments["group_bytes"] = packed.data_at(group), group_bytes
-        table.append([Command(function, arguments, NO_BARRIER, "pack", (source,))])
+        at_once = max(1, _BYTES_AT_ONCE // (LANES * weight.row_bytes)) * LANES
+        for first in range(0, weight.out_features, at_once):
+            part = weight.rows(first, min(first + at_once, weight.out_features))
+            table.append([_command(part, packed, group + first // LANES)])
+            num_bytes += part.out_features * weight.row_bytes
+            if num_bytes >= _BYTES_AT_ONCE:
+                _walk(table)
+                on_read(num_bytes)
+                num_bytes, table = 0, DispatchTable()
         group += weight.out_features // LANES
-    team().run(Walk(table), aligned(1, STATE))
+    _walk(table)
+    on_read(num_bytes)
     return packed
+
+
+def _command(part: StoredWeight, packed: PackedWeight, group: int) -> Command:
+    source = part.data.contiguous()
+    arguments = np.zeros(1, PACK)
+    arguments["source"], arguments["source_row_bytes"] = source.data_ptr(), source.stride(0) * source.element_size()
+    arguments["rows"], arguments["in_features"] = part.shape
+    arguments["out"], arguments["group_bytes"] = packed.data_at(group), packed.group_bytes
+    function = compiled_address(".packing:make_pack", PACK, packed.layout.type)
+    return Command(function, arguments, NO_BARRIER, "pack", (source,))
+
+
+def _walk(table: DispatchTable) -> None:
+    team().run(Walk(table), aligned(1, STATE))

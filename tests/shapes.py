@@ -1,20 +1,25 @@
-"""Shapes and types checked at every call of `infer`: the import hook that conftest installs before anything else."""
+"""Shapes and types checked at every call of `infer`: the import hook that conftest installs before anything else.
+
+jaxtyping's own wrapper binds and checks the arguments of every function twice, ten times the work. Here beartype checks
+a function once, within a scope for the names of axes if an array stands in its signature.
+"""
 
 from collections.abc import Callable
+from dataclasses import is_dataclass
+from functools import wraps
+from inspect import signature
 from pathlib import Path
-from typing import Any, Self
+from types import FunctionType
+from typing import Any, Literal, Self, get_args, get_origin
 
+import jaxtyping
 from beartype import BeartypeConf, FrozenDict, beartype
-from jaxtyping import install_import_hook
+from jaxtyping import AbstractArray, TypeCheckError, install_import_hook, jaxtyped
 
 SOURCE = Path(__file__).parents[1] / "src" / "infer"
 
-# jaxtyping decorates methods one by one, where beartype cannot know the class that Self stands for.
-_configuration = BeartypeConf(hint_overrides=FrozenDict({Self: Any}))
-
-
-def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    return beartype(conf=_configuration)(function)
+# Methods are decorated one by one, where beartype cannot know the class that Self stands for.
+_configuration = BeartypeConf(hint_overrides=FrozenDict({Self: Any}), violation_type=TypeCheckError)
 
 
 def checked_modules() -> list[str]:
@@ -27,4 +32,45 @@ def checked_modules() -> list[str]:
 
 
 def install() -> None:
+    jaxtyping.jaxtyped = lambda *, typechecker: checked  # what the hook writes before all that a module defines
     install_import_hook(checked_modules(), "shapes.checked")
+
+
+def checked(thing: Any) -> Any:
+    """A function whose arguments and result are checked, or a dataclass whose fields are when it is made."""
+    if isinstance(thing, FunctionType):
+        checking = beartype(conf=_configuration)(thing)
+        return _within_a_scope(checking) if _has_arrays(thing) else checking
+    if is_dataclass(thing) and isinstance(thing.__init__, FunctionType):
+        thing.__init__ = checked(thing.__init__)
+    return thing
+
+
+def _within_a_scope(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Axes of one name are of one length in all that a call takes and returns."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with jaxtyped("context"):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _has_arrays(function: FunctionType) -> bool:
+    whole = signature(function)
+    hints = [parameter.annotation for parameter in whole.parameters.values()]
+    return any(_is_of_arrays(hint, function.__globals__) for hint in (*hints, whole.return_annotation))
+
+
+def _is_of_arrays(hint: Any, names: dict[str, Any]) -> bool:
+    """Whether an array may stand in it; a name that is not there yet may be anything."""
+    if isinstance(hint, str):
+        try:
+            hint = eval(hint, names)
+        except NameError:
+            return True
+    if isinstance(hint, type) and issubclass(hint, AbstractArray):
+        return True
+    parts = hint if isinstance(hint, list) else () if get_origin(hint) is Literal else get_args(hint)
+    return any(_is_of_arrays(part, names) for part in parts)

@@ -12,7 +12,7 @@ from infer.block_types import BLOCK_TYPES
 
 STEP_TOKENS, STEP_LINES = 512, 64  # tokens of a step, and lines of logits
 _BLOCK, _UNIT, _LANES = 32, 8, 16  # inputs of a record of quantised and of float activations; rows of a group
-_SPLIT_TOKENS, _CHUNK, _LEAST_COPIES = 4, 256, 256
+_SPLIT_TOKENS, _CHUNK, _LEAST_COPIES = 16, 256, 256
 _PLANES = {"exact": 2, "fast": 1}
 _QUADS_BYTES, _VECTOR_BYTES = 512, 64
 _VECTORS = {"Q2_K": 4, "Q3_K": 2, "Q6_K": 2, "Q4_1": 2, "Q5_1": 2, "Q4_K": 2, "Q5_K": 2}  # scales and minima; else one

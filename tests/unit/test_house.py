@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from jaxtyping import TypeCheckError
+from jaxtyping import Float, TypeCheckError
+from torch import Tensor
 
 import infer
-from shapes import SOURCE, checked_modules
+from shapes import SOURCE, checked, checked_modules
 
 ROOT = SOURCE.parents[1]
 SOURCES = sorted(SOURCE.rglob("*.py"))
@@ -71,6 +72,31 @@ def test_a_wrong_shape_is_caught_at_the_call() -> None:
         Step(tokens, tokens[:2], tokens, tokens[:1])
     with pytest.raises(TypeCheckError):
         Step(tokens.float(), tokens, tokens, tokens[:1])
+
+
+def test_arguments_and_results_are_checked_together() -> None:
+    @checked
+    def first_rows(x: Float[Tensor, "rows columns"], count: int, names: list[str]) -> Float[Tensor, "rows columns"]:
+        return x[:count]
+
+    @checked
+    def length(names: list[str]) -> int:
+        return names if "itself" in names else len(names)  # type: ignore[return-value]
+
+    x = torch.zeros(3, 2)
+    assert torch.equal(first_rows(x, 3, ["a"]), x)
+    assert length(["a", "b"]) == 2
+    for wrong in (
+        lambda: first_rows(x, 2, ["a"]),
+        lambda: first_rows(x[0], 2, ["a"]),
+        lambda: first_rows(x.int(), 3, ["a"]),
+        lambda: first_rows(x, 3.0, ["a"]),  # type: ignore[arg-type]
+        lambda: first_rows(x, 3, [1]),  # type: ignore[list-item]
+        lambda: length("a"),  # type: ignore[arg-type]
+        lambda: length(["itself"]),
+    ):
+        with pytest.raises(TypeCheckError):
+            wrong()
 
 
 def test_every_module_but_compiled_kernels_is_checked() -> None:

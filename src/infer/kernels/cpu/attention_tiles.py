@@ -13,10 +13,11 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from infer.kernels.cpu import simd
-from infer.kernels.cpu.layouts import LANES
+from infer.kernels.cpu.ahead import Ahead
+from infer.kernels.cpu.layouts import BLOCK, LANES
 from infer.kernels.cpu.quantized_tiles import emit_mix, emit_scores, emit_values
 from infer.kernels.cpu.simd import F32, F32X16, I16X16, I64, Value, constant, load
-from infer.kv_types import QUANTIZED
+from infer.kv_types import QUANTIZED, key_block_bytes, value_block_bytes
 
 FLOAT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 
@@ -61,21 +62,28 @@ def score_tile(
     dim: Any,
     out: Any,
     stride: Any,
+    ahead: Any,
+    step: Any,
 ) -> Any:
-    """out[column × stride + block × 64 bytes] = queries[column] · keys of 16 positions, for columns × blocks."""
+    """out[column × stride + block × 64 bytes] = queries[column] · keys of 16 positions, for columns × blocks.
+
+    Meanwhile memory from `ahead` on is asked for, `step` bytes with each dim: the blocks' values at most.
+    """
     name, width, count = kv_type.literal_value, columns.literal_value, blocks.literal_value
 
     def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Any:
+        *_, queries, keys, dim, out, stride, ahead, step = arguments
+        asked = Ahead.begin(b, ahead, step, count * value_block_bytes(name, BLOCK) // BLOCK)
         if name in QUANTIZED:
-            emit_scores(b, width, count, arguments[3:])
+            emit_scores(b, width, count, [queries, keys, dim, out, stride], asked)
             return context.get_dummy_value()
-        *_, queries, keys, dim, out, stride = arguments
         sums = _variables(b, [constant(F32X16, 0.0)] * (width * count))
         row_bytes = LANES * FLOAT_BYTES[name]
         query_bytes, block_bytes = b.mul(dim, constant(I64, 4)), b.mul(dim, constant(I64, row_bytes))
         query_at = [b.add(queries, b.mul(query_bytes, constant(I64, c))) for c in range(width)]
         keys_at = [b.add(keys, b.mul(block_bytes, constant(I64, k))) for k in range(count)]
         with cgutils.for_range(b, dim) as loop:
+            asked.ask(b)
             key_at = b.mul(loop.index, constant(I64, row_bytes))
             cached = [_load_cached(b, name, b.add(at, key_at)) for at in keys_at]
             for column in range(width):
@@ -89,7 +97,7 @@ def score_tile(
                 simd.store_f32(b, simd.offset(b, row, 64 * block), b.load(sums[column * count + block]))
         return context.get_dummy_value()
 
-    return types.void(kv_type, columns, blocks, *(types.int64,) * 5), emit
+    return types.void(kv_type, columns, blocks, *(types.int64,) * 7), emit
 
 
 @intrinsic(prefer_literal=True)
@@ -106,16 +114,22 @@ def value_tile(
     num_positions: Any,
     out: Any,
     out_stride: Any,
+    ahead: Any,
+    step: Any,
 ) -> Any:
-    """out[column × out_stride + first_dim …] += Σ of probabilities[column × stride] × values, over positions."""
+    """out[column × out_stride + first_dim …] += Σ of probabilities[column × stride] × values, over positions.
+
+    Meanwhile memory from `ahead` on is asked for, `step` bytes with each position: a key of these dims at most.
+    """
     name, width, count = kv_type.literal_value, columns.literal_value, vectors.literal_value
 
     def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Any:
+        *_, probabilities, stride, values, dim, first_dim, num_positions, out, out_stride, ahead, step = arguments
+        asked = Ahead.begin(b, ahead, step, count * key_block_bytes(name, BLOCK) // BLOCK)
         if name in QUANTIZED:
             if count % 2 == 0:  # a single vector is no record: a head of codes never comes to it
-                emit_values(b, name, width, count // 2, arguments[3:])
+                emit_values(b, name, width, count // 2, arguments[3:-2], asked)
             return context.get_dummy_value()
-        *_, probabilities, stride, values, dim, first_dim, num_positions, out, out_stride = arguments
         out = b.add(out, b.mul(first_dim, constant(I64, 4)))
         sums_at = [
             simd.offset(b, b.add(out, b.mul(out_stride, constant(I64, column))), 64 * vector)
@@ -128,6 +142,7 @@ def value_tile(
         first = b.add(values, b.mul(first_dim, constant(I64, size)))
         at = [b.add(probabilities, b.mul(stride, constant(I64, c))) for c in range(width)]
         with cgutils.for_range(b, num_positions) as loop:
+            asked.ask(b)
             row = b.add(first, b.mul(loop.index, value_bytes))
             cached = [_load_cached(b, name, simd.offset(b, row, LANES * size * v)) for v in range(count)]
             for column in range(width):
@@ -139,7 +154,7 @@ def value_tile(
             simd.store_f32(b, where, b.load(total))
         return context.get_dummy_value()
 
-    return types.void(kv_type, columns, vectors, *(types.int64,) * 8), emit
+    return types.void(kv_type, columns, vectors, *(types.int64,) * 10), emit
 
 
 @intrinsic(prefer_literal=True)

@@ -21,6 +21,7 @@ from infer.kernels.cpu.simd import load_f32, load_scalar_f32, splat_f32, splat_i
 from infer.kv_types import QUANTIZED, key_block_bytes, value_block_bytes
 
 _CODES = BLOCK
+_BLOCKS = 4  # of keys that all columns meet before the next: they stay in a core's first cache
 
 
 @intrinsic(prefer_literal=True)
@@ -146,40 +147,116 @@ def _quantize_4(x, codes, scale_at):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def block_scores(kv_type, columns, q, dim, keys, num_blocks, out):  # type: ignore[no-untyped-def]
-    """Scores of `columns` queries at q against a run of blocks of keys, as [column, 256]."""
-    at, block_bytes = 0, key_bytes(kv_type, dim)
-    at_once = 2 if columns == 8 else 4  # as many sums as fit the registers
-    while num_blocks - at >= at_once:
-        to = out + 4 * LANES * at
-        score_tile(kv_type, columns, at_once, q, keys + at * block_bytes, dim, to, 4 * CHUNK)
-        at += at_once
-    while num_blocks - at > 0:
-        score_tile(kv_type, columns, 1, q, keys + at * block_bytes, dim, out + 4 * LANES * at, 4 * CHUNK)
-        at += 1
+def block_scores(kv_type, columns, q, dim, keys, num_blocks, out, values):  # type: ignore[no-untyped-def]
+    """Scores of `columns` queries at q against a run of blocks of keys, as [column, 256]; its values are asked for."""
+    block_bytes, of_values = key_bytes(kv_type, dim), value_bytes(kv_type, dim)
+    for first in range(0, num_blocks, _BLOCKS):
+        at, column = (keys + first * block_bytes, values + first * of_values, out + 4 * LANES * first), 0
+        blocks = min(_BLOCKS, num_blocks - first)
+        while columns - column >= 8:
+            _scores(kv_type, 8, 2, column, columns, q, dim, at, blocks)
+            column += 8
+        if columns - column >= 4:
+            _scores(kv_type, 4, 4, column, columns, q, dim, at, blocks)
+            column += 4
+        if columns - column == 3:
+            _scores(kv_type, 3, 4, column, columns, q, dim, at, blocks)
+        elif columns - column == 2:
+            _scores(kv_type, 2, 4, column, columns, q, dim, at, blocks)
+        elif columns - column == 1:
+            _scores(kv_type, 1, 4, column, columns, q, dim, at, blocks)
 
 
 @njit(inline="always")
-def add_values(kv_type, columns, p, dim, values, num_positions, out, out_stride):  # type: ignore[no-untyped-def]
+def _scores(kv_type, width, at_once, column, columns, q, dim, at, num_blocks):  # type: ignore[no-untyped-def]
+    """`at_once`: as many sums as fit the registers. Of a block's values these columns ask for their share."""
+    block, (keys, values, out) = 0, at
+    q, out, of_keys, of_values = (
+        q + 4 * dim * column,
+        out + 4 * CHUNK * column,
+        key_bytes(kv_type, dim),
+        value_bytes(kv_type, dim),
+    )
+    while num_blocks - block >= at_once:
+        to, keys_at = out + 4 * LANES * block, keys + block * of_keys
+        ahead, step = (
+            values + block * of_values + at_once * of_values * column // columns,
+            at_once * of_values * width // (columns * dim),
+        )
+        score_tile(kv_type, width, at_once, q, keys_at, dim, to, 4 * CHUNK, ahead, step)
+        block += at_once
+    while num_blocks - block > 0:
+        to, keys_at = out + 4 * LANES * block, keys + block * of_keys
+        ahead, step = values + block * of_values + of_values * column // columns, of_values * width // (columns * dim)
+        score_tile(kv_type, width, 1, q, keys_at, dim, to, 4 * CHUNK, ahead, step)
+        block += 1
+
+
+@njit(inline="always")
+def add_values(kv_type, columns, p, dim, values, num_positions, out, out_stride, keys):  # type: ignore[no-untyped-def]
     """out[column] += Σ p × values over the first `num_positions` of a run; p lies as [column, 256].
 
     The sum goes on from what out holds: one chain of additions over positions, however they are cut into runs.
+    As many keys, of another run, are asked for.
     """
-    at, vectors, stride = 0, 2 if columns == 8 else 4, 4 * CHUNK
+    column = 0
+    while columns - column >= 8:
+        _add_values(kv_type, 8, 2, column, columns, p, dim, values, num_positions, out, out_stride, keys)
+        column += 8
+    if columns - column >= 4:
+        _add_values(kv_type, 4, 4, column, columns, p, dim, values, num_positions, out, out_stride, keys)
+        column += 4
+    if columns - column == 3:
+        _add_values(kv_type, 3, 4, column, columns, p, dim, values, num_positions, out, out_stride, keys)
+    elif columns - column == 2:
+        _add_values(kv_type, 2, 4, column, columns, p, dim, values, num_positions, out, out_stride, keys)
+    elif columns - column == 1:
+        _add_values(kv_type, 1, 4, column, columns, p, dim, values, num_positions, out, out_stride, keys)
+
+
+@njit(inline="always")
+def _add_values(kv_type, width, vectors, column, columns, p, dim, values, num_positions, out, out_stride, keys):  # type: ignore[no-untyped-def]
+    at, stride = 0, 4 * CHUNK
+    p, out, vector_step = (
+        p + stride * column,
+        out + out_stride * column,
+        key_bytes(kv_type, dim) * width // (columns * dim),
+    )
+    ahead = keys + key_bytes(kv_type, dim) * num_positions // LANES * column // columns
     while dim - at >= vectors * LANES:
-        value_tile(kv_type, columns, vectors, p, stride, values, dim, at, num_positions, out, out_stride)
+        value_tile(
+            kv_type,
+            width,
+            vectors,
+            p,
+            stride,
+            values,
+            dim,
+            at,
+            num_positions,
+            out,
+            out_stride,
+            ahead,
+            vectors * vector_step,
+        )
         at += vectors * LANES
+        ahead += vectors * vector_step * num_positions
     while dim - at >= 2 * LANES:
-        value_tile(kv_type, columns, 2, p, stride, values, dim, at, num_positions, out, out_stride)
+        value_tile(
+            kv_type, width, 2, p, stride, values, dim, at, num_positions, out, out_stride, ahead, 2 * vector_step
+        )
         at += 2 * LANES
+        ahead += 2 * vector_step * num_positions
     while dim - at >= LANES:
-        value_tile(kv_type, columns, 1, p, stride, values, dim, at, num_positions, out, out_stride)
+        value_tile(kv_type, width, 1, p, stride, values, dim, at, num_positions, out, out_stride, ahead, vector_step)
         at += LANES
+        ahead += vector_step * num_positions
     while at < dim:
-        for column in range(columns):
-            to = out + column * out_stride + 4 * at
+        for i in range(width):
+            to = out + i * out_stride + 4 * at
             total = load_scalar_f32(to)
-            for i in range(num_positions):
-                total += load_scalar_f32(p + stride * column + 4 * i) * float_value(kv_type, values, dim, at, i)
+            for position in range(num_positions):
+                share = load_scalar_f32(p + stride * i + 4 * position)
+                total += share * float_value(kv_type, values, dim, at, position)
             store_scalar_f32(to, total)
         at += 1

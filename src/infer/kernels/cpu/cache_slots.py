@@ -75,11 +75,9 @@ def seen_of_chunk(args, row, chunk, slot):  # type: ignore[no-untyped-def]
 
 @njit
 def parts_of_chunk(sinks, low, high):  # type: ignore[no-untyped-def]
-    """[0, gap) and [first, end) are the blocks that have what is seen; gap is 0 where one part has it all."""
+    """[0, gap) and [first, end) are the blocks that have what is seen; gap is 0 where there are no sinks to tell."""
     gap, first, end = _up(sinks), low // LANES * LANES, _up(high)
-    if gap == 0:
-        return 0, first, end
-    return (gap, first, end) if gap < first else (0, 0, max(end, gap))
+    return gap, max(gap, first), max(gap, end)
 
 
 @njit(inline="always")
@@ -94,19 +92,24 @@ def chunk_scores(kv_type, columns, args, row, kv, chunk, parts, q, out):  # type
     at = 0 if gap > 0 else first
     while at < end:
         run = _end_of_run(args, row, start + at, start + (gap if at < gap else end)) - start
-        keys, _ = block_at(kv_type, args, row, kv, start + at)
+        keys, values = block_at(kv_type, args, row, kv, start + at)
         query = q + args.far_bytes if at < gap else q
-        block_scores(kv_type, columns, query, args.dim, keys, (run - at) // LANES, out + 4 * at)
+        block_scores(kv_type, columns, query, args.dim, keys, (run - at) // LANES, out + 4 * at, values)
         at = first if run == gap else run
 
 
 @njit(inline="always")
-def add_chunk_values(kv_type, columns, args, row, kv, chunk, parts, seen, p, out, out_stride):  # type: ignore[no-untyped-def]
-    """out[column] += Σ p × values over a chunk's parts, of which no more than [0, sinks) and [.., high) counts."""
+def add_chunk_values(kv_type, columns, args, row, kv, chunk, parts, seen, p, out, out_stride, after):  # type: ignore[no-untyped-def]
+    """out[column] += Σ p × values over a chunk's parts, of which no more than [0, sinks) and [.., high) counts.
+
+    Meanwhile keys are asked for, of the chunk of a head that is named by `after`.
+    """
     start, (gap, first, _), (sinks, high) = chunk * CHUNK, parts, seen
+    near = sinks if gap < first else min(gap, high)  # a window may begin among the sinks' blocks
     at = 0 if gap > 0 else first
     while at < high or at < gap:
-        run = _end_of_run(args, row, start + at, start + (sinks if at < gap else high)) - start
+        run = _end_of_run(args, row, start + at, start + (near if at < gap else high)) - start
         _, values = block_at(kv_type, args, row, kv, start + at)
-        add_values(kv_type, columns, p + 4 * at, args.dim, values, run - at, out, out_stride)
-        at = first if gap > 0 and run == sinks else run
+        keys, _ = block_at(kv_type, args, row, after[0], after[1] * CHUNK + at)
+        add_values(kv_type, columns, p + 4 * at, args.dim, values, run - at, out, out_stride, keys)
+        at = first if gap > 0 and run == near else run

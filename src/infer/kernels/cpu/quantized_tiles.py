@@ -17,6 +17,7 @@ from llvmlite.ir import IRBuilder as Builder
 from numba.core import cgutils
 
 from infer.kernels.cpu import simd
+from infer.kernels.cpu.ahead import Ahead
 from infer.kernels.cpu.layouts import BLOCK, LANES
 from infer.kernels.cpu.simd import F32, F32X16, I8X16, I16X16, I32, I32X16, I64, Value, constant, load, offset
 from infer.kv_types import key_block_bytes, value_block_bytes
@@ -74,7 +75,7 @@ def emit_mix(b: Builder, where: Value) -> None:
         simd.store_f32(b, place, b.fmul(x, constant(F32X16, BLOCK**-0.5)))
 
 
-def emit_scores(b: Builder, width: int, count: int, arguments: Sequence[Value]) -> None:
+def emit_scores(b: Builder, width: int, count: int, arguments: Sequence[Value], ahead: Ahead) -> None:
     """`score_tile` for columns × blocks."""
     queries, keys, dim, out, stride = arguments
     totals = _zeros(b, width * count)
@@ -86,6 +87,7 @@ def emit_scores(b: Builder, width: int, count: int, arguments: Sequence[Value]) 
         query = b.add(queries, _times(b, record.index, 4 * BLOCK))
         parts = _zeros(b, width * count)
         with cgutils.for_range(b, constant(I64, BLOCK)) as row:
+            ahead.ask(b)
             codes = [_bytes(b, b.add(where, _times(b, row.index, LANES))) for where in at]
             element = b.add(query, _times(b, row.index, 4))
             for column in range(width):
@@ -103,7 +105,7 @@ def emit_scores(b: Builder, width: int, count: int, arguments: Sequence[Value]) 
             simd.store_f32(b, offset(b, to, 64 * block), b.load(totals[column * count + block]))
 
 
-def emit_values(b: Builder, name: str, width: int, count: int, arguments: Sequence[Value]) -> None:
+def emit_values(b: Builder, name: str, width: int, count: int, arguments: Sequence[Value], ahead: Ahead) -> None:
     """`value_tile` for columns × records of 32 dimensions."""
     probabilities, stride, values, dim, first_dim, num_positions, out, out_stride = arguments
     to, first = b.add(out, _times(b, first_dim, 4)), b.udiv(first_dim, constant(I64, BLOCK))
@@ -131,6 +133,7 @@ def emit_values(b: Builder, name: str, width: int, count: int, arguments: Sequen
             for column in range(width):
                 simd.store_f32(b, scaled[column * count + r], b.fmul(p[column], scale))
         with cgutils.for_range(b, inside) as position:
+            ahead.ask(b)
             element = _times(b, position.index, 4)
             for r, at in enumerate(records_at):
                 codes = _position(b, name, at, position.index)

@@ -61,7 +61,7 @@ ADD_NORMALIZED = np.dtype(
 # attention
 
 CHUNK = 256  # slots that give one partial result
-SPLIT_TOKENS = 4  # up to this many tokens, the chunks are shared out; beyond, the tokens are
+SPLIT_TOKENS = 16  # up to this many tokens, the chunks are shared out; beyond, the tokens are
 MAX_HEAD_DIM = 512
 
 ATTEND = np.dtype(
@@ -92,7 +92,7 @@ ATTEND = np.dtype(
         ("queries", np.int64),  # f32, as above
         ("far_bytes", np.int64),  # further on lie those that are for the sinks; 0: they are the same
         ("private_bytes", np.int64),  # a single token's queries lie at queries + thread × this
-        ("partials", np.int64),  # f32 [SPLIT_TOKENS, heads, num_chunks, dim + 16]
+        ("partials", np.int64),  # f32 [heads, SPLIT_TOKENS, num_chunks, dim + 16], as queries
         ("num_chunks", np.int64),
         ("out", np.int64),  # f32 [tokens, heads × dim]
         ("quantized", np.int64),  # activation records of out, or 0

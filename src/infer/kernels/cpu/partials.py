@@ -1,0 +1,133 @@
+"""What a chunk of slots gives for neighbouring queries: (largest score m, Σ e^(s − m), Σ e^(s − m) v) of each.
+
+A query's partial has the same bits whatever queries are its neighbours: they share the blocks that are read, and what
+one of them does not see counts as e^−∞ = 0. A query's partials are merged in the order of the chunks.
+A partial lies as dim floats of the last sum, then m, then the first sum.
+"""
+
+import numpy as np
+from numba import njit
+
+from infer.kernels.cpu import simd
+from infer.kernels.cpu.cache_slots import (
+    add_chunk_values,
+    chunk_scores,
+    parts_of_chunk,
+    seen_lanes,
+    seen_of_chunk,
+)
+from infer.kernels.cpu.curves import softcapped
+from infer.kernels.cpu.layouts import LANES
+from infer.kernels.cpu.records import CHUNK
+from infer.kernels.cpu.simd import load_f32, load_scalar_f32, splat_f32, store_f32, store_scalar_f32
+
+BUNDLE = 24  # queries at once: their scores and what they share of the keys stay in a core's first cache
+SCORE_BYTES = 4 * BUNDLE * CHUNK
+_NEVER = np.float32(-np.inf)
+
+
+@njit
+def seen_of_run(args, row, chunk, first_slot, last_slot):  # type: ignore[no-untyped-def]
+    """[0, sinks) and [low, high) have what tokens from one slot to another see of a chunk."""
+    sinks, low, _ = seen_of_chunk(args, row, chunk, first_slot)
+    return sinks, low, seen_of_chunk(args, row, chunk, last_slot)[2]
+
+
+@njit
+def _mask_and_maximum(scores, parts, sinks, low, high, softcap):  # type: ignore[no-untyped-def]
+    """Scores of a chunk's parts are capped and masked in place; the largest."""
+    gap, first, end = parts
+    largest = splat_f32(_NEVER)
+    at = 0 if gap > 0 else first
+    while at < end:
+        if at >= low and at + 4 * LANES <= high and softcap == np.float32(0):
+            left = simd.maximum(load_f32(scores + 4 * at), load_f32(scores + 4 * at + 64))
+            right = simd.maximum(load_f32(scores + 4 * at + 128), load_f32(scores + 4 * at + 192))
+            largest = simd.maximum(simd.maximum(left, right), largest)
+            at += 4 * LANES
+            continue
+        score = load_f32(scores + 4 * at)
+        if softcap != np.float32(0):
+            score = softcapped(score, softcap)
+        seen = seen_lanes(at, sinks, low, high, score)
+        store_f32(scores + 4 * at, seen)
+        largest = simd.maximum(seen, largest)
+        at = first if at + LANES == gap else at + LANES
+    return simd.max_f32(largest)
+
+
+@njit
+def _softmax_part(scores, parts, sinks, low, high, softcap):  # type: ignore[no-untyped-def]
+    """Scores → e^(s − m) in place over the parts; only [0, sinks) and [low, high) are seen. (m, sum)."""
+    m = _mask_and_maximum(scores, parts, sinks, low, high, softcap)
+    if m == _NEVER:
+        return m, np.float32(0)
+    gap, first, end = parts
+    total, shift = splat_f32(np.float32(0)), splat_f32(m)
+    at = 0 if gap > 0 else first
+    while at < end:
+        p = simd.exp(load_f32(scores + 4 * at) - shift)
+        store_f32(scores + 4 * at, p)
+        total = total + p
+        at = first if at + LANES == gap else at + LANES
+    return m, simd.sum_f32(total)
+
+
+@njit(inline="always")
+def chunk_partials(kv_type, args, row, kv, chunk, slot, column, count, q, scores, out, stride, after):  # type: ignore[no-untyped-def]
+    """Of `count` queries of a run of tokens, which begins at `slot`, from query `column` on.
+
+    They lie `stride` bytes apart. `scores` is scratch. `after` is the (kv head, chunk) whose keys come next.
+    """
+    dim, group = args.dim, args.num_heads // args.num_kv_heads
+    last_slot = slot + (column + count - 1) // group
+    sinks, low, high = seen_of_run(args, row, chunk, slot + column // group, last_slot)
+    parts = parts_of_chunk(sinks, low, high)
+    chunk_scores(kv_type, count, args, row, kv, chunk, parts, q, scores)
+    for i in range(count):
+        clear(out + i * stride, dim)
+        own_sinks, own_low, own_high = seen_of_chunk(args, row, chunk, slot + (column + i) // group)
+        m, part = _softmax_part(scores + 4 * CHUNK * i, parts, own_sinks, own_low, own_high, args.softcap)
+        store_scalar_f32(out + i * stride + 4 * dim, m)
+        store_scalar_f32(out + i * stride + 4 * dim + 4, part)
+    add_chunk_values(kv_type, count, args, row, kv, chunk, parts, (sinks, high), scores, out, stride, after)
+
+
+@njit
+def clear(partial, dim):  # type: ignore[no-untyped-def]
+    for i in range(0, 4 * dim, 4):
+        store_scalar_f32(partial + i, np.float32(0))
+    store_scalar_f32(partial + 4 * dim, _NEVER)
+    store_scalar_f32(partial + 4 * dim + 4, np.float32(0))
+
+
+@njit
+def merge(into, partial, dim):  # type: ignore[no-untyped-def]
+    """The partial of the chunks so far and that of the next one."""
+    m_left, m_right = load_scalar_f32(into + 4 * dim), load_scalar_f32(partial + 4 * dim)
+    if m_right == _NEVER:
+        return
+    m = m_left if m_left > m_right else m_right
+    left, right = np.float32(0), simd.exp_scalar(m_right - m)
+    if m_left != _NEVER:
+        left = simd.exp_scalar(m_left - m)
+    whole = dim // LANES * LANES
+    for i in range(0, 4 * whole, 64):
+        merged = load_f32(into + i) * splat_f32(left) + load_f32(partial + i) * splat_f32(right)
+        store_f32(into + i, merged)
+    for i in range(4 * whole, 4 * dim, 4):
+        store_scalar_f32(into + i, load_scalar_f32(into + i) * left + load_scalar_f32(partial + i) * right)
+    l_left, l_right = load_scalar_f32(into + 4 * dim + 4), load_scalar_f32(partial + 4 * dim + 4)
+    store_scalar_f32(into + 4 * dim, m)
+    store_scalar_f32(into + 4 * dim + 4, l_left * left + l_right * right)
+
+
+@njit
+def divide(partial, dim, out):  # type: ignore[no-untyped-def]
+    """A softmax's share of the values: what attention gives."""
+    total = load_scalar_f32(partial + 4 * dim + 4)
+    whole = dim // LANES * LANES
+    for i in range(0, 4 * whole, 64):
+        store_f32(out + i, load_f32(partial + i) / splat_f32(total))
+    for i in range(4 * whole, 4 * dim, 4):
+        store_scalar_f32(out + i, load_scalar_f32(partial + i) / total)

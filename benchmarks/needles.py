@@ -30,15 +30,15 @@ def reference_text() -> str:
 def make_needles(tokenizer: Tokenizer, num_tokens: int, depths: Sequence[float], *, seed: int = 0) -> list[Needle]:
     """A prompt of `num_tokens` for each depth: another stretch of the text, another city, another number."""
     source = random.Random(seed)
-    text = tokenizer.encode(reference_text(), add_special_tokens=False)
+    text, first = tokenizer.encode(reference_text(), add_special_tokens=False), tokenizer.encode("")
     needles = []
     for depth in depths:
         city, number = source.choice(CITIES), str(source.randrange(1000, 10_000))
         hidden = f"\n\nRemember this: the magic number of {city} is {number}.\n\n"
         asked = f"\n\nQuestion: What is the magic number of {city}?\nAnswer: The magic number of {city} is"
         sentence, question = (tokenizer.encode(part, add_special_tokens=False) for part in (hidden, asked))
-        length = num_tokens - len(sentence) - len(question)
+        length = num_tokens - len(first) - len(sentence) - len(question)
         start = source.randrange(len(text) - length)
         hay, at = text[start : start + length], round(depth * length)
-        needles.append(Needle(depth, hay[:at] + sentence + hay[at:] + question, number))
+        needles.append(Needle(depth, first + hay[:at] + sentence + hay[at:] + question, number))
     return needles

@@ -181,7 +181,9 @@ def goals(found: Sequence[Measured]) -> dict[str, float]:
         "speculation, mixed greedy, mean": sum((speculative | extraction).values()) / len(speculative | extraction),
         "speculation, worst": min(every),
         "mask of any text": median(value for (_, path), value in ratio.items() if path.endswith("mask")),
-        "schema with forced tokens": max(value for (_, path), value in ratio.items() if path.endswith("schema")),
+        "schema with forced tokens": max(
+            (value for (_, path), value in ratio.items() if path.endswith("schema")), default=0.0
+        ),
     }
 
 

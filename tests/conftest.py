@@ -1,8 +1,10 @@
 """What every test runs under: shapes checked at each call, one thread each, and no silent skip in CI."""
 
+import gc
 import os
 import signal
 from collections.abc import Generator
+from functools import _lru_cache_wrapper
 
 import pytest
 
@@ -23,6 +25,19 @@ def _one_torch_thread_per_worker() -> None:
 
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_a_module_held_is_given_back(request: pytest.FixtureRequest) -> Generator[None, None, None]:
+    """Vocabularies and models in its caches, and what the C library keeps of them: workers grew to gigabytes."""
+    yield
+    from infer.cache.memory import give_back_freed
+
+    for value in vars(request.module).values():
+        if isinstance(value, _lru_cache_wrapper) and not value.__module__.startswith("infer"):
+            value.cache_clear()
+    gc.collect()
+    give_back_freed()
 
 
 @pytest.fixture(autouse=True)

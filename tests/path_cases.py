@@ -243,13 +243,14 @@ class Always:
     def __init__(self) -> None:
         self._numbers = cycle((8, 8, 0, 1, 3))
 
-    tokens_between = 4
+    def tokens_between(self, times: object) -> int:
+        return 4
 
-    def num_draft_tokens(self, match: int = 4) -> int:
+    def num_draft_tokens(self, times: object, match: int = 4, num_known: int = 1) -> int:
         return next(self._numbers)
 
-    def learn(self, proposed: int, accepted: int, seconds: float, num_plain: int = 1) -> None:
-        assert 0 <= accepted <= proposed
+    def observe(self, match: int, is_right: bool) -> None:
+        assert match or not is_right
 
 
 class Oracle:
@@ -262,6 +263,10 @@ class Oracle:
 
     def append(self, token_ids: Iterable[int]) -> None:
         self._num_said += len(list(token_ids))
+
+    def follow(self, token_id: int) -> tuple[int, bool]:
+        self.append([token_id])
+        return 4, True
 
     def match(self) -> int:
         return 4

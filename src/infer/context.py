@@ -5,6 +5,7 @@ What a context runs is provisional: `commit` says how many of a part's tokens st
 
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import final
 
@@ -18,6 +19,7 @@ from infer.cache.base import KVCache
 from infer.cache.paged import PagedCache
 from infer.cache.settings import CacheSettings
 from infer.capture.cpu import CapturedForward
+from infer.draft import StepTimes
 from infer.errors import InvalidRequestError
 from infer.long_rows import LongRows
 from infer.model.transformer import Transformer
@@ -32,7 +34,11 @@ MAX_LINES = 64  # logits of one step: rows and their drafts
 
 
 class Context(ABC):
-    """Rows of tokens, each with its own length."""
+    """Rows of tokens, each with its own length. `step_times` is what the loop measured, by how many rows a step had."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.step_times = defaultdict[int, StepTimes](StepTimes)
 
     @property
     @abstractmethod
@@ -91,11 +97,13 @@ class Context(ABC):
         `history` sees what is sampled. Also the seconds that sampling took, 0 where it is part of the forward.
         """
         positions = [self.lengths[part.row] + len(part.token_ids) - part.num_drafts for part in parts]
-        logits = self.forward(parts)[:, : rows.vocab_size]
-        if masks is not None:
-            masks.wait()
-        started = time.perf_counter()
-        drawn = verify(logits, parts, positions, rows, history, None if masks is None else masks.words)
+        with ops.threads_for(self._device), torch.inference_mode():
+            logits = self.forward(parts)[:, : rows.vocab_size]
+            if masks is not None:
+                masks.wait()
+            started = time.perf_counter()
+            drawn = verify(logits, parts, positions, rows, history, None if masks is None else masks.words)
+            ops.synchronize(self._device)
         return drawn, time.perf_counter() - started
 
 
@@ -113,6 +121,7 @@ class CachedContext(Context):
         settings: CacheSettings | None = None,
         step_tokens: int | None = None,
     ) -> None:
+        super().__init__(model.device)
         self._model, self._step_tokens = model, step_tokens or PREFILL_CHUNK
         self._cache = make_cache(model, capacity, num_rows, settings=settings, step_tokens=self._step_tokens)
         self._token_ids: list[list[int]] = [[] for _ in range(num_rows)]
@@ -247,8 +256,9 @@ class CachedContext(Context):
             captured = self._long_captured if self._is_long(tokens[0][0]) else captured
         if captured is None or count < 1:
             return []
-        step = self._step([Part(row, [token_id]) for row, token_id in tokens], count)
-        by_step = captured.run_chain(step, count, rows, history, tuple(stop_ids), masks)
+        parts = [Part(row, [token_id]) for row, token_id in tokens]
+        starts = self._reserve(parts, count)
+        by_step = captured.run_chain(parts, starts, count, rows, history, tuple(stop_ids), masks)
         chains: list[list[int]] = by_step.T.tolist()
         for (row, token_id), sampled in zip(tokens, chains, strict=True):
             self._brought[row] = [token_id, *sampled]
@@ -260,24 +270,14 @@ class CachedContext(Context):
     def sample(
         self, parts: Sequence[Part], rows: Rows, history: History | None, masks: Masks | None = None
     ) -> tuple[list[Drawn], float]:
-        step = self._step(parts)
+        starts = self._reserve(parts)
         captured = self._captured
         if self._long is not None:
             are_long = {self._is_long(part.row) for part in parts}
             captured = None if len(are_long) > 1 else self._long_captured if are_long == {True} else captured
-        num_tokens, num_lines = len(step.tokens), sum(part.num_lines for part in parts)
-        fits = captured is not None and num_tokens <= captured.capacity and num_lines <= captured.wanted_capacity
-        if captured is None or not fits or any(count is not None for count in rows.num_logprobs):
+        if captured is None or not captured.takes(parts) or any(count is not None for count in rows.num_logprobs):
             return super().sample(parts, rows, history, masks)
-        found = captured.run_verified(
-            step,
-            [self.lengths[part.row] + len(part.token_ids) - part.num_drafts for part in parts],
-            [part.drafts for part in parts],
-            [part.is_wanted for part in parts],
-            rows,
-            history,
-            masks,
-        )
+        found = captured.run_verified(parts, starts, rows, history, masks)
         return [Drawn(token_ids, []) for token_ids in found], 0.0
 
     def profile(self, token_ids: Sequence[int]) -> list[tuple[str, int]]:
@@ -301,6 +301,7 @@ class CachedContext(Context):
     def _is_long(self, row: int) -> bool:
         return self._long is not None and self._long.is_long(row)
 
+    @torch.inference_mode()
     def _reread(self, row: int, token_ids: Sequence[int], is_long: bool) -> None:
         """Put a row's tokens into the cache again."""
         self._cache.truncate(row, 0)
@@ -313,8 +314,14 @@ class CachedContext(Context):
     def _commit(self, row: int, count: int) -> None:
         self._cache.commit([count if index == row else 0 for index in range(len(self.lengths))])
 
-    def _step(self, parts: Sequence[Part], repeats: int = 1) -> Step:
-        """Raises InvalidRequestError where a row would not hold them: kernels write where they are told."""
+    def _step(self, parts: Sequence[Part]) -> Step:
+        return Step.of_parts(parts, self._reserve(parts))
+
+    def _reserve(self, parts: Sequence[Part], repeats: int = 1) -> list[int]:
+        """Room for the parts, or for so many tokens of a row that has one; their first positions.
+
+        Raises InvalidRequestError where a row would not hold them: kernels write where they are told.
+        """
         for part in parts:
             length = self.lengths[part.row] + len(part.token_ids) * repeats
             if length > self._cache.capacity:
@@ -325,7 +332,7 @@ class CachedContext(Context):
                 self._long.bring(part.row, part.token_ids)
                 self._long.reach(part.row, self.lengths[part.row] + num_tokens)
             self._cache.reserve(part.row, num_tokens)
-        return Step.of_parts(parts, [self.lengths[part.row] for part in parts])
+        return [self.lengths[part.row] for part in parts]
 
 
 @final
@@ -333,6 +340,7 @@ class RecomputedContext(Context):
     """Runs the whole row again for every step: slow, and the oracle for every cache. One row."""
 
     def __init__(self, model: Transformer, settings: CacheSettings | None = None) -> None:
+        super().__init__(model.device)
         self._model, self._settings, self._token_ids = model, settings, list[int]()
         self._provisional: Sequence[int] = ()
 

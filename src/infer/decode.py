@@ -76,14 +76,13 @@ class Batch:
         if not self.active:
             return
         started = self._now()
-        with ops.threads_for(self._device), torch.inference_mode():
-            parts = self._plan()
-            masks = self._filler.start(self.active, parts)
-            chains = self._try_chain(parts, masks)
-            rows, history = self._packed(), self._history
-            drawn, sampling_s = ([], 0.0) if chains else self._context.sample(parts, rows, history, masks)
-            if masks is not None:
-                masks.wait()
+        parts = self._plan()
+        masks = self._filler.start(self.active, parts)
+        chains = self._try_chain(parts, masks)
+        rows, history = self._packed(), self._history
+        drawn, sampling_s = ([], 0.0) if chains else self._context.sample(parts, rows, history, masks)
+        if masks is not None:
+            masks.wait()
         seconds = self._now() - started
         self._learn(parts, len(chains[0]) if chains else 1, seconds)
         for index, running in enumerate(self.active):
@@ -100,7 +99,7 @@ class Batch:
         self._filler.close()
 
     def _now(self) -> float:
-        ops.synchronize(self._device)
+        """What was asked of the device before has been read."""
         return time.perf_counter()
 
     def _leave(self) -> None:
@@ -142,15 +141,17 @@ class Batch:
     def _plan(self) -> list[Part]:
         """A part for each active row. Those that decode come first; what is left of the chunk goes to prompts."""
         max_drafts = MAX_LINES // len(self.active) - 1
-        part_by_row = {
-            running.row: running.plan(1, min(max_drafts, self._context.max_drafts(running.row)))
-            for running in self.active
-            if running.is_decoding
-        }
+        times = self._context.step_times[len(self.active)]
+        part_by_row = {}
+        for running in self.active:
+            running.step_times = times
+            if running.is_decoding:
+                part_by_row[running.row] = running.plan(1, min(max_drafts, self._context.max_drafts(running.row)))
         budget = max(self._prefill_chunk - sum(len(part.token_ids) for part in part_by_row.values()), 1)
         for running in self.active:
             if running.row not in part_by_row:
-                part_by_row[running.row] = part = running.plan(budget, max_drafts)
+                room = self._context.max_drafts(running.row) - len(running.pending) + 1
+                part_by_row[running.row] = part = running.plan(budget, min(max_drafts, room))
                 budget -= len(part.token_ids)
         return [part_by_row[running.row] for running in self.active]
 
@@ -173,6 +174,10 @@ class Batch:
         return min(LONGEST_CHAIN, int(CHAIN_SECONDS / self._seconds_per_token))
 
     def _learn(self, parts: Sequence[Part], count: int, seconds: float) -> None:
+        if all(running.generation.token_ids for running in self.active):
+            times = self._context.step_times[len(parts)]
+            for num_tokens in {len(part.token_ids) for part in parts}:
+                times.learn(num_tokens, seconds / count)
         if all(len(part.token_ids) == 1 for part in parts):
             before, now = self._seconds_per_token, seconds / count
             is_less = before == 0 or now < before  # the first ones also build the table
@@ -199,7 +204,7 @@ class Batch:
             length = self._context.lengths[running.row] - len(token_ids) + max(1, num_said)
             self._context.truncate(running.row, length)
             running.pending = list(token_ids[max(0, num_said - 1) : num_said])
-            running.chained(token_ids, num_said, seconds)
+            running.chained(num_said, seconds)
 
     def _settle(
         self, running: Running, part: Part, drawn: Drawn, seconds: float, sampling_s: float

@@ -1,9 +1,12 @@
 """Guesses of what comes next, from what was there before: n-gram lookup over prompt and output. Loads no torch.
 
 A guess costs a look at a dictionary; whether it is worth verifying is `DraftPolicy`'s to say, from what it measured.
+What each guess would have been worth is seen when its token is there, whether it was verified or not.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import final
 
 NUM_DRAFT_TOKENS = 15  # in one step, unless asked otherwise
@@ -25,6 +28,7 @@ class NgramDraft:
         self._ids: list[int] = []
         self._end_by_ngram: dict[tuple[int, ...], int] = {}  # the place behind its last occurrence
         self._replaced: list[tuple[int | None, ...]] = []  # per place, what each size's entry was before
+        self._start, self._match = -1, 0  # of the guess at the last token
         self.append(prompt_ids)
 
     def __len__(self) -> int:
@@ -34,8 +38,23 @@ class NgramDraft:
     def append(self, token_ids: Iterable[int]) -> None:
         """Tokens that were accepted; drafts that were not are never appended."""
         for token_id in token_ids:
-            self._replaced.append(tuple(self._enter(size) for size in range(MIN_NGRAM, MAX_NGRAM + 1)))
-            self._ids.append(token_id)
+            self._append(token_id)
+
+    def follow(self, token_id: int) -> tuple[int, bool]:
+        """Append a token: what `match` was before it, and whether `propose` would have begun with it."""
+        starts = self._append(token_id)
+        start = next((start for start in reversed(starts) if start is not None), None)
+        if start is None:
+            self._start, self._match = -1, 0
+            return 0, False
+        ids = self._ids
+        # A guess that goes on where the last one was right agrees with one token more.
+        match = min(self._match + 1, MAX_MATCH) if start == self._start + 1 and self._match else 0
+        if not match:
+            match = self._count(start, len(ids) - 1, MIN_NGRAM)
+        is_right = ids[start] == token_id
+        self._start, self._match = start, match if is_right else 0
+        return match, is_right
 
     def drop(self, num_tokens: int) -> None:
         """Take back the last tokens, as if they had never been appended."""
@@ -68,13 +87,15 @@ class NgramDraft:
 
         0 where nothing would be proposed.
         """
-        start, count = self._found()
-        if start is None:
-            return 0
-        ids, end = self._ids, len(self._ids)
-        while count < min(MAX_MATCH, start) and ids[start - 1 - count] == ids[end - 1 - count]:
-            count += 1
-        return count
+        start, size = self._found()
+        return 0 if start is None else self._count(start, len(self._ids), size)
+
+    def _count(self, start: int, end: int, known: int) -> int:
+        """How many tokens before `start` agree with those before `end`; the first `known` do."""
+        ids, most = self._ids, min(MAX_MATCH, start)
+        while known < most and ids[start - 1 - known] == ids[end - 1 - known]:
+            known += 1
+        return known
 
     def _found(self) -> tuple[int | None, int]:
         """The place behind the last occurrence of the longest ending that has one, and that ending's size."""
@@ -85,31 +106,79 @@ class NgramDraft:
                 return start, size
         return None, 0
 
-    def _enter(self, size: int) -> int | None:
-        """Note that the ending is about to be followed; returns where it was noted before."""
-        ngram = self._ending(size)
-        if ngram is None:
-            return None
-        before = self._end_by_ngram.get(ngram)
-        self._end_by_ngram[ngram] = len(self._ids)
-        return before
+    def _append(self, token_id: int) -> tuple[int | None, ...]:
+        """Note that each ending is followed now; where each was noted before, the shortest first."""
+        ids, end_by_ngram, end = self._ids, self._end_by_ngram, len(self._ids)
+        before = list[int | None]()
+        for size in range(MIN_NGRAM, MAX_NGRAM + 1):
+            if end < size:
+                before.append(None)
+                continue
+            ngram = tuple(ids[end - size :])
+            before.append(end_by_ngram.get(ngram))
+            end_by_ngram[ngram] = end
+        self._replaced.append(tuple(before))
+        ids.append(token_id)
+        return self._replaced[-1]
 
     def _ending(self, size: int) -> tuple[int, ...] | None:
         return tuple(self._ids[-size:]) if len(self._ids) >= size else None
 
 
+@final
+class StepTimes:
+    """How long steps of one token, two, … take: the machine's and the model's, whoever asks for them."""
+
+    def __init__(self) -> None:
+        self._seconds_by_tokens: dict[int, float] = {}
+
+    def learn(self, num_tokens: int, seconds: float) -> None:
+        """Of the whole step: forward, sampling and what waits for them; a chain's is divided by its length."""
+        if seconds > 0:
+            before = self._seconds_by_tokens.get(num_tokens)
+            # What held up a step once may be over, as is what only the first one does: less counts more.
+            mean = seconds
+            if before is not None and seconds < before:
+                mean = before + _FALLING * (seconds - before)
+            elif before is not None:
+                mean = before + _RISING * (min(seconds, 2 * before) - before)
+            self._seconds_by_tokens[num_tokens] = mean
+
+    def is_known(self, num_tokens: int) -> bool:
+        return num_tokens in self._seconds_by_tokens
+
+    def seconds(self, num_tokens: int) -> float:
+        """Of a step of that many tokens: measured, or between and beyond what was; in steps where nothing was."""
+        measured = self._seconds_by_tokens.get(num_tokens)
+        if measured is not None:
+            return measured
+        known = sorted(self._seconds_by_tokens.items())
+        if not known:
+            return 1 + _COST_PER_TOKEN * (num_tokens - 1)
+        for (left, least), (right, most) in pairwise(known):
+            if left < num_tokens < right:
+                return least + (most - least) * (num_tokens - left) / (right - left)
+        nearest, seconds = known[-1] if num_tokens > known[-1][0] else known[0]
+        slope = seconds / (1 + _COST_PER_TOKEN * (nearest - 1)) * _COST_PER_TOKEN
+        if len(known) > 1 and num_tokens > nearest:
+            slope = max(0.0, (seconds - known[0][1]) / (nearest - known[0][0]))
+        return max(seconds + slope * (num_tokens - nearest), seconds * 0.1)
+
+
 # What a proposal was right with behind so many equal tokens or more, in chat, copying, code and JSON by SmolLM2.
 _PRIOR_BY_MATCH = {2: 0.45, 3: 0.7, 4: 0.78, 6: 0.83, 10: 0.92, 18: 0.95}
+_RANGES = tuple(_PRIOR_BY_MATCH)
+_RANGE_BY_MATCH = tuple(max(0, bisect_right(_RANGES, match) - 1) for match in range(MAX_MATCH + 1))
 _PRIOR_WEIGHT = 4.0
-_COUNTED = 0.95  # what a verified draft still weighs after the next one
+_COUNTED = 0.9  # what a guess still weighs after the next one behind as many equal tokens
 _COST_PER_TOKEN = 0.15  # of a step, until it is measured: a guess that is wrong soon corrects itself
-_SMOOTHING = 0.2
-_PROBE_EVERY = 16  # proposals passed over while drafting does not pay; doubles up to the most
+_RISING, _FALLING = 0.1, 0.4
+_PROBE_EVERY = 16  # proposals passed over while their time is all that speaks against them; doubles up to the most
 _MAX_PROBE_EVERY = 256
 _PLAIN_EVERY = 128  # steps, after which one without a draft is measured anew
-_SHARE_COUNTED = 0.85  # what a token still weighs in the share of drafted ones after the next one
-# The share of tokens that came from drafts, and how many plain ones may follow before the next look for a draft.
-_TOKENS_BETWEEN = ((0.35, 1), (0.08, 3), (0.02, 8), (0.0, 16))
+_SHARE_COUNTED = 0.87  # what a token still weighs in the share of guessed ones after the next one
+# The share of tokens that were guessed right, and how many plain ones may follow before the next look for a draft.
+_TOKENS_BETWEEN = ((0.6, 1), (0.35, 2), (0.2, 4), (0.05, 8), (0.02, 16), (0.0, 64))
 
 
 @final
@@ -117,107 +186,73 @@ class DraftPolicy:
     """How many tokens to draft: those with which a step yields the most tokens per second.
 
     A draft behind a match of m tokens is right with probability a(m), its next one with a(m + 1), and so on: k drafts
-    give 1 + a(m) + a(m) a(m + 1) + … tokens, in the time of a step of k + 1. Both are measured as it goes: a(m) for
-    ranges of m, recent drafts weighing most; times as running means per number of tokens, those between and beyond
-    interpolated. k is 1, 3, 7, 15, … or the most: few sizes are soon measured, and kernels take tokens by eights.
-    Where no k beats 1 step at a time by `margin`, it drafts nothing; one short probe now and then finds out whether
-    that has changed. Where times come from never changes which tokens are accepted.
+    give 1 + a(m) + a(m) a(m + 1) + … tokens, in the time of a step of k + 1. a(m) is counted for ranges of m as tokens
+    come, recent ones weighing most: what would have been guessed is known for each of them, so nothing need be verified
+    to find out that it would pay. k is 1, 3, 7, 15, … or the most: few sizes are soon measured, and kernels take tokens
+    by eights. Where no k beats 1 step at a time by `margin`, it drafts nothing; where only times that were measured
+    speak against it, one draft now and then measures them anew. What it asks for never changes which tokens are
+    accepted.
     """
 
     def __init__(self, max_draft_tokens: int = 15, *, margin: float = 0.05) -> None:
         if max_draft_tokens < 0:
             raise ValueError(f"max_draft_tokens must be at least 0, got {max_draft_tokens}")
-        self._most = max_draft_tokens
-        self._sizes = sorted({2**power - 1 for power in range(1, max_draft_tokens.bit_length() + 1)} | {self._most})
-        self._sizes = [size for size in self._sizes if 0 < size <= self._most]
+        sizes = {2**power - 1 for power in range(1, max_draft_tokens.bit_length() + 1)} | {max_draft_tokens}
+        self._sizes = sorted(size for size in sizes if 0 < size <= max_draft_tokens)
         self._margin = margin
-        self._proposed = dict.fromkeys(_PRIOR_BY_MATCH, _PRIOR_WEIGHT)
-        self._accepted = {match: _PRIOR_WEIGHT * prior for match, prior in _PRIOR_BY_MATCH.items()}
-        self._seconds_by_tokens: dict[int, float] = {}
-        self._passed_over = 0
-        self._probe_every = _PROBE_EVERY
+        self._guessed = [_PRIOR_WEIGHT] * len(_RANGES)
+        self._right = [_PRIOR_WEIGHT * prior for prior in _PRIOR_BY_MATCH.values()]
+        self._passed_over, self._probe_every = 0, _PROBE_EVERY
         self._since_plain = 0
-        self._match = MAX_NGRAM
         self._share = 0.3
 
     def acceptance(self, match: int) -> float:
-        """How often a drafted token behind so many equal ones was right, lately."""
-        at_least = _range_of(match)
-        return self._accepted[at_least] / self._proposed[at_least]
+        """How often a guess behind so many equal tokens was right, lately."""
+        index = _RANGE_BY_MATCH[min(match, MAX_MATCH)]
+        return self._right[index] / self._guessed[index]
 
-    @property
-    def tokens_between(self) -> int:
+    def observe(self, match: int, is_right: bool) -> None:
+        """Of each token: behind how many equal ones it would have been guessed (0: it would not), and how."""
+        self._share = self._share * _SHARE_COUNTED + (1 - _SHARE_COUNTED) * is_right
+        if match:
+            index = _RANGE_BY_MATCH[match]
+            self._guessed[index] = self._guessed[index] * _COUNTED + 1
+            self._right[index] = self._right[index] * _COUNTED + is_right
+
+    def tokens_between(self, times: StepTimes) -> int:
         """How many tokens may follow without a draft before it is worth looking for one again."""
-        if not self._seconds_by_tokens:
+        if not times.is_known(1):
             return 1
         return next(count for share, count in _TOKENS_BETWEEN if self._share >= share)
 
-    def num_draft_tokens(self, match: int = MAX_NGRAM) -> int:
-        """What to ask `propose` for; call it once before each step that could be drafted."""
-        self._match = match
+    def num_draft_tokens(self, times: StepTimes, match: int = MAX_NGRAM, num_known: int = 1) -> int:
+        """What to ask `propose` for, behind so many tokens that the step has anyway; call it once before each step
+        that could be drafted."""
         self._since_plain += 1
-        if 1 not in self._seconds_by_tokens or self._since_plain >= _PLAIN_EVERY:
-            return 0  # what a draft is measured against
-        best = max(self._sizes, key=self._speed, default=0)
-        if best and self._speed(best) > self._speed(0) * (1 + self._margin):
-            self._probe_every = _PROBE_EVERY
-            self._passed_over = 0
+        if not self._sizes or not times.is_known(1) or self._since_plain >= _PLAIN_EVERY:
+            return self._plain()  # what a draft is measured against
+        tokens, reached, at = 1.0, 1.0, 0
+        best, speed, promised = 0, (1 + self._margin) / times.seconds(num_known), 0
+        for size in self._sizes:
+            for index in range(at, size):
+                reached *= self.acceptance(match + index)
+                tokens += reached
+            at = size
+            found = tokens / times.seconds(num_known + size)
+            if found > speed:
+                best, speed = size, found
+            if not promised and tokens > (1 + self._margin) * (1 + _COST_PER_TOKEN * size):
+                promised = size
+        if best:
+            self._passed_over, self._probe_every = 0, _PROBE_EVERY
             return best
-        self._passed_over += 1
-        if self._most and self._passed_over >= self._probe_every:
-            self._passed_over = 0
-            self._probe_every = min(2 * self._probe_every, _MAX_PROBE_EVERY)
-            return self._sizes[0]
+        self._passed_over += promised > 0
+        if self._passed_over < self._probe_every:
+            return self._plain()
+        self._passed_over = 0
+        self._probe_every = min(2 * self._probe_every, _MAX_PROBE_EVERY)
+        return promised
+
+    def _plain(self) -> int:
+        self._since_plain = 0
         return 0
-
-    def learn(self, proposed: int, accepted: int, seconds: float, num_plain: int = 1) -> None:
-        """From a step that verified `proposed` tokens, of which the first `accepted` were right; 0, 0 for a plain step.
-
-        `seconds` is the whole step of proposed + 1 tokens: forward, sampling and what waits for them; a chain's is
-        divided by its length, which is `num_plain`. 0 or less means that it was not measured.
-        """
-        if not 0 <= accepted <= proposed:
-            raise ValueError(f"accepted must be from 0 to the {proposed} proposed, got {accepted}")
-        for index in range(accepted + (accepted < proposed)):  # behind the first wrong one nothing was looked at
-            at_least = _range_of(self._match + index)
-            self._proposed[at_least] = self._proposed[at_least] * _COUNTED + 1
-            self._accepted[at_least] = self._accepted[at_least] * _COUNTED + (index < accepted)
-        count = accepted + 1 if proposed else num_plain
-        weight = _SHARE_COUNTED**count
-        self._share = self._share * weight + (1 - weight) * accepted / count
-        if not proposed:
-            self._since_plain = 0
-        if seconds > 0:
-            before = self._seconds_by_tokens.get(proposed + 1)
-            # A step that was held up by something else counts as at most twice what is usual.
-            mean = seconds if before is None else before + _SMOOTHING * (min(seconds, 2 * before) - before)
-            self._seconds_by_tokens[proposed + 1] = mean
-
-    def step_seconds(self, num_tokens: int) -> float:
-        """Of a step of that many tokens: measured, or between and beyond what was; in steps where nothing was."""
-        known = sorted(self._seconds_by_tokens.items())
-        if not known:
-            return 1 + _COST_PER_TOKEN * (num_tokens - 1)
-        below = [point for point in known if point[0] <= num_tokens]
-        above = [point for point in known if point[0] > num_tokens]
-        if below and below[-1][0] == num_tokens:
-            return below[-1][1]
-        if below and above:
-            (left, least), (right, most) = below[-1], above[0]
-            return least + (most - least) * (num_tokens - left) / (right - left)
-        nearest, seconds = (below or above[:1])[-1]
-        slope = seconds / (1 + _COST_PER_TOKEN * (nearest - 1)) * _COST_PER_TOKEN
-        if len(below) > 1:
-            slope = max(0.0, (seconds - below[0][1]) / (nearest - below[0][0]))
-        return max(seconds + slope * (num_tokens - nearest), seconds * 0.1)
-
-    def _speed(self, num_drafts: int) -> float:
-        tokens, reached = 1.0, 1.0
-        for index in range(num_drafts):
-            reached *= self.acceptance(self._match + index)
-            tokens += reached
-        return tokens / self.step_seconds(num_drafts + 1)
-
-
-def _range_of(match: int) -> int:
-    return max((at_least for at_least in _PRIOR_BY_MATCH if at_least <= match), default=MIN_NGRAM)

@@ -98,7 +98,8 @@ class _Filling:
         for index, running, line in self._rows:
             if not running.follow(token_ids[start + index], None if is_last else line):
                 return False
-        self._is_quick = self._filler.learn(len(self.lines), time.perf_counter() - started)
+        if (seconds := time.perf_counter() - started) > HAND_OVER_SECONDS:
+            self._is_quick = self._filler.learn(len(self.lines), seconds)
         return True
 
     def _follow_apart(self, token_ids: TokenIds, start: int, is_last: bool) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 
 from infer.batch import Part
 from infer.constraint import Constraint
-from infer.draft import DraftPolicy, NgramDraft
+from infer.draft import DraftPolicy, NgramDraft, StepTimes
 from infer.errors import ConstraintError
 from infer.generation import Generation
 from infer.params import SamplingParams
@@ -45,6 +45,8 @@ class Running:
         self._draft: NgramDraft | None = None
         if num_draft_tokens:
             self._draft, self._policy = NgramDraft(generation.prompt_token_ids), DraftPolicy(num_draft_tokens)
+        self.step_times = StepTimes()  # of the context that the row is in
+        self._is_forcing = False
         self._grammar_error: str | None = None
         self._followed: list[bool] = []  # whether the grammar is done behind each token that is yet to be accepted
         self._waited, self._prefill_s = 0.0, 0.0
@@ -75,7 +77,7 @@ class Running:
     def chain_limit(self) -> int:
         """The longest chain that passes over no draft worth trying, and runs not far beyond a stop string."""
         limit = _STOPPED_CHAIN if self.params.stop else self.generation.room
-        return limit if self._draft is None else min(limit, self._policy.tokens_between)
+        return limit if self._draft is None else min(limit, self._policy.tokens_between(self.step_times))
 
     def is_finished(self) -> bool:
         """Looks at `cancel` first."""
@@ -105,19 +107,36 @@ class Running:
                     return
                 self.stats.tokens_forced += 1
                 self.pending.append(token_id)
-                yield token_id
+                self._is_forcing = True
+                try:
+                    yield token_id
+                finally:
+                    self._is_forcing = False
 
     def plan(self, budget: int, max_drafts: int) -> Part:
-        """What to run of this row: up to `budget` tokens of what is pending, and drafts behind a single one."""
-        if not self.is_decoding:
-            taken = self.pending[:budget]
-            return Part(self.row, taken, is_wanted=0 < len(taken) == len(self.pending))
+        """What to run of this row: up to `budget` tokens of what is pending, and drafts behind them once it answers."""
+        taken = self.pending[:budget]
         drafts: Sequence[int] = ()
-        if self._draft is not None and not self.must_end_prompt:
-            match = self._draft.match()
-            asked = min(self._policy.num_draft_tokens(match) if match else 0, max_drafts, self.generation.room - 1)
-            drafts = self._draft.propose(asked) if asked > 0 else ()
-        return Part(self.row, [*self.pending, *drafts], num_drafts=len(drafts))
+        num_known = len(taken)
+        is_wanted = 0 < num_known == len(self.pending)
+        if is_wanted and self._draft is not None and self.generation.token_ids and not self.must_end_prompt:
+            match, most = self._draft.match(), min(max_drafts, self.generation.room - 1)
+            asked = min(self._policy.num_draft_tokens(self.step_times, match, num_known) if match else 0, most)
+            drafts = self._allowed(self._draft.propose(asked)) if asked > 0 else ()
+        return Part(self.row, [*taken, *drafts], num_drafts=len(drafts), is_wanted=is_wanted)
+
+    def _allowed(self, drafts: Sequence[int]) -> Sequence[int]:
+        """As many as the grammar allows: a step need not run the others."""
+        if self.constraint is None:
+            return drafts
+        count = 0
+        try:
+            while count < len(drafts) and self.constraint.accept([drafts[count]]):
+                count += 1
+            self.constraint.rollback(count)
+        except ConstraintError:  # which it raises again when the masks are filled
+            return ()
+        return drafts[:count]
 
     def fill(self, masks: Mask, drafts: Sequence[int]) -> None:
         """A line for what follows now and one behind each draft, as far as the grammar allows them. For any thread."""
@@ -155,12 +174,10 @@ class Running:
         self._waited += seconds
         self.stats.prefill_steps += count > 0
 
-    def chained(self, token_ids: Sequence[int], num_said: int, seconds: float) -> None:
+    def chained(self, num_said: int, seconds: float) -> None:
         """A chain, of whose tokens the first `num_said` were accepted."""
         self.stats.chains += 1
         self.stats.chain_tokens += num_said
-        if self._draft is not None and token_ids:
-            self._policy.learn(0, 0, seconds / len(token_ids), len(token_ids))
         self._said(num_said, seconds, 0.0)
 
     def stepped(self, part: Part, drawn: Drawn, num_said: int, seconds: float, sampling_s: float) -> None:
@@ -170,8 +187,6 @@ class Running:
         num_right = len(drawn.token_ids) - 1
         self.stats.drafts_proposed += part.num_drafts
         self.stats.drafts_accepted += min(num_right, num_said)
-        if self._draft is not None and len(part.token_ids) == part.num_drafts + 1:
-            self._policy.learn(part.num_drafts, num_right, seconds)
         self._said(num_said, seconds, sampling_s)
 
     def accept(self, token_id: int) -> Piece | None:
@@ -191,7 +206,9 @@ class Running:
                 return None
             self.generation.grammar_complete = is_complete
         if self._draft is not None:
-            self._draft.append([token_id])
+            guess = self._draft.follow(token_id)
+            if not self._is_forcing:
+                self._policy.observe(*guess)
         return self.generation.accept(token_id, is_complete=is_complete)
 
     def _move(self, token_id: int) -> bool:

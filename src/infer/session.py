@@ -20,7 +20,7 @@ from infer.checkpoint.saved import read_session, write_session
 from infer.context import CachedContext
 from infer.decode import Batch, OnPrefill, OnToken, Stream
 from infer.draft import NUM_DRAFT_TOKENS
-from infer.errors import InvalidRequestError
+from infer.errors import InferError, InvalidRequestError
 from infer.model.transformer import Transformer
 from infer.params import SamplingParams
 from infer.results import GenerationResult
@@ -290,6 +290,12 @@ class Session:
         """Where the cache has forgotten what the next token must see, nothing is left of it."""
         self._context.truncate(0, length)
         del self._cached[self._context.lengths[0] :]
+        num_held = self._context.lengths[0]
+        if not len(self._cached) == num_held <= length:  # what is run next would be nothing, for ever, or wrong
+            raise InferError(
+                f"the session's cache holds {num_held} tokens where it must hold {len(self._cached)} and {length} at "
+                "most, a fault of ours: go on in a new session"
+            )
 
     def _fingerprint(self) -> dict[str, str]:
         """What must be the same for a saved cache to mean the same."""

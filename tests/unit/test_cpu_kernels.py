@@ -20,7 +20,7 @@ from torch import Tensor
 
 from infer import ops
 from infer.architecture import Activation
-from infer.batch import Step
+from infer.batch import Part, Step
 from infer.capture.cpu import CapturedForward
 from infer.errors import InvalidRequestError
 from infer.kernels import cpu, reference
@@ -386,28 +386,28 @@ def begin_rows(params: list[SamplingParams], capacity: int = 200) -> tuple[Rows,
 def test_a_chain_gives_the_tokens_of_single_steps(tiny: Tiny, params: SamplingParams) -> None:
     captured = CapturedForward(tiny.forward, capacity=64)
     expected = single_steps(tiny, params, 100)
-    start = Step.of([7])
-    assert captured.run_chain(start, 100, *begin_rows([params])).flatten().tolist() == expected
-    stopped = captured.run_chain(start, 100, *begin_rows([params]), stop_ids=[expected[20], 299]).flatten().tolist()
+    start = [Part(0, [7])], [0]
+    assert captured.run_chain(*start, 100, *begin_rows([params])).flatten().tolist() == expected
+    stopped = captured.run_chain(*start, 100, *begin_rows([params]), stop_ids=[expected[20], 299]).flatten().tolist()
     assert stopped == expected[: len(stopped)]
     assert stopped[-1] in (expected[20], 299)
     rows, history = begin_rows([params])
-    first = captured.run_chain(start, 40, rows, history).flatten().tolist()
-    then = captured.run_chain(Step.of(first[-1:], 40), 60, rows, history).flatten().tolist()
+    first = captured.run_chain(*start, 40, rows, history).flatten().tolist()
+    then = captured.run_chain([Part(0, first[-1:])], [40], 60, rows, history).flatten().tolist()
     assert first + then == expected
 
 
 def test_a_chain_of_rows_gives_each_row_its_own_tokens(tiny: Tiny) -> None:
     captured = CapturedForward(tiny.forward, capacity=64)
     params = CHAINED[:4]
-    together = captured.run_chain(Step.join([Step.of([7], row=row) for row in range(4)]), 50, *begin_rows(params))
+    together = captured.run_chain([Part(row, [7]) for row in range(4)], [0] * 4, 50, *begin_rows(params))
     assert together.T.tolist() == [single_steps(tiny, row, 50) for row in params]
 
 
 def test_a_row_that_fails_ends_the_chain_with_its_code(tiny: Tiny) -> None:
     captured = CapturedForward(tiny.forward, capacity=64)
     rows, history = begin_rows([SamplingParams(temperature=0, allowed_token_ids=[3], logit_bias={3: -math.inf})])
-    assert captured.run_chain(Step.of([7]), 10, rows, history).tolist() == [[sampler.NOTHING_ALLOWED]]
+    assert captured.run_chain([Part(0, [7])], [0], 10, rows, history).tolist() == [[sampler.NOTHING_ALLOWED]]
 
 
 def test_labels_name_the_layer_and_the_op(tiny: Tiny) -> None:

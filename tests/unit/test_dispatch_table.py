@@ -88,6 +88,21 @@ def test_a_stop_ends_the_chain_behind_its_repeat(three: Team, num_threads: int) 
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
+def test_repeats_may_begin_behind_the_first_rows(three: Team, num_threads: int) -> None:
+    before = Tally([BARRIER, BARRIER])
+    behind = Tally([BARRIER])
+    walk = Walk(behind.table, before.walk)
+    walk.arguments["repeats"], walk.arguments["again"] = 5, 2
+    three.run(walk, behind.state, num_threads)
+    assert (before.count, behind.count) == (2, 5)
+    assert walk.arguments["walked"][0] == 1
+    walk.arguments["again"] = 0
+    three.run(walk, behind.state, num_threads)
+    assert (before.count, behind.count) == (12, 10)
+    assert walk.arguments["walked"][0] == 5
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
 def test_a_profile_has_a_time_for_every_label(three: Team, num_threads: int) -> None:
     tally = Tally([BARRIER, NO_BARRIER, BARRIER_IF_MANY])
     times = np.zeros(len(tally.table.labels), np.int64)

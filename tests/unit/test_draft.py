@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infer.draft import MAX_NGRAM, MIN_NGRAM, DraftPolicy, NgramDraft
+from infer.draft import MAX_MATCH, MAX_NGRAM, MIN_NGRAM, DraftPolicy, NgramDraft, StepTimes
 
 token_ids = st.lists(st.integers(0, 3), max_size=60)
 
@@ -87,64 +87,113 @@ def test_a_match_counts_the_tokens_that_agree(ids: list[int], match: int) -> Non
     assert NgramDraft(ids).match() == match
 
 
+@settings(max_examples=60, deadline=None)
+@given(token_ids, token_ids)
+def test_what_follows_tells_what_would_have_been_guessed(prompt: list[int], said: list[int]) -> None:
+    draft, asked = NgramDraft(prompt), NgramDraft(prompt)
+    for token_id in said:
+        proposed, match = asked.propose(1), asked.match()
+        assert draft.follow(token_id) == (match, proposed == [token_id])
+        asked.append([token_id])
+        assert draft.propose(9) == asked.propose(9)
+    draft.drop(len(said))
+    assert draft._end_by_ngram == NgramDraft(prompt)._end_by_ngram
+
+
 def test_a_longer_match_is_trusted_more_until_it_proves_wrong() -> None:
-    policy = DraftPolicy(15)
-    policy.learn(0, 0, 1.0)
-    asked = [policy.num_draft_tokens(match) for match in (2, 4, 20)]
+    policy, times = DraftPolicy(15), StepTimes()
+    times.learn(1, 1.0)
+    asked = [policy.num_draft_tokens(times, match) for match in (2, 4, 20)]
     assert asked == sorted(asked)
     assert asked[0] < asked[-1]
     for _ in range(40):
-        policy.num_draft_tokens(20)
-        policy.learn(15, 0, 1.2)
-    assert policy.num_draft_tokens(20) == 0
+        policy.observe(20, False)
+    assert policy.num_draft_tokens(times, 20) == 0
     assert policy.acceptance(4) == DraftPolicy(15).acceptance(4)
 
 
-def test_the_next_look_for_a_draft_comes_sooner_where_drafts_are_right() -> None:
-    policy = DraftPolicy(7)
-    policy.learn(0, 0, 1.0, 8)
-    for _ in range(5):
-        policy.learn(7, 7, 2.0)
-    assert policy.tokens_between == 1
-    policy.learn(0, 0, 1.0, 64)
-    assert policy.tokens_between == 16
+def test_nothing_is_verified_to_find_out_that_it_would_pay() -> None:
+    policy, times = DraftPolicy(7), StepTimes()
+    times.learn(1, 1.0)
+    for _ in range(60):
+        policy.observe(4, False)
+    assert [policy.num_draft_tokens(times, 4) for _ in range(500)] == [0] * 500
+    assert policy.tokens_between(times) == 64
+    for _ in range(12):
+        policy.observe(4, True)
+    assert policy.tokens_between(times) == 1
+    assert policy.num_draft_tokens(times, 4) > 0
 
 
-def run(policy: DraftPolicy, steps: int, acceptance: float, cost: float) -> list[int]:
-    """Drafts asked for, where each step's time is 1 + cost for each token more, and accepted as often as said."""
+def test_the_next_look_for_a_draft_comes_sooner_where_guesses_are_right() -> None:
+    policy, times, waits = DraftPolicy(7), StepTimes(), []
+    assert policy.tokens_between(times) == 1  # nothing is known yet
+    times.learn(1, 1.0)
+    for _ in range(40):
+        policy.observe(0, False)
+        waits.append(policy.tokens_between(times))
+    assert waits == sorted(waits)
+    assert {4, 8, 16, 64} <= set(waits)
+
+
+def test_tokens_that_a_step_has_anyway_make_drafts_cheaper() -> None:
+    policy, times = DraftPolicy(7), StepTimes()
+    for num_tokens, seconds in ((1, 1.0), (2, 1.9), (4, 3.5), (8, 3.6), (12, 3.7)):
+        times.learn(num_tokens, seconds)
+    assert policy.num_draft_tokens(times, 2) == 0
+    assert policy.num_draft_tokens(times, 2, 8) > 0
+
+
+def run(policy: DraftPolicy, times: StepTimes, steps: int, acceptance: float, cost: float) -> list[int]:
+    """Drafts asked for, where each step's time is 1 + cost for each token more, and guesses as often right as said."""
     asked, credit = [], 0.0
     for _ in range(steps):
-        proposed = policy.num_draft_tokens()
-        credit += proposed * acceptance
-        accepted = min(proposed, int(credit))
-        credit -= accepted
-        policy.learn(proposed, accepted, 1 + cost * proposed)
+        proposed = policy.num_draft_tokens(times)
+        credit += max(1, proposed) * acceptance
+        right = min(max(1, proposed), int(credit))
+        credit -= right
+        times.learn(proposed + 1, 1 + cost * proposed)
+        for index in range(min(right + 1, max(1, proposed))):
+            policy.observe(MAX_NGRAM, index < right)
         asked.append(proposed)
     return asked
 
 
 def test_what_is_always_right_is_drafted_as_far_as_allowed() -> None:
-    assert run(DraftPolicy(8), 60, 1.0, 0.05)[-1] == 8
+    assert run(DraftPolicy(8), StepTimes(), 60, 1.0, 0.05)[-1] == 8
 
 
-def test_what_is_never_right_is_hardly_drafted_at_all() -> None:
-    asked = run(DraftPolicy(8), 2000, 0.0, 0.1)
-    assert sum(asked[100:]) <= 2 * (1900 / 200 + 4)
+def test_what_is_never_right_is_not_drafted_at_all() -> None:
+    assert sum(run(DraftPolicy(8), StepTimes(), 2000, 0.0, 0.1)[100:]) == 0
 
 
 def test_dear_tokens_are_drafted_less_than_cheap_ones() -> None:
-    cheap, dear = (sum(run(DraftPolicy(8), 300, 0.7, cost)[100:]) for cost in (0.02, 0.4))
+    cheap, dear = (sum(run(DraftPolicy(8), StepTimes(), 300, 0.7, cost)[100:]) for cost in (0.02, 0.4))
     assert cheap > 2 * dear
 
 
-def test_where_a_token_costs_a_step_nothing_is_drafted() -> None:
-    assert sum(run(DraftPolicy(8), 400, 0.9, 1.0)[50:]) < 60
+def test_where_a_token_costs_a_step_hardly_anything_is_drafted() -> None:
+    assert sum(run(DraftPolicy(8), StepTimes(), 400, 0.9, 1.0)[50:]) < 60
 
 
 def test_drafting_comes_back_when_guesses_become_right() -> None:
-    policy = DraftPolicy(8)
-    run(policy, 500, 0.0, 0.1)
-    assert max(run(policy, 600, 1.0, 0.1)) == 8
+    policy, times = DraftPolicy(8), StepTimes()
+    run(policy, times, 500, 0.0, 0.1)
+    assert max(run(policy, times, 40, 1.0, 0.1)) == 8
+
+
+def test_times_that_are_over_are_measured_anew() -> None:
+    policy, times = DraftPolicy(8), StepTimes()
+    run(policy, times, 200, 1.0, 1.5)
+    asked = run(policy, times, 2000, 1.0, 0.05)
+    assert asked[0] == 0
+    assert asked[-1] > 0
+
+
+def test_what_one_request_measured_serves_the_next() -> None:
+    times = StepTimes()
+    run(DraftPolicy(8), times, 100, 1.0, 0.05)
+    assert run(DraftPolicy(8), times, 10, 1.0, 0.05)[2] == 8
 
 
 # Seconds of a step of so many tokens, in those of one: SmolLM2 on a CPU with AMX, one thread.
@@ -152,7 +201,7 @@ MEASURED = {1: 1.0, 2: 1.33, 3: 1.57, 4: 1.68, 5: 1.75, 8: 1.85, 9: 2.15, 16: 3.
 RETURN_SECONDS = 0.05  # to Python, between two chains or steps
 
 
-def speedup(prompt: Sequence[int], answer: Sequence[int], *, plain_chain: int = 32) -> float:
+def speedup(prompt: Sequence[int], answer: Sequence[int], times: StepTimes, *, plain_chain: int = 32) -> float:
     """Of an answer with drafts over the same without, by what steps were measured to take."""
 
     def chain_seconds(count: int) -> float:
@@ -161,18 +210,19 @@ def speedup(prompt: Sequence[int], answer: Sequence[int], *, plain_chain: int = 
     draft, policy, num_said, seconds = NgramDraft(prompt), DraftPolicy(), 0, 0.0
     while num_said < len(answer):
         match, rest = draft.match(), answer[num_said:]
-        asked = min(policy.num_draft_tokens(match) if match else 0, len(rest) - 1)
+        asked = min(policy.num_draft_tokens(times, match) if match else 0, len(rest) - 1)
         proposed = draft.propose(asked) if asked > 0 else []
         if proposed:
             right = next((i for i, token_id in enumerate(proposed) if token_id != rest[i]), len(proposed))
             taken = RETURN_SECONDS + float(np.interp(len(proposed) + 1, list(MEASURED), list(MEASURED.values())))
-            policy.learn(len(proposed), right, taken)
+            times.learn(len(proposed) + 1, taken)
             new = rest[: right + 1]
         else:
-            new = rest[: policy.tokens_between]
+            new = rest[: min(policy.tokens_between(times), plain_chain)]
             taken = chain_seconds(len(new))
-            policy.learn(0, 0, taken / len(new), len(new))
-        draft.append(new)
+            times.learn(1, taken / len(new))
+        for token_id in new:
+            policy.observe(*draft.follow(token_id))
         num_said, seconds = num_said + len(new), seconds + taken
     num_chains, last = divmod(len(answer), plain_chain)
     return (num_chains * chain_seconds(plain_chain) + (chain_seconds(last) if last else 0)) / seconds
@@ -186,7 +236,8 @@ def words(rng: random.Random, count: int, num_words: int) -> list[int]:
 @pytest.mark.parametrize("num_words", [30, 300, 3000])
 def test_guesses_that_go_wrong_cost_less_than_a_fiftieth(num_words: int) -> None:
     rng = random.Random(num_words)
-    speedups = [speedup(words(rng, 200, num_words), words(rng, 300, num_words)) for _ in range(8)]
+    times = StepTimes()
+    speedups = [speedup(words(rng, 200, num_words), words(rng, 300, num_words), times) for _ in range(8)]
     assert min(speedups) > 0.98
 
 
@@ -194,34 +245,44 @@ def test_a_copy_is_three_times_as_fast_and_an_edited_one_twice() -> None:
     rng = random.Random(1)
     prompt = words(rng, 300, 3000)
     edited = [token_id if index % 24 else 5000 for index, token_id in enumerate(prompt)]
-    assert speedup(prompt, prompt) > 3
-    assert speedup(prompt, edited) > 2
+    assert speedup(prompt, prompt, StepTimes()) > 3
+    assert speedup(prompt, edited, StepTimes()) > 2
 
 
 def test_one_step_that_was_held_up_changes_little() -> None:
-    policy = DraftPolicy(4)
-    run(policy, 100, 0.9, 0.1)
-    wanted = policy.num_draft_tokens()
-    policy.learn(0, 0, 1000.0)
-    assert policy.step_seconds(1) < 1.3
-    assert policy.num_draft_tokens() >= wanted - 1
+    policy, times = DraftPolicy(4), StepTimes()
+    run(policy, times, 100, 0.9, 0.1)
+    wanted = policy.num_draft_tokens(times)
+    times.learn(1, 1000.0)
+    assert times.seconds(1) < 1.3
+    assert policy.num_draft_tokens(times) >= wanted - 1
+
+
+def test_a_first_step_that_took_long_is_soon_forgotten() -> None:
+    times = StepTimes()
+    times.learn(1, 100.0)
+    for _ in range(10):
+        times.learn(1, 1.0)
+    assert times.seconds(1) < 2
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 8), st.floats(0, 10)), max_size=40), st.integers(0, 8))
-def test_a_policy_asks_within_bounds_whatever_it_learns(steps: list[tuple[int, float]], most: int) -> None:
-    policy = DraftPolicy(most)
-    for proposed, seconds in steps:
-        policy.learn(proposed, proposed // 2, seconds)
-        assert 0 <= policy.num_draft_tokens() <= most
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.floats(0, 10), st.integers(0, 40), st.booleans()), max_size=40),
+    st.integers(0, 8),
+)
+def test_a_policy_asks_within_bounds_whatever_it_learns(steps: list[tuple[int, float, int, bool]], most: int) -> None:
+    policy, times = DraftPolicy(most), StepTimes()
+    for num_tokens, seconds, match, is_right in steps:
+        times.learn(num_tokens, seconds)
+        policy.observe(min(match, MAX_MATCH), is_right)
+        assert 0 <= policy.num_draft_tokens(times, match) <= most
         assert all(0 < policy.acceptance(match) <= 1 for match in range(40))
-        assert policy.tokens_between >= 1
-        assert all(policy.step_seconds(tokens) > 0 for tokens in range(1, 12)) or not any(s for _, s in steps)
+        assert policy.tokens_between(times) >= 1
+        assert all(times.seconds(count) > 0 for count in range(1, 12))
 
 
-def test_nothing_wrong_is_learnt() -> None:
-    with pytest.raises(ValueError, match="accepted"):
-        DraftPolicy().learn(2, 3, 1.0)
+def test_a_policy_drafts_no_negative_number() -> None:
     with pytest.raises(ValueError, match="max_draft_tokens"):
         DraftPolicy(-1)
 

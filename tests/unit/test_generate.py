@@ -30,6 +30,7 @@ class Rowwise(Context):
     """One row without a model: `logits` says what follows each token."""
 
     def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
         self.chunks: list[list[int]] = []
         self._length = 0
 

@@ -59,8 +59,9 @@ class Knowing:
     def propose(self, count: int) -> Sequence[int]:
         return self._answer[self._num_said : self._num_said + count]
 
-    def append(self, token_ids: Sequence[int]) -> None:
-        self._num_said += len(token_ids)
+    def follow(self, token_id: int) -> tuple[int, bool]:
+        self._num_said += 1
+        return 1, True
 
 
 @pytest.mark.parametrize("length", [1, 40, BEYOND, BEYOND + 1, 100])

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from infer.model.load import load_transformer
 from infer.model.transformer import Transformer
 from infer.weights import Projection
 from infer.workspace import STEP_LINES, STEP_TOKENS, step_buffers
-from tiny import TINY, make_tiny
+from tiny import ONE_EACH, TINY, make_tiny
 
 CPU = torch.device("cpu")
 CASES = [
@@ -41,6 +42,7 @@ CASES = [
     ("phi3", "q4"),
     ("smollm3", "auto"),
 ]
+EACH_FAMILY = [(tiny.name, kind) for tiny, kind in zip(ONE_EACH, cycle(["bf16", "auto", "q4", "q8"]), strict=False)]
 LAYER = Layer(4, 2, 32, 64, Rope(10_000.0, 32), 0.25)
 
 
@@ -67,7 +69,7 @@ def held_bytes(model: Transformer) -> int:
     return sum(found.values())
 
 
-@pytest.mark.parametrize(("name", "weights"), CASES)
+@pytest.mark.parametrize(("name", "weights"), [*CASES, *EACH_FAMILY])
 def test_weights_take_what_was_said(name: str, weights: str, tmp_path: Path) -> None:
     checkpoint, model = load_tiny(name, weights, tmp_path)
     architecture = model.architecture

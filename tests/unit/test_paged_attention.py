@@ -10,6 +10,7 @@ from torch import Tensor
 
 from infer import ops
 from infer.batch import Step
+from infer.kernels.cpu.threads import set_num_threads
 from infer.kv_blocks import LayerCache, Pages
 from infer.kv_types import key_block_bytes, num_blocks, value_block_bytes
 from infer.weights import Heads, RopeTable
@@ -130,3 +131,32 @@ def test_a_shift_moves_slots_and_not_positions() -> None:
         with ops.using(name):
             found = attend_all(make_layer(64, seed=4, shift=shift), shift=shift)
         assert (found - expected(0, 0, shift)).abs().max() < 5e-6
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_a_few_tokens_of_several_rows_are_shared_out_and_change_no_bit(num_threads: int) -> None:
+    """Runs of every length up to a step's 16 tokens, at a chunk's beginning, across its end and far behind it."""
+    kept = ((0, 0), (20, 70), (4, 300), (0, 40))
+    layer = make_layer(64)
+    table = torch.arange(len(kept) * layer.pages.table.shape[1]).view(len(kept), -1)
+    sinks, windows = (torch.tensor(values) for values in zip(*kept, strict=True))
+    pages = Pages(64, table, torch.zeros(len(kept), dtype=torch.int64), sinks, windows)
+    layer = LayerCache("f32", *(blocks.repeat(1, 2, 1) for blocks in (layer.keys, layer.values)), pages)
+    alone = [attend_all(make_layer(64, sinks=sink, window=window), [LENGTH]) for sink, window in kept]
+    before = ops.num_threads(torch.device("cpu"))
+    set_num_threads(num_threads)
+    try:
+        for starts, counts in (((0, 250, 255, 400), (7, 3, 5, 1)), ((7, 253, 260, 401), (1, 13, 1, 1)), ((8,), (16,))):
+            for row, start in enumerate(starts):
+                if start > 8:
+                    ops.attend(make_qkv(start, 0), HEADS, layer, Step.of([1] * start, row=row))
+            parts = [
+                Step.of([1] * count, start, row=row)
+                for row, (start, count) in enumerate(zip(starts, counts, strict=True))
+            ]
+            qkv = torch.cat([make_qkv(count, start) for start, count in zip(starts, counts, strict=True)])
+            found = ops.attend(qkv, HEADS, layer, Step.join(parts)).split(counts)
+            for row, (start, each) in enumerate(zip(starts, found, strict=True)):
+                assert torch.equal(each, alone[row][start : start + len(each)])
+    finally:
+        set_num_threads(before)

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig
 
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
-from infer import LLM, InvalidRequestError, SamplingParams
+from infer import LLM, InferError, InvalidRequestError, SamplingParams
 from infer.batch import Part
 from infer.context import CachedContext
 from infer.errors import ContextLengthError
@@ -355,3 +355,13 @@ def test_a_prompts_logprobs_are_those_of_its_logits(llm: LLM) -> None:
     for prompt, num in (([5, NUM_TOKENS + 3], 0), ([5], 21), ([5], -1), ([CONTEXT] * 3, 0), ([5] * (CONTEXT + 1), 0)):
         with pytest.raises(InvalidRequestError):
             llm.prompt_logprobs(prompt, num=num)
+
+
+def test_a_cache_that_is_not_what_the_session_knows_is_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = llm.session()
+    session.send("hello", GREEDY)
+    with monkeypatch.context() as patch:
+        patch.setattr(CachedContext, "truncate", lambda self, row, length: None)
+        with pytest.raises(InferError, match="a fault of ours"):
+            session.rewind(3)
+    session.rewind(3)

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from infer.batch import Masks, Step
+from infer.batch import Masks, Part, Step
 from infer.capture.sampled import Chain, Verifier
 from infer.errors import InvalidRequestError
 from infer.kernels.cpu.recording import record
@@ -41,7 +42,7 @@ class CapturedForward:
         self.table = self._recording.table
         self._walk = Walk(self.table)
         self._chain: Chain | None = None
-        self._verifiers: dict[int, Verifier] = {}
+        self._verifier: Verifier | None = None
 
     def run(self, step: Step, num_threads: int | None = None) -> Float[Tensor, "wanted vocab"]:
         """The wanted logits, in a buffer that the next run overwrites if they fit one piece."""
@@ -54,59 +55,58 @@ class CapturedForward:
                 pieces[-1] = pieces[-1].clone()
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
+    def takes(self, parts: Sequence[Part]) -> bool:
+        """Whether they fit one walk."""
+        num_tokens, num_lines = sum(len(part.token_ids) for part in parts), sum(part.num_lines for part in parts)
+        return num_tokens <= self.capacity and num_lines <= self.wanted_capacity
+
     def run_chain(
         self,
-        step: Step,
+        parts: Sequence[Part],
+        starts: Sequence[int],
         count: int,
         rows: Rows,
         history: History | None = None,
         stop_ids: Sequence[int] = (),
         masks: Masks | None = None,
         num_threads: int | None = None,
-    ) -> Int[Tensor, "steps rows"]:
-        """Up to `count` sampled steps without a return to Python, from a step of one token a row, all wanted.
+    ) -> npt.NDArray[np.int64]:
+        """[steps, rows]: up to `count` sampled steps without a return to Python, from parts of one token each, all
+        wanted, at their positions.
 
         Fewer if every row met one of stop_ids; the last may hold a negative code, where a row failed. `history` has
         seen the step's tokens and sees what is sampled. `masks` are the first step's; `masks.follow` sees each.
         """
-        if len(step.tokens) > self.wanted_capacity:
-            raise InvalidRequestError(f"a chain takes up to {self.wanted_capacity} rows, got {len(step.tokens)}")
-        if not len(step.tokens) == len(step.wanted) == len(rows):
+        if len(parts) > self.wanted_capacity:
+            raise InvalidRequestError(f"a chain takes up to {self.wanted_capacity} rows, got {len(parts)}")
+        if len(parts) != len(rows) or any(not len(part.token_ids) == part.num_lines == 1 for part in parts):
             raise InvalidRequestError(f"a chain takes one wanted token for each of {len(rows)} rows")
-        self._fill(step)
+        self._load(parts, starts)
         chain = self._chain
         if chain is None or chain.rows is not rows or chain.history is not history:
-            chain = self._chain = Chain(self._recording, self._logits, rows, history)
+            chain = self._chain = Chain(self._recording, self._walk, self._logits, rows, history)
         return chain.run(self._recording.state, count, stop_ids, masks, num_threads)
 
     def run_verified(
         self,
-        step: Step,
-        positions: Sequence[int],
-        drafts: Sequence[Sequence[int]],
-        is_wanted: Sequence[bool],
+        parts: Sequence[Part],
+        starts: Sequence[int],
         rows: Rows,
         history: History | None = None,
         masks: Masks | None = None,
         num_threads: int | None = None,
     ) -> list[list[int]]:
-        """A step of any tokens, and for each wanted row what is sampled behind it: `Verifier.run`.
-
-        A wanted row's last tokens are its drafts; its wanted lines are the one before them and theirs. `positions` is
-        how many tokens stand before the first to be sampled.
-        """
-        if len(step.tokens) > self.capacity or len(step.wanted) > self.wanted_capacity:
+        """Parts from their positions on, and for each wanted one what is sampled behind it: `Verifier.run`."""
+        if not self.takes(parts):
             raise InvalidRequestError(
                 f"a step takes up to {self.capacity} tokens and {self.wanted_capacity} wanted ones, "
-                f"got {len(step.tokens)} and {len(step.wanted)}"
+                f"got {sum(len(part.token_ids) for part in parts)} and {sum(part.num_lines for part in parts)}"
             )
-        self._fill(step)
-        num_entries = 1 + max(map(len, drafts))
-        verifier = self._verifiers.get(num_entries)
+        self._load(parts, starts)
+        verifier = self._verifier
         if verifier is None or verifier.rows is not rows or verifier.history is not history:
-            verifier = Verifier(self._recording, self._logits, rows, history, num_entries)
-            self._verifiers[num_entries] = verifier
-        return verifier.run(self._recording.state, positions, drafts, is_wanted, masks, num_threads)
+            verifier = self._verifier = Verifier(self._walk, self._logits, rows, history)
+        return verifier.run(self._recording.state, parts, starts, masks, num_threads)
 
     def profile(self, step: Step, num_threads: int | None = None) -> list[tuple[str, int]]:
         """Each command's label and the cycles that thread 0 spent in it, barrier included."""
@@ -123,6 +123,19 @@ class CapturedForward:
         for slot, values in zip(self._slots, (step.tokens, step.positions, step.rows, step.wanted), strict=True):
             slot[: len(values)] = values.numpy()
         state["num_tokens"], state["num_wanted"] = len(step.tokens), len(step.wanted)
+
+    def _load(self, parts: Sequence[Part], starts: Sequence[int]) -> None:
+        """`_fill` with `Step.of_parts`, without a step between: a step of decoding is short, and torch takes long."""
+        tokens, positions, rows, wanted = self._slots
+        at = num_wanted = 0
+        for part, start in zip(parts, starts, strict=True):
+            count, num_lines = len(part.token_ids), part.num_lines
+            end = at + count
+            tokens[at:end], rows[at:end] = part.token_ids, part.row
+            positions[at:end] = range(start, start + count)
+            wanted[num_wanted : num_wanted + num_lines] = range(end - num_lines, end)
+            at, num_wanted = end, num_wanted + num_lines
+        self._recording.state["num_tokens"], self._recording.state["num_wanted"] = at, num_wanted
 
     def _pieces(self, step: Step) -> Iterator[Step]:
         num_tokens = len(step.tokens)

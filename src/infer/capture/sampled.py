@@ -2,22 +2,19 @@
 
 Chain      forward, await_mask, scan, narrow,                walked once per token, each the next one's input
            choose, advance
-Verifier   forward, await_mask, then for each entry          walked once: a row's entries are its line behind the
-           scan, narrow, choose, accept                      last known token and one behind each of its drafts
+Verifier   forward, await_mask; scan, narrow,                the rest walked once per entry: a row's entries are its
+           choose, accept                                    line behind the last known token and one behind each draft
 """
 
 import ctypes
 from collections.abc import Callable, Generator, Sequence
-from itertools import accumulate
 from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from jaxtyping import Int
 from torch import Tensor
 
-from infer.batch import Masks
+from infer.batch import Masks, Part
 from infer.kernels.cpu import sampling
 from infer.kernels.cpu.compiled import compiled_address
 from infer.kernels.cpu.recording import Recording
@@ -37,7 +34,9 @@ _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 class Chain:
     """The table with the sampler's commands behind it, for rows of parameters. Walked once per token."""
 
-    def __init__(self, recording: Recording, logits: Tensor, rows: Rows, history: History | None) -> None:
+    def __init__(
+        self, recording: Recording, forward: Walk, logits: Tensor, rows: Rows, history: History | None
+    ) -> None:
         positions = recording.step.positions.data_ptr()
         self.rows, self.history = rows, history
         self._arguments, keeps = bind(logits, rows, history, None, positions, 1)
@@ -45,20 +44,20 @@ class Chain:
         self._arguments["ended"] = self._ended.ctypes.data
         advance = compiled_address(".sample_advance:make_advance", SAMPLE)
         await_mask = compiled_address(".sample_advance:make_await_mask", SAMPLE)
-        self.table = DispatchTable(
+        table = DispatchTable(
             [
-                *recording.table.commands,
                 Command(await_mask, self._arguments, BARRIER, "sample.await_mask"),
                 *sampling.commands(self._arguments, keeps),
                 Command(advance, self._arguments, BARRIER, "sample.advance"),
             ]
         )
-        self._walk = Walk(self.table)
+        self._walk = Walk(table, forward)
         self._walk.arguments["stop"] = self._arguments.ctypes.data + field_offset(SAMPLE, "stop")
 
     def run(
         self, state: State, count: int, stop_ids: Sequence[int], masks: Masks | None, num_threads: int | None
-    ) -> Int[Tensor, "steps rows"]:
+    ) -> npt.NDArray[np.int64]:
+        """[steps, rows]: what each row sampled in each step."""
         generated, stops = np.zeros((count, len(self.rows)), np.int64), np.array(stop_ids, np.int64)
         arguments = self._arguments
         arguments["generated"], arguments["num_generated"], arguments["stop"] = generated.ctypes.data, 0, 0
@@ -71,7 +70,7 @@ class Chain:
         team().run(self._walk, state, num_threads)
         if follower is not None:
             follower.close()
-        return torch.from_numpy(generated[: int(arguments["num_generated"][0])])
+        return generated[: int(arguments["num_generated"][0])]
 
 
 def _follow(masks: Masks, generated: npt.NDArray[np.int64]) -> Callable[[int], bool]:
@@ -128,55 +127,56 @@ class Follower:
 class Verifier:
     """A step that samples some of its rows, and goes on sampling a row while its drafts turn out right."""
 
-    def __init__(
-        self, recording: Recording, logits: Tensor, rows: Rows, history: History | None, num_entries: int
-    ) -> None:
-        self.rows, self.history, self.num_entries = rows, history, num_entries
-        num_rows, num_drafts = len(rows), num_entries - 1
-        self._positions, self._drafts = np.zeros(num_rows, np.int64), np.zeros((num_rows, max(1, num_drafts)), np.int64)
-        self._lines, self._alive, self._num_drafts, self._counts = np.zeros((4, num_rows), np.int64)
-        self._generated = np.zeros((num_entries, num_rows), np.int64)
-        one, keeps = bind(logits, rows, history, None, self._positions.ctypes.data, 0)
-        self._arguments = one.repeat(num_entries)
-        self._arguments["entry"] = range(num_entries)
-        self._arguments["draft_stride"] = self._drafts.shape[1]
+    def __init__(self, forward: Walk, logits: Tensor, rows: Rows, history: History | None) -> None:
+        self.rows, self.history = rows, history
+        num_rows, max_entries = len(rows), len(logits)
+        self._drafts = np.zeros((num_rows, max_entries), np.int64)
+        self._columns = np.zeros((5, num_rows), np.int64)
+        positions, lines, alive, drafted, self._counts = self._columns
+        self._generated = np.zeros((max_entries, num_rows), np.int64)
+        self._arguments, keeps = bind(logits, rows, history, None, positions.ctypes.data, 0)
+        self._arguments["draft_stride"] = max_entries
         for name, memory in (
-            ("starts", self._lines),
-            ("alive", self._alive),
+            ("starts", lines),
+            ("alive", alive),
             ("drafts", self._drafts),
-            ("num_drafts", self._num_drafts),
+            ("num_drafts", drafted),
             ("counts_sampled", self._counts),
             ("generated", self._generated),
         ):
             self._arguments[name] = memory.ctypes.data
         accept = compiled_address(".sample_advance:make_accept", SAMPLE)
         await_mask = compiled_address(".sample_advance:make_await_mask", SAMPLE)
-        entries = []
-        for entry in range(num_entries):
-            own = self._arguments[entry : entry + 1]
-            entries += [*sampling.commands(own, keeps), Command(accept, own, BARRIER, "sample.accept")]
-        first = Command(await_mask, self._arguments[:1], BARRIER, "sample.await_mask")
-        self.table = DispatchTable([*recording.table.commands, first, *entries])
-        self._walk = Walk(self.table)
+        table = DispatchTable(
+            [
+                Command(await_mask, self._arguments, BARRIER, "sample.await_mask"),
+                *sampling.commands(self._arguments, keeps),
+                Command(accept, self._arguments, BARRIER, "sample.accept"),
+            ]
+        )
+        self._walk = Walk(table, forward)
+        self._walk.arguments["again"] = len(forward.rows) + 1
+        self._walk.arguments["stop"] = self._arguments.ctypes.data + field_offset(SAMPLE, "stop")
 
     def run(
         self,
         state: State,
-        positions: Sequence[int],
-        drafts: Sequence[Sequence[int]],
-        is_wanted: Sequence[bool],
+        parts: Sequence[Part],
+        starts: Sequence[int],
         masks: Masks | None,
         num_threads: int | None,
     ) -> list[list[int]]:
         """The tokens of each wanted row: those of its drafts that were right and the one behind them, which may be the
         code of a failed row."""
-        num_drafts = [len(row) for row in drafts]
-        lines = [count + 1 if wanted else 0 for count, wanted in zip(num_drafts, is_wanted, strict=True)]
-        self._positions[:], self._alive[:], self._num_drafts[:] = positions, is_wanted, num_drafts
-        self._lines[:] = list(accumulate(lines, initial=0))[:-1]
-        for row, ids in enumerate(drafts):
-            self._drafts[row, : len(ids)] = ids
-        self._counts[:] = 0
+        lines, columns = 0, list[tuple[int, int, int, int, int]]()
+        for row, (part, start) in enumerate(zip(parts, starts, strict=True)):
+            columns.append((start + len(part.token_ids) - part.num_drafts, lines, part.is_wanted, part.num_drafts, 0))
+            lines += part.num_lines
+            if part.num_drafts:
+                self._drafts[row, : part.num_drafts] = part.drafts
+        self._columns[:] = np.array(columns, np.int64).T
+        self._arguments["entry"], self._arguments["stop"] = 0, 0
+        self._walk.arguments["repeats"] = 1 + max(part.num_drafts for part in parts)
         _bind_masks(self._arguments, masks)
         team().run(self._walk, state, num_threads)
         return [self._generated[:count, row].tolist() for row, count in enumerate(self._counts.tolist())]

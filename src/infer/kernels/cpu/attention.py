@@ -31,25 +31,28 @@ _HEAD_BYTES = 4 * (MAX_HEAD_DIM + LANES)
 
 
 def make_rotate(kv_type: str) -> Callable[..., None]:
-    """q → queries; k, v → cache. Tokens are shared out, or a single one done by every thread for itself."""
+    """q → queries; k, v → cache. Heads of 16 tokens are shared out, for their keys lie in the same cache lines; a
+    single token is done by every thread for itself.
+    """
     mix, put_key, put_value = make_mix(kv_type), make_put_key(kv_type), make_put_value(kv_type)
 
     def rotate(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
-        dim, kv_heads = args.dim, args.num_kv_heads
-        group = args.num_heads // kv_heads
+        dim, heads, kv_heads = args.dim, args.num_heads, args.num_kv_heads
+        group = heads // kv_heads
         tokens, first, step, queries = state.num_tokens, thread, num_threads, args.queries
         if tokens == 1:
             first, step, queries = 0, 1, queries + thread * args.private_bytes
         rotated = simd.stack(_HEAD_BYTES)
-        for token in range(first, tokens, step):
+        for token in range(tokens):
             position, row = load_i64(state.positions + 8 * token), load_i64(state.rows + 8 * token)
-            x = args.qkv + 4 * dim * (args.num_heads + 2 * kv_heads) * token
+            x = args.qkv + 4 * dim * (heads + 2 * kv_heads) * token
             cos = 0 if args.cos == 0 else args.cos + 4 * args.half * position
             sin = args.sin + 4 * args.half * position
-            of_all_q = norm_of_all(args, 0, x, args.num_heads)
-            of_all_k = norm_of_all(args, 1, x + 4 * dim * args.num_heads, kv_heads)
-            for head in range(args.num_heads):
+            of_all_q = norm_of_all(args, 0, x, heads)
+            of_all_k = norm_of_all(args, 1, x + 4 * dim * heads, kv_heads)
+            share = (first - token // LANES * (heads + kv_heads)) % step
+            for head in range(share, heads, step):
                 weight, factor = norm_of_head(args, 0, x + 4 * dim * head, head, of_all_q)
                 to = queries + 4 * dim * ((head // group * tokens + token) * group + head % group)
                 rotate_head(x + 4 * dim * head, weight, factor, cos, sin, args.half, dim, args.scale, to)
@@ -59,8 +62,8 @@ def make_rotate(kv_type: str) -> Callable[..., None]:
                     where = x + 4 * dim * head
                     rotate_head(where, weight, factor, cos + far, sin + far, args.half, dim, args.scale, also)
                     mix(also, dim)
-            for head in range(kv_heads):
-                k = x + 4 * dim * (args.num_heads + head)
+            for head in range((share - heads) % step, kv_heads, step):
+                k = x + 4 * dim * (heads + head)
                 weight, factor = norm_of_head(args, 1, k, head, of_all_k)
                 rotate_head(k, weight, factor, cos, sin, args.half, dim, np.float32(1), rotated)
                 slot = slot_of(args, row, position)

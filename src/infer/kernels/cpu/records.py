@@ -219,9 +219,10 @@ WALK = np.dtype(
         ("rows", np.int64),
         ("num_rows", np.int64),
         ("repeats", np.int64),  # how often to walk the table
+        ("again", np.int64),  # the row at which every repeat but the first begins
         ("stop", np.int64),  # address of an int64 that a command sets to end the repeats, or 0
         ("times", np.int64),  # int64 [num_rows]: cycles spent by thread 0 are added here, or 0
-        ("walked", np.int64),  # how often it was walked, thanks to `stop` less than `repeats`
+        ("walked", np.int64),  # how often from the first row on, thanks to `stop` less than `repeats`
         ("patience", np.int64),  # cycles that thread 0 may wait, beyond the share, before it goes on alone; 0: for ever
     ]
 )

@@ -5,7 +5,7 @@ from numba import njit
 
 from infer.kernels.cpu.activations import inverse_rms
 from infer.kernels.cpu.layouts import LANES
-from infer.kernels.cpu.simd import load_f32, load_scalar_f32, store_f32, store_scalar_f32
+from infer.kernels.cpu.simd import load_f32, load_scalar_f32, splat_f32, store_f32, store_scalar_f32
 
 
 @njit(inline="always")
@@ -28,11 +28,17 @@ def norm_of_head(args, which, x, head, of_all):  # type: ignore[no-untyped-def]
 @njit
 def rotate_head(x, weight, factor, cos, sin, half, dim, scale, out):  # type: ignore[no-untyped-def]
     """out = scale × rotate(x × factor × weight)"""
-    for i in range(dim):
-        value = load_scalar_f32(x + 4 * i)
+    whole = 4 * (dim // LANES * LANES)
+    for i in range(0, whole, 64):
+        vector = load_f32(x + i)
         if weight != 0:
-            value = value * factor * load_scalar_f32(weight + 4 * i)
-        store_scalar_f32(out + 4 * i, value)
+            vector = vector * splat_f32(factor) * load_f32(weight + i)
+        store_f32(out + i, vector)
+    for i in range(whole, 4 * dim, 4):
+        value = load_scalar_f32(x + i)
+        if weight != 0:
+            value = value * factor * load_scalar_f32(weight + i)
+        store_scalar_f32(out + i, value)
     if cos != 0:
         if half % LANES == 0:
             for i in range(0, 4 * half, 64):
@@ -47,5 +53,7 @@ def rotate_head(x, weight, factor, cos, sin, half, dim, scale, out):  # type: ig
                 store_scalar_f32(out + i, left * cosine - right * sine)
                 store_scalar_f32(out + 4 * half + i, right * cosine + left * sine)
     if scale != np.float32(1):
-        for i in range(dim):
-            store_scalar_f32(out + 4 * i, load_scalar_f32(out + 4 * i) * scale)
+        for i in range(0, whole, 64):
+            store_f32(out + i, load_f32(out + i) * splat_f32(scale))
+        for i in range(whole, 4 * dim, 4):
+            store_scalar_f32(out + i, load_scalar_f32(out + i) * scale)

@@ -1,5 +1,5 @@
 """What stands around the sampler in a table: in a chain `advance`, which makes of its tokens the next step's input;
-in a step that verifies drafts `accept`, once for each entry. Before the sampler's first in both, `await_mask`.
+in a step that verifies drafts `accept`, behind each entry. Before the sampler's first in both, `await_mask`.
 """
 
 from collections.abc import Callable
@@ -62,12 +62,14 @@ def make_advance() -> Callable[..., None]:
 
 
 def make_accept() -> Callable[..., None]:
-    """A row goes on to its next entry while what was sampled is what was drafted, and ends with its first surprise."""
+    """A row goes on to its next entry while what was sampled is what was drafted, and ends with its first surprise; the
+    repeats of the walk end with the last row."""
 
     def accept(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args = carray(args_at, 1)[0]
         if thread != 0:
             return
+        args.stop = 1
         for row in range(args.num_rows):
             alive = args.alive + 8 * row
             if load_i64(alive) == 0:
@@ -82,6 +84,9 @@ def make_accept() -> Callable[..., None]:
                 _remember(args, row, token)
             if token < 0 or token != draft:
                 store_i64(alive, 0)
+            else:
+                args.stop = 0
+        args.entry += 1
 
     return accept
 

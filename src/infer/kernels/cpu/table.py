@@ -10,7 +10,7 @@ When thread 0 has waited too long for the others, it sends them home at a barrie
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, Self, final
 
 import numpy as np
 import numpy.typing as npt
@@ -58,8 +58,11 @@ _serials = itertools.count()
 class Walk:
     """A finished table as a team walks it."""
 
-    def __init__(self, table: DispatchTable) -> None:
-        self.table, self.rows = table, table.rows()
+    def __init__(self, table: DispatchTable, before: Self | None = None) -> None:
+        """`before` is a walk whose rows come first; the table is the rest."""
+        self.table, self.rows, self._before = table, table.rows(), before
+        if before is not None:
+            self.rows = np.concatenate([before.rows, self.rows])
         self.arguments = np.zeros(1, WALK)
         self.arguments["rows"], self.arguments["num_rows"] = self.rows.ctypes.data, len(self.rows)
         self.arguments["repeats"] = 1

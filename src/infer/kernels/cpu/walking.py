@@ -43,7 +43,7 @@ def make_walk() -> Callable[..., None]:
         arrivals, stalls, is_alone = 0, 0, num_threads == 1
         first, end, started = thread, thread + 1, control.cycles()
         for repeat in range(args.repeats):
-            for index in range(args.num_rows):
+            for index in range(args.again if repeat > 0 else 0, args.num_rows):
                 row = args.rows + _ROW_BYTES * index
                 began = control.cycles() if args.times != 0 else 0
                 for part in range(first, end):
@@ -63,7 +63,7 @@ def make_walk() -> Callable[..., None]:
                 if is_alone and thread != 0:
                     break
             if thread == 0:
-                args.walked = repeat + 1
+                args.walked = repeat + 1 if args.again == 0 else 1
             if is_alone and thread != 0:
                 break
             if args.stop != 0:

@@ -152,7 +152,11 @@ class Running:
         except ConstraintError as error:
             masks[num_accepted] = 0
             self._grammar_error = str(error)
-        self.constraint.rollback(num_accepted)
+        try:
+            self.constraint.rollback(num_accepted)
+        except ConstraintError as error:  # nothing may follow what is known
+            masks[0] = 0
+            self._grammar_error = str(error)
 
     def follow(self, token_id: int, mask: Mask | None) -> bool:
         """Move the grammar past a token of a chain that is yet to be accepted, and on to the mask behind it, where one

@@ -2,7 +2,9 @@
 
 import ctypes
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
@@ -22,9 +24,19 @@ def give_back_freed() -> None:
 
     Reading the tokenizer.json of 262,144 tokens leaves 200 MB behind, for instance.
     """
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    """None where the C library has no such call; musl, which has not, keeps little."""
     if sys.platform == "linux":
-        with suppress(AttributeError):  # musl has no such call, and keeps little
-            ctypes.CDLL(None).malloc_trim(0)
+        with suppress(AttributeError):
+            trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+            return trim
+    return None
 
 
 def _meminfo(wanted: str) -> int | None:

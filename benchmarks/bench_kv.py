@@ -10,21 +10,18 @@ type in every round, so that what else the machine does meets all of them. Repor
 """
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
-from typing import Any
 from xml.sax.saxutils import escape
 
 import torch
 from torch import Tensor
 
-from infer import SamplingParams, __version__, load_model, load_tokenizer
+from infer import SamplingParams, load_model, load_tokenizer
 from infer.batch import Part
 from infer.bench.speed import make_prompt
 from infer.cache.settings import CacheSettings
@@ -35,7 +32,7 @@ from infer.llm import set_num_threads
 from infer.model.transformer import Transformer
 from infer.ops import threads_for
 from infer.sampling.rows import Rows
-from machine import available_cores, cpu_model
+from machine import available_cores, write_report
 from needles import reference_text
 
 REPORTS = Path(__file__).with_name("reports")
@@ -243,19 +240,14 @@ def main() -> None:
 
 
 def _write(arguments: argparse.Namespace, quality: Sequence[Quality], speed: Sequence[Speed]) -> None:
-    stem = REPORTS / f"kv-{datetime.now(UTC):%Y%m%d-%H%M%S}"
-    report: dict[str, Any] = {
-        "version": __version__,
-        "cpu": cpu_model(),
-        "settings": vars(arguments),
+    results = {
         "quality": [asdict(each) | {"perplexity": each.perplexity} for each in quality],
         "speed": [asdict(each) for each in speed],
     }
-    stem.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    path = write_report(REPORTS, "kv", vars(arguments), results)
     for name in dict.fromkeys(each.model for each in speed):
         mine = [each for each in speed if each.model == name]
-        stem.with_name(f"{stem.name}-{name}.svg").write_text(picture(mine))
-    print(f"written: {stem}.json")
+        path.with_name(f"{path.stem}-{name}.svg").write_text(picture(mine))
 
 
 if __name__ == "__main__":

@@ -9,22 +9,20 @@ only those that the whole cache finds. Reports go to benchmarks/reports/.
 """
 
 import argparse
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
-from infer import LLM, __version__, ops
+from infer import LLM, ops
 from infer.batch import Part
 from infer.cache.settings import CacheSettings
 from infer.context import CachedContext
 from infer.errors import InvalidRequestError
 from infer.llm import set_num_threads
-from machine import available_cores, cpu_model
+from machine import available_cores, write_report
 from needles import make_needles, reference_text
 
 REPORTS = Path(__file__).with_name("reports")
@@ -187,17 +185,12 @@ def main() -> None:
     if arguments.only in (None, "stability"):
         stable = measure_stability(arguments.model, max(arguments.budgets), arguments.stable_length)
         print("\n".join(tail_lines(stable, "up to token")), flush=True)
-    path = REPORTS / f"kv-policies-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
-    report = {
-        "version": __version__,
-        "cpu": cpu_model(),
-        "settings": vars(arguments),
+    results = {
         "needles": [asdict(each) for each in recalls],
         "tails": [asdict(each) for each in tails],
         "stability": [asdict(each) for each in stable],
     }
-    path.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"written: {path}")
+    write_report(REPORTS, "kv-policies", vars(arguments), results)
 
 
 if __name__ == "__main__":

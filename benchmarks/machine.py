@@ -3,17 +3,22 @@
 A limit counts only in the run in which it was measured: neighbours move it.
 """
 
+import json
 import os
 import platform
 import resource
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from infer import __version__
 from infer.bench.speed import BYTES_PER_THREAD, READ_BYTES, Memory, peak_resident_bytes
 
 MATMUL_SIZE = 1024
@@ -34,6 +39,15 @@ def cpu_model() -> str:
     lines = path.read_text().splitlines() if path.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def write_report(folder: Path, kind: str, settings: Mapping[str, Any], results: Mapping[str, Any]) -> Path:
+    """A JSON file named by kind and time, with what was measured, how and where."""
+    path = folder / f"{kind}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
+    report = {"version": __version__, "cpu": cpu_model(), "settings": settings} | dict(results)
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"written: {path}")
+    return path
 
 
 def available_cores() -> int:

@@ -6,6 +6,7 @@ speculative and constrained generations is a value in here.
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import final
 
 import numpy as np
@@ -130,11 +131,12 @@ class Running:
         if self.constraint is None:
             return drafts
         count = 0
-        try:
+        with suppress(ConstraintError):  # which it raises again when the masks are filled
             while count < len(drafts) and self.constraint.accept([drafts[count]]):
                 count += 1
+        try:
             self.constraint.rollback(count)
-        except ConstraintError:  # which it raises again when the masks are filled
+        except ConstraintError:  # likewise
             return ()
         return drafts[:count]
 

@@ -211,9 +211,9 @@ def test_a_row_whose_logits_are_nan_fails_alone(world: World, poisoned: World, w
     assert by_definition(world, plain).token_ids == second.token_ids
 
 
-@pytest.mark.parametrize("is_stuck", [False, True], ids=["goes back", "does not"])
+@pytest.mark.parametrize("fault", ["fill", "accept", "rollback"])
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_a_grammar_that_cannot_go_on_fails_its_row_alone(world: World, way: Way, is_stuck: bool) -> None:
+def test_a_grammar_that_cannot_go_on_fails_its_row_alone(world: World, way: Way, fault: str) -> None:
     free = [Case(str(i), prompt_of(3 + i), replace(LONG, max_new_tokens=24)) for i in range(2)]
     bound = Case("regex", prompt_of(7), SamplingParams(regex="[ab]{20}", temperature=0.9, seed=1))
     cases = [free[0], bound, bound, free[1]]
@@ -221,37 +221,40 @@ def test_a_grammar_that_cannot_go_on_fails_its_row_alone(world: World, way: Way,
     waiting = [make_running(world, case, way, outcome.token_ids) for case, outcome in zip(cases, expected, strict=True)]
     constraint = waiting[1].constraint
     assert constraint is not None
-    waiting[1].constraint = Brittle(constraint, num_tokens=5, is_stuck=is_stuck)
+    waiting[1].constraint = Brittle(constraint, num_tokens=5, fault=fault)
     results = run_all(
         world.model, waiting, 3, lambda done, total: None, prefill_chunk=way.chunk, chain=way.chain, capture=way.capture
     )
     failed = results.pop(1)
     assert (failed.finish_reason, failed.stop_reason, failed.error) == ("error", "grammar", "too complex")
     said = expected.pop(1).token_ids[:5]
-    assert failed.token_ids == (said[: len(failed.token_ids)] if is_stuck else said)  # drafts may have met the fault
+    assert failed.token_ids == (said[: len(failed.token_ids)] if fault == "rollback" else said)  # drafts met it
     assert failed.grammar_complete is False
     assert [Outcome.of(result) for result in results] == expected
 
 
 class Brittle(Constraint):
-    """Breaks behind so many tokens; stuck, it does not come back from there."""
+    """Breaks behind so many tokens: at the next mask, at the next token, or at the next mask for good."""
 
-    def __init__(self, constraint: Constraint, num_tokens: int, *, is_stuck: bool) -> None:
-        self._constraint, self._left, self._is_stuck = constraint, num_tokens, is_stuck
+    def __init__(self, constraint: Constraint, num_tokens: int, *, fault: str) -> None:
+        self._constraint, self._left, self._fault = constraint, num_tokens, fault
+
+    def _check(self, *faults: str) -> None:
+        if self._left <= 0 and self._fault in faults:
+            raise ConstraintError("too complex")
 
     def fill(self, mask: Any) -> None:
-        if self._left <= 0:
-            raise ConstraintError("too complex")
+        self._check("fill", "rollback")
         self._constraint.fill(mask)
 
     def accept(self, token_ids: Sequence[int]) -> int:
+        self._check("accept")
         count = self._constraint.accept(token_ids)
         self._left -= count
         return count
 
     def rollback(self, num_tokens: int) -> None:
-        if self._is_stuck and self._left <= 0:
-            raise ConstraintError("too complex")
+        self._check("rollback")
         self._constraint.rollback(num_tokens)
         self._left += num_tokens
 

@@ -1,4 +1,4 @@
-"""Memory asked for ahead of its use, a little in each iteration of a loop that computes something else.
+"""Memory asked for ahead of its use, while something else is computed.
 
 A core's own prefetcher stops at the end of each page, and starts anew with each head: docs/log.md.
 """
@@ -14,13 +14,21 @@ from infer.kernels.cpu import simd
 from infer.kernels.cpu.simd import I8, I32, I64, Value, constant
 
 _LINE = 64
-_SECOND_CACHE = 2  # of LLVM's four degrees of nearness
+FIRST_CACHE, SECOND_CACHE = 3, 2  # of LLVM's four degrees of nearness
+
+
+def prefetch(b: Builder, where: Value, num_bytes: int, nearness: int) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+    function = b.module.declare_intrinsic("llvm.prefetch.p0", (), kind)
+    for line in range(0, num_bytes, _LINE):
+        pointer = b.inttoptr(simd.offset(b, where, line), I8.as_pointer())
+        b.call(function, [pointer, constant(I32, 0), constant(I32, nearness), constant(I32, 1)])
 
 
 @final
 @dataclass(frozen=True)
 class Ahead:
-    """A walk over memory, `step` bytes an iteration and `most_bytes` at most."""
+    """A walk over memory beside a loop, `step` bytes an iteration and `most_bytes` at most."""
 
     at: Value  # a variable
     step: Value
@@ -34,9 +42,5 @@ class Ahead:
 
     def ask(self, b: Builder) -> None:
         where = b.load(self.at)
-        kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
-        prefetch = b.module.declare_intrinsic("llvm.prefetch.p0", (), kind)
-        for line in range(0, self.most_bytes, _LINE):
-            pointer = b.inttoptr(simd.offset(b, where, line), I8.as_pointer())
-            b.call(prefetch, [pointer, constant(I32, 0), constant(I32, _SECOND_CACHE), constant(I32, 1)])
+        prefetch(b, where, self.most_bytes, SECOND_CACHE)
         b.store(b.add(where, self.step), self.at)

@@ -5,6 +5,7 @@ Values lie [position, dim]: an output element's sum over positions is one chain 
 Neither order depends on how many columns, blocks or dims are done at once.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite.ir import IRBuilder as Builder
@@ -100,6 +101,32 @@ def score_tile(
     return types.void(kv_type, columns, blocks, *(types.int64,) * 7), emit
 
 
+def _emit_float_values(b: Builder, name: str, width: int, count: int, operands: Sequence[Value], ahead: Ahead) -> None:
+    probabilities, stride, values, dim, first_dim, num_positions, out, out_stride = operands
+    out = b.add(out, b.mul(first_dim, constant(I64, 4)))
+    sums_at = [
+        simd.offset(b, b.add(out, b.mul(out_stride, constant(I64, column))), 64 * vector)
+        for column in range(width)
+        for vector in range(count)
+    ]
+    sums = _variables(b, [simd.load_f32(b, at) for at in sums_at])
+    size = FLOAT_BYTES[name]
+    value_bytes = b.mul(dim, constant(I64, size))
+    first = b.add(values, b.mul(first_dim, constant(I64, size)))
+    at = [b.add(probabilities, b.mul(stride, constant(I64, c))) for c in range(width)]
+    with cgutils.for_range(b, num_positions) as loop:
+        ahead.ask(b)
+        row = b.add(first, b.mul(loop.index, value_bytes))
+        cached = [_load_cached(b, name, simd.offset(b, row, LANES * size * v)) for v in range(count)]
+        for column in range(width):
+            p = _broadcast(b, b.add(at[column], b.mul(loop.index, constant(I64, 4))))
+            for vector in range(count):
+                total = sums[column * count + vector]
+                b.store(simd.fma(b, p, cached[vector], b.load(total)), total)
+    for where, total in zip(sums_at, sums, strict=True):
+        simd.store_f32(b, where, b.load(total))
+
+
 @intrinsic(prefer_literal=True)
 def value_tile(
     context: Any,
@@ -124,34 +151,12 @@ def value_tile(
     name, width, count = kv_type.literal_value, columns.literal_value, vectors.literal_value
 
     def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Any:
-        *_, probabilities, stride, values, dim, first_dim, num_positions, out, out_stride, ahead, step = arguments
+        *operands, ahead, step = arguments[3:]
         asked = Ahead.begin(b, ahead, step, count * key_block_bytes(name, BLOCK) // BLOCK)
-        if name in QUANTIZED:
-            if count % 2 == 0:  # a single vector is no record: a head of codes never comes to it
-                emit_values(b, name, width, count // 2, arguments[3:-2], asked)
-            return context.get_dummy_value()
-        out = b.add(out, b.mul(first_dim, constant(I64, 4)))
-        sums_at = [
-            simd.offset(b, b.add(out, b.mul(out_stride, constant(I64, column))), 64 * vector)
-            for column in range(width)
-            for vector in range(count)
-        ]
-        sums = _variables(b, [simd.load_f32(b, at) for at in sums_at])
-        size = FLOAT_BYTES[name]
-        value_bytes = b.mul(dim, constant(I64, size))
-        first = b.add(values, b.mul(first_dim, constant(I64, size)))
-        at = [b.add(probabilities, b.mul(stride, constant(I64, c))) for c in range(width)]
-        with cgutils.for_range(b, num_positions) as loop:
-            asked.ask(b)
-            row = b.add(first, b.mul(loop.index, value_bytes))
-            cached = [_load_cached(b, name, simd.offset(b, row, LANES * size * v)) for v in range(count)]
-            for column in range(width):
-                p = _broadcast(b, b.add(at[column], b.mul(loop.index, constant(I64, 4))))
-                for vector in range(count):
-                    total = sums[column * count + vector]
-                    b.store(simd.fma(b, p, cached[vector], b.load(total)), total)
-        for where, total in zip(sums_at, sums, strict=True):
-            simd.store_f32(b, where, b.load(total))
+        if name not in QUANTIZED:
+            _emit_float_values(b, name, width, count, operands, asked)
+        elif count % 2 == 0:  # a single vector is no record: a head of codes never comes to it
+            emit_values(b, name, width, count // 2, operands, asked)
         return context.get_dummy_value()
 
     return types.void(kv_type, columns, vectors, *(types.int64,) * 10), emit

@@ -21,7 +21,7 @@ from numba.extending import intrinsic
 from infer.kernels.cpu import simd
 from infer.kernels.cpu.layouts import BLOCK, LANES, LAYOUTS, QUADS_BYTES, Layout
 from infer.kernels.cpu.simd import F32, F32X16, I8, I32, I32X16, I64, Value, constant, load, store
-from infer.kernels.cpu.tiles import AHEAD, Tile, add_minima, add_products, prefetch, super_scales
+from infer.kernels.cpu.tiles import Tile, add_minima, add_products, super_scales
 
 TOKENS, GROUPS = 16, 2
 _BATCH = 2  # records that are multiplied before their sums become floats, with one plane and one part; else one
@@ -97,7 +97,7 @@ def unpack(context: Any, type_: Any, weights: Any, num_records: Any, out: Any) -
             base = b.add(weights, past)
             within = b.mul(b.srem(loop.index, per_super), constant(I64, layout.record_bytes))
             where = simd.offset(b, b.add(base, within), layout.super_header)
-            prefetch(b, simd.offset(b, where, AHEAD), layout.record_bytes)
+            reader.prefetch(where)
             to = b.add(out, b.mul(loop.index, constant(I64, layout.unpacked_bytes)))
             for quad, values in enumerate(reader.quads(where)):
                 store(b, simd.offset(b, to, 64 * quad), values, 64)

@@ -24,6 +24,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from infer.kernels.cpu import simd
+from infer.kernels.cpu.ahead import FIRST_CACHE, prefetch
 from infer.kernels.cpu.codes import load_exponent, look_up
 from infer.kernels.cpu.layouts import BLOCK, LANES, LAYOUTS, UNIT, Layout
 from infer.kernels.cpu.simd import F32, F32X16, I8, I16X16, I32, I32X16, I64, Value, constant, load
@@ -107,17 +108,7 @@ def _dot_avx2(b: Builder, total: Value, weights: Value, activations: Value) -> V
     return b.add(total, b.add(even, odd))
 
 
-AHEAD = 8192  # bytes; without it a Granite Rapids Xeon decodes at 0.85 × the speed: docs/log.md
-_NEAREST_CACHE = 3
-
-
-def prefetch(b: Builder, where: Value, num_bytes: int) -> None:
-    """Ask for lines that are wanted soon: a core's own prefetcher stops at the end of each page."""
-    kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
-    function = b.module.declare_intrinsic("llvm.prefetch.p0", (), kind)
-    for line in range(0, num_bytes, 64):
-        pointer = b.inttoptr(simd.offset(b, where, line), I8.as_pointer())
-        b.call(function, [pointer, constant(I32, 0), constant(I32, _NEAREST_CACHE), constant(I32, 1)])
+_AHEAD = 8192  # bytes; without it a Granite Rapids Xeon decodes at 0.85 × the speed: docs/log.md
 
 
 class Tile:
@@ -134,7 +125,7 @@ class Tile:
     def record(self, weights: list[Value], activations: Value, supers: list[tuple[Value, Value]]) -> None:
         """Add the products of one record of each group to the sums."""
         for where in weights:
-            prefetch(self.b, simd.offset(self.b, where, AHEAD), self.layout.record_bytes)
+            self.prefetch(where)
         quads = [self.quads(where) for where in weights]
         scales = [self.scales(where, *of_super) for where, of_super in zip(weights, supers, strict=True)]
         dots = self.dots(activations, quads)
@@ -176,6 +167,10 @@ class Tile:
             b.add(total, simd.splat(b, b.shl(one, constant(I32, shift))))
             for total, one in zip(totals, sums, strict=True)
         ]
+
+    def prefetch(self, weights: Value) -> None:
+        """Ask for the record that lies some pages behind this one."""
+        prefetch(self.b, simd.offset(self.b, weights, _AHEAD), self.layout.record_bytes, FIRST_CACHE)
 
     def low(self, weights: Value, index: int) -> Value:
         return load(self.b, simd.offset(self.b, weights, 64 * index), I32X16, 16)

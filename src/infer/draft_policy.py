@@ -95,8 +95,8 @@ class StepTimes:
         return cost + slope * (num_tokens - last)
 
 
-# What a guess was right with behind so many equal tokens or more, in chat, copying, code and JSON by SmolLM2: where less
-# than the first share of the last tokens was guessed, less than the second, and more.
+# What a guess was right with behind so many equal tokens or more, in chat, copying, code and JSON by SmolLM2: where of
+# the last tokens less than the first share was guessed, less than the second, and more.
 _SHARES = (0.2, 0.5)
 _PRIOR_BY_MATCH = {
     1: (0.12, 0.12, 0.4),
@@ -124,9 +124,9 @@ class DraftPolicy:
     A draft behind a match of m tokens is right with probability a(m), its next one with a(m + 1), and so on: k drafts
     give 1 + a(m) + a(m) a(m + 1) + … tokens, in the time of a step of k + 1. a(m) is counted for ranges of m, and apart
     where many of the last tokens were as guessed, few, or hardly any; what would have been guessed is known for each
-    token that comes, so nothing need be verified to find out that it would pay. k is 1, 3, 7, 15, … or the most: few sizes are soon measured, and kernels take tokens
-    by eights. Where no k beats 1 step at a time by `margin`, it drafts nothing. What it asks for never changes which
-    tokens are accepted.
+    token that comes, so nothing need be verified to find out that it would pay. k is 1, 3, 7, 15, … or the most: few
+    sizes are soon measured, and kernels take tokens by eights. Where no k beats 1 step at a time by `margin`, it drafts
+    nothing. What it asks for never changes which tokens are accepted.
     """
 
     def __init__(self, max_draft_tokens: int = 15, *, margin: float = 0.08) -> None:
@@ -136,7 +136,9 @@ class DraftPolicy:
         self._sizes = sorted(size for size in sizes if 0 < size <= max_draft_tokens)
         self._margin = margin
         self._guessed = [[_PRIOR_WEIGHT] * len(_RANGES) for _ in range(len(_SHARES) + 1)]
-        self._right = [[_PRIOR_WEIGHT * prior for prior in priors] for priors in zip(*_PRIOR_BY_MATCH.values())]
+        self._right = [
+            [_PRIOR_WEIGHT * priors[level] for priors in _PRIOR_BY_MATCH.values()] for level in range(len(_SHARES) + 1)
+        ]
         self._since_plain = 0
         self._share = 0.3
 

@@ -139,7 +139,8 @@ class Machine:
 
     def step(self, num_tokens: int, count: int = 1) -> float:
         cost = count * float(np.interp(num_tokens, list(self.cost_by_tokens), list(self.cost_by_tokens.values())))
-        cost *= self.rng.lognormvariate(0, self.noise) * self.slowed(self.clock, num_tokens, num_tokens not in self.seen)
+        cost *= self.rng.lognormvariate(0, self.noise)
+        cost *= self.slowed(self.clock, num_tokens, num_tokens not in self.seen)
         self.seen.add(num_tokens)
         self.clock += cost + RETURN
         return cost

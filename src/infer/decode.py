@@ -201,8 +201,9 @@ class Batch:
             yield from self._accept(running, token_ids)
         finally:
             num_said = len(running.generation.token_ids) - num_before
-            length = self._context.lengths[running.row] - len(token_ids) + max(1, num_said)
-            self._context.truncate(running.row, length)
+            if max(1, num_said) < len(token_ids):
+                length = self._context.lengths[running.row] - len(token_ids) + max(1, num_said)
+                self._context.truncate(running.row, length)
             running.pending = list(token_ids[max(0, num_said - 1) : num_said])
             running.chained(num_said, seconds)
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from infer.batch import Masks, Part
+from infer.batch import Masks, Part, TokenIds
 from infer.kernels.cpu import sampling
 from infer.kernels.cpu.compiled import compiled_address
 from infer.kernels.cpu.recording import Recording
@@ -68,7 +68,7 @@ class Chain:
         self._ended[:] = 0
         self._walk.arguments["repeats"] = count
         _bind_masks(arguments, masks)
-        follower = None if masks is None else Follower(masks.follower(self._token_ids, count), arguments)
+        follower = None if masks is None else Follower(masks.follower(self._read_by_python(), count), arguments)
         arguments["follow"] = 0 if follower is None else follower.address
         team().run(self._walk, state, num_threads)
         if follower is not None:
@@ -78,8 +78,13 @@ class Chain:
     def _make_room(self, num_steps: int) -> None:
         self._generated = np.zeros((num_steps, len(self.rows)), np.int64)
         self._arguments["generated"] = self._generated.ctypes.data
-        # For Python behind a step: its code is warm from the call, where numpy's index takes ten times as long.
-        self._token_ids = (ctypes.c_int64 * self._generated.size).from_buffer(self._generated.data)
+        self._token_ids: TokenIds | None = None
+
+    def _read_by_python(self) -> TokenIds:
+        """Behind a step: the code of `ctypes` is warm from the call, where numpy's index takes ten times as long."""
+        if self._token_ids is None:
+            self._token_ids = (ctypes.c_int64 * self._generated.size).from_buffer(self._generated.data)
+        return self._token_ids
 
 
 def _bind_masks(arguments: State, masks: Masks | None) -> None:

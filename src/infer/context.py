@@ -19,7 +19,7 @@ from infer.cache.base import KVCache
 from infer.cache.paged import PagedCache
 from infer.cache.settings import CacheSettings
 from infer.capture.cpu import CapturedForward
-from infer.draft import StepTimes
+from infer.draft_policy import StepTimes
 from infer.errors import InvalidRequestError
 from infer.long_rows import LongRows
 from infer.model.transformer import Transformer

@@ -13,7 +13,8 @@ import numpy as np
 
 from infer.batch import Part
 from infer.constraint import Constraint
-from infer.draft import DraftPolicy, NgramDraft, StepTimes
+from infer.draft import NgramDraft
+from infer.draft_policy import DraftPolicy, StepTimes
 from infer.errors import ConstraintError
 from infer.generation import Generation
 from infer.params import SamplingParams

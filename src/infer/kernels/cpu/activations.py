@@ -10,18 +10,25 @@ so a token's records lie a constant distance from its neighbours', whatever the 
 from collections.abc import Callable
 
 import numpy as np
-from numba import carray, njit
+from llvmlite import ir
+from llvmlite.ir import IRBuilder as Builder
+from numba import carray, njit, types
 
 from infer.kernels.cpu import simd
-from infer.kernels.cpu.layouts import BLOCK, PANEL, PLANE_BYTES, SCALE_AT, UNIT
+from infer.kernels.cpu.layouts import BLOCK, LANES, PANEL, PLANE_BYTES, SCALE_AT, UNIT
 from infer.kernels.cpu.simd import (
-    absolute,
+    F32,
+    I32,
+    I32X16,
+    Value,
+    constant,
+    f32x16,
+    i32x16,
     load_f32,
     load_i64,
     load_scalar_f32,
-    max_f32,
-    maximum,
     nearest_i32,
+    operation,
     splat_f32,
     splat_i32,
     store_f32,
@@ -29,10 +36,42 @@ from infer.kernels.cpu.simd import (
     store_i32,
     store_scalar_f32,
     sum_f32,
-    sum_i32,
 )
 
+_HALF = LANES // 2
 _SMALLEST = np.float32(1e-33)  # a block below this counts as this, so that its scale is a normal number
+
+
+@operation(types.float32, f32x16, f32x16)
+def _largest_magnitude(b: Builder, x: Value, y: Value) -> Value:
+    """NaN if there is one: the bits of |x| lie, as integers, in the order of |x|, and NaN above all."""
+
+    def larger(left: Value, right: Value) -> Value:
+        return b.select(b.icmp_signed(">", left, right), left, right)
+
+    largest = larger(*(b.and_(b.bitcast(each, I32X16), constant(I32X16, 0x7FFFFFFF)) for each in (x, y)))
+    for apart in (8, 4, 2, 1):
+        largest = larger(largest, _neighbours(b, largest, apart))
+    return b.bitcast(b.extract_element(largest, constant(I32, 0)), F32)
+
+
+@operation(i32x16, i32x16, i32x16)
+def _sum_both(b: Builder, x: Value, y: Value) -> Value:
+    """Σ x in lane 0, Σ y in lane 8."""
+    halves = ([at + lane for at in (first, first + LANES) for lane in range(_HALF)] for first in (0, _HALF))
+    total = b.add(*(b.shuffle_vector(x, y, ir.Constant(I32X16, half)) for half in halves))
+    for apart in (4, 2, 1):
+        total = b.add(total, _neighbours(b, total, apart))
+    return total
+
+
+def _neighbours(b: Builder, x: Value, apart: int) -> Value:
+    return b.shuffle_vector(x, x, ir.Constant(I32X16, [lane ^ apart for lane in range(LANES)]))
+
+
+@operation(types.int32, i32x16, types.int32)
+def _lane(b: Builder, x: Value, lane: Value) -> Value:
+    return b.extract_element(x, lane)
 
 
 @njit(inline="always")
@@ -46,7 +85,9 @@ def record_address(base, token, num_tokens, num_records, record, record_bytes): 
 def quantize_block(first, second, planes, at):  # type: ignore[no-untyped-def]
     """32 values into the record at `at`."""
     unit = np.float32(32512.0) if planes == 2 else np.float32(127.0)
-    largest = max_f32(maximum(maximum(absolute(first), absolute(second)), splat_f32(_SMALLEST)))
+    largest = _largest_magnitude(first, second)
+    if largest < _SMALLEST:
+        largest = _SMALLEST
     inverse = splat_f32(unit / largest)
     scale = largest / unit
     a, b = nearest_i32(first * inverse), nearest_i32(second * inverse)
@@ -59,12 +100,13 @@ def quantize_block(first, second, planes, at):  # type: ignore[no-untyped-def]
     else:
         store_i8(at, a)
         store_i8(at + 16, b)
-    sum_a, sum_b = sum_i32(a), sum_i32(b)
+    sums = _sum_both(a, b)
+    sum_a, sum_b = _lane(sums, np.int32(0)), _lane(sums, np.int32(_HALF))
     store_scalar_f32(at + SCALE_AT, scale)
     store_scalar_f32(at + SCALE_AT + 4, scale * np.float32(sum_a + sum_b))
-    sums = at + BLOCK * planes + 8
-    store_i32(sums, -sum_a)
-    store_i32(sums + 4, -sum_b)
+    end = at + BLOCK * planes + 8
+    store_i32(end, -sum_a)
+    store_i32(end + 4, -sum_b)
 
 
 @njit(inline="always")
@@ -85,15 +127,16 @@ def inverse_rms(x, features, eps):  # type: ignore[no-untyped-def]
 def _quantize_token(x, weight, factor, args, token, num_tokens, out):  # type: ignore[no-untyped-def]
     num_records = args.features // BLOCK
     record_bytes = BLOCK * args.planes + 16
-    scale = splat_f32(factor)
+    scale, planes = splat_f32(factor), args.planes
+    to = record_address(out, token, num_tokens, num_records, 0, record_bytes)
+    step = record_address(out, token, num_tokens, num_records, 1, record_bytes) - to
     for record in range(num_records):
         at = 4 * BLOCK * record
         first, second = load_f32(x + at), load_f32(x + at + 64)
         if weight != 0:
             first = first * scale * load_f32(weight + at)
             second = second * scale * load_f32(weight + at + 64)
-        to = record_address(out, token, num_tokens, num_records, record, record_bytes)
-        quantize_block(first, second, args.planes, to)
+        quantize_block(first, second, planes, to + record * step)
 
 
 @njit
@@ -109,6 +152,19 @@ def _keep_token(x, weight, factor, args, token, num_tokens, out):  # type: ignor
         store_scalar_f32(to + 4 * (i % UNIT), value)
 
 
+@njit(inline="always")
+def _token_at(args, state, token):  # type: ignore[no-untyped-def]
+    source = load_i64(state.wanted + 8 * token) if args.of_wanted else token
+    return args.x + 4 * args.features * source
+
+
+@njit(inline="always")
+def _factor_of(args, state, token):  # type: ignore[no-untyped-def]
+    if args.weight == 0:
+        return np.float32(1)
+    return inverse_rms(_token_at(args, state, token), args.features, args.eps)
+
+
 def make_normalize() -> Callable[..., None]:
     """x × weight / rms(x), quantised: the tokens are shared out, or a single one done by every thread for itself."""
 
@@ -118,12 +174,11 @@ def make_normalize() -> Callable[..., None]:
         first, step, out = thread, num_threads, args.out
         if num_tokens == 1 and args.private_bytes != 0:
             first, out = 0, args.out + thread * args.private_bytes
+        next_factor = _factor_of(args, state, first) if first < num_tokens else np.float32(1)
         for token in range(first, num_tokens, step):
-            source = load_i64(state.wanted + 8 * token) if args.of_wanted else token
-            x = args.x + 4 * args.features * source
-            factor = np.float32(1)
-            if args.weight != 0:
-                factor = inverse_rms(x, args.features, args.eps)
+            x, factor = _token_at(args, state, token), next_factor
+            if token + step < num_tokens:  # its sum is one long chain, which the blocks of this one do not wait for
+                next_factor = _factor_of(args, state, token + step)
             if args.planes == 0:
                 _keep_token(x, args.weight, factor, args, token, num_tokens, out)
             else:

@@ -13,6 +13,7 @@ An unpacked record:   [8 quads × 64 bytes] [scale × 16 rows f32, one or two] [
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -131,7 +132,7 @@ class Unpacker:
             for index, vector in enumerate([*found, *minima]):
                 simd.store_f32(b, simd.offset(b, to, QUADS_BYTES + _VECTOR_BYTES * index), vector)
 
-        return [begin, *(lambda index=index: quad(index) for index in range(8 if with_quads else 0)), scales]
+        return [begin, *(partial(quad, index) for index in range(8 if with_quads else 0)), scales]
 
 
 @intrinsic(prefer_literal=True)
@@ -224,10 +225,10 @@ class MatrixTile:
 
         pairs = [(group, register) for register in range(self.num_registers) for group in range(GROUPS)]
         for part in range(self.parts):
-            emitters += [lambda part=part, group=group: load_weights(part, group) for group in range(GROUPS)]
-            emitters += [lambda part=part, r=r: load_activations(part, r) for r in range(self.num_registers)]
-            emitters += [lambda group=group, r=r: product(group, r) for group, r in pairs]
-            emitters += [lambda part=part, group=group, r=r: keep(part, group, r) for group, r in pairs]
+            emitters += [partial(load_weights, part, group) for group in range(GROUPS)]
+            emitters += [partial(load_activations, part, r) for r in range(self.num_registers)]
+            emitters += [partial(product, *pair) for pair in pairs]
+            emitters += [partial(keep, part, *pair) for pair in pairs]
         return emitters
 
     def sums_offset(self, part: int, group: int, register: int) -> int:
@@ -248,7 +249,7 @@ class MatrixTile:
             total = add_products(b, b.load(slot), simd.splat(b, scale), dots, scales)
             b.store(add_minima(b, total, scale, record, self.record_bytes, minima), slot)
 
-        return [lambda token=token, g=g: one(token, g) for token in range(self.tokens) for g in range(GROUPS)]
+        return [partial(one, token, group) for token in range(self.tokens) for group in range(GROUPS)]
 
     def scales(self, group: int, index: Value) -> tuple[list[Value], list[Value]]:
         b, at = self.b, simd.offset(self.b, self.unpacked(group, index), QUADS_BYTES)

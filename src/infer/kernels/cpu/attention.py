@@ -33,18 +33,16 @@ _HEAD_BYTES = 4 * (MAX_HEAD_DIM + LANES)
 
 def make_rotate(kv_type: str) -> Callable[..., None]:
     """q → queries; k, v → cache. Heads of 16 tokens are shared out, for their keys lie in the same cache lines, and as
-    a projection's columns are, so that a thread finds what it wrote; a single token is done by every thread for itself.
+    a projection's columns are, so that a thread finds what it wrote.
     """
     mix, put_key, put_value = make_mix(kv_type), make_put_key(kv_type), make_put_value(kv_type)
 
     def rotate(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
         dim, heads, kv_heads = args.dim, args.num_heads, args.num_kv_heads
-        group, of_16, tokens, queries = heads // kv_heads, heads + 2 * kv_heads, state.num_tokens, args.queries
+        group, of_16, tokens = heads // kv_heads, heads + 2 * kv_heads, state.num_tokens
         total = (tokens + LANES - 1) // LANES * of_16
         begin, stop = total * thread // num_threads, total * (thread + 1) // num_threads
-        if tokens == 1:
-            begin, stop, queries = 0, total, queries + thread * args.private_bytes
         rotated = simd.stack(_HEAD_BYTES)
         for token in range(tokens):
             position, row = load_i64(state.positions + 8 * token), load_i64(state.rows + 8 * token)
@@ -56,7 +54,7 @@ def make_rotate(kv_type: str) -> Callable[..., None]:
             first = token // LANES * of_16
             for head in range(max(0, begin - first), min(heads, stop - first)):
                 weight, factor = norm_of_head(args, 0, x + 4 * dim * head, head, of_all_q)
-                to = queries + 4 * dim * ((head // group * tokens + token) * group + head % group)
+                to = args.queries + 4 * dim * ((head // group * tokens + token) * group + head % group)
                 rotate_head(x + 4 * dim * head, weight, factor, cos, sin, args.half, dim, args.scale, to)
                 mix(to, dim)
                 if args.far_bytes != 0:
@@ -199,7 +197,7 @@ def make_attend(kv_type: str) -> Callable[..., None]:
         args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
         tokens, dim, group = state.num_tokens, args.dim, args.num_heads // args.num_kv_heads
         is_few, (total, is_split) = tokens <= SPLIT_TOKENS, _weight_of_few(args, state, num_threads)
-        partial_bytes, queries = 4 * (dim + LANES), args.queries + (thread * args.private_bytes if tokens == 1 else 0)
+        partial_bytes = 4 * (dim + LANES)
         scores, sums, results = simd.stack(SCORE_BYTES), simd.stack(_SUM_BYTES), simd.stack(_RESULT_BYTES)
         begin, stop, item, token = total * thread // num_threads, total * (thread + 1) // num_threads, 0, 0
         while token < tokens:
@@ -234,7 +232,7 @@ def make_attend(kv_type: str) -> Callable[..., None]:
                             if is_few and at + count == right and (item < stop or not is_split):
                                 first_chunk = _nth_chunk(args, row, first_slot, 0)
                                 after = _after(args, kv, chunk, first_chunk, last_slot, is_split)
-                            q = queries + 4 * dim * query
+                            q = args.queries + 4 * dim * query
                             chunk_partials(
                                 kv_type, args, row, kv, chunk, slot, at, count, q, scores, out, stride, after
                             )

@@ -10,10 +10,13 @@ import numpy as np
 import torch
 
 from infer.batch import Masks, Part, TokenIds
+from infer.constraint import Follow
+from infer.errors import ConstraintError
 from infer.running import Running
 from infer.sampling.rows import num_mask_words
 
 HAND_OVER_SECONDS = 300e-6  # what a mask that another thread fills costs besides
+_TIMED_STEPS = 8  # of so many steps of a chain one is timed: there the clock alone takes 9 µs
 
 
 @final
@@ -25,19 +28,17 @@ class MaskFiller:
         self._fills_at_once = fills_at_once
         self._executor: ThreadPoolExecutor | None = None
         self._seconds_per_line = math.inf  # as last measured
+        self._filling: _Filling | None = None  # the last one
 
     def start(self, active: Sequence[Running], parts: Sequence[Part]) -> Masks | None:
         """Begin with the lines of the constrained rows; None where there are none."""
-        wanted = [
-            (index, running)
-            for index, running in enumerate(active)
-            if running.constraint is not None and parts[index].is_wanted
-        ]
-        if not wanted:
-            return None
-        filling = _Filling(self, wanted, parts, num_mask_words(active[0].generation.vocab_size))
+        filling = self._filling
+        if filling is None or not filling.fits(active, parts):
+            if not any(_is_wanted(running, part) for running, part in zip(active, parts, strict=True)):
+                return None
+            filling = self._filling = _Filling(self, active, parts)
         filling.begin()
-        return Masks(torch.from_numpy(filling.lines), filling.is_ready, filling.wait, filling.follow)
+        return filling.masks
 
     def learn(self, num_lines: int, seconds: float) -> bool:
         """What filling so many took; whether it is quick enough to do at once."""
@@ -67,51 +68,81 @@ class MaskFiller:
 class _Filling:
     """The lines of one step, and of those of its chain, which take each other's places."""
 
-    def __init__(
-        self, filler: MaskFiller, wanted: Sequence[tuple[int, Running]], parts: Sequence[Part], num_words: int
-    ) -> None:
-        ends = np.cumsum([part.num_lines for part in parts]).tolist()
-        self.lines = np.full((ends[-1], num_words), -1, np.int32)
-        self.is_ready = np.zeros(1, np.int64)
-        self._filler = filler
-        self._rows = [(index, running, self.lines[ends[index] - 1]) for index, running in wanted]  # of a chain
+    def __init__(self, filler: MaskFiller, active: Sequence[Running], parts: Sequence[Part]) -> None:
+        self._filler, self._active = filler, list(active)
+        counts = [part.num_lines for part in parts]
+        ends = np.cumsum(counts).tolist()
+        self._has_one_each = all(count == 1 for count in counts)
+        self._lines = np.full((ends[-1], num_mask_words(active[0].generation.vocab_size)), -1, np.int32)
+        self._is_ready = np.zeros(1, np.int64)
+        self.masks = Masks(torch.from_numpy(self._lines), self._is_ready, self._wait, self._follower)
         self._jobs = [
-            (running, self.lines[ends[index] - parts[index].num_lines : ends[index]], parts[index].drafts)
-            for index, running in wanted
+            (index, running, list(self._lines[end - part.num_lines : end]), part.drafts)
+            for index, (running, part, end) in enumerate(zip(active, parts, ends, strict=True))
+            if _is_wanted(running, part)
         ]
         self._promise: Future[None] | None = None
         self._is_quick = True  # whether the last mask was filled at once, and the next one may be
 
+    def fits(self, active: Sequence[Running], parts: Sequence[Part]) -> bool:
+        """Whether it serves this step too: rows that go on token by token."""
+        is_done = self._promise is None or self._promise.done()
+        is_same = self._has_one_each and self._active == active and all(part.num_lines == 1 for part in parts)
+        return is_same and is_done
+
     def begin(self) -> None:
-        self.is_ready[0] = 0
-        self._promise = self._filler.run(self._fill, len(self.lines))
+        self._is_ready[0] = 0
+        self._promise = self._filler.run(self._fill, len(self._lines))
         self._is_quick = self._promise is None
 
-    def wait(self) -> None:
+    def _wait(self) -> None:
         if self._promise is not None:
             self._promise.result()
 
-    def follow(self, token_ids: TokenIds, start: int, is_last: bool) -> bool:
-        if not self._is_quick:
-            return self._follow_apart(token_ids, start, is_last)
-        started = time.perf_counter()
-        for index, running, line in self._rows:
-            if not running.follow(token_ids[start + index], None if is_last else line):
-                return False
-        if (seconds := time.perf_counter() - started) > HAND_OVER_SECONDS:
-            self._is_quick = self._filler.learn(len(self.lines), seconds)
-        return True
+    def _follower(self, token_ids: TokenIds, num_steps: int) -> Callable[[int], bool]:
+        rows = [
+            (index, running.stats, running.constraint.follower(lines[0]))
+            for index, running, lines, _ in self._jobs
+            if running.constraint is not None
+        ]
+        num_rows = len(self._active)
 
-    def _follow_apart(self, token_ids: TokenIds, start: int, is_last: bool) -> bool:
-        self.wait()  # it is done: this raises what it raised
-        goes_on = all(running.follow(token_ids[start + index], None) for index, running, _ in self._rows)
+        def follow(num_generated: int) -> bool:
+            start, is_last = num_rows * (num_generated - 1), num_generated == num_steps
+            if not self._is_quick:
+                return self._follow_apart([(token_ids[start + at], follow_row) for at, _, follow_row in rows], is_last)
+            is_timed = num_generated % _TIMED_STEPS == 1
+            started = time.perf_counter() if is_timed else 0.0
+            try:
+                for index, stats, follow_row in rows:
+                    if not follow_row(token_ids[start + index], is_last):
+                        return False
+                    stats.masks_filled += not is_last
+            except ConstraintError:  # which it raises again when the token is accepted
+                return False
+            if is_timed and (seconds := time.perf_counter() - started) > HAND_OVER_SECONDS:
+                self._is_quick = self._filler.learn(len(self._lines), seconds)
+            return True
+
+        return follow
+
+    def _follow_apart(self, rows: Sequence[tuple[int, Follow]], is_last: bool) -> bool:
+        self._wait()  # it is done: this raises what it raised
+        try:
+            goes_on = all(follow(token_id, True) for token_id, follow in rows)
+        except ConstraintError:
+            return False
         if goes_on and not is_last:
             self.begin()
         return goes_on
 
     def _fill(self) -> None:
         try:
-            for running, masks, drafts in self._jobs:
+            for _, running, masks, drafts in self._jobs:
                 running.fill(masks, drafts)
         finally:
-            self.is_ready[0] = 1
+            self._is_ready[0] = 1
+
+
+def _is_wanted(running: Running, part: Part) -> bool:
+    return running.constraint is not None and part.is_wanted

@@ -50,11 +50,12 @@ class Running:
         self.step_times = StepTimes()  # of the context that the row is in
         self._is_forcing = False
         self._grammar_error: str | None = None
-        self._followed: list[bool] = []  # whether the grammar is done behind each token that is yet to be accepted
+        self._num_moved = 0  # tokens that the grammar has taken, but those of a chain that are yet to be accepted
         self._waited, self._prefill_s = 0.0, 0.0
         self._decode_times_s, self._sampling_times_s = list[float](), list[float]()
         if constraint is not None:
             generation.grammar_complete = False
+            self._num_moved = constraint.num_accepted
 
     def reuse(self, count: int) -> None:
         """Before the first step: the row's cache holds the first `count` tokens of the prompt, not all of them."""
@@ -141,7 +142,7 @@ class Running:
             return ()
         return drafts[:count]
 
-    def fill(self, masks: Mask, drafts: Sequence[int]) -> None:
+    def fill(self, masks: Sequence[Mask], drafts: Sequence[int]) -> None:
         """A line for what follows now and one behind each draft, as far as the grammar allows them. For any thread."""
         assert self.constraint is not None
         num_accepted, self._grammar_error = 0, None
@@ -153,25 +154,13 @@ class Running:
                     break
                 num_accepted += 1
         except ConstraintError as error:
-            masks[num_accepted] = 0
+            masks[num_accepted][:] = 0
             self._grammar_error = str(error)
         try:
             self.constraint.rollback(num_accepted)
         except ConstraintError as error:  # nothing may follow what is known
-            masks[0] = 0
+            masks[0][:] = 0
             self._grammar_error = str(error)
-
-    def follow(self, token_id: int, mask: Mask | None) -> bool:
-        """Move the grammar past a token of a chain that is yet to be accepted, and on to the mask behind it, where one
-        is given. Whether it leaves a choice there."""
-        assert self.constraint is not None
-        try:
-            has_choice = self.constraint.follow(token_id, mask)
-            self._followed.append(not has_choice and self.constraint.done)
-        except ConstraintError:  # which it raises again when the token is accepted
-            return False
-        self.stats.masks_filled += has_choice and mask is not None
-        return has_choice
 
     # After it
 
@@ -221,10 +210,11 @@ class Running:
     def _move(self, token_id: int) -> bool:
         """The grammar past a token, unless it has followed already; whether it is done there."""
         assert self.constraint is not None
-        if self._followed:
-            return self._followed.pop(0)
-        self.constraint.accept([token_id])
-        return self.constraint.done
+        if self.constraint.num_accepted == self._num_moved:
+            self._num_moved += self.constraint.accept([token_id])
+        else:
+            self._num_moved += 1
+        return self.constraint.num_accepted == self._num_moved and self.constraint.done
 
     def result(self) -> GenerationResult:
         timing = GenerationTiming(self._prefill_s, self._decode_times_s, self._sampling_times_s)

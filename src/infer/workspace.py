@@ -12,7 +12,7 @@ from infer.block_types import BLOCK_TYPES
 
 STEP_TOKENS, STEP_LINES = 512, 64  # tokens of a step, and lines of logits
 _BLOCK, _UNIT, _LANES = 32, 8, 16  # inputs of a record of quantised and of float activations; rows of a group
-_SPLIT_TOKENS, _CHUNK, _LEAST_COPIES = 16, 256, 256
+_SPLIT_TOKENS, _CHUNK, _LEAST_COPIES, _SPARE_TOKENS = 16, 256, 256, 3
 _PLANES = {"exact": 2, "fast": 1}
 _QUADS_BYTES, _VECTOR_BYTES = 512, 64
 _VECTORS = {"Q2_K": 4, "Q3_K": 2, "Q6_K": 2, "Q4_1": 2, "Q5_1": 2, "Q4_K": 2, "Q5_K": 2}  # scales and minima; else one
@@ -99,7 +99,7 @@ class _Step:
     ) -> None:  # fmt: skip
         """`made_by` is the buffer that x is, if what writes it can quantise it on the way."""
         if made_by is not None and inputs % _BLOCK == 0 and not BLOCK_TYPES[types[0]].is_float:
-            self.add(f"quantized {made_by}", (tokens + 1) * self._token_bytes(types[0], inputs))
+            self.add(f"quantized {made_by}", (tokens + _SPARE_TOKENS) * self._token_bytes(types[0], inputs))
         else:
             self.activations(types, inputs, tokens)
         for type_, count in _merged(types, rows):
@@ -107,7 +107,7 @@ class _Step:
 
     def activations(self, types: Sequence[str], inputs: int, tokens: int = STEP_TOKENS) -> None:
         for size in {self._token_bytes(type_, inputs) for type_ in types}:
-            self.add("activations", (max(tokens, _LEAST_COPIES) + 1) * size)
+            self.add("activations", (max(tokens, _LEAST_COPIES) + _SPARE_TOKENS) * size)
 
     def unpacked(self, type_: str, rows: int, inputs: int, *, is_pair: bool = False) -> None:
         """Of a core's matrix unit; without one it is not there, and it is small."""

@@ -230,11 +230,12 @@ def test_a_matrix_unit_gives_the_bits_of_the_vector_unit(
         pytest.skip("hardware: a CPU with AMX")
     projection = cpu.prepare(Projection((make_weight(type_, 16 * 51 - 3, 768, 3),)), CPU, precision=precision)
     x, residual = torch.randn(37, 768), torch.randn(37, 16 * 51 - 3)
-    results = []
-    for name in ("amx", "avx512vnni"):
-        monkeypatch.setenv("INFER_ISA", name)
-        results.append(cpu.project_add(residual.clone(), x, projection, None))
-    assert torch.equal(*results)
+    for num_tokens in (4, 5, 8, 12, 13, 16, 31, 37):  # on either side of where its tiles begin
+        results = []
+        for name in ("amx", "avx512vnni"):
+            monkeypatch.setenv("INFER_ISA", name)
+            results.append(cpu.project_add(residual[:num_tokens].clone(), x[:num_tokens], projection, None))
+        assert torch.equal(*results)
 
 
 def test_fast_precision_is_near_and_cheaper_than_exact() -> None:

@@ -1,4 +1,4 @@
-"""`follow` against the methods that it stands for."""
+"""`follower` against the methods that it stands for."""
 
 import random
 from importlib.util import find_spec
@@ -31,7 +31,7 @@ def place(constraint: Constraint, vocab_size: int) -> tuple[list[int], list[int]
     return allowed_ids(constraint, vocab_size), constraint.forced(), constraint.done
 
 
-def test_follow_is_accept_done_forced_and_fill(compilers: list[Compiler]) -> None:
+def test_to_follow_is_accept_done_forced_and_fill(compilers: list[Compiler]) -> None:
     seen = {True: 0, False: 0}
     for compiler, vocab_size in zip(compilers, VOCABS, strict=True):
         lines = np.zeros((2, -(-vocab_size // 32)), np.int32)
@@ -45,39 +45,69 @@ def test_follow_is_accept_done_forced_and_fill(compilers: list[Compiler]) -> Non
                 line = lines[rng.randrange(2)]
                 line[:] = 0x5A5A5A5A
                 before, asked = line.copy(), rng.random() < 0.8
-                has_choice = following.follow(token_id, line if asked else None)
+                has_choice = following.follower(line)(token_id, not asked)
                 assert has_choice == (not stepping.done and not stepping.forced())
                 assert place(following, vocab_size) == place(stepping, vocab_size)
                 expected = before.copy()
                 if asked and has_choice:
                     stepping.fill(expected)
-                assert (line == expected).all()
+                if has_choice:
+                    assert (line == expected).all()
+                assert following.num_accepted == stepping.num_accepted
                 seen[has_choice] += 1
     assert min(seen.values()) > 20
 
 
-def test_a_token_that_is_not_allowed_is_not_followed(compilers: list[Compiler]) -> None:
+def test_one_follower_goes_on_over_many_tokens(compilers: list[Compiler]) -> None:
+    for compiler, vocab_size in zip(compilers, VOCABS, strict=True):
+        mask, expected = np.zeros((2, -(-vocab_size // 32)), np.int32)
+        following, stepping = (compiler.compile(Grammar("regex", "[ab]*")) for _ in range(2))
+        follow = following.follower(mask)
+        for token_id in b"abbaabab" * 4:
+            assert stepping.accept([token_id]) == 1
+            assert follow(token_id, False)
+            stepping.fill(expected)
+            assert (mask == expected).all()
+        following.rollback(20)
+        stepping.rollback(20)
+        assert place(following, vocab_size) == place(stepping, vocab_size)
+
+
+def test_an_end_id_ends_what_is_followed(compilers: list[Compiler]) -> None:
+    constraint = compilers[0].compile(Grammar("regex", "[ab]*"))
+    mask = np.zeros(-(-VOCABS[0] // 32), np.int32)
+    follow = constraint.follower(mask)
+    assert follow(ord("a"), False)
+    end_id = max(i for i in allowed_ids(constraint, VOCABS[0]) if i >= 256)
+    assert not follow(end_id, False)
+    assert (constraint.done, constraint.num_accepted) == (True, 2)
+    constraint.rollback(1)
+    assert (constraint.done, constraint.num_accepted) == (False, 1)
+
+
+def test_a_token_that_no_mask_allows_raises(compilers: list[Compiler]) -> None:
     constraint = compilers[0].compile(Grammar("regex", PATTERN))
-    mask, before = np.zeros(-(-VOCABS[0] // 32), np.int32), place(constraint, VOCABS[0])
-    for token_id in (ord("q"), VOCABS[0] - 1, 10**6):
-        assert not constraint.follow(token_id, mask)
-    assert not mask.any()
-    assert place(constraint, VOCABS[0]) == before
+    with pytest.raises(ConstraintError, match="the grammar"):
+        constraint.follower(np.zeros(-(-VOCABS[0] // 32), np.int32))(ord("q"), False)
 
 
 def test_a_mask_that_cannot_be_filled_ends_what_is_followed_and_is_told_when_it_is_asked_for() -> None:
     class Broken(Constraint):
-        num_accepted = 0
+        num_tokens = 0
 
         def fill(self, mask: np.ndarray) -> None:
             raise ConstraintError("too complex")
 
         def accept(self, token_ids: list[int]) -> int:  # type: ignore[override]
-            self.num_accepted += len(token_ids)
+            self.num_tokens += len(token_ids)
             return len(token_ids)
 
         def rollback(self, num_tokens: int) -> None:
             raise NotImplementedError
+
+        @property
+        def num_accepted(self) -> int:
+            return self.num_tokens
 
         def forced(self) -> list[int]:
             return []
@@ -87,6 +117,7 @@ def test_a_mask_that_cannot_be_filled_ends_what_is_followed_and_is_told_when_it_
             return False
 
     constraint, mask = Broken(), np.zeros(4, np.int32)
-    assert constraint.follow(1, None)
-    assert not constraint.follow(1, mask)
+    follow = constraint.follower(mask)
+    assert follow(1, True)
+    assert not follow(1, False)
     assert constraint.num_accepted == 2

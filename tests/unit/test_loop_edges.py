@@ -258,6 +258,10 @@ class Brittle(Constraint):
         self._constraint.rollback(num_tokens)
         self._left += num_tokens
 
+    @property
+    def num_accepted(self) -> int:
+        return self._constraint.num_accepted
+
     def forced(self) -> list[int]:
         return []
 

@@ -58,6 +58,10 @@ class Watched(Constraint):
     def rollback(self, num_tokens: int) -> None:
         self._constraint.rollback(num_tokens)
 
+    @property
+    def num_accepted(self) -> int:
+        return self._constraint.num_accepted
+
     def forced(self) -> list[int]:
         return self._constraint.forced()
 

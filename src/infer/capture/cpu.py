@@ -75,7 +75,7 @@ class CapturedForward:
         wanted, at their positions.
 
         Fewer if every row met one of stop_ids; the last may hold a negative code, where a row failed. `history` has
-        seen the step's tokens and sees what is sampled. `masks` are the first step's; `masks.follow` sees each.
+        seen the step's tokens and sees what is sampled. `masks` are the first step's; `masks.follower` sees each.
         """
         if len(parts) > self.wanted_capacity:
             raise InvalidRequestError(f"a chain takes up to {self.wanted_capacity} rows, got {len(parts)}")

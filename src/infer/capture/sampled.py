@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from infer.batch import Masks, Part
+from infer.batch import Masks, Part, TokenIds
 from infer.kernels.cpu import sampling
 from infer.kernels.cpu.compiled import compiled_address
 from infer.kernels.cpu.recording import Recording
@@ -27,6 +27,7 @@ from infer.sampling.history import History
 from infer.sampling.rows import Rows
 
 State = npt.NDArray[Any]
+_STEPS = 64  # of a chain, that it has room for from the beginning
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 
 
@@ -42,6 +43,7 @@ class Chain:
         self._arguments, keeps = bind(logits, rows, history, None, positions, 1)
         self._ended = np.zeros(len(rows), np.int64)
         self._arguments["ended"] = self._ended.ctypes.data
+        self._make_room(_STEPS)
         advance = compiled_address(".sample_advance:make_advance", SAMPLE)
         await_mask = compiled_address(".sample_advance:make_await_mask", SAMPLE)
         table = DispatchTable(
@@ -58,30 +60,31 @@ class Chain:
         self, state: State, count: int, stop_ids: Sequence[int], masks: Masks | None, num_threads: int | None
     ) -> npt.NDArray[np.int64]:
         """[steps, rows]: what each row sampled in each step."""
-        generated, stops = np.zeros((count, len(self.rows)), np.int64), np.array(stop_ids, np.int64)
-        arguments = self._arguments
-        arguments["generated"], arguments["num_generated"], arguments["stop"] = generated.ctypes.data, 0, 0
+        if count > len(self._generated):
+            self._make_room(count)
+        arguments, stops = self._arguments, np.array(stop_ids, np.int64)
+        arguments["num_generated"], arguments["stop"] = 0, 0
         arguments["stop_ids"], arguments["num_stop_ids"] = stops.ctypes.data, len(stops)
         self._ended[:] = 0
         self._walk.arguments["repeats"] = count
         _bind_masks(arguments, masks)
-        follower = None if masks is None else Follower(_follow(masks, generated), arguments)
+        follower = None if masks is None else Follower(masks.follower(self._read_by_python(), count), arguments)
         arguments["follow"] = 0 if follower is None else follower.address
         team().run(self._walk, state, num_threads)
         if follower is not None:
             follower.close()
-        return generated[: int(arguments["num_generated"][0])]
+        return self._generated[: int(arguments["num_generated"][0])].copy()
 
+    def _make_room(self, num_steps: int) -> None:
+        self._generated = np.zeros((num_steps, len(self.rows)), np.int64)
+        self._arguments["generated"] = self._generated.ctypes.data
+        self._token_ids: TokenIds | None = None
 
-def _follow(masks: Masks, generated: npt.NDArray[np.int64]) -> Callable[[int], bool]:
-    count, num_rows = generated.shape
-    # An array of `ctypes`, whose code is warm from the call: numpy's index takes ten times as long here.
-    token_ids, follow = (ctypes.c_int64 * (count * num_rows)).from_buffer(generated), masks.follow
-
-    def follow_step(num_generated: int) -> bool:
-        return follow(token_ids, num_rows * (num_generated - 1), num_generated == count)
-
-    return follow_step
+    def _read_by_python(self) -> TokenIds:
+        """Behind a step: the code of `ctypes` is warm from the call, where numpy's index takes ten times as long."""
+        if self._token_ids is None:
+            self._token_ids = (ctypes.c_int64 * self._generated.size).from_buffer(self._generated.data)
+        return self._token_ids
 
 
 def _bind_masks(arguments: State, masks: Masks | None) -> None:

@@ -5,7 +5,7 @@ Everything is a function of the tokens accepted so far: a constraint that was ro
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from infer.errors import ConstraintError
 from infer.params import SamplingParams
 
 Mask = npt.NDArray[np.int32]
+Follow = Callable[[int, bool], bool]
 GrammarKind = Literal["json_schema", "regex", "grammar", "choice"]
 
 
@@ -48,6 +49,11 @@ class Constraint(ABC):
     def rollback(self, num_tokens: int) -> None:
         """Take back the last tokens that were accepted, an end id among them."""
 
+    @property
+    @abstractmethod
+    def num_accepted(self) -> int:
+        """How many tokens it has accepted and not taken back, an end id among them."""
+
     @abstractmethod
     def forced(self) -> list[int]:
         """Tokens that must follow, as the tokenizer would spell the text that must follow; none of them an end id.
@@ -61,21 +67,28 @@ class Constraint(ABC):
     def done(self) -> bool:
         """Whether the text is complete and nothing but an end id may follow."""
 
-    def follow(self, token_id: int, mask: Mask | None) -> bool:
-        """Accept a token, and fill `mask`, where one is given, with what may follow; False, and none filled, where
-        there is no choice to make: it is done, something is forced, or `fill` would raise.
+    def follower(self, mask: Mask) -> Follow:
+        """For the tokens of a chain: `follow(token_id, is_last)` accepts one that the last mask allows and fills `mask`
+        with what may follow it, unless it is the last.
+
+        False where there is no choice to make: it is done, something is forced, or `fill` would raise; then `mask` is
+        not to be used and no more to be followed. Raises as `accept` does. While it is used nobody else may call.
 
         What the others say one by one. Between two steps of a chain Python is cold, and each call costs.
         """
-        self.accept([token_id])
-        if self.done or self.forced():
-            return False
-        try:
-            if mask is not None:
-                self.fill(mask)
-        except ConstraintError:  # which it raises again when it is asked for the mask
-            return False
-        return True
+
+        def follow(token_id: int, is_last: bool) -> bool:
+            self.accept([token_id])
+            if self.done or self.forced():
+                return False
+            try:
+                if not is_last:
+                    self.fill(mask)
+            except ConstraintError:  # which it raises again when it is asked for the mask
+                return False
+            return True
+
+        return follow
 
 
 def grammar_of(params: SamplingParams) -> Grammar | None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from threading import Lock
 from typing import final
 
-from infer.constraint.base import Constraint, Mask
+from infer.constraint.base import Constraint, Follow, Mask
 from infer.constraint.vocabulary import Vocabulary
 from infer.errors import ConstraintError
 
@@ -37,6 +37,23 @@ class Matcher(ABC):
     @abstractmethod
     def is_stopped(self) -> bool:
         """Whether the grammar is fulfilled and no text may follow."""
+
+    def follower(self, mask: Mask) -> Follow:
+        """As a constraint's, for tokens that are no end ids, from a place where nothing is forced."""
+
+        def follow(token_id: int, is_last: bool) -> bool:
+            if not self.accept(token_id):
+                raise ConstraintError(f"the grammar refuses token {token_id}, which its mask allows")
+            if self.forced() or self.is_stopped():
+                return False
+            try:
+                if not is_last:
+                    self.fill(mask)
+            except ConstraintError:
+                return False
+            return True
+
+        return follow
 
 
 @final
@@ -81,6 +98,11 @@ class StepwiseConstraint(Constraint):
                 self._is_stopped = self._matcher.is_stopped()
                 del self._plans[-num_tokens:]
 
+    @property
+    def num_accepted(self) -> int:
+        with self._lock:
+            return len(self._plans) - 1
+
     def forced(self) -> list[int]:
         with self._lock:
             return list(self._plans[-1])
@@ -90,16 +112,24 @@ class StepwiseConstraint(Constraint):
         with self._lock:
             return self._has_ended or self._is_stopped
 
-    def follow(self, token_id: int, mask: Mask | None) -> bool:
+    def follower(self, mask: Mask) -> Follow:
         with self._lock:
-            if not self._accept(token_id) or self._plans[-1] or self._is_stopped or self._has_ended:
+            if self._plans[-1]:
+                return super().follower(mask)
+            plans, end_ids, follow_text = self._plans, self._end_ids, self._matcher.follower(mask)
+
+        def follow(token_id: int, is_last: bool) -> bool:
+            if token_id in end_ids:
+                self._accept(token_id)
                 return False
-            if mask is not None:
-                try:
-                    self._matcher.fill(mask)
-                except ConstraintError:
-                    return False
-            return True
+            if follow_text(token_id, is_last):
+                plans.append(())
+                return True
+            plans.append(self._plan())
+            self._is_stopped = self._matcher.is_stopped()
+            return False
+
+        return follow
 
     def _accept(self, token_id: int) -> bool:
         plan = self._plans[-1]

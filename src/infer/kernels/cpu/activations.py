@@ -15,7 +15,7 @@ from llvmlite.ir import IRBuilder as Builder
 from numba import carray, njit, types
 
 from infer.kernels.cpu import simd
-from infer.kernels.cpu.layouts import BLOCK, LANES, PANEL, UNIT
+from infer.kernels.cpu.layouts import BLOCK, LANES, PANEL, PLANE_BYTES, SCALE_AT, UNIT
 from infer.kernels.cpu.simd import (
     F32,
     I32,
@@ -95,18 +95,18 @@ def quantize_block(first, second, planes, at):  # type: ignore[no-untyped-def]
         high_a, high_b = simd.shift_round_8(a), simd.shift_round_8(b)
         store_i8(at, high_a)
         store_i8(at + 16, high_b)
-        store_i8(at + 32, a - high_a * splat_i32(np.int32(256)))
-        store_i8(at + 48, b - high_b * splat_i32(np.int32(256)))
+        store_i8(at + PLANE_BYTES, a - high_a * splat_i32(np.int32(256)))
+        store_i8(at + PLANE_BYTES + 16, b - high_b * splat_i32(np.int32(256)))
     else:
         store_i8(at, a)
         store_i8(at + 16, b)
-    end = at + BLOCK * planes
     sums = _sum_both(a, b)
     sum_a, sum_b = _lane(sums, np.int32(0)), _lane(sums, np.int32(_HALF))
-    store_scalar_f32(end, scale)
-    store_scalar_f32(end + 4, scale * np.float32(sum_a + sum_b))
-    store_i32(end + 8, -sum_a)
-    store_i32(end + 12, -sum_b)
+    store_scalar_f32(at + SCALE_AT, scale)
+    store_scalar_f32(at + SCALE_AT + 4, scale * np.float32(sum_a + sum_b))
+    end = at + BLOCK * planes + 8
+    store_i32(end, -sum_a)
+    store_i32(end + 4, -sum_b)
 
 
 @njit(inline="always")

@@ -8,7 +8,7 @@ from infer.architecture import Activation
 from infer.errors import InvalidRequestError
 from infer.kernels.cpu.compiled import compiled_address
 from infer.kernels.cpu.isa import instruction_set, may_use_matrices
-from infer.kernels.cpu.layouts import BLOCK, LANES, PANEL, PackedWeight
+from infer.kernels.cpu.layouts import BLOCK, LANES, PANEL, SPARE_TOKENS, PackedWeight
 from infer.kernels.cpu.recording import Arguments, Run
 from infer.kernels.cpu.records import (
     ADD_NORMALIZED,
@@ -212,17 +212,17 @@ def _epilogue(out: Tensor, column: int, num_columns: int, bias: Tensor | None) -
 def _activations(run: Run, x: Tensor, norm: Norm | None, weight: PackedWeight, *, of_wanted: bool) -> tuple[int, int]:
     """Where norm(x) lies as activation records, and how far apart the threads' own copies of a single token.
 
-    A tile may read one token more than there are.
+    A tile may read SPARE_TOKENS more than there are.
     """
     _check_rows(x)
     layout, planes = weight.layout, weight.planes
     token_bytes = layout.num_records(weight.in_features) * layout.activation_bytes(planes)
     if norm is None and not layout.is_float:
-        address = run.quantized(x, planes, (run.capacity + 1) * token_bytes)
+        address = run.quantized(x, planes, (run.capacity + SPARE_TOKENS) * token_bytes)
         if address is not None:
             return address, 0
     copies = max(run.wanted_capacity if of_wanted else run.capacity, run.max_threads)
-    records = run.tensor("activations", (copies + 1) * token_bytes, dtype=torch.uint8)
+    records = run.tensor("activations", (copies + SPARE_TOKENS) * token_bytes, dtype=torch.uint8)
     arguments = np.zeros(1, NORMALIZE)
     arguments["x"], arguments["out"], arguments["features"] = x.data_ptr(), records.data_ptr(), weight.in_features
     arguments["private_bytes"], arguments["of_wanted"] = token_bytes, of_wanted

@@ -32,7 +32,10 @@ from infer.weights import Weight
 
 LANES = 16  # rows of a group, and 32-bit elements of a vector
 PANEL = 16  # tokens whose activations lie together
+SPARE_TOKENS = 3  # that a tile may read behind them
 BLOCK = 32  # inputs of a record of a block type, and of a block of quantised activations
+PLANE_BYTES = BLOCK + 8  # from one int8 plane of an activation record to the next
+SCALE_AT = BLOCK  # where in an activation record its scale stands, and s ΣA behind it
 UNIT = 8  # inputs of a record of a float type
 _CACHE_LINE = 64
 QUADS_BYTES = 8 * 64  # of a record of a block type, once each value is a byte

@@ -21,7 +21,7 @@ from infer.kernels.cpu.simd import load_f32, load_i64, load_scalar_f32, splat_f3
 from infer.kernels.cpu.tiles import COLUMN_BYTES, tile
 
 _TILE_BYTES = 4 * LANES * PANEL  # a buffer's part for one group: [16 tokens, 16 rows] f32
-_FEWEST_UNPACKED = 2 * PANEL  # tokens for which the matrix unit is faster, unpacking included
+_FEWEST_UNPACKED = 2 * PANEL  # tokens for which weights are unpacked before all of them
 _HEADER = 64  # in front of it: first token, number of tokens, number of groups
 _BUFFER_BYTES = _HEADER + 4 * _TILE_BYTES
 
@@ -45,19 +45,46 @@ def _columns(type_, planes, isa, count, fewest, weights, pair, panel, done, widt
     return done
 
 
+@njit(inline="always")
+def _matrix_columns(type_, planes, count, fewest, weights, pair, panel, done, width, stride, num_records, out, scratch):  # type: ignore[no-untyped-def]
+    """`_columns` on the matrix unit."""
+    while width - done >= fewest:
+        at, to = panel + done * (stride // width), out + done * COLUMN_BYTES
+        matrix_tile(type_, planes, count, 0, weights, pair, at, stride, num_records, to, _TILE_BYTES, scratch)
+        done += count
+    return done
+
+
+def fewest_on_matrices(layout: Layout, planes: int, isa: str) -> dict[int, int]:
+    """Of matrix tiles of so many tokens: the fewest that are there for one to be faster than the vector unit's."""
+    if not may_use_matrices(layout, isa) or layout.parts > 1:  # halves take twice the stores
+        return {}
+    return {16: 13, 8: 5} if planes == 2 else {16: 13}
+
+
 def _make_panel(layout: Layout, planes: int, isa: str) -> Any:
     """A panel of a unit: its tiles of two groups, and of one where they are odd."""
     type_, two, four = layout.type, 2 in COLUMNS[isa], 4 in COLUMNS[isa]
     eight = four and planes == 2 and not layout.is_float  # one plane is faster with four
+    fewest = fewest_on_matrices(layout, planes, isa)
+    many, half, fewest_many, fewest_half = 16 in fewest, 8 in fewest, fewest.get(16, 0), fewest.get(8, 0)
 
     @njit(inline="always")
-    def compute(args, unit, groups, num_tiles, panel, width, stride, out):  # type: ignore[no-untyped-def]
+    def compute(args, unit, groups, num_tiles, panel, width, stride, out, scratch):  # type: ignore[no-untyped-def]
         records = args.num_records
         for index in range(0, num_tiles, 2):
             weights, to, done = _tile_weights(args, unit, groups, index), out + index * _TILE_BYTES, 0
             if index + 1 < num_tiles:
                 pair = _tile_weights(args, unit, groups, index + 1)
-                if eight:
+                if many:
+                    done = _matrix_columns(
+                        type_, planes, 16, fewest_many, weights, pair, panel, done, width, stride, records, to, scratch
+                    )
+                if half:
+                    done = _matrix_columns(
+                        type_, planes, 8, fewest_half, weights, pair, panel, done, width, stride, records, to, scratch
+                    )
+                elif eight:
                     done = _columns(type_, planes, isa, 8, 7, weights, pair, panel, done, width, stride, records, to)
                 if four:
                     done = _columns(type_, planes, isa, 4, 3, weights, pair, panel, done, width, stride, records, to)
@@ -88,7 +115,7 @@ def _make_matrices(layout: Layout, planes: int) -> tuple[Any, Any]:
         size = records * record_bytes
         for index in range(0, num_tiles, 2):
             first, to = unpacked + index * size, out + index * _TILE_BYTES
-            matrix_tile(type_, planes, first, first + size, panel, stride, records, to, _TILE_BYTES, scratch)
+            matrix_tile(type_, planes, 16, 1, first, first + size, panel, stride, records, to, _TILE_BYTES, scratch)
 
     return unpack_unit, compute
 
@@ -97,6 +124,7 @@ def make_matmul(type_: str, planes: int, isa: str) -> Callable[..., None]:
     layout = LAYOUTS[type_]
     record_bytes, has_matrices = layout.activation_bytes(planes), may_use_matrices(layout, isa)
     compute = _make_panel(layout, planes, isa)
+    fewest = min([*fewest_on_matrices(layout, planes, isa).values(), _FEWEST_UNPACKED])
     if has_matrices:
         unpack_unit, compute_matrices = _make_matrices(layout, planes)
 
@@ -109,7 +137,7 @@ def make_matmul(type_: str, planes: int, isa: str) -> Callable[..., None]:
         unpacked = args.unpacked + thread * args.unpacked_bytes
         is_long = has_matrices and num_tokens >= _FEWEST_UNPACKED
         if has_matrices:
-            configure(type_, is_long, scratch)
+            configure(type_, num_tokens >= fewest, scratch)
         for block in range(0, num_tokens, args.tokens_per_block):
             block_end = min(num_tokens, block + args.tokens_per_block)
             for unit in range(num_units * thread // num_threads, num_units * (thread + 1) // num_threads):
@@ -126,14 +154,14 @@ def make_matmul(type_: str, planes: int, isa: str) -> Callable[..., None]:
                     if has_matrices:  # a constant: what follows is not compiled elsewhere
                         compute_matrices(args, on_matrices, unpacked, at, stride, buffer + _HEADER, scratch)
                     if on_matrices == 0:
-                        compute(args, unit, groups, num_tiles, at, width, stride, buffer + _HEADER)
+                        compute(args, unit, groups, num_tiles, at, width, stride, buffer + _HEADER, scratch)
                     simd.store_i64(buffer, panel)
                     simd.store_i64(buffer + 8, width)
                     simd.store_i64(buffer + 16, groups)
                     row, state_address = unit * args.groups_per_unit * LANES, simd.address_of(state_at)
                     control.call_command(args.epilogue, args.epilogue_arguments, state_address, buffer, row)
         if has_matrices:
-            release(is_long)
+            release(num_tokens >= fewest)
 
     return matmul
 

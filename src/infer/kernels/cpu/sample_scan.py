@@ -164,9 +164,11 @@ def make_scan() -> Callable[..., None]:
                     x = load_f32(at) if room >= LANES else load_f32_upto(at, room)
                     if masks[0] != 0 or masks[1] != 0:
                         raw = maximum(raw, x)
-                        x = keep_bits(x, masked_bits(masks, token))
-                        if room >= LANES:
-                            store_f32(at, x)
+                        bits = masked_bits(masks, token) & np.int32(0xFFFF)
+                        if bits != 0xFFFF:
+                            x = keep_bits(x, bits)
+                            if room >= LANES:
+                                store_f32(at, x)
                     most = maximum(most, x)
                 largest, peak = max_f32(most), max_f32(raw)
                 if largest == np.inf or peak == np.inf or peak != peak:

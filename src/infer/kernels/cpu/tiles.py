@@ -12,7 +12,7 @@ the halves of a record have scales (and minimums) of their own, each half is sum
 So a row's result is one chain of float operations over the records, the same for every number of columns.
 A of 16 bits lies as two int8 planes, A = 256 hi + lo.
 
-An activation record, one per block and token:   [hi × 32] [lo × 32] scale f32, scale × ΣA f32, −ΣA of each half i32
+An activation record, one per block and token:   [hi × 32] scale f32, scale × ΣA f32  [lo × 32] −ΣA of each half i32
 """
 
 from typing import Any
@@ -24,9 +24,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from infer.kernels.cpu import simd
-from infer.kernels.cpu.ahead import FIRST_CACHE, prefetch
+from infer.kernels.cpu.ahead import SECOND_CACHE, prefetch
 from infer.kernels.cpu.codes import load_exponent, look_up
-from infer.kernels.cpu.layouts import BLOCK, LANES, LAYOUTS, UNIT, Layout
+from infer.kernels.cpu.layouts import LANES, LAYOUTS, PLANE_BYTES, SCALE_AT, UNIT, Layout
 from infer.kernels.cpu.simd import F32, F32X16, I8, I16X16, I32, I32X16, I64, Value, constant, load
 
 COLUMN_BYTES = 4 * LANES  # of the tile's result: a vector of 16 rows for each column
@@ -108,7 +108,7 @@ def _dot_avx2(b: Builder, total: Value, weights: Value, activations: Value) -> V
     return b.add(total, b.add(even, odd))
 
 
-_AHEAD = 8192  # bytes; without it a Granite Rapids Xeon decodes at 0.85 × the speed: docs/log.md
+_AHEAD = 16384  # bytes; without it a Granite Rapids Xeon decodes at 0.85 × the speed: docs/log.md
 
 
 class Tile:
@@ -144,7 +144,7 @@ class Tile:
                 totals = [[self.less_offset(activations, c, x) for c, x in enumerate(chains)] for chains in totals]
             for quad in range(8):
                 for column in self.columns:
-                    at = column * self.activation_bytes + BLOCK * plane + 4 * quad
+                    at = column * self.activation_bytes + PLANE_BYTES * plane + 4 * quad
                     four = load(b, simd.offset(b, activations, at), I32, 4)
                     part = quad * parts // 8
                     for chains, weight in zip(totals, quads, strict=True):
@@ -169,8 +169,8 @@ class Tile:
         ]
 
     def prefetch(self, weights: Value) -> None:
-        """Ask for the record that lies some pages behind this one."""
-        prefetch(self.b, simd.offset(self.b, weights, _AHEAD), self.layout.record_bytes, FIRST_CACHE)
+        """Ask for the record that lies some pages behind this one. The first cache has no room for so many requests."""
+        prefetch(self.b, simd.offset(self.b, weights, _AHEAD), self.layout.record_bytes, SECOND_CACHE)
 
     def low(self, weights: Value, index: int) -> Value:
         return load(self.b, simd.offset(self.b, weights, 64 * index), I32X16, 16)
@@ -215,10 +215,10 @@ class Tile:
         self, activations: Value, group: int, column: int, dots: list[Value], scales: list[Value], minima: list[Value]
     ) -> None:
         b = self.b
-        end = simd.offset(b, activations, (column + 1) * self.activation_bytes - 16)
-        scale = load(b, end, F32, 4)
+        record = simd.offset(b, activations, column * self.activation_bytes)
+        scale = load(b, simd.offset(b, record, SCALE_AT), F32, 4)
         total = add_products(b, b.load(self.sums[group][column]), simd.splat(b, scale), dots, scales)
-        total = add_minima(b, total, scale, end, minima)
+        total = add_minima(b, total, scale, record, self.activation_bytes, minima)
         b.store(total, self.sums[group][column])
 
 
@@ -228,12 +228,13 @@ def add_products(b: Builder, total: Value, scale: Value, dots: list[Value], scal
     return total
 
 
-def add_minima(b: Builder, total: Value, scale: Value, end: Value, minima: list[Value]) -> Value:
-    """m × s ΣA, of the whole or of each half. `end` is where an activation record's scale stands."""
+def add_minima(b: Builder, total: Value, scale: Value, record: Value, record_bytes: int, minima: list[Value]) -> Value:
+    """m × s ΣA, of the whole or of each half, from the activation record that has this scale."""
     if len(minima) == 1:
-        sums = [load(b, simd.offset(b, end, 4), F32, 4)]
+        sums = [load(b, simd.offset(b, record, SCALE_AT + 4), F32, 4)]
     else:
-        negative = [load(b, simd.offset(b, end, 8 + 4 * half), I32, 4) for half in range(len(minima))]
+        at = record_bytes - 8
+        negative = [load(b, simd.offset(b, record, at + 4 * half), I32, 4) for half in range(len(minima))]
         sums = [b.fmul(scale, b.sitofp(b.sub(constant(I32, 0), one), F32)) for one in negative]
     for minimum, scaled_sum in zip(minima, sums, strict=True):
         total = simd.fma(b, minimum, simd.splat(b, scaled_sum), total)

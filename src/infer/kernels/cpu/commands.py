@@ -119,7 +119,7 @@ def attend(run: Run, qkv: Tensor, heads: Heads, layer: LayerCache) -> Tensor:
     arguments["partials"], arguments["num_chunks"] = partials.data_ptr(), chunks
     arguments["far_bytes"] = 4 * run.capacity * features if has_far else 0
     keeps = (qkv, heads, layer, out, queries, partials)
-    rotate = compiled_address(".attention:make_rotate", ATTEND, layer.kv_type)
+    rotate = compiled_address(".rotation:make_rotate", ATTEND, layer.kv_type)
     walk = compiled_address(".attention:make_attend", ATTEND, layer.kv_type)
     finish = compiled_address(".attention:make_finish", ATTEND)
     run.append(rotate, arguments, BARRIER, "rotate", keeps)

@@ -195,9 +195,10 @@ def leave_the_last_tenant_in_the_row(patch: pytest.MonkeyPatch) -> None:
 def mask_with_the_line_before(patch: pytest.MonkeyPatch) -> None:
     fill = Running.fill
 
-    def fill_wrong(self: Running, masks: Any, drafts: Sequence[int]) -> None:
+    def fill_wrong(self: Running, masks: Sequence[Any], drafts: Sequence[int]) -> None:
         fill(self, masks, drafts)
-        masks[1:] = masks[:-1].copy()
+        for index in range(len(masks) - 1, 0, -1):
+            masks[index][:] = masks[index - 1]
 
     patch.setattr(Running, "fill", fill_wrong)
 

@@ -34,11 +34,11 @@ MAX_LINES = 64  # logits of one step: rows and their drafts
 
 
 class Context(ABC):
-    """Rows of tokens, each with its own length. `step_times` is what the loop measured, by how many rows a step had."""
+    """Rows of tokens, each with its own length. `step_times` is what the loop measured, of each kind of step."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.step_times = defaultdict[int, StepTimes](StepTimes)
+        self.step_times = defaultdict[tuple[int, ...], StepTimes](StepTimes)
 
     @property
     @abstractmethod

@@ -20,6 +20,7 @@ from infer.batch import Masks, Part
 from infer.cache.settings import CacheSettings
 from infer.constraint import Constraint
 from infer.context import MAX_LINES, PREFILL_CHUNK, CachedContext, Context, RecomputedContext
+from infer.draft_policy import StepTimes
 from infer.errors import InvalidRequestError
 from infer.generation import Generation
 from infer.masking import MaskFiller
@@ -141,7 +142,7 @@ class Batch:
     def _plan(self) -> list[Part]:
         """A part for each active row. Those that decode come first; what is left of the chunk goes to prompts."""
         max_drafts = MAX_LINES // len(self.active) - 1
-        times = self._context.step_times[len(self.active)]
+        times = self._step_times()
         part_by_row = {}
         for running in self.active:
             running.step_times = times
@@ -174,14 +175,21 @@ class Batch:
         return min(LONGEST_CHAIN, int(CHAIN_SECONDS / self._seconds_per_token))
 
     def _learn(self, parts: Sequence[Part], count: int, seconds: float) -> None:
-        if all(running.generation.token_ids for running in self.active):
-            times = self._context.step_times[len(parts)]
+        is_answering = all(running.generation.token_ids for running in self.active)
+        if is_answering and all(len(part.token_ids) == part.num_lines for part in parts):  # as drafts have it
+            times = self._step_times()
             for num_tokens in {len(part.token_ids) for part in parts}:
                 times.learn(num_tokens, seconds / count)
         if all(len(part.token_ids) == 1 for part in parts):
             before, now = self._seconds_per_token, seconds / count
             is_less = before == 0 or now < before  # the first ones also build the table
             self._seconds_per_token = now if is_less else before + SMOOTHING * (now - before)
+
+    def _step_times(self) -> StepTimes:
+        """Of steps of so many rows, so many of them with masks and so many with filters: those take time, too."""
+        num_constrained = sum(running.constraint is not None for running in self.active)
+        num_greedy = sum(running.params.temperature == 0 for running in self.active)
+        return self._context.step_times[len(self.active), num_constrained, num_greedy]
 
     def _accept(self, running: Running, token_ids: Sequence[int]) -> Iterator[tuple[Running, Piece]]:
         for token_id in token_ids:
@@ -201,8 +209,9 @@ class Batch:
             yield from self._accept(running, token_ids)
         finally:
             num_said = len(running.generation.token_ids) - num_before
-            length = self._context.lengths[running.row] - len(token_ids) + max(1, num_said)
-            self._context.truncate(running.row, length)
+            if max(1, num_said) < len(token_ids):
+                length = self._context.lengths[running.row] - len(token_ids) + max(1, num_said)
+                self._context.truncate(running.row, length)
             running.pending = list(token_ids[max(0, num_said - 1) : num_said])
             running.chained(num_said, seconds)
 

@@ -62,3 +62,18 @@ def test_a_chain_is_as_long_as_the_last_ones_were_fast(world: World, monkeypatch
     result = run(world, CASE, Way())  # a step of 20 ms, chains of 20 ms: 2.5 ms a token, then less and less
     assert Outcome.of(result) == by_definition(world, CASE)
     assert result.stats.chains == 4
+
+
+def test_what_a_draft_costs_is_learnt_from_steps_like_it(world: World) -> None:
+    """Tokens that were forced have no logits of their own, and rows with other samplers take other times."""
+    context = make_context(world, Way())
+    batch, running = Batch(context, world.model.device), make_running(world, CASE, Way())
+    batch.add(running)
+    list(batch.step())
+    running.pending = [*running.pending, 98, 99]
+    list(batch.step())
+    assert not any(context.step_times[1, 0, 1].is_known(count) for count in (1, 3, 7))
+    list(batch.step())
+    assert context.step_times[1, 0, 1].is_known(1)
+    assert list(context.step_times) == [(1, 0, 1)]
+    batch.close()

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Self, final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
@@ -320,8 +322,16 @@ class PagedCache(KVCache):
             if self._published[index] != rows.version:
                 arrays = (rows.table.table, rows.shifts, rows.sinks, rows.windows)
                 for tensor, array in zip((pages.table, pages.shifts, pages.sinks, pages.windows), arrays, strict=True):
-                    tensor.copy_(torch.from_numpy(array))
+                    _copy(array, tensor)
                 self._published[index] = rows.version
+
+
+def _copy(array: npt.NDArray[np.int64], tensor: Int64[Tensor, "*shape"]) -> None:
+    """On the host without torch, which takes long for so little."""
+    if tensor.device.type == "cpu":
+        tensor.numpy()[...] = array
+    else:
+        tensor.copy_(torch.from_numpy(array))
 
 
 def _pages_of(rows: GroupRows, device: torch.device) -> Pages:

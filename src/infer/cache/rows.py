@@ -84,8 +84,9 @@ class GroupRows:
 
     def reserve(self, row: int, start: int, end: int) -> list[tuple[int, int]]:
         """`PageTable.reserve`, for tokens with the slots [start, end)."""
-        if not self.table.is_ready(row, start, end):
-            self.version += 1
+        if self.table.is_ready(row, start, end):
+            return self.table.reserve(row, start, end, 0)  # no page is given up for these
+        self.version += 1
         return self.table.reserve(row, start, end, self.state(row).seen(start)[1].start)
 
     def can_continue(self, row: int, slot: int) -> bool:

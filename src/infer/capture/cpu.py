@@ -18,12 +18,14 @@ from infer.batch import Masks, Part, Step
 from infer.capture.sampled import Chain, Verifier
 from infer.errors import InvalidRequestError
 from infer.kernels.cpu.recording import record
+from infer.kernels.cpu.state import STATE, field_index, words_of
 from infer.kernels.cpu.table import Walk
 from infer.kernels.cpu.threads import team
 from infer.sampling.history import History
 from infer.sampling.rows import Rows
 
 Forward = Callable[[Step], Tensor]
+_NUM_TOKENS, _NUM_WANTED = field_index(STATE, "num_tokens"), field_index(STATE, "num_wanted")
 
 
 @final
@@ -39,6 +41,8 @@ class CapturedForward:
         self.capacity, self.wanted_capacity = capacity, wanted_capacity
         slots = self._recording.step
         self._slots = [array.numpy() for array in (slots.tokens, slots.positions, slots.rows, slots.wanted)]
+        self._slot_words = [words_of(array) for array in self._slots]
+        self._state_words = words_of(self._recording.state)
         self.table = self._recording.table
         self._walk = Walk(self.table)
         self._chain: Chain | None = None
@@ -126,16 +130,16 @@ class CapturedForward:
 
     def _load(self, parts: Sequence[Part], starts: Sequence[int]) -> None:
         """`_fill` with `Step.of_parts`, without a step between: a step of decoding is short, and torch takes long."""
-        tokens, positions, rows, wanted = self._slots
+        tokens, positions, rows, wanted = self._slot_words
         at = num_wanted = 0
         for part, start in zip(parts, starts, strict=True):
             count, num_lines = len(part.token_ids), part.num_lines
             end = at + count
-            tokens[at:end], rows[at:end] = part.token_ids, part.row
-            positions[at:end] = range(start, start + count)
-            wanted[num_wanted : num_wanted + num_lines] = range(end - num_lines, end)
+            tokens[at:end], rows[at:end] = list(part.token_ids), [part.row] * count
+            positions[at:end] = list(range(start, start + count))
+            wanted[num_wanted : num_wanted + num_lines] = list(range(end - num_lines, end))
             at, num_wanted = end, num_wanted + num_lines
-        self._recording.state["num_tokens"], self._recording.state["num_wanted"] = at, num_wanted
+        self._state_words[_NUM_TOKENS], self._state_words[_NUM_WANTED] = at, num_wanted
 
     def _pieces(self, step: Step) -> Iterator[Step]:
         num_tokens = len(step.tokens)

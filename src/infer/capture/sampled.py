@@ -18,9 +18,9 @@ from infer.batch import Masks, Part, TokenIds
 from infer.kernels.cpu import sampling
 from infer.kernels.cpu.compiled import compiled_address
 from infer.kernels.cpu.recording import Recording
-from infer.kernels.cpu.records import SAMPLE
+from infer.kernels.cpu.records import SAMPLE, WALK
 from infer.kernels.cpu.sample_rows import bind
-from infer.kernels.cpu.state import field_offset
+from infer.kernels.cpu.state import Words, field_index, field_offset, words_of
 from infer.kernels.cpu.table import BARRIER, Command, DispatchTable, Walk
 from infer.kernels.cpu.threads import team
 from infer.sampling.history import History
@@ -29,6 +29,8 @@ from infer.sampling.rows import Rows
 State = npt.NDArray[Any]
 _STEPS = 64  # of a chain, that it has room for from the beginning
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int64)
+_SAMPLE = {name: field_index(SAMPLE, name) for name in SAMPLE.fields or ()}
+_REPEATS = field_index(WALK, "repeats")
 
 
 @final
@@ -67,7 +69,7 @@ class Chain:
         arguments["stop_ids"], arguments["num_stop_ids"] = stops.ctypes.data, len(stops)
         self._ended[:] = 0
         self._walk.arguments["repeats"] = count
-        _bind_masks(arguments, masks)
+        _bind_masks(words_of(arguments), masks)
         follower = None if masks is None else Follower(masks.follower(self._read_by_python(), count), arguments)
         arguments["follow"] = 0 if follower is None else follower.address
         team().run(self._walk, state, num_threads)
@@ -87,9 +89,9 @@ class Chain:
         return self._token_ids
 
 
-def _bind_masks(arguments: State, masks: Masks | None) -> None:
-    arguments["allowed"] = 0 if masks is None else masks.words.data_ptr()
-    arguments["mask_ready"] = 0 if masks is None else masks.is_ready.ctypes.data
+def _bind_masks(arguments: Words, masks: Masks | None) -> None:
+    arguments[_SAMPLE["allowed"]] = 0 if masks is None else masks.words.data_ptr()
+    arguments[_SAMPLE["mask_ready"]] = 0 if masks is None else masks.is_ready.ctypes.data
 
 
 @final
@@ -132,22 +134,21 @@ class Verifier:
 
     def __init__(self, forward: Walk, logits: Tensor, rows: Rows, history: History | None) -> None:
         self.rows, self.history = rows, history
-        num_rows, max_entries = len(rows), len(logits)
-        self._drafts = np.zeros((num_rows, max_entries), np.int64)
-        self._columns = np.zeros((5, num_rows), np.int64)
-        positions, lines, alive, drafted, self._counts = self._columns
-        self._generated = np.zeros((max_entries, num_rows), np.int64)
-        self._arguments, keeps = bind(logits, rows, history, None, positions.ctypes.data, 0)
-        self._arguments["draft_stride"] = max_entries
+        num_rows, self._max_entries = len(rows), len(logits)
+        self._positions, self._lines, self._alive, self._drafted, self._counts = _integers(5, num_rows)
+        self._drafts, self._generated = _integers(2, num_rows * self._max_entries)
+        self._arguments, keeps = bind(logits, rows, history, None, ctypes.addressof(self._positions), 0)
+        self._words = words_of(self._arguments)
+        self._words[_SAMPLE["draft_stride"]] = self._max_entries
         for name, memory in (
-            ("starts", lines),
-            ("alive", alive),
+            ("starts", self._lines),
+            ("alive", self._alive),
             ("drafts", self._drafts),
-            ("num_drafts", drafted),
+            ("num_drafts", self._drafted),
             ("counts_sampled", self._counts),
             ("generated", self._generated),
         ):
-            self._arguments[name] = memory.ctypes.data
+            self._words[_SAMPLE[name]] = ctypes.addressof(memory)
         accept = compiled_address(".sample_advance:make_accept", SAMPLE)
         await_mask = compiled_address(".sample_advance:make_await_mask", SAMPLE)
         table = DispatchTable(
@@ -171,15 +172,22 @@ class Verifier:
     ) -> list[list[int]]:
         """The tokens of each wanted row: those of its drafts that were right and the one behind them, which may be the
         code of a failed row."""
-        lines, columns = 0, list[tuple[int, int, int, int, int]]()
+        lines, most = 0, 0
         for row, (part, start) in enumerate(zip(parts, starts, strict=True)):
-            columns.append((start + len(part.token_ids) - part.num_drafts, lines, part.is_wanted, part.num_drafts, 0))
-            lines += part.num_lines
-            if part.num_drafts:
-                self._drafts[row, : part.num_drafts] = part.drafts
-        self._columns[:] = np.array(columns, np.int64).T
-        self._arguments["entry"], self._arguments["stop"] = 0, 0
-        self._walk.arguments["repeats"] = 1 + max(part.num_drafts for part in parts)
-        _bind_masks(self._arguments, masks)
+            num_drafts = part.num_drafts
+            self._positions[row], self._lines[row] = start + len(part.token_ids) - num_drafts, lines
+            self._alive[row], self._drafted[row], self._counts[row] = part.is_wanted, num_drafts, 0
+            if num_drafts:
+                at = row * self._max_entries
+                self._drafts[at : at + num_drafts] = list(part.drafts)
+            lines, most = lines + part.num_lines, max(most, num_drafts)
+        self._words[_SAMPLE["entry"]] = self._words[_SAMPLE["stop"]] = 0
+        self._walk.words[_REPEATS] = 1 + most
+        _bind_masks(self._words, masks)
         team().run(self._walk, state, num_threads)
-        return [self._generated[:count, row].tolist() for row, count in enumerate(self._counts.tolist())]
+        num_rows = len(parts)
+        return [self._generated[row : num_rows * count : num_rows] for row, count in enumerate(self._counts)]
+
+
+def _integers(count: int, size: int) -> list[Words]:
+    return [(ctypes.c_int64 * size)() for _ in range(count)]

@@ -32,9 +32,11 @@ _ROWS = 16  # of a matrix register
 _VECTOR_BYTES, _SUMS_BYTES = 4 * LANES, 4 * LANES * _ROWS
 _RING = 4  # unpacked records of a group that are kept while they are worked on
 _PLACES = 2  # records whose sums are kept
-_MOST_SUMS = GROUPS * 2 * 2 * _SUMS_BYTES  # of a record: two parts, two registers of rows
+_PLACE_BYTES = (
+    GROUPS * 2 * 2 + 2
+) * _SUMS_BYTES  # of a record, at most: two parts, two registers of rows; and see below
 RING_BYTES = GROUPS * _RING * (QUADS_BYTES + 4 * _VECTOR_BYTES)
-SCRATCH_BYTES = _PLACES * _MOST_SUMS + RING_BYTES
+SCRATCH_BYTES = _PLACES * _PLACE_BYTES + RING_BYTES
 _ACTIVATIONS, _WEIGHTS = (4, 5), (6, 7)  # matrix registers; 0 to 3 are sums
 
 Emitter = Callable[[], None]
@@ -160,9 +162,11 @@ class MatrixTile:
         self.b, self.layout, self.planes, self.parts, self.tokens = b, layout, planes, layout.parts, tokens
         self.weights = operands[:GROUPS]
         self.activations, self.stride, out, out_stride, scratch = operands[GROUPS:]
-        self.scratch, self.ring = scratch, simd.offset(b, scratch, _PLACES * _MOST_SUMS)
+        self.scratch, self.ring = scratch, simd.offset(b, scratch, _PLACES * _PLACE_BYTES)
         self.out = [out, b.add(out, out_stride)]
         self.record_bytes = layout.activation_bytes(planes)
+        # No multiple of 4096: a load seems to wait for a store that agrees with it in the last 12 bits.
+        self.place_bytes = _PLACE_BYTES - (_SUMS_BYTES if tokens == _ROWS else 0)
         self.num_registers = tokens * planes // _ROWS  # of activations
         self.unpacker = None if is_unpacked else Unpacker(b, layout)
         self.has_bytes = layout.low_bits == 8  # quads need no unpacking
@@ -187,7 +191,7 @@ class MatrixTile:
     def sums_at(self, index: Value) -> Value:
         """Where the integers of a record lie."""
         b = self.b
-        return b.add(self.scratch, b.mul(b.and_(index, constant(I64, _PLACES - 1)), constant(I64, _MOST_SUMS)))
+        return b.add(self.scratch, b.mul(b.and_(index, constant(I64, _PLACES - 1)), constant(I64, self.place_bytes)))
 
     def unpack(self, index: Value) -> list[Emitter]:
         if self.unpacker is None:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from infer.kernels.cpu.compiled import compiled_address
 from infer.kernels.cpu.records import WALK
+from infer.kernels.cpu.state import words_of
 
 NO_BARRIER, BARRIER, BARRIER_IF_MANY = 0, 1, 2
 
@@ -66,6 +67,7 @@ class Walk:
         self.arguments = np.zeros(1, WALK)
         self.arguments["rows"], self.arguments["num_rows"] = self.rows.ctypes.data, len(self.rows)
         self.arguments["repeats"] = 1
+        self.words, self.address = words_of(self.arguments), self.arguments.ctypes.data
         self.serial = next(_serials)
 
 

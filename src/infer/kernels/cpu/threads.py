@@ -19,12 +19,15 @@ import numpy.typing as npt
 
 from infer.kernels.cpu.compiled import compiled_address
 from infer.kernels.cpu.pace import Choice, Outcome, Pace
-from infer.kernels.cpu.records import JOB, MAX_THREADS
+from infer.kernels.cpu.records import JOB, MAX_THREADS, WALK
+from infer.kernels.cpu.state import STATE, Words, field_index, words_of
 from infer.kernels.cpu.table import Walk, walk_address
 
 _SPINS_AFTER_WALK = 3000  # pauses, some 100 µs
 _LARGE_STEP = 16  # tokens; a larger one costs in proportion to them
-
+_JOB = {name: field_index(JOB, name) for name in JOB.fields or ()}
+_STATE = {name: field_index(STATE, name) for name in STATE.fields or ()}
+_WALK = {name: field_index(WALK, name) for name in WALK.fields or ()}
 
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_ssize_t)
 
@@ -37,6 +40,8 @@ class Team:
         self.num_threads = min(num_threads, MAX_THREADS)
         self._lock = threading.Lock()
         self._job = aligned(1, JOB)
+        self._job_words, self._job_at = words_of(self._job), self._job.ctypes.data
+        self._state: npt.NDArray[Any] | None = None  # of the last walk
         self._serve, self._announce, self._lead = (
             _FUNCTION(compiled_address(f".walking:make_{name}", JOB)) for name in ("serve", "announce", "lead")
         )
@@ -54,14 +59,18 @@ class Team:
             choice = self._pace.choose(started) if num_threads is None else Choice(min(num_threads, self.num_threads))
             if self._is_closed:
                 choice = Choice(1)
-            state["barrier"], state["dismissed"], state["stalls"] = 0, 0, 0
+            if state is not self._state:
+                self._state, self._state_words, self._state_at = state, words_of(state), state.ctypes.data
+            words = self._state_words
+            words[_STATE["barrier"]] = words[_STATE["dismissed"]] = words[_STATE["stalls"]] = 0
             rate = self._cycles / self._seconds if self._seconds else 0.0
-            walk.arguments["patience"] = int(choice.patience_seconds * rate)
-            self._launch(walk, state, choice.num_threads)
+            walk.words[_WALK["patience"]] = int(choice.patience_seconds * rate)
+            self._launch(walk, choice.num_threads)
             ended = time.perf_counter()
-            self._cycles, self._seconds = self._cycles + int(self._job["cycles"][0]), self._seconds + ended - started
+            self._cycles += self._job_words[_JOB["cycles"]]
+            self._seconds += ended - started
             if num_threads is None and self.num_threads > 1:
-                self._learn(walk, state, choice, ended, ended - started)
+                self._learn(walk, words, choice, ended, ended - started)
 
     def close(self) -> None:
         """Behind the walk that runs, if any: the workers leave."""
@@ -72,24 +81,24 @@ class Team:
         for worker in self._workers:
             worker.join()
 
-    def _launch(self, walk: Walk, state: npt.NDArray[Any], num_threads: int) -> None:
-        job = self._job[0]
-        job["walk"], job["arguments"], job["state"] = self._walk, walk.arguments.ctypes.data, state.ctypes.data
-        job["finished"], job["num_threads"] = 0, num_threads
+    def _launch(self, walk: Walk, num_threads: int) -> None:
+        job = self._job_words
+        job[_JOB["walk"]], job[_JOB["arguments"]], job[_JOB["state"]] = self._walk, walk.address, self._state_at
+        job[_JOB["finished"]], job[_JOB["num_threads"]] = 0, num_threads
         if num_threads > 1:
             self._start_workers()
-            self._announce(self._job.ctypes.data, 0, num_threads, 0)
-            for thread in job["wakes"][: job["num_wakes"]]:
-                self._semaphores[thread].release()
-        self._lead(self._job.ctypes.data, 0, 0, _SPINS_AFTER_WALK)
+            self._announce(self._job_at, 0, num_threads, 0)
+            for index in range(job[_JOB["num_wakes"]]):
+                self._semaphores[job[_JOB["wakes"] + index]].release()
+        self._lead(self._job_at, 0, 0, _SPINS_AFTER_WALK)
 
-    def _learn(self, walk: Walk, state: npt.NDArray[Any], choice: Choice, ended: float, seconds: float) -> None:
-        tokens = max(int(state["num_tokens"][0]), int(state["num_wanted"][0]))
-        units, class_ = int(walk.arguments["walked"][0]), tokens
+    def _learn(self, walk: Walk, state: Words, choice: Choice, ended: float, seconds: float) -> None:
+        tokens = max(state[_STATE["num_tokens"]], state[_STATE["num_wanted"]])
+        units, class_ = walk.words[_WALK["walked"]], tokens
         if tokens > _LARGE_STEP:
             units, class_ = units * tokens, _LARGE_STEP + tokens.bit_length()
-        lost = float(state["stalls"][0]) * self._seconds / max(1, self._cycles)
-        dismissed = bool(state["dismissed"][0])
+        lost = state[_STATE["stalls"]] * self._seconds / max(1, self._cycles)
+        dismissed = bool(state[_STATE["dismissed"]])
         self._pace.learn((walk.serial, class_), choice, Outcome(ended, seconds, lost, seconds / units, dismissed))
 
     def _start_workers(self) -> None:
@@ -103,7 +112,7 @@ class Team:
 
     def _work(self, thread: int) -> None:
         while not self._is_closed:
-            self._serve(self._job.ctypes.data, 0, thread, _SPINS_AFTER_WALK)
+            self._serve(self._job_at, 0, thread, _SPINS_AFTER_WALK)
             self._semaphores[thread].acquire()
 
 

@@ -16,7 +16,6 @@ from infer.running import Running
 from infer.sampling.rows import num_mask_words
 
 HAND_OVER_SECONDS = 300e-6  # what a mask that another thread fills costs besides
-_TIMED_STEPS = 8  # of so many steps of a chain one is timed: there the clock alone takes 9 µs
 
 
 @final
@@ -82,7 +81,6 @@ class _Filling:
             if _is_wanted(running, part)
         ]
         self._promise: Future[None] | None = None
-        self._is_quick = True  # whether the last mask was filled at once, and the next one may be
 
     def fits(self, active: Sequence[Running], parts: Sequence[Part]) -> bool:
         """Whether it serves this step too: rows that go on token by token."""
@@ -93,7 +91,6 @@ class _Filling:
     def begin(self) -> None:
         self._is_ready[0] = 0
         self._promise = self._filler.run(self._fill, len(self._lines))
-        self._is_quick = self._promise is None
 
     def _wait(self) -> None:
         if self._promise is not None:
@@ -107,12 +104,14 @@ class _Filling:
         ]
         num_rows = len(self._active)
 
+        def follow_apart(num_generated: int) -> bool:
+            start = num_rows * (num_generated - 1)
+            following = [(token_ids[start + index], follow_row) for index, _, follow_row in rows]
+            return self._follow_apart(following, num_generated == num_steps)
+
         def follow(num_generated: int) -> bool:
             start, is_last = num_rows * (num_generated - 1), num_generated == num_steps
-            if not self._is_quick:
-                return self._follow_apart([(token_ids[start + at], follow_row) for at, _, follow_row in rows], is_last)
-            is_timed = num_generated % _TIMED_STEPS == 1
-            started = time.perf_counter() if is_timed else 0.0
+            started = time.perf_counter() if num_generated == 1 else 0.0  # the clock alone takes 9 µs here
             try:
                 for index, stats, follow_row in rows:
                     if not follow_row(token_ids[start + index], is_last):
@@ -120,11 +119,9 @@ class _Filling:
                     stats.masks_filled += not is_last
             except ConstraintError:  # which it raises again when the token is accepted
                 return False
-            if is_timed and (seconds := time.perf_counter() - started) > HAND_OVER_SECONDS:
-                self._is_quick = self._filler.learn(len(self._lines), seconds)
-            return True
+            return num_generated > 1 or self._filler.learn(len(self._lines), time.perf_counter() - started)
 
-        return follow
+        return follow if self._promise is None else follow_apart
 
     def _follow_apart(self, rows: Sequence[tuple[int, Follow]], is_last: bool) -> bool:
         self._wait()  # it is done: this raises what it raised

@@ -1,6 +1,8 @@
 """`follower` against the methods that it stands for."""
 
 import random
+from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -89,6 +91,23 @@ def test_a_token_that_no_mask_allows_raises(compilers: list[Compiler]) -> None:
     constraint = compilers[0].compile(Grammar("regex", PATTERN))
     with pytest.raises(ConstraintError, match="the grammar"):
         constraint.follower(np.zeros(-(-VOCABS[0] // 32), np.int32))(ord("q"), False)
+
+
+@pytest.mark.parametrize("compilers", ["llguidance"], indirect=True)
+def test_a_library_that_gives_up_amid_a_chain_says_so_when_it_is_asked(
+    compilers: list[Compiler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = import_module("llguidance").LLParserLimits
+    monkeypatch.setattr("llguidance.LLParserLimits", partial(limits, step_max_items=40))
+    following = compilers[0].compile(Grammar("grammar", 'start: "x" s\ns: s s | "a" | "b"'))
+    mask, text = np.zeros(-(-VOCABS[0] // 32), np.int32), b"x" + b"ab" * 12
+    following.accept(text[:1])
+    follow = following.follower(mask)
+    num_followed = next(index for index in range(1, len(text)) if not follow(text[index], False))
+    assert 1 < following.num_accepted == num_followed + 1 < len(text)
+    assert (following.done, following.forced()) == (False, [])
+    with pytest.raises(ConstraintError, match="cannot be followed further"):
+        following.fill(mask)
 
 
 def test_a_mask_that_cannot_be_filled_ends_what_is_followed_and_is_told_when_it_is_asked_for() -> None:

@@ -166,19 +166,21 @@ def _factor_of(args, state, token):  # type: ignore[no-untyped-def]
 
 
 def make_normalize() -> Callable[..., None]:
-    """x × weight / rms(x), quantised: the tokens are shared out, or a single one done by every thread for itself."""
+    """x × weight / rms(x), quantised: neighbours go to one thread, for their records have cache lines in common; a
+    single token is done by every thread for itself.
+    """
 
     def normalize(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
         num_tokens = state.num_wanted if args.of_wanted else state.num_tokens
-        first, step, out = thread, num_threads, args.out
+        first, end, out = num_tokens * thread // num_threads, num_tokens * (thread + 1) // num_threads, args.out
         if num_tokens == 1 and args.private_bytes != 0:
-            first, out = 0, args.out + thread * args.private_bytes
-        next_factor = _factor_of(args, state, first) if first < num_tokens else np.float32(1)
-        for token in range(first, num_tokens, step):
+            first, end, out = 0, 1, args.out + thread * args.private_bytes
+        next_factor = _factor_of(args, state, first) if first < end else np.float32(1)
+        for token in range(first, end):
             x, factor = _token_at(args, state, token), next_factor
-            if token + step < num_tokens:  # its sum is one long chain, which the blocks of this one do not wait for
-                next_factor = _factor_of(args, state, token + step)
+            if token + 1 < end:  # its sum is one long chain, which the blocks of this one do not wait for
+                next_factor = _factor_of(args, state, token + 1)
             if args.planes == 0:
                 _keep_token(x, args.weight, factor, args, token, num_tokens, out)
             else:

@@ -44,6 +44,26 @@ def _bytes_of(block_bytes: Callable[[str, int], int], kv_type: str) -> Any:
     return emit
 
 
+@intrinsic(prefer_literal=True)
+def put_16(context: Any, kv_type: Any, apart: Any, where: Any, x: Any) -> Any:
+    """16 floats as the cache's, each so many elements behind the one before."""
+    name, step = kv_type.literal_value, apart.literal_value
+
+    def emit(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        *_, where, stored = arguments
+        if name != "f32":
+            stored = simd.narrow_f16(b, stored) if name == "f16" else simd.narrow_bf16(b, stored)
+        if step == 1:
+            simd.store(b, where, stored, FLOAT_BYTES[name])
+        else:
+            for lane in range(LANES):
+                element = b.extract_element(stored, simd.constant(simd.I32, lane))
+                simd.store(b, simd.offset(b, where, lane * step * FLOAT_BYTES[name]), element, FLOAT_BYTES[name])
+        return context.get_dummy_value()
+
+    return types.void(kv_type, apart, types.int64, simd.f32x16), emit
+
+
 @njit(inline="always")
 def _put(at, size, is_f16, value):  # type: ignore[no-untyped-def]
     if size == 4:
@@ -71,14 +91,7 @@ def make_put_key(kv_type: str) -> Any:
     """put(block, lane, dim, x): the key of `dim` floats at x, mixed, becomes the block's position `lane`."""
     if kv_type in QUANTIZED:
         return _make_put_codes(_quantize_8, KEY_CODES, KEY_RECORD, 1, LANES)
-    size, is_f16 = FLOAT_BYTES[kv_type], kv_type == "f16"
-
-    @njit
-    def put(block, lane, dim, x):  # type: ignore[no-untyped-def]
-        for i in range(dim):
-            _put(block + (i * LANES + lane) * size, size, is_f16, load_scalar_f32(x + 4 * i))
-
-    return put
+    return _make_put_floats(kv_type, LANES)
 
 
 def make_put_value(kv_type: str) -> Any:
@@ -86,12 +99,20 @@ def make_put_value(kv_type: str) -> Any:
     if kv_type in QUANTIZED:
         quantize, codes_bytes = _quantize_8 if kv_type == "q8" else _quantize_4, VALUE_CODES[kv_type]
         return _make_put_codes(quantize, codes_bytes, VALUE_RECORD[kv_type], codes_bytes // LANES, 1)
+    return _make_put_floats(kv_type, 1)
+
+
+def _make_put_floats(kv_type: str, apart: int) -> Any:
+    """An element of a position lies so many elements behind the one before: 16, as positions are neighbours, or 1."""
     size, is_f16 = FLOAT_BYTES[kv_type], kv_type == "f16"
 
     @njit
     def put(block, lane, dim, x):  # type: ignore[no-untyped-def]
-        for i in range(dim):
-            _put(block + (lane * dim + i) * size, size, is_f16, load_scalar_f32(x + 4 * i))
+        to, whole = block + lane * size * (dim if apart == 1 else 1), dim // LANES * LANES
+        for i in range(0, whole, LANES):
+            put_16(kv_type, apart, to + i * apart * size, load_f32(x + 4 * i))
+        for i in range(whole, dim):
+            _put(to + i * apart * size, size, is_f16, load_scalar_f32(x + 4 * i))
 
     return put
 
@@ -147,12 +168,20 @@ def _quantize_4(x, codes, scale_at):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
+def _takes_12(columns):  # type: ignore[no-untyped-def]
+    return columns >= 12 and columns != 16
+
+
+@njit(inline="always")
 def block_scores(kv_type, columns, q, dim, keys, num_blocks, out, values):  # type: ignore[no-untyped-def]
     """Scores of `columns` queries at q against a run of blocks of keys, as [column, 256]; its values are asked for."""
     block_bytes, of_values = key_bytes(kv_type, dim), value_bytes(kv_type, dim)
     for first in range(0, num_blocks, _BLOCKS):
         at, column = (keys + first * block_bytes, values + first * of_values, out + 4 * LANES * first), 0
         blocks = min(_BLOCKS, num_blocks - first)
+        while _takes_12(columns - column):
+            _scores(kv_type, 12, 2, column, columns, q, dim, at, blocks)
+            column += 12
         while columns - column >= 8:
             _scores(kv_type, 8, 2, column, columns, q, dim, at, blocks)
             column += 8
@@ -200,6 +229,9 @@ def add_values(kv_type, columns, p, dim, values, num_positions, out, out_stride,
     As many keys, of another run, are asked for.
     """
     column = 0
+    while _takes_12(columns - column):
+        _add_values(kv_type, 12, 2, column, columns, p, dim, values, num_positions, out, out_stride, keys)
+        column += 12
     while columns - column >= 8:
         _add_values(kv_type, 8, 2, column, columns, p, dim, values, num_positions, out, out_stride, keys)
         column += 8

@@ -110,19 +110,19 @@ def attend(run: Run, qkv: Tensor, heads: Heads, layer: LayerCache) -> Tensor:
     dim, features = heads.head_dim, heads.num_heads * heads.head_dim
     _check_rows(qkv)
     out = run.tensor("attended", run.capacity, features)
-    copies, has_far = max(run.capacity, run.max_threads), layer.pages.furthest is not None and heads.rope is not None
-    queries = run.tensor("queries", copies * (2 if has_far else 1), features)
+    has_far = layer.pages.furthest is not None and heads.rope is not None
+    queries = run.tensor("queries", run.capacity * (2 if has_far else 1), features)
     chunks = -(-layer.pages.table.shape[1] * layer.pages.page_tokens // CHUNK)
     split = min(run.capacity, SPLIT_TOKENS)
     partials = run.tensor("partials", heads.num_heads, split, chunks, dim + LANES)
     arguments["qkv"], arguments["out"], arguments["queries"] = qkv.data_ptr(), out.data_ptr(), queries.data_ptr()
-    arguments["private_bytes"], arguments["partials"] = 4 * features, partials.data_ptr()
-    arguments["num_chunks"], arguments["far_bytes"] = chunks, 4 * copies * features if has_far else 0
+    arguments["partials"], arguments["num_chunks"] = partials.data_ptr(), chunks
+    arguments["far_bytes"] = 4 * run.capacity * features if has_far else 0
     keeps = (qkv, heads, layer, out, queries, partials)
-    rotate = compiled_address(".attention:make_rotate", ATTEND, layer.kv_type)
+    rotate = compiled_address(".rotation:make_rotate", ATTEND, layer.kv_type)
     walk = compiled_address(".attention:make_attend", ATTEND, layer.kv_type)
     finish = compiled_address(".attention:make_finish", ATTEND)
-    run.append(rotate, arguments, BARRIER_IF_MANY, "rotate", keeps)
+    run.append(rotate, arguments, BARRIER, "rotate", keeps)
     run.append(walk, arguments, BARRIER, "chunks", keeps)
     run.append(finish, arguments, BARRIER, "merge", keeps)
     if features % BLOCK == 0:

@@ -9,14 +9,8 @@ import numpy as np
 from numba import njit
 
 from infer.kernels.cpu import simd
-from infer.kernels.cpu.cache_slots import (
-    add_chunk_values,
-    chunk_scores,
-    parts_of_chunk,
-    seen_lanes,
-    seen_of_chunk,
-)
-from infer.kernels.cpu.curves import softcapped
+from infer.kernels.cpu.cache_slots import add_chunk_values, chunk_scores, parts_of_chunk, seen_lanes, seen_of_chunk
+from infer.kernels.cpu.curves import exp_scalar, exp_up_to_0, softcapped
 from infer.kernels.cpu.layouts import LANES
 from infer.kernels.cpu.records import CHUNK
 from infer.kernels.cpu.simd import load_f32, load_scalar_f32, splat_f32, store_f32, store_scalar_f32
@@ -57,20 +51,46 @@ def _mask_and_maximum(scores, parts, sinks, low, high, softcap):  # type: ignore
 
 
 @njit
-def _softmax_part(scores, parts, sinks, low, high, softcap):  # type: ignore[no-untyped-def]
-    """Scores → e^(s − m) in place over the parts; only [0, sinks) and [low, high) are seen. (m, sum)."""
-    m = _mask_and_maximum(scores, parts, sinks, low, high, softcap)
-    if m == _NEVER:
-        return m, np.float32(0)
+def _exponentials(scores, parts, m):  # type: ignore[no-untyped-def]
+    """Scores of a chunk's parts → e^(s − m) in place; the sum."""
     gap, first, end = parts
     total, shift = splat_f32(np.float32(0)), splat_f32(m)
     at = 0 if gap > 0 else first
     while at < end:
-        p = simd.exp(load_f32(scores + 4 * at) - shift)
-        store_f32(scores + 4 * at, p)
-        total = total + p
-        at = first if at + LANES == gap else at + LANES
-    return m, simd.sum_f32(total)
+        where = scores + 4 * at
+        if at + 4 * LANES <= (gap if at < gap else end):  # at once: the curve's constants stay in registers
+            p, q = exp_up_to_0(load_f32(where) - shift), exp_up_to_0(load_f32(where + 64) - shift)
+            r, s = exp_up_to_0(load_f32(where + 128) - shift), exp_up_to_0(load_f32(where + 192) - shift)
+            store_f32(where, p)
+            store_f32(where + 64, q)
+            store_f32(where + 128, r)
+            store_f32(where + 192, s)
+            total = total + p + q + r + s
+            at += 4 * LANES
+        else:
+            p = exp_up_to_0(load_f32(where) - shift)
+            store_f32(where, p)
+            total = total + p
+            at += LANES
+        at = first if at == gap else at
+    return simd.sum_f32(total)
+
+
+@njit
+def _softmax(args, row, chunk, slot, column, count, parts, scores, out, stride):  # type: ignore[no-untyped-def]
+    """Scores → e^(s − m) in place, m and the sum → the partials; 0 → their last sums. All maxima come first: a sum
+    waits for its own, but not the next one's maximum."""
+    dim, group = args.dim, args.num_heads // args.num_kv_heads
+    for i in range(count):
+        sinks, low, high = seen_of_chunk(args, row, chunk, slot + (column + i) // group)
+        clear(out + i * stride, dim)
+        m = _mask_and_maximum(scores + 4 * CHUNK * i, parts, sinks, low, high, args.softcap)
+        store_scalar_f32(out + i * stride + 4 * dim, m)
+    for i in range(count):
+        m = load_scalar_f32(out + i * stride + 4 * dim)
+        if m != _NEVER:
+            total = _exponentials(scores + 4 * CHUNK * i, parts, m)
+            store_scalar_f32(out + i * stride + 4 * dim + 4, total)
 
 
 @njit(inline="always")
@@ -79,23 +99,21 @@ def chunk_partials(kv_type, args, row, kv, chunk, slot, column, count, q, scores
 
     They lie `stride` bytes apart. `scores` is scratch. `after` is the (kv head, chunk) whose keys come next.
     """
-    dim, group = args.dim, args.num_heads // args.num_kv_heads
+    group = args.num_heads // args.num_kv_heads
     last_slot = slot + (column + count - 1) // group
     sinks, low, high = seen_of_run(args, row, chunk, slot + column // group, last_slot)
     parts = parts_of_chunk(sinks, low, high)
     chunk_scores(kv_type, count, args, row, kv, chunk, parts, q, scores)
-    for i in range(count):
-        clear(out + i * stride, dim)
-        own_sinks, own_low, own_high = seen_of_chunk(args, row, chunk, slot + (column + i) // group)
-        m, part = _softmax_part(scores + 4 * CHUNK * i, parts, own_sinks, own_low, own_high, args.softcap)
-        store_scalar_f32(out + i * stride + 4 * dim, m)
-        store_scalar_f32(out + i * stride + 4 * dim + 4, part)
+    _softmax(args, row, chunk, slot, column, count, parts, scores, out, stride)
     add_chunk_values(kv_type, count, args, row, kv, chunk, parts, (sinks, high), scores, out, stride, after)
 
 
 @njit
 def clear(partial, dim):  # type: ignore[no-untyped-def]
-    for i in range(0, 4 * dim, 4):
+    whole = 4 * (dim // LANES * LANES)
+    for i in range(0, whole, 64):
+        store_f32(partial + i, splat_f32(np.float32(0)))
+    for i in range(whole, 4 * dim, 4):
         store_scalar_f32(partial + i, np.float32(0))
     store_scalar_f32(partial + 4 * dim, _NEVER)
     store_scalar_f32(partial + 4 * dim + 4, np.float32(0))
@@ -103,20 +121,28 @@ def clear(partial, dim):  # type: ignore[no-untyped-def]
 
 @njit
 def merge(into, partial, dim):  # type: ignore[no-untyped-def]
-    """The partial of the chunks so far and that of the next one."""
+    """The partial of the chunks so far and that of the next one. The larger m's share is e^0."""
     m_left, m_right = load_scalar_f32(into + 4 * dim), load_scalar_f32(partial + 4 * dim)
     if m_right == _NEVER:
         return
-    m = m_left if m_left > m_right else m_right
-    left, right = np.float32(0), simd.exp_scalar(m_right - m)
-    if m_left != _NEVER:
-        left = simd.exp_scalar(m_left - m)
+    left, right, m, is_first = np.float32(1), np.float32(1), m_right, m_left == _NEVER
+    if is_first:
+        left = np.float32(0)
+    elif m_left > m_right:
+        right, m = exp_scalar(m_right - m_left), m_left
+    else:
+        left = exp_scalar(m_left - m_right)
     whole = dim // LANES * LANES
     for i in range(0, 4 * whole, 64):
-        merged = load_f32(into + i) * splat_f32(left) + load_f32(partial + i) * splat_f32(right)
+        merged = load_f32(partial + i) * splat_f32(right)
+        if not is_first:
+            merged = load_f32(into + i) * splat_f32(left) + merged
         store_f32(into + i, merged)
     for i in range(4 * whole, 4 * dim, 4):
-        store_scalar_f32(into + i, load_scalar_f32(into + i) * left + load_scalar_f32(partial + i) * right)
+        single = load_scalar_f32(partial + i) * right
+        if not is_first:
+            single += load_scalar_f32(into + i) * left
+        store_scalar_f32(into + i, single)
     l_left, l_right = load_scalar_f32(into + 4 * dim + 4), load_scalar_f32(partial + 4 * dim + 4)
     store_scalar_f32(into + 4 * dim, m)
     store_scalar_f32(into + 4 * dim + 4, l_left * left + l_right * right)

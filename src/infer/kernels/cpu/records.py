@@ -91,7 +91,6 @@ ATTEND = np.dtype(
         ("furthest", np.int64),  # sinks are seen as from there by those behind it, or −1
         ("queries", np.int64),  # f32, as above
         ("far_bytes", np.int64),  # further on lie those that are for the sinks; 0: they are the same
-        ("private_bytes", np.int64),  # a single token's queries lie at queries + thread × this
         ("partials", np.int64),  # f32 [heads, SPLIT_TOKENS, num_chunks, dim + 16], as queries
         ("num_chunks", np.int64),
         ("out", np.int64),  # f32 [tokens, heads × dim]

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 from numba import carray, njit
 
+from infer.kernels.cpu.curves import exp_scalar
 from infer.kernels.cpu.layouts import LANES
 from infer.kernels.cpu.records import MAX_THREADS
 from infer.kernels.cpu.sample_math import (
@@ -35,7 +36,6 @@ from infer.kernels.cpu.sample_math import (
 from infer.kernels.cpu.sample_scan import LARGEST, NOTHING, logits_of, masked_bits, masks_of, part, position_of
 from infer.kernels.cpu.sample_select import find_threshold, value_of
 from infer.kernels.cpu.simd import (
-    exp_scalar,
     load_f32,
     load_i64,
     load_scalar_f32,

@@ -205,18 +205,30 @@ def bf16_value(b: Builder, bits: Value) -> Value:
     return b.bitcast(b.shl(b.zext(bits, I32), constant(I32, 16)), F32)
 
 
+def _narrow_bf16(b: Builder, x: Value, wide_int: ir.Type, bits: ir.Type) -> Value:
+    """Rounded to nearest, ties to even; a NaN stays one."""
+    whole = b.bitcast(x, wide_int)
+    odd = b.and_(b.lshr(whole, constant(wide_int, 16)), constant(wide_int, 1))
+    rounded = b.lshr(b.add(whole, b.add(odd, constant(wide_int, 0x7FFF))), constant(wide_int, 16))
+    return b.trunc(b.select(b.fcmp_unordered("uno", x, x), constant(wide_int, 0x7FC0), rounded), bits)
+
+
 @operation(types.uint16, types.float32)
 def bf16_bits(b: Builder, x: Value) -> Value:
-    """Rounded to nearest, ties to even; a NaN stays one."""
-    whole = b.bitcast(x, I32)
-    odd = b.and_(b.lshr(whole, constant(I32, 16)), constant(I32, 1))
-    rounded = b.lshr(b.add(whole, b.add(odd, constant(I32, 0x7FFF))), constant(I32, 16))
-    return b.trunc(b.select(b.fcmp_unordered("uno", x, x), constant(I32, 0x7FC0), rounded), I16)
+    return _narrow_bf16(b, x, I32, I16)
+
+
+def narrow_bf16(b: Builder, x: Value) -> Value:
+    return _narrow_bf16(b, x, I32X16, I16X16)
 
 
 @operation(types.uint16, types.float32)
 def f16_bits(b: Builder, x: Value) -> Value:
     return _narrow_f16(b, x, I32, I16, F16)
+
+
+def narrow_f16(b: Builder, x: Value) -> Value:
+    return _narrow_f16(b, x, I32X16, I16X16, F16X16)
 
 
 @operation(f32x16, address)
@@ -318,13 +330,13 @@ def max_f32(b: Builder, x: Value) -> Value:
     return _reduce(b, x, lambda left, right: maximum(b, left, right))
 
 
-_ROUNDER = 1.5 * 2.0**23  # adding it leaves the nearest integer (ties to even) in the low bits
+ROUNDER = 1.5 * 2.0**23  # adding it leaves the nearest integer (ties to even) in the low bits
 
 
 @operation(i32x16, f32x16)
 def nearest_i32(b: Builder, x: Value) -> Value:
     """The nearest integer, ties to even, for |x| < 2²²."""
-    return b.sub(b.bitcast(b.fadd(x, constant(F32X16, _ROUNDER)), I32X16), constant(I32X16, 0x4B400000))
+    return b.sub(b.bitcast(b.fadd(x, constant(F32X16, ROUNDER)), I32X16), constant(I32X16, 0x4B400000))
 
 
 @operation(i32x16, i32x16)
@@ -344,30 +356,6 @@ def keep_lanes(b: Builder, first: Value, end: Value, x: Value) -> Value:
     lanes = ir.Constant(I32X16, list(range(LANES)))
     inside = b.and_(b.icmp_signed(">=", lanes, splat(b, first)), b.icmp_signed("<", lanes, splat(b, end)))
     return b.select(inside, x, constant(F32X16, float("-inf")))
-
-
-@operation(f32x16, f32x16)
-def exp(b: Builder, x: Value) -> Value:
-    """e^x = 2^n p(r) to 2 ulp, r = x − n ln 2 (Cephes' polynomial). 0 below −87.3; above 88.3 as at 88.3."""
-    c = lambda value: constant(F32X16, value)  # noqa: E731
-    low, high = c(-87.33654), c(88.37626)
-    bounded = b.select(b.fcmp_ordered("<", x, low), low, b.select(b.fcmp_ordered(">", x, high), high, x))
-    shifted = b.fadd(b.fmul(bounded, c(1.44269504088896341)), c(_ROUNDER))
-    n = b.fsub(shifted, c(_ROUNDER))
-    r = fma(b, n, c(-0.693359375), bounded)
-    r = fma(b, n, c(2.12194440e-4), r)
-    p = c(1.9875691500e-4)
-    for coefficient in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-        p = fma(b, p, r, c(coefficient))
-    p = b.fadd(fma(b, p, b.fmul(r, r), r), c(1.0))
-    exponent = b.shl(b.sub(b.bitcast(shifted, I32X16), constant(I32X16, 0x4B400000)), constant(I32X16, 23))
-    result = b.bitcast(b.add(b.bitcast(p, I32X16), exponent), F32X16)
-    return b.select(b.fcmp_ordered("<", x, low), c(0.0), result)
-
-
-@operation(types.float32, types.float32)
-def exp_scalar(b: Builder, x: Value) -> Value:
-    return b.extract_element(exp(b, splat(b, x)), constant(I32, 0))
 
 
 # Pointers

@@ -70,9 +70,13 @@ class Batch:
         """Run one step or chain and yield each token as it is accepted; `active` shrinks by those that finished."""
         for running in self.active:
             if not running.is_finished():
-                for token_id in running.force():
-                    self._remember(running, token_id)
-                    yield from self._accept(running, [token_id])
+                forced = list[int]()
+                try:
+                    for token_id in running.force():
+                        forced.append(token_id)
+                        yield from self._accept(running, [token_id])
+                finally:
+                    self._remember(running, forced)
         self._leave()
         if not self.active:
             return
@@ -133,11 +137,10 @@ class Batch:
         self._rows = None
         return larger
 
-    def _remember(self, running: Running, token_id: int) -> None:
-        """A token that was not sampled."""
-        if self._history is not None and uses_history(running.params):
-            slot, token = torch.tensor([[running.row], [token_id]], device=self._device)
-            self._history.append(slot, token)
+    def _remember(self, running: Running, token_ids: Sequence[int]) -> None:
+        """Tokens that were not sampled."""
+        if token_ids and self._history is not None and uses_history(running.params):
+            self._history.extend(running.row, token_ids)
 
     def _plan(self) -> list[Part]:
         """A part for each active row. Those that decode come first; what is left of the chunk goes to prompts."""

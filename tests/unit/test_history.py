@@ -48,6 +48,13 @@ class HistoryMachine(RuleBasedStateMachine):
         for slot, token_id in zip(slots, tokens, strict=True):
             self.lists[slot] = [*self.lists[slot], token_id]
 
+    @rule(data=st.data(), slot=st.integers(0, NUM_SLOTS - 1))
+    def extend(self, data: st.DataObject, slot: int) -> None:
+        room = CAPACITY - len(self.lists[slot])
+        ids = data.draw(st.lists(st.integers(0, self.vocab_size - 1), max_size=min(room, 6)))
+        self.history.extend(slot, ids)
+        self.lists[slot] = [*self.lists[slot], *ids]
+
     @rule(data=st.data(), count=st.integers(0, 4))
     def drop(self, data: st.DataObject, count: int) -> None:
         fit = [i for i in range(NUM_SLOTS) if len(self.lists[i]) - self.prompts[i] >= count]

@@ -76,6 +76,23 @@ class History:
         self.counts[slots, token_ids] += 1
         self.lengths[slots] += 1
 
+    def extend(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Some generated tokens, one after the other, to a slot that has room for them."""
+        ids, start = self._checked(token_ids), int(self.lengths[slot])
+        before = self.last[slot, ids].tolist()
+        seen: dict[int, int] = {}
+        for index, token_id in enumerate(token_ids):
+            before[index] = seen.get(token_id, before[index])
+            seen[token_id] = start + index
+        end = start + len(token_ids)
+        self.tokens[slot, start:end] = ids.to(torch.int32)
+        self.previous[slot, start:end] = torch.tensor(before, dtype=torch.int32, device=ids.device)
+        self.last[slot, torch.tensor(list(seen), dtype=torch.int64, device=ids.device)] = torch.tensor(
+            list(seen.values()), dtype=torch.int32, device=ids.device
+        )
+        self.counts[slot].index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+        self.lengths[slot] = end
+
     def drop(self, slots: Int[Tensor, "dropped"], num_tokens: int) -> None:
         """Take back the last generated tokens of some distinct slots: those tables are as if they had never been."""
         for _ in range(num_tokens):

@@ -80,7 +80,8 @@ FAULTS: dict[str, tuple[Files, str]] = {
     "a text part whose family is an object": (config(text_config={"model_type": {}}), "model_type: expected a name"),
     "a text part that is no object": (config(text_config=[1]), "text_config: expected an object"),
     "a tensor that is missing": (weights(model__norm__weight=None), "missing model.norm.weight (64,)"),
-    "a tensor too many": (weights(extra=torch.ones(2)), "unexpected extra"),
+    "a tensor too many": (weights(extra=torch.ones(2)), "unexpected 'extra'"),
+    "one whose name has two lines": (weights(**{"two\nlines": torch.ones(2)}), r"unexpected 'two\nlines'"),
     "a tensor of another shape": (weights(model__norm__weight=torch.ones(65)), "model.norm.weight has shape (65,)"),
     "a vocabulary larger than the embedding": (
         {**config(vocab_size=100), **weights(model__embed_tokens__weight=torch.ones(100, HIDDEN))},

@@ -54,7 +54,7 @@ def check_tensors(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, S
     """Raises ModelError that lists every missing, extra and misshapen tensor, twenty at most."""
     allowed_extra = {"lm_head.weight"}  # some files store a tied head a second time
     problems = [f"missing {name} {expected[name]}" for name in expected if name not in found]
-    problems += [f"unexpected {name}" for name in found if name not in expected and name not in allowed_extra]
+    problems += [f"unexpected {name!r:.80}" for name in found if name not in expected and name not in allowed_extra]
     for name, shape in expected.items():
         if name in found and tuple(found[name].shape) != shape:
             problems.append(f"{name} has shape {tuple(found[name].shape)}, the config asks for {shape}")

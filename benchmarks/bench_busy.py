@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from bench_peers import WORKER, Side, Worker, worker
-from infer.checkpoint.resolve import resolve
+from infer.checkpoint.find import resolve
 from machine import available_cores, cpu_model
 
 PROMPT_TOKENS = 16

@@ -22,16 +22,16 @@ import torch
 from torch import Tensor
 
 from infer import SamplingParams, load_model, load_tokenizer
-from infer.batch import Part
 from infer.bench.speed import make_prompt
-from infer.cache.settings import CacheSettings
-from infer.context import CachedContext
 from infer.errors import InvalidRequestError
-from infer.kv_types import KV_TYPES, key_block_bytes, num_blocks, value_block_bytes
+from infer.kvcache.settings import CacheSettings
 from infer.llm import set_num_threads
 from infer.model.transformer import Transformer
-from infer.ops import threads_for
-from infer.sampling.rows import Rows
+from infer.operands.step import Part
+from infer.ops import backend_of
+from infer.quantization.kv_formats import KV_TYPES, key_block_bytes, num_blocks, value_block_bytes
+from infer.runner.context import CachedContext
+from infer.sampling.columns import Rows
 from machine import available_cores, write_report
 from needles import reference_text
 
@@ -108,7 +108,7 @@ def measure_quality(name: str, kv_types: Sequence[str], num_tokens: int, window:
 
 
 def _log_probabilities(model: Transformer, context: CachedContext, token_ids: list[int]) -> Tensor:
-    with threads_for(model.device):
+    with backend_of(model.device).threads():
         logits = context.forward([Part(0, token_ids, num_drafts=len(token_ids) - 1)])
     context.commit(0, len(token_ids))
     return logits.log_softmax(-1)
@@ -166,9 +166,9 @@ def measure_speed(
 
 @torch.inference_mode()
 def _chain_rate(model: Transformer, context: CachedContext, rows: Rows, length: int, num_tokens: int) -> float:
-    with threads_for(model.device):
+    with backend_of(model.device).threads():
         started = time.perf_counter()
-        made = context.chain([(0, 5)], num_tokens, rows, None, ())
+        made, _ = context.chain([(0, 5)], num_tokens, rows, None, ())
         seconds = time.perf_counter() - started
     context.truncate(0, length)
     return len(made[0]) / seconds

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from infer import LLM, SamplingParams
-from infer.cache.settings import CacheSettings
 from infer.checkpoint import open_checkpoint
-from infer.memory import LoadSettings, estimate
+from infer.kvcache.settings import CacheSettings
 from infer.model.families import make_architecture
+from infer.model.memory import LoadSettings, estimate
 
 NEW_TOKENS = 2
 

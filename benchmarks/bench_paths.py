@@ -24,7 +24,7 @@ from statistics import geometric_mean, median
 from typing import Any, NamedTuple
 
 from infer import LLM, GenerationResult, SamplingParams, __version__
-from infer.results import Piece
+from infer.outputs import Piece
 from machine import available_cores, cpu_model
 from path_prompts import TASKS, Task
 

@@ -34,16 +34,16 @@ from transformers.generation.logits_process import (
 )
 
 from infer import LLM, SamplingParams, __version__, ops
+from infer.backends.cpu.recording import EagerRun
+from infer.backends.cpu.sample_rows import bind
+from infer.backends.cpu.sampling import commands
+from infer.backends.cpu.table import Walk
+from infer.backends.cpu.threads import team
 from infer.errors import InvalidRequestError
-from infer.kernels.cpu.recording import EagerRun
-from infer.kernels.cpu.sample_rows import bind
-from infer.kernels.cpu.sampling import commands
-from infer.kernels.cpu.table import Walk
-from infer.kernels.cpu.threads import team
 from infer.llm import set_num_threads
 from infer.sampling import sampler
+from infer.sampling.columns import Rows
 from infer.sampling.history import History
-from infer.sampling.rows import Rows
 from machine import available_cores, cpu_model
 
 REPORTS = Path(__file__).parent / "reports"

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from infer import __version__, ops
-from infer.params import SamplingParams
 from infer.sampling import sampler
+from infer.sampling.columns import Rows, num_mask_words
 from infer.sampling.history import History
-from infer.sampling.rows import Rows, num_mask_words
+from infer.sampling_params import SamplingParams
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -99,7 +99,7 @@ def check_tokens(device: torch.device, num_rows: int, vocab_sizes: list[int]) ->
                 arguments = (logits.to(device), *there, positions.to(device))
                 mask = None if allowed is None else allowed.to(device)
                 torch_there = sampler.choose_tokens(*arguments, mask).cpu()
-                with ops.using("gpu"):
+                with ops.using("cuda"):
                     ours = ops.choose_tokens(*arguments, mask).cpu()
                 yield {
                     "vocab_size": vocab_size,
@@ -143,7 +143,7 @@ def time_configuration(name: str, device: torch.device, num_rows: int, vocab_siz
     def torchs(logits: Tensor) -> Callable[[], Tensor]:
         return lambda: sampler.choose_tokens(logits, rows, history, positions)
 
-    with ops.using("gpu"):
+    with ops.using("cuda"):
         graphs = [captured(ours(logits)) for logits in buffers]
         sides = {
             "graph": [graph.replay for graph in graphs] * 25,

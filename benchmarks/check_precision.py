@@ -30,13 +30,13 @@ from torch import Tensor
 
 from bench_peers import Side, SideError, Worker, find_llama_python, make_peer, say, worker
 from infer import __version__, load_model, load_tokenizer
-from infer.batch import Step
 from infer.checkpoint import open_checkpoint, resolve
-from infer.checkpoint.stored import LazyWeights
-from infer.context import make_cache
+from infer.checkpoint.lazy_weights import LazyWeights
 from infer.llm import set_num_threads
 from infer.model.load import dense
-from infer.ops import threads_for
+from infer.operands.step import Step
+from infer.ops import backend_of
+from infer.runner.context import make_cache
 from machine import available_cores, cpu_model
 
 TEXT = Path(__file__).with_name("precision_text.txt")
@@ -76,7 +76,7 @@ class InferSource(LogitsSource):
     @torch.inference_mode()
     def read(self, token_ids: list[int], start: int) -> Tensor:
         self._cache.reserve(0, len(token_ids))
-        with threads_for(self._model.device):
+        with backend_of(self._model.device).threads():
             logits = self._model.forward(Step.of(token_ids, start, wanted=range(len(token_ids))), self._cache)
         self._cache.commit([len(token_ids)])
         return logits

@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 
 from infer import LLM, ops
-from infer.batch import Part
-from infer.cache.settings import CacheSettings
-from infer.context import CachedContext
 from infer.errors import InvalidRequestError
+from infer.kvcache.settings import CacheSettings
 from infer.llm import set_num_threads
+from infer.operands.step import Part
+from infer.runner.context import CachedContext
 from machine import available_cores, write_report
 from needles import make_needles, reference_text
 
@@ -103,7 +103,7 @@ def measure_recall(name: str, budgets: Sequence[int], num_tokens: int, per_depth
 def greedy_answer(context: CachedContext, last: int, count: int) -> list[int]:
     """What follows a prompt that is read but for its last token."""
     made = [last]
-    with ops.threads_for(torch.device("cpu")):
+    with ops.backend_of(torch.device("cpu")).threads():
         while len(made) <= count:
             logits = context.forward([Part(0, made[-1:])])
             context.commit(0, 1)

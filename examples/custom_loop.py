@@ -5,8 +5,8 @@ import sys
 import torch
 
 from infer import load_model, load_tokenizer
-from infer.batch import Step
-from infer.context import make_cache
+from infer.operands.step import Step
+from infer.runner.context import make_cache
 
 
 @torch.inference_mode()
@@ -17,6 +17,7 @@ def main(model_id: str = "smollm2", new_tokens: str = "24") -> None:
     cache = make_cache(model, len(token_ids) + int(new_tokens))
     pending = token_ids
     for _ in range(int(new_tokens)):
+        cache.reserve(0, len(pending))
         logits = model.forward(Step.of(pending, cache.lengths[0]), cache)
         cache.commit([len(pending)])
         pending = [int(logits[0].argmax())]

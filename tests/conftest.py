@@ -14,24 +14,34 @@ HARDWARE = "hardware: "  # a skip whose reason begins so is allowed in CI
 
 shapes.install()
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is first imported: the kernels for GPUs run on the CPU
+os.environ["INFER_POISON"] = "1"  # pages of a cache that are handed out hold NaN: what was never written is never read
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a run in the background; processes of tests would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _one_torch_thread_per_worker() -> None:
-    """Workers that each take every core slow one another down; a test about threads sets its own number."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files whose tests are slow come first: a long one that came last would keep the other workers waiting."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: ("integration" not in item.path.parts, item.path not in slow))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread_per_worker() -> None:
+    """Workers that each take every core wait for one another; a test about threads sets its own number."""
     import torch
+
+    from infer.backends.cpu.threads import set_num_threads
 
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
+        set_num_threads(1)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _what_a_module_held_is_given_back(request: pytest.FixtureRequest) -> Generator[None, None, None]:
     """Vocabularies and models in its caches, and what the C library keeps of them: workers grew to gigabytes."""
     yield
-    from infer.cache.memory import give_back_freed
+    from infer.system.available_memory import give_back_freed
 
     for value in vars(request.module).values():
         if isinstance(value, _lru_cache_wrapper) and not value.__module__.startswith("infer"):

@@ -6,7 +6,7 @@ and samples with `sampling.reference`. All else is compared with it.
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal
@@ -17,18 +17,19 @@ from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig
 
 from byte_tokenizer import write_byte_tokenizer
 from infer import load_model, load_tokenizer
-from infer.admission import begin
-from infer.batch import Step
-from infer.cache.settings import CacheSettings
-from infer.constraint import Compiler, Constraint, grammar_of, make_compiler
-from infer.context import CachedContext, Context, RecomputedContext, make_cache
-from infer.decode import Batch, Stream, run_all
-from infer.generation import Generation
+from infer.engine.admission import begin
+from infer.engine.decode import Batch, run_all
+from infer.engine.generation import Generation
+from infer.engine.running import Running
+from infer.engine.stream import Stream
+from infer.grammar import Compiler, Constraint, grammar_of, make_compiler
+from infer.kvcache.settings import CacheSettings
 from infer.model.transformer import Transformer
-from infer.params import SamplingParams
-from infer.results import GenerationResult, TokenLogprob
-from infer.running import Running
+from infer.operands.step import Step
+from infer.outputs import GenerationResult, TokenLogprob
+from infer.runner.context import CachedContext, Context, RecomputedContext, make_cache
 from infer.sampling import reference, sampler
+from infer.sampling_params import SamplingParams
 from infer.tokenizer import Tokenizer
 from tiny import Tiny, make_tiny
 
@@ -61,12 +62,13 @@ CONFIGS: dict[str, PretrainedConfig] = {
 
 @dataclass(frozen=True)
 class World:
-    """A tiny model with its tokenizer."""
+    """A tiny model with its tokenizer, and what was found by definition: a copy with another model finds its own."""
 
     model: Transformer
     tokenizer: Tokenizer
     compiler: Compiler
     settings: CacheSettings | None = None
+    found: "dict[str, Outcome]" = field(default_factory=dict, init=False, compare=False)
 
 
 def make_folder(name: str, folder: Path) -> Path:
@@ -196,7 +198,14 @@ def full_logits(world: World, token_ids: Sequence[int]) -> torch.Tensor:
 
 
 def by_definition(world: World, case: Case) -> Outcome:
-    """One token after the other, the sequence computed again for each."""
+    """One token after the other, the sequence computed again for each; a case that comes again is not."""
+    key = repr((case.prompt, asdict(case.params)))
+    if key not in world.found:
+        world.found[key] = _by_definition(world, case)
+    return world.found[key]
+
+
+def _by_definition(world: World, case: Case) -> Outcome:
     tokenizer, params = world.tokenizer, case.params
     generation = Generation(tokenizer, list(case.prompt), params, world.model.max_seq_len)
     constraint = constraint_of(world, params)

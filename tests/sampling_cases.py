@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from infer import ops
-from infer.params import SamplingParams
 from infer.sampling import reference, sampler
+from infer.sampling.columns import Rows, pack_masks, uses_history
 from infer.sampling.history import History
 from infer.sampling.reference import LogitsError
-from infer.sampling.rows import Rows, pack_masks, uses_history
+from infer.sampling_params import SamplingParams
 
 INF = math.inf
 

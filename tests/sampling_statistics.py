@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from scipy import stats
 
-from infer.params import SamplingParams
+from infer.sampling.columns import Rows
 from infer.sampling.history import History
-from infer.sampling.rows import Rows
 from infer.sampling.sampler import Choose
+from infer.sampling_params import SamplingParams
 
 INF = np.inf
 CONTEXT, NUM_PROMPT_TOKENS = (0, 1, 6, 2, 7, 7, 6), 3  # logits of both signs, in the tests' rows

@@ -8,20 +8,18 @@ Names are loaded on first use, so that `import infer` and the command line's hel
 """
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 _MODULE_BY_NAME = {
     "LLM": "infer.llm",
-    "Session": "infer.session",
-    "Stream": "infer.decode",
+    "Session": "infer.session.session",
+    "Stream": "infer.engine.stream",
     "load_model": "infer.llm",
     "load_tokenizer": "infer.llm",
-    "generate": "infer.decode",
-    "SamplingParams": "infer.params",
-    "GenerationResult": "infer.results",
-    "GenerationTiming": "infer.results",
-    "Piece": "infer.results",
+    "generate": "infer.engine.stream",
+    "SamplingParams": "infer.sampling_params",
+    "GenerationResult": "infer.outputs",
+    "GenerationTiming": "infer.outputs",
+    "Piece": "infer.outputs",
     "Tokenizer": "infer.tokenizer",
     "sample_token": "infer.sampling.reference",
     "InferError": "infer.errors",
@@ -31,13 +29,10 @@ _MODULE_BY_NAME = {
 
 __all__ = sorted(_MODULE_BY_NAME)
 
-try:
-    __version__ = version("infer-engine")
-except PackageNotFoundError:  # run from a source tree that was never installed
-    __version__ = "0+unknown"
 
-
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return _version()
     if name not in _MODULE_BY_NAME:
         raise AttributeError(f"module 'infer' has no attribute {name!r}")
     return getattr(import_module(_MODULE_BY_NAME[name]), name)
@@ -45,3 +40,12 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("infer-engine")
+    except PackageNotFoundError:  # run from a source tree that was never installed
+        return "0+unknown"

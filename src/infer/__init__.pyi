@@ -1,17 +1,17 @@
-from infer.decode import Stream as Stream
-from infer.decode import generate as generate
+from infer.engine.stream import Stream as Stream
+from infer.engine.stream import generate as generate
 from infer.errors import InferError as InferError
 from infer.errors import InvalidRequestError as InvalidRequestError
 from infer.errors import ModelError as ModelError
 from infer.llm import LLM as LLM
 from infer.llm import load_model as load_model
 from infer.llm import load_tokenizer as load_tokenizer
-from infer.params import SamplingParams as SamplingParams
-from infer.results import GenerationResult as GenerationResult
-from infer.results import GenerationTiming as GenerationTiming
-from infer.results import Piece as Piece
+from infer.outputs import GenerationResult as GenerationResult
+from infer.outputs import GenerationTiming as GenerationTiming
+from infer.outputs import Piece as Piece
 from infer.sampling.reference import sample_token as sample_token
-from infer.session import Session as Session
+from infer.sampling_params import SamplingParams as SamplingParams
+from infer.session.session import Session as Session
 from infer.tokenizer import Tokenizer as Tokenizer
 
 __version__: str

@@ -1,7 +1,33 @@
-"""`python -m infer` is the `infer` command."""
+"""The `infer` command as a process: quiet when it is interrupted early, and gone at once when it has ended.
 
-import sys
+Nothing but `os` and `signal` is imported before Ctrl-C has a handler: imports cut short print a traceback.
+"""
 
-from infer.cli import main
+import os
 
-sys.exit(main())
+try:
+    import signal
+except KeyboardInterrupt:
+    os._exit(130)
+
+
+def run() -> None:
+    """Run the command line of this process and end the process with its exit status. Never returns."""
+    leaves_quietly = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if leaves_quietly:
+        signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
+    from infer.cli import main
+    from infer.cli.streams import end_process, prepare_streams
+
+    try:
+        if leaves_quietly:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        prepare_streams()
+        status = main()
+    except KeyboardInterrupt:
+        status = 130
+    end_process(status)
+
+
+if __name__ == "__main__":
+    run()

@@ -5,11 +5,17 @@
 
 from pathlib import Path
 
+# What ends a line or steers a terminal, as it comes from a file's name or its contents.
+_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))} | {0x2028: "\\u2028", 0x2029: "\\u2029"}
+
 
 class InferError(Exception):
-    """Whatever `infer` raises on purpose."""
+    """Whatever `infer` raises on purpose. As text it is one line: characters that control a terminal are escaped."""
 
     exit_status = 1
+
+    def __str__(self) -> str:
+        return super().__str__().translate(_ESCAPES)
 
 
 class InvalidRequestError(InferError, ValueError):
@@ -20,6 +26,10 @@ class InvalidRequestError(InferError, ValueError):
 
 class ContextLengthError(InvalidRequestError):
     """The prompt does not fit the context."""
+
+
+class ClosedError(InvalidRequestError):
+    """A model or a session is used after `close()`."""
 
 
 class ModelError(InferError):

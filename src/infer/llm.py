@@ -1,44 +1,71 @@
 """`LLM`: a model, its tokenizer and its cache behind the few calls that most programs need."""
 
+import asyncio
+import gc
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NoReturn, Self, SupportsIndex, Unpack, final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from infer.admission import begin, check_prompt, vocab_size_of
 from infer.architecture import Architecture
-from infer.batch import Step
-from infer.cache.settings import CacheSettings
+from infer.catalog.models import shown_as, weights_name
 from infer.checkpoint import open_checkpoint
-from infer.checkpoint.defaults import sampling_defaults
-from infer.constraint import grammar_of, make_compiler
-from infer.context import PREFILL_CHUNK, CachedContext, make_cache
-from infer.decode import Batch, OnPrefill, OnToken, Stream, run_all
-from infer.draft import MAX_DRAFT_TOKENS, NUM_DRAFT_TOKENS
-from infer.errors import InferError, InvalidRequestError
-from infer.loading import load_checked, load_model, load_tokenizer, set_num_threads
+from infer.checkpoint.generation_config import defaults_of
+from infer.engine.admission import check_prompt
+from infer.engine.decode import OnPrefill, OnResult, OnToken, run_all
+from infer.engine.host import Host, HostSettings
+from infer.engine.model_settings import (
+    DeviceName,
+    DtypeName,
+    EvictionPolicy,
+    GrammarBackend,
+    KVType,
+    Overflow,
+    PrecisionName,
+    Speculation,
+    WeightsType,
+    checks_settings,
+)
+from infer.engine.prompt_ids import Message, Prompt, encode_conversation, pairs_of
+from infer.engine.request_options import RequestOptions, check_callback, check_count
+from infer.engine.running import Running
+from infer.engine.stream import Stream
+from infer.engine.token_trace import logits_of, trace_token
+from infer.errors import InvalidRequestError
+from infer.kvcache.settings import CacheSettings
+from infer.model.from_checkpoint import (
+    dtype_name,
+    load_checked,
+    load_model,
+    load_tokenizer,
+    set_num_threads,
+    threads_if_loaded,
+)
 from infer.model.load import OnProgress
-from infer.params import SamplingParams
-from infer.results import GenerationResult, SampleTrace, TokenLogprob
-from infer.running import Running
-from infer.said import Said
-from infer.sampling import trace
-from infer.session import Host, Session
-from infer.tokenizer.rendering import start_rendering
+from infer.model.transformer import Transformer
+from infer.outputs import GenerationResult, Piece, SampleTrace, TokenLogprob
+from infer.runner.closing import closed
+from infer.runner.context import MAX_LINES, PREFILL_CHUNK
+from infer.sampling.defaults import default_params
+from infer.sampling.keywords import Params, SamplingKeywords, refuse_sampling, split_keywords
+from infer.sampling_params import SamplingParams
+from infer.session.session import Session
+from infer.session.transcript import Said
+from infer.speculation.ngram import NUM_DRAFT_TOKENS
+from infer.system.available_memory import give_back_freed
+from infer.tokenizer import Tokenizer
+from infer.tokenizer.template_process import start_rendering
 
 __all__ = ["LLM", "load_model", "load_tokenizer", "set_num_threads"]
 
 BATCH_SIZE = 8  # prompts in one step
 MAX_LOGPROBS = 20
-
-Message = Mapping[str, Any]
-Prompt = str | Sequence[int] | Sequence[Message]  # a text, ids, or messages for the model's chat template
 
 
 @final
@@ -51,32 +78,39 @@ class LLM:
     activations beside quantised weights on a CPU: "exact" (16 bits) or "fast" (8). `max_seq_len` None is the model's
     own context, 8,192 tokens at most. `kv_type` to `reuse_prefixes` are `CacheSettings`. `threads` counts for the
     whole process. `capture=False` runs each op by itself: slower, with the same tokens. `chat_template` stands in place
-    of the model's own; with `allow_special` control tokens that are written in a message are control, not text. Safe to
-    call from several threads.
+    of the model's own; with `allow_special` control tokens that are written in a message are control, not text.
+    `grammar_backend` holds answers to a schema, a pattern or a grammar. Safe to call from several threads.
+
+    How an answer is sampled is given as `SamplingParams`, exactly, or as a mapping or keywords, over the model's own
+    defaults: `generate("Once", temperature=0)`. `close()`, or `with LLM(...) as llm`, gives the memory back.
     """
 
+    @checks_settings
     def __init__(
         self,
         model: str | Path = "smollm2",
         *,
-        device: str | torch.device = "cpu",
-        dtype: str | torch.dtype = "auto",
-        weights: str = "auto",
-        precision: str = "exact",
+        device: DeviceName | str | torch.device = "cpu",
+        dtype: DtypeName | torch.dtype = "auto",
+        weights: WeightsType = "auto",
+        precision: PrecisionName = "exact",
         max_seq_len: int | None = None,
-        kv_type: str = "auto",
-        eviction_policy: str = "none",
+        kv_type: KVType = "auto",
+        eviction_policy: EvictionPolicy = "none",
         eviction_window: int = CacheSettings().eviction_window,
         protected_prefix: int = CacheSettings().protected_prefix,
         memory_threshold_mb: int | None = None,
         reuse_prefixes: bool = False,
+        grammar_backend: GrammarBackend = "llguidance",
         threads: int | None = None,
         capture: bool = True,
         chat_template: str | None = None,
         allow_special: bool = False,
         on_progress: OnProgress | None = None,
     ) -> None:
-        self._cache_settings = CacheSettings(
+        self._host: Host | None = None
+        self._shown = str(model)
+        cache = CacheSettings(
             kv_type=kv_type,
             eviction_policy=eviction_policy,
             eviction_window=eviction_window,
@@ -84,23 +118,63 @@ class LLM:
             memory_threshold_mb=memory_threshold_mb,
             reuse_prefixes=reuse_prefixes,
         )
-        checkpoint = open_checkpoint(model)
-        if threads is not None:
-            set_num_threads(threads)
-        self.tokenizer = load_tokenizer(checkpoint, chat_template=chat_template, allow_special=allow_special)
-        checkpoint = checkpoint.without_metadata()
-        if self.can_chat:
-            start_rendering()
-        self.sampling_defaults = sampling_defaults(checkpoint.generation_config)
-        settings = (device, dtype, weights, precision, max_seq_len)
-        self.model = load_checked(checkpoint, self.tokenizer, *settings, on_progress, self._cache_settings)
-        self._weights = f"{checkpoint.fingerprint()} {weights} {precision} {dtype}"
-        checkpoint.release_pages()
-        self._capture = capture
-        self._compiler = make_compiler(self.tokenizer, vocab_size_of(self.model, self.tokenizer))
-        self._idle: list[CachedContext] = []
-        if self.can_chat:
-            self._warn_of_a_broken_template()
+        kept_dtype = dtype_name(dtype)
+        with threads_if_loaded(threads):
+            checkpoint = open_checkpoint(model)
+            tokenizer = load_tokenizer(checkpoint, chat_template=chat_template, allow_special=allow_special)
+            stored = weights_name(checkpoint.metadata, checkpoint.tensors)
+            checkpoint = checkpoint.without_metadata()
+            if tokenizer.chat_template is not None:
+                start_rendering()
+            self.sampling_defaults = defaults_of(checkpoint)
+            asked = (device, dtype, weights, precision, max_seq_len)
+            network = load_checked(checkpoint, tokenizer, *asked, on_progress, cache)
+        fingerprint = f"{checkpoint.fingerprint()} {weights} {precision} {kept_dtype}"
+        kept = HostSettings(fingerprint, cache, capture, grammar_backend, self.sampling_defaults)
+        self._host = Host(network, tokenizer, kept)
+        loaded_as = next((each for each in (kept_dtype, weights) if each != "auto"), stored)
+        self._shown = shown_as(model, checkpoint, network.architecture, loaded_as, network.max_seq_len)
+        if (problem := self._host.template_problem()) is not None:
+            warnings.warn(f"no conversation will work: {problem}", stacklevel=3)
+
+    def __repr__(self) -> str:
+        return f"LLM({self._shown}{', closed' if self._host is None else ''})"
+
+    def __enter__(self) -> Self:
+        self._opened.open.check_open()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError("an LLM cannot be copied or pickled: load it again, with LLM(...)")
+
+    def close(self) -> None:
+        """Give back the memory of the weights and the caches. For any thread; again does nothing.
+
+        Answers under way end with finish_reason "abort", sessions are closed, and every later call raises ClosedError.
+        """
+        if self._host is not None:
+            self._host.close()
+            self._host = None
+            gc.collect()
+            give_back_freed()
+
+    @property
+    def _opened(self) -> Host:
+        if (host := self._host) is None:
+            raise closed()
+        return host
+
+    @property
+    def model(self) -> Transformer:
+        """The network. Raises ClosedError after `close`, as all but `repr` does."""
+        return self._opened.model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._opened.tokenizer
 
     @property
     def architecture(self) -> Architecture:
@@ -115,24 +189,31 @@ class LLM:
         """Whether the model brings a chat template."""
         return self.tokenizer.chat_template is not None
 
+    def default_params(self, *, is_chat: bool = False) -> SamplingParams:
+        """What a call without params is answered with: the model's own values, and neutral ones where it has none."""
+        return default_params(self.sampling_defaults, is_chat=is_chat)
+
     def generate(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         on_token: OnToken | None = None,
         cancel: threading.Event | None = None,
-        speculation: str | None = None,
+        speculation: Speculation | None = None,
         num_draft_tokens: int = NUM_DRAFT_TOKENS,
         prefill_chunk: int = PREFILL_CHUNK,
         on_prefill: OnPrefill | None = None,
+        overflow: Overflow = "error",
+        **sampling: Unpack[SamplingKeywords],
     ) -> GenerationResult:
-        """The whole answer. `params` None takes the model's own sampling defaults.
+        """The whole answer. Without `params` and keywords it is `default_params`, of a chat for messages.
 
         `on_token(token_id, text)` sees each token as it comes and cancels by returning False, `cancel` from another
         thread; both end with finish_reason "abort". For the rest see `stream`.
         """
-        stream = self.stream(
+        check_callback("on_token", on_token)
+        return self.stream(
             prompt,
             params,
             cancel=cancel,
@@ -140,117 +221,130 @@ class LLM:
             num_draft_tokens=num_draft_tokens,
             prefill_chunk=prefill_chunk,
             on_prefill=on_prefill,
-        )
-        return stream.run(on_token)
+            overflow=overflow,
+            **sampling,
+        ).run(on_token)
 
     def stream(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         cancel: threading.Event | None = None,
-        speculation: str | None = None,
+        speculation: Speculation | None = None,
         num_draft_tokens: int = NUM_DRAFT_TOKENS,
         prefill_chunk: int = PREFILL_CHUNK,
         on_prefill: OnPrefill | None = None,
+        overflow: Overflow = "error",
+        **sampling: Unpack[SamplingKeywords],
     ) -> Stream:
         """Pieces of text as they come; `.result` is there when they end.
 
         `speculation="ngram"` verifies guesses of up to `num_draft_tokens` in one step: the same tokens, sooner where
         the text repeats. A prompt is run `prefill_chunk` tokens at a time, after each of which
-        `on_prefill(done, total)` is called and `cancel` looked at.
+        `on_prefill(done, total)` is called and `cancel` looked at. A prompt that is too long is an error, or with
+        `overflow="truncate_left"` loses its beginning, so that the answer has its room (`prompt_ids.fitted`).
         """
-        _check_chunk(prefill_chunk)
-        running = self._begin(prompt, params, speculation, num_draft_tokens, cancel)
-        context = self._take_context()
-        running.reuse(context.adopt(0, running.generation.prompt_token_ids))
-        batch = Batch(context, self.model.device, prefill_chunk=prefill_chunk)
-        return Stream(running, batch, on_prefill=on_prefill, on_end=lambda: self._give_back(context))
+        host = self._opened
+        check_callback("on_prefill", on_prefill)
+        options = RequestOptions(
+            cancel=cancel,
+            speculation=speculation,
+            num_draft_tokens=num_draft_tokens,
+            prefill_chunk=prefill_chunk,
+            overflow=overflow,
+        )
+        return host.stream(prompt, host.sampled_by(prompt, params, sampling), options, on_prefill=on_prefill)
+
+    async def astream(self, prompt: Prompt, params: Params | None = None, **keywords: Any) -> AsyncIterator[Piece]:
+        """`stream` for `async for`, with its keywords: each step runs in another thread. Leaving it ends the answer."""
+        stream = await asyncio.to_thread(self.stream, prompt, params, **keywords)
+        try:
+            async for piece in stream:
+                yield piece
+        finally:
+            stream.cancel()
+            await asyncio.to_thread(stream.close)
 
     def generate_all(
         self,
         prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | Sequence[Params] | None = None,
         *,
         batch_size: int = BATCH_SIZE,
-        speculation: str | None = None,
+        speculation: Speculation | None = None,
         num_draft_tokens: int = NUM_DRAFT_TOKENS,
         prefill_chunk: int = PREFILL_CHUNK,
         cancel: threading.Event | None = None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
+        on_result: OnResult | None = None,
+        overflow: Overflow = "error",
+        **sampling: Unpack[SamplingKeywords],
     ) -> list[GenerationResult]:
-        """The answers to several prompts, in their order, up to `batch_size` of them in one step.
+        """The answers to several prompts, in their order, up to `batch_size` of them in one step (64 at most).
 
         Each is what `generate` gives for its prompt and parameters, one set for all or one a prompt. An answer that
-        ends makes room for the next prompt. All are checked before the first begins.
+        ends makes room for the next prompt, and `on_result(index, result)` is called with it. All are checked before
+        the first begins.
         """
-        _check_chunk(prefill_chunk)
-        if batch_size < 1:
-            raise InvalidRequestError(f"batch_size must be at least 1, got {batch_size}")
-        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise InvalidRequestError(f"params must be one or one a prompt: {len(prompts)} prompts, {len(each)} params")
+        host = self._opened
+        check_count("batch_size", batch_size, 1, MAX_LINES)
+        options = RequestOptions(
+            cancel=cancel,
+            speculation=speculation,
+            num_draft_tokens=num_draft_tokens,
+            prefill_chunk=prefill_chunk,
+            overflow=overflow,
+        )
         waiting = []
-        for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
+        for index, (prompt, own) in enumerate(pairs_of(prompts, params)):
             try:
-                waiting.append(self._begin(prompt, own, speculation, num_draft_tokens, cancel))
+                asked = host.sampled_by(prompt, own, sampling)
+                waiting.append(host.begin(host.fit(prompt, asked, options, None), asked, options))
             except InvalidRequestError as error:
                 raise type(error)(f"prompt {index}: {error}") from error
+            host.open.add(waiting[-1], Running.cancel)
         return run_all(
-            self.model,
+            host.model,
             waiting,
             batch_size,
             on_progress,
             prefill_chunk=prefill_chunk,
-            capture=self._capture,
-            settings=self._cache_settings,
-        )
-
-    def _begin(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        speculation: str | None,
-        num_draft_tokens: int,
-        cancel: threading.Event | None,
-    ) -> Running:
-        if speculation not in (None, "ngram"):
-            raise InvalidRequestError(f"speculation must be 'ngram' or None, got {speculation!r}")
-        if not 1 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
-            raise InvalidRequestError(f"num_draft_tokens must be in [1, {MAX_DRAFT_TOKENS}], got {num_draft_tokens}")
-        params = SamplingParams(**self.sampling_defaults) if params is None else params
-        generation = begin(self.model, self.tokenizer, self._encode(prompt), params)
-        grammar = grammar_of(params)
-        return Running(
-            generation,
-            constraint=None if grammar is None else self._compiler.compile(grammar),
-            num_draft_tokens=num_draft_tokens if speculation else 0,
-            cancel=cancel,
+            capture=host.settings.capture,
+            settings=host.settings.cache,
+            on_result=on_result,
         )
 
     def chat(
         self,
         messages: Sequence[Message],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         on_token: OnToken | None = None,
         cancel: threading.Event | None = None,
-        **template_variables: Any,
+        overflow: Overflow = "error",
+        **keywords: Any,
     ) -> GenerationResult:
-        """Answer a conversation, rendered by the model's own template; for extra names see `Tokenizer.encode_chat`."""
-        token_ids = self.tokenizer.encode_chat(messages, **template_variables)
-        return self.generate(token_ids, params, on_token=on_token, cancel=cancel)
+        """Answer a conversation, rendered by the model's own template. Keywords are those of `SamplingParams` and of
+        `Tokenizer.encode_chat`, variables of the template among them.
+        """
+        check_callback("on_token", on_token)
+        host = self._opened
+        sampling, variables = split_keywords(keywords, host.tokenizer.chat_templates)
+        options = RequestOptions(cancel=cancel, overflow=overflow)
+        encode = partial(encode_conversation, host.tokenizer, variables)
+        return host.stream(messages, host.sampled_by(messages, params, sampling), options, encode=encode).run(on_token)
 
     def session(
         self, *, system: str | None = None, tools: Sequence[Message] | None = None, **template_variables: Any
     ) -> Session:
         """Many turns over one cache. A system message, tools and extra names go to the chat template of every turn."""
+        refuse_sampling(template_variables, self.tokenizer.chat_templates)
         messages = [] if system is None else [{"role": "system", "content": system}]
         template = template_variables | ({} if tools is None else {"tools": list(tools)})
         if (messages or template) and not self.can_chat:
             raise InvalidRequestError("the model has no chat template: use append() and generate() with plain text")
-        host = Host(self.model, self.tokenizer, self._weights, self._begin, self._take_context, self._give_back)
-        return Session(host, Said(messages=messages, template=template, num_given=len(messages)))
+        return Session(self._opened, Said(messages=messages, template=template, num_given=len(messages)))
 
     def load_session(self, path: str | Path) -> Session:
         """A session that `Session.save` wrote, by this process or another one with the same model."""
@@ -258,113 +352,54 @@ class LLM:
         session.load(path)
         return session
 
-    def prompt_logprobs(self, prompt: Prompt | Sequence[Message], *, num: int = 0) -> list[TokenLogprob | None]:
+    def prompt_logprobs(self, prompt: Prompt, *, num: int = 0) -> list[TokenLogprob | None]:
         """How likely the model holds each token of a prompt, beside the `num` likeliest; None for the first.
 
         Of the raw logits. Of these there are never more in memory than for 64 tokens.
         """
-        if not 0 <= num <= MAX_LOGPROBS:
-            raise InvalidRequestError(f"num must be in [0, {MAX_LOGPROBS}], got {num}")
-        token_ids = check_prompt(self.model, self.tokenizer, self._encode(prompt), room=0)
-        context = self._take_context()
+        check_count("num", num, 0, MAX_LOGPROBS)
+        host = self._opened
+        token_ids = check_prompt(host.model, host.tokenizer, host.encode(prompt), room=0)
+        context = host.contexts.take()
         try:
-            return [None, *context.score(0, token_ids, num, vocab_size_of(self.model, self.tokenizer))]
+            return [None, *context.score(0, token_ids, num, host.vocab_size)]
         finally:
-            self._give_back(context)
+            host.contexts.give_back(context)
 
     def sample_trace(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         step: int = 1,
         num_candidates: int = 10,
+        **sampling: Unpack[SamplingKeywords],
     ) -> SampleTrace:
         """How the token of this step (1 follows the prompt) is sampled, stage by stage: the one `generate` gives.
 
         A prompt of messages is rendered as `chat` does. Raises InvalidRequestError where the answer ends before.
         """
-        if self._cache_settings.keeps_whole_prompts:
+        host = self._opened
+        if host.settings.cache.keeps_whole_prompts:
             raise InvalidRequestError(
                 "a trace has logits of the whole text, of which snapkv keeps a part: load without it"
             )
-        if step < 1:
-            raise InvalidRequestError(f"step must be at least 1, the first token after the prompt, got {step}")
-        params = SamplingParams(**self.sampling_defaults) if params is None else params
-        params = replace(params, max_new_tokens=step, min_new_tokens=min(params.min_new_tokens, step))
-        token_ids = check_prompt(self.model, self.tokenizer, self._encode(prompt), room=1)
-        result = self.generate(token_ids, params)
-        if result.error is not None:
-            raise InvalidRequestError(f"the generation ended early: {result.error}")
-        if len(result.token_ids) < step:
-            why = f"{result.finish_reason}, {result.stop_reason!r}"
-            raise InvalidRequestError(
-                f"step must be at most {len(result.token_ids)}, where the answer ends ({why}), got {step}"
-            )
-        context = token_ids + result.token_ids[: step - 1]
-        found = trace.sample_trace(
-            self.logits(context, last=1)[0, : vocab_size_of(self.model, self.tokenizer)],
-            replace(params, seed=result.seed),
-            context,
-            num_prompt_tokens=len(token_ids),
-            eos_token_ids=self.tokenizer.eos_token_ids,
+        check_count("step", step, 1, self.max_seq_len)
+        check_count("num_candidates", num_candidates, 1, host.vocab_size)
+        return trace_token(
+            check_prompt(host.model, host.tokenizer, host.encode(prompt), room=1),
+            host.sampled_by(prompt, params, sampling),
+            host.tokenizer,
+            host.vocab_size,
+            generate=self.generate,
+            last_logits=lambda token_ids: self.logits(token_ids, last=1)[0],
+            step=step,
             num_candidates=num_candidates,
         )
-        if found.token_id != result.token_ids[-1]:
-            raise InferError(f"the trace ends in token {found.token_id}, the answer in {result.token_ids[-1]}")
-        texts = self.tokenizer.token_bytes
-        return replace(
-            found,
-            text_before=self.tokenizer.decode(context, skip_special_tokens=False),
-            candidates=tuple(
-                replace(candidate, text=texts[candidate.token_id].decode("utf-8", errors="backslashreplace"))
-                for candidate in found.candidates
-            ),
-        )
-
-    def _warn_of_a_broken_template(self) -> None:
-        """Said at load, not at the first conversation; plain text needs no template."""
-        try:
-            self.tokenizer.check_chat_template()
-        except InvalidRequestError as error:
-            warnings.warn(f"no conversation will work: {error}", stacklevel=3)
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        if not isinstance(prompt, Iterable):
-            raise InvalidRequestError(f"a prompt must be a text, ids or messages, got {type(prompt).__name__}")
-        given: list[Any] = list(prompt)
-        return self.tokenizer.encode_chat(given) if any(isinstance(each, Mapping) for each in given) else given
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int], *, last: int | None = None) -> Float[Tensor, "tokens vocab"]:
         """float32 logits after every token, or after the last few: `[tokens, vocab]` takes 4 bytes × vocab a token."""
-        token_ids = check_prompt(self.model, self.tokenizer, token_ids, room=0)
-        model = self.model.for_length(len(token_ids))
-        cache = make_cache(model, len(token_ids), settings=self._cache_settings)
-        first = 0 if last is None else max(len(token_ids) - last, 0)
-        chunks = []
-        for start in range(0, len(token_ids), PREFILL_CHUNK):
-            chunk = token_ids[start : start + PREFILL_CHUNK]
-            step = Step.of(chunk, start, wanted=range(max(first - start, 0), len(chunk))).to(self.model.device)
-            cache.reserve(0, len(chunk))
-            chunks.append(model.forward(step, cache))
-            cache.commit([len(chunk)])
-        return torch.cat(chunks)
-
-    def _take_context(self) -> CachedContext:
-        """An empty sequence, one that was given back if there is one: its cache is there and its step recorded."""
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return CachedContext(self.model, self.max_seq_len, capture=self._capture, settings=self._cache_settings)
-
-    def _give_back(self, context: CachedContext) -> None:
-        context.clear()
-        self._idle.append(context)
-
-
-def _check_chunk(prefill_chunk: int) -> None:
-    if not 1 <= prefill_chunk <= PREFILL_CHUNK:
-        raise InvalidRequestError(f"prefill_chunk must be in [1, {PREFILL_CHUNK}], got {prefill_chunk}")
+        host = self._opened
+        token_ids = check_prompt(host.model, host.tokenizer, host.encode(token_ids), room=0)
+        return logits_of(host.model, token_ids, host.settings.cache, last=last)

@@ -14,8 +14,8 @@ from typing import Any
 import hostile_files
 from hostile_files import CONFIG, LLAMA3, read_everything, read_network, use, write_folder, write_gguf
 from infer.errors import InferError
-from infer.tokenizer import Tokenizer, rendering
-from infer.tokenizer.chat import ChatTemplate
+from infer.tokenizer import Tokenizer, template_process
+from infer.tokenizer.chat_template import ChatTemplate
 from infer.tokenizer.template_child import make_environment
 from test_chat import CHATML, FEATURES, SMOLLM2
 from test_gguf_faults import FAULTS as GGUF_FAULTS
@@ -132,7 +132,7 @@ def _read_template(content: bytes) -> None:
     ChatTemplate(source, {"bos_token": "<s>"}).render(messages)
 
 
-rendering.RENDER_SECONDS = RENDER_SECONDS
+template_process.RENDER_SECONDS = RENDER_SECONDS
 TARGETS = {
     "gguf": Target(_gguf_seeds, _read_gguf),
     "safetensors": Target(_safetensors_seeds, _read_safetensors, is_json=True),

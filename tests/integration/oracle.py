@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PretrainedConfig
 
 from infer.checkpoint import Checkpoint
-from infer.checkpoint.stored import LazyWeights
+from infer.checkpoint.lazy_weights import LazyWeights
 from infer.model.load import dense
 
 _GEMMA_NORMS = {

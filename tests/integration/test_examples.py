@@ -1,14 +1,18 @@
-"""The examples run as a reader would run them, and say what they promise."""
+"""The examples run as a reader would run them, and say what they promise: to the letter what `LLM` answers."""
 
 import re
 import subprocess
-import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from infer import LLM, SamplingParams
+from watched import script_command
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MAX_LINES = 30
+NUM_TOKENS = 200  # more than a page of the cache, and than several
 
 # What each program's stdout must contain, as a regular expression.
 PROMISES = {
@@ -20,6 +24,24 @@ PROMISES = {
 }
 
 
+def run(name: str, *arguments: object) -> str:
+    done = subprocess.run(
+        script_command(EXAMPLES / name, *arguments),
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+@cache
+def load(path: Path) -> LLM:
+    return LLM(path)
+
+
 def test_every_example_is_run_and_short() -> None:
     programs = sorted(EXAMPLES.glob("*.py"))
     assert [program.name for program in programs] == sorted(PROMISES)
@@ -29,13 +51,33 @@ def test_every_example_is_run_and_short() -> None:
 
 @pytest.mark.parametrize("name", sorted(PROMISES))
 def test_the_example_keeps_its_promise(name: str, smollm2_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), str(smollm2_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
-    assert done.returncode == 0, done.stderr
-    assert re.search(PROMISES[name], done.stdout), done.stdout
-    assert "Traceback" not in done.stderr
+    out = run(name, smollm2_path)
+    assert re.search(PROMISES[name], out), out
+
+
+def test_a_loop_of_ones_own_gives_the_tokens_of_generate(smollm2_path: Path) -> None:
+    params = SamplingParams(temperature=0, max_new_tokens=NUM_TOKENS, ignore_eos=True)
+    llm = load(smollm2_path)
+    result = llm.generate("Once upon a time", params)
+    token_ids = [*llm.tokenizer.encode("Once upon a time"), *result.token_ids]
+    assert run("custom_loop.py", smollm2_path, NUM_TOKENS) == llm.tokenizer.decode(token_ids) + "\n"
+
+
+def test_a_long_text_and_a_long_stream_are_those_of_generate(smollm2_path: Path) -> None:
+    llm = load(smollm2_path)
+    greedy = SamplingParams(temperature=0, max_new_tokens=NUM_TOKENS)
+    assert run("generate.py", smollm2_path, NUM_TOKENS) == llm.generate("Once upon a time", greedy).text + "\n"
+    sampled = SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_new_tokens=NUM_TOKENS, stop=["\n\n"])
+    expected = llm.generate("The best thing about the sea is", sampled).text
+    assert run("stream.py", smollm2_path, NUM_TOKENS) == expected + "\n"
+
+
+def test_a_long_conversation_is_that_of_chat(smollm2_path: Path) -> None:
+    """Its second answer knows the first."""
+    llm = load(smollm2_path)
+    params = SamplingParams(temperature=0, max_new_tokens=NUM_TOKENS)
+    session = llm.session(system="You answer in one short sentence.")
+    expected = ""
+    for question in ("What is the capital of France?", "And what is it famous for?"):
+        expected += f"> {question}\n{session.send(question, params).text}\n"
+    assert run("chat.py", smollm2_path, NUM_TOKENS) == expected

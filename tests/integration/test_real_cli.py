@@ -79,12 +79,12 @@ def test_many_prompts_get_the_answers_that_each_gets_alone(capsys: Capture, tmp_
     ("options", "message"),
     [
         (["--regex", "a[b"], "regex, column 2: "),
-        (["--speculation", "ngram", "--draft-tokens", "0"], "num_draft_tokens must be in [1, 32], got 0"),
-        (["--prefill-chunk", "0"], "prefill_chunk must be in [1, 512], got 0"),
+        (["--speculation", "ngram", "--draft-tokens", "0"], "0 is not in the range 1<=x<=32"),
+        (["--prefill-chunk", "0"], "0 is not in the range 1<=x<=512"),
     ],
 )
 def test_what_the_model_refuses_is_one_line_and_status_2(capsys: Capture, options: list[str], message: str) -> None:
-    assert main(["generate", "-q", *options]) == 2
+    assert main(["generate", "-q", "-p", "x", *options]) == 2
     told = capsys.readouterr().err
     assert message in told
     assert told.count("\n") == 1

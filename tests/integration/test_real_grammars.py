@@ -11,7 +11,7 @@ import pytest
 from constraint_walks import allowed_ids, schema_text, walk
 from infer import LLM, SamplingParams
 from infer.checkpoint import open_checkpoint
-from infer.constraint import Compiler, Grammar, make_compiler
+from infer.grammar import Compiler, Grammar, make_compiler
 from infer.tokenizer import Tokenizer
 
 VOCAB_SIZE = 49_152 + 40

@@ -7,14 +7,15 @@ import pytest
 import torch
 
 from infer import load_model, load_tokenizer
-from infer.batch import Part
-from infer.context import CachedContext
-from infer.ops import threads_for
+from infer.operands.step import Part
+from infer.ops import backend_of
+from infer.runner.context import CachedContext
 from oracle import mean_kl
 
 pytestmark = pytest.mark.slow
 
 NUM_TOKENS = 512
+NUM_COMPARED = 128  # the last of them, which see most of the others
 MOST = {"f16": 2e-6, "q8": 1e-3, "q4": 2e-2}  # mean KL against f32
 TEXT = " ".join(topics["assignment"].split())
 
@@ -27,8 +28,8 @@ def test_fewer_bits_change_little(name: str) -> None:
     logits = {}
     for kv_type in ("f32", *MOST):
         context = CachedContext(replace(model, kv_type=kv_type), NUM_TOKENS, capture=False)
-        with threads_for(model.device):
-            logits[kv_type] = context.forward([Part(0, token_ids, num_drafts=len(token_ids) - 1)]).clone()
+        with backend_of(model.device).threads():
+            logits[kv_type] = context.forward([Part(0, token_ids, num_drafts=NUM_COMPARED - 1)]).clone()
     found = {kv_type: mean_kl(logits["f32"], logits[kv_type]) for kv_type in MOST}
     assert all(0 < found[kv_type] <= most for kv_type, most in MOST.items()), found
     assert found["f16"] < found["q8"] < found["q4"], found

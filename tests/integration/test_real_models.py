@@ -3,18 +3,21 @@
 import platform
 import subprocess
 import sys
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from infer import LLM, SamplingParams
-from infer.batch import Part, Step
-from infer.capture.cpu import CapturedForward
+from extent import IS_WHOLE, usual_or_all
+from infer import LLM, SamplingParams, ops
+from infer.backends.cpu.capture.forward import CapturedForward
 from infer.checkpoint import open_checkpoint
-from infer.context import CachedContext, make_cache
-from infer.ops import threads_for
+from infer.operands.step import Part, Step
+from infer.ops import backend_of
+from infer.runner.context import CachedContext, make_cache
 from oracle import make_oracle, mean_kl, oracle_logits
+from watched import python_command
 
 pytestmark = pytest.mark.slow
 
@@ -46,12 +49,38 @@ PROMPTS = [
 ]
 
 
+CPU = torch.device("cpu")
+NUM_LONG = 4  # prompts whose answers are of full length; the others' have a quarter of it, or half
+LENGTHS = {"smollm2": (256, 64), "gemma3-270m": (48, 24)}
 TIE = 1e-3
 
 
-@pytest.fixture(scope="module", params=["smollm2", "gemma3-270m"])
-def pair(request: pytest.FixtureRequest) -> tuple[Any, LLM]:
-    return make_oracle(open_checkpoint(request.param)), LLM(request.param, dtype="float32", max_seq_len=1024)
+class Oracle(NamedTuple):
+    name: str
+    model: Any
+
+
+@pytest.fixture(scope="module", params=LENGTHS)
+def oracle(request: pytest.FixtureRequest) -> Oracle:
+    return Oracle(request.param, make_oracle(open_checkpoint(request.param)))
+
+
+@pytest.fixture(scope="module")
+def pair(oracle: Oracle) -> tuple[Any, LLM]:
+    return oracle.model, LLM(oracle.name, dtype="float32", max_seq_len=1024)
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> LLM:
+    return LLM("smollm2", max_seq_len=1024)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = ops.backend_of(CPU).num_threads()
+    ops.set_num_threads(2)
+    yield
+    ops.set_num_threads(before)
 
 
 def test_float32_logits_equal_transformers(pair: tuple[Any, LLM]) -> None:
@@ -78,16 +107,16 @@ def test_a_wrong_weight_would_be_seen(pair: tuple[Any, LLM]) -> None:
         norm.div_(1.01)
 
 
-@pytest.mark.parametrize(("name", "length"), [("smollm2", 256), ("gemma3-270m", 48)])
-def test_greedy_text_equals_transformers_for_twenty_prompts(name: str, length: int) -> None:
+def test_greedy_text_equals_transformers_for_twenty_prompts(oracle: Oracle) -> None:
     """Where two logits of the oracle are within TIE, either is right: the choice is a tie, counted and bounded."""
-    oracle, llm = make_oracle(open_checkpoint(name)), LLM(name, max_seq_len=1024)
+    llm, (full, short) = LLM(oracle.name, max_seq_len=1024), LENGTHS[oracle.name]
     ties = 0
-    for prompt in PROMPTS:
+    for index, prompt in enumerate(PROMPTS):
+        length = full if index < NUM_LONG or IS_WHOLE else short
         prompt_ids = llm.tokenizer.encode(prompt)
         result = llm.generate(prompt_ids, SamplingParams(temperature=0, max_new_tokens=length, ignore_eos=True))
         # Greedy decoding says the likeliest token after each prefix, which one pass over the whole text shows.
-        logits = oracle_logits(oracle, prompt_ids + result.token_ids)[len(prompt_ids) - 1 : -1]
+        logits = oracle_logits(oracle.model, prompt_ids + result.token_ids)[len(prompt_ids) - 1 : -1]
         chosen = logits.gather(1, torch.tensor(result.token_ids)[:, None])[:, 0]
         behind = logits.max(-1).values - chosen
         assert behind.max() <= TIE, f"{prompt!r}: token {int(behind.argmax())} is {float(behind.max()):.4f} behind"
@@ -95,16 +124,18 @@ def test_greedy_text_equals_transformers_for_twenty_prompts(name: str, length: i
     assert ties <= 2
 
 
-def test_captured_steps_of_several_rows_give_the_tokens_of_uncaptured_ones() -> None:
-    """Prompts in chunks of other sizes, then 200 greedy steps of three rows at once, beside each row alone."""
-    llm = LLM("smollm2", max_seq_len=512)
+@pytest.mark.usefixtures("two_threads")
+def test_captured_steps_of_several_rows_give_the_tokens_of_uncaptured_ones(smollm2: LLM) -> None:
+    """Prompts in chunks of other sizes, then greedy steps of three rows at once, through a page and more, beside each
+    row alone."""
+    llm = smollm2
     prompts = [llm.tokenizer.encode(text) for text in (TEXT, PROMPTS[9], PROMPTS[13])]
     caches = [make_cache(llm.model, 512, num_rows=3) for _ in range(2)]
     for cache in caches:
         for row in range(3):
             cache.reserve(row, 512)
     captured = CapturedForward(lambda step: llm.model.forward(step, caches[0]), capacity=48)
-    with torch.inference_mode(), threads_for(llm.model.device):
+    with torch.inference_mode(), backend_of(llm.model.device).threads():
         rows = list(range(3))
         last = []
         for row, ids in enumerate(prompts):
@@ -114,7 +145,7 @@ def test_captured_steps_of_several_rows_give_the_tokens_of_uncaptured_ones() -> 
             assert torch.equal(logits, expected)
             last.append(int(logits.argmax()))
         alone = list(last)
-        for index in range(200):
+        for index in range(usual_or_all(80, 200)):
             positions = [len(ids) + index for ids in prompts]
             steps = [Step.of([last[row]], positions[row], row=row) for row in rows]
             logits = captured.run(Step.join(steps)).clone()
@@ -124,23 +155,23 @@ def test_captured_steps_of_several_rows_give_the_tokens_of_uncaptured_ones() -> 
                 last[row], alone[row] = int(logits[row].argmax()), int(expected[0].argmax())
 
 
-def test_a_chain_of_the_table_gives_the_tokens_of_uncaptured_steps() -> None:
-    llm = LLM("smollm2", max_seq_len=512)
+def test_a_chain_of_the_table_gives_the_tokens_of_uncaptured_steps(smollm2: LLM) -> None:
+    llm, num_tokens = smollm2, usual_or_all(150, 400)
     ids = llm.tokenizer.encode(PROMPTS[10])
-    chained = llm.generate(ids, SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True)).token_ids
+    chained = llm.generate(ids, SamplingParams(temperature=0, max_new_tokens=num_tokens, ignore_eos=True)).token_ids
     context = CachedContext(llm.model, 512, capture=False)
     tokens, pending = list[int](), list(ids)
-    with torch.inference_mode(), threads_for(llm.model.device):
-        while len(tokens) < 400:
+    with torch.inference_mode(), backend_of(llm.model.device).threads():
+        while len(tokens) < num_tokens:
             tokens.append(int(context.forward([Part(0, pending)])[0].argmax()))
             context.commit(0, len(pending))
             pending = tokens[-1:]
     assert chained == tokens
 
 
-def test_greedy_text_with_speculation_and_in_batches_is_that_of_plain_steps() -> None:
+def test_greedy_text_with_speculation_and_in_batches_is_that_of_plain_steps(smollm2: LLM) -> None:
     """The plain steps are those of `transformers`, by the test above."""
-    llm = LLM("smollm2", max_seq_len=1024)
+    llm = smollm2
     copying = "Repeat: the cat sat on the mat and the dog sat on the log.\nthe cat sat on the mat and the dog"
     prompts = [*PROMPTS[:7], copying]
     params = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
@@ -153,8 +184,8 @@ def test_greedy_text_with_speculation_and_in_batches_is_that_of_plain_steps() ->
         assert [result.token_ids for result in together] == [result.token_ids for result in plain]
 
 
-def test_seeded_text_with_speculation_and_in_batches_is_that_of_plain_steps() -> None:
-    llm = LLM("smollm2", max_seq_len=1024)
+def test_seeded_text_with_speculation_and_in_batches_is_that_of_plain_steps(smollm2: LLM) -> None:
+    llm = smollm2
     each = [
         SamplingParams(temperature=0.8, seed=1, max_new_tokens=32),
         SamplingParams(temperature=0.7, top_k=40, top_p=0.9, repetition_penalty=1.2, seed=2, max_new_tokens=32),
@@ -176,8 +207,8 @@ def test_smollm2_answers_a_question() -> None:
     assert result.finish_reason == "eos"
 
 
-def test_seeded_sampling_repeats_and_seeds_differ() -> None:
-    llm = LLM("smollm2", max_seq_len=256)
+def test_seeded_sampling_repeats_and_seeds_differ(smollm2: LLM) -> None:
+    llm = smollm2
     params = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, repetition_penalty=1.1, seed=42, max_new_tokens=24)
     first, second = (llm.generate("Once upon a time", params).token_ids for _ in range(2))
     assert first == second
@@ -196,8 +227,8 @@ def test_the_cache_changes_nothing() -> None:
     assert cached.token_ids == recomputed.token_ids
 
 
-def test_a_stop_string_cuts_a_real_answer() -> None:
-    llm = LLM("smollm2", max_seq_len=256)
+def test_a_stop_string_cuts_a_real_answer(smollm2: LLM) -> None:
+    llm = smollm2
     baseline = llm.generate("The colours are red,", SamplingParams(temperature=0, max_new_tokens=40))
     stop = baseline.text[10:14]
     result = llm.generate("The colours are red,", SamplingParams(temperature=0, max_new_tokens=40, stop=[stop]))
@@ -214,9 +245,7 @@ llm = LLM("smollm2", max_seq_len=128)
 print(llm.generate("Once upon a time", SamplingParams(temperature=0, max_new_tokens=24)).text)
 print(sorted({"numba", "llvmlite"} & set(sys.modules)))
 """
-    cold, warm = (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False) for _ in range(2)
-    )
+    cold, warm = (subprocess.run(python_command(code), capture_output=True, text=True, check=False) for _ in range(2))
     assert (cold.returncode, warm.returncode, warm.stderr) == (0, 0, "")
     assert warm.stdout.splitlines()[:-1] == cold.stdout.splitlines()[:-1]
     if sys.platform == "linux" and platform.machine() == "x86_64":

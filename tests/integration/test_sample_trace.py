@@ -6,7 +6,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from infer.cli import main
+from infer.cli import commands, main
+from infer.llm import LLM
 
 OPTIONS = {
     "defaults": ["--seed", "3"],
@@ -14,17 +15,24 @@ OPTIONS = {
         *["--seed", "5", "--temperature", "1.3", "--top-k", "50", "--top-p", "0.8", "--min-p", "0.02"],
         *["--frequency-penalty", "0.4", "--presence-penalty", "0.3", "--logit-bias", "4461=-inf"],
     ],
-    "greedy": ["--temperature", "0"],
-    "plain greedy": ["--temperature", "0", "--repetition-penalty", "1"],
+    "preset": ["--preset", "seed", "--seed", "3"],
+    "greedy": ["--preset", "seed", "--temperature", "0"],
+    "plain greedy": ["--temperature", "0"],
     "chat": ["--chat", "--system", "Be brief.", "--seed", "1"],
 }
 
 
+@pytest.fixture(scope="module")
+def llm(smollm2_path: Path) -> LLM:
+    return LLM(smollm2_path)
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_step_is_the_one_that_generate_took(
-    name: str, smollm2_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = ["--model", str(smollm2_path), "--prompt", "Roses are red, violets are", *OPTIONS[name], "--json", "-q"]
+    monkeypatch.setattr(commands, "load_model", lambda context, options: llm)
+    options = ["--prompt", "Roses are red, violets are", *OPTIONS[name], "--json", "-q"]
     assert main(["generate", "-n", "10", *options]) == 0
     token_ids = json.loads(capsys.readouterr().out)["token_ids"]
     path = tmp_path / "trace.svg"

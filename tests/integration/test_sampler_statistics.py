@@ -1,4 +1,4 @@
-"""The distribution of what is drawn: 200,000 draws a configuration, pairs, and ten million draws without a slip.
+"""The distribution of what is drawn: 200,000 draws a configuration, pairs, and millions of draws without a slip.
 
 Every check fails by chance with a probability of at most FALSE_ALARM, all of them together of less than 1e-4. Seeds are
 fixed, so that a pass is repeatable. No model is needed: these tests are here because they take a minute.
@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from infer.params import SamplingParams
-from infer.sampling.rows import Rows
+from extent import usual_or_all
+from infer.sampling.columns import Rows
 from infer.sampling.sampler import Choose
+from infer.sampling_params import SamplingParams
 from sampling_cases import IMPLEMENTATIONS, make_logits
 from sampling_statistics import (
     CONFIGURATIONS,
@@ -98,14 +99,14 @@ def test_neighbouring_positions_rows_and_seeds_are_independent(choose: Choose, n
         assert independence(first, second, probabilities) > FALSE_ALARM / len(pairs), name
 
 
-def test_ten_million_draws_without_a_forbidden_token() -> None:
-    """500 calls of 20,000 rows at temperature 2; 1e8 is the goal on faster machines. What is forbidden has most of the
-    probability: the largest logits are banned by bias, the next by the mask, the others by top-k and top-p.
+def test_two_million_draws_without_a_forbidden_token() -> None:
+    """100 calls of 20,000 rows at temperature 2; with INFER_TESTS=all ten million draws. What is forbidden has most of
+    the probability: the largest logits are banned by bias, the next by the mask, the others by top-k and top-p.
     """
     logits = torch.tensor([9.0, 8.0, 7.0, 2.0, 1.9, 1.8, 1.7, 0.0, -1.0, -40.0, 1.75, 1.6])
     values = {"temperature": 2.0, "logit_bias": {0: -np.inf, 1: -np.inf}, "top_k": 6, "top_p": 0.9}
     params = SamplingParams(seed=0, allowed_token_ids=[i for i in range(12) if i != 2], **values)  # type: ignore[arg-type]
-    num_rows, num_calls = 20_000, 500
+    num_rows, num_calls = 20_000, usual_or_all(100, 500)
     rows = Rows.pack([params], 12).repeat(num_rows, range(num_rows))
     batch = logits.expand(num_rows, -1).contiguous()
     counts = torch.zeros(12, dtype=torch.int64)

@@ -1,22 +1,24 @@
 """The `infer` command with a model of a few lines in place of a real one: `python fake_cli.py chat …`.
 
 It answers word by word with what it was asked and how. A prompt that says "slow" takes a while per word, "long" does
-not fit, "broken" fails.
+not fit, "broken" fails. The file that $FAKE_BEGUN names appears with the first word.
 """
 
 import json
-import sys
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from infer.cli import commands, main
-from infer.cli.model import OnProgress, OnToken, Prompt
+from infer.__main__ import run
+from infer.cli import commands
+from infer.cli.model import OnProgress, OnResult, OnToken, Prompt
 from infer.errors import ContextLengthError
-from infer.params import SamplingParams
-from infer.results import GenerationResult, GenerationStats, GenerationTiming, SampleTrace, TraceCandidate, TraceStage
+from infer.outputs import GenerationResult, GenerationStats, GenerationTiming, SampleTrace, TraceCandidate, TraceStage
+from infer.sampling.defaults import SamplingDefaults
+from infer.sampling_params import SamplingParams
 
 
 class FakeModel:
@@ -26,7 +28,7 @@ class FakeModel:
     can_chat = True
 
     def __init__(self, sampling_defaults: dict[str, Any] | None = None) -> None:
-        self.sampling_defaults = sampling_defaults or {}
+        self.sampling_defaults = SamplingDefaults(sampling_defaults or {})
 
     def generate(
         self,
@@ -39,27 +41,32 @@ class FakeModel:
         num_draft_tokens: int = 15,
         prefill_chunk: int = 512,
         on_prefill: OnProgress | None = None,
+        overflow: str = "error",
     ) -> GenerationResult:
         if not isinstance(prompt, str):
             return self.chat([x for x in prompt if not isinstance(x, int)], params, on_token=on_token, cancel=cancel)
         if on_prefill is not None and "read" in prompt:
             on_prefill(512, 1024)
         if "path" in prompt:
-            prompt = f"{speculation} {num_draft_tokens} {prefill_chunk}"
+            prompt = f"{speculation} {num_draft_tokens} {prefill_chunk} {overflow}"
         if "long" in prompt:
             raise ContextLengthError("the prompt has 101 tokens and the context holds 100")
         if "broken" in prompt:
             raise RuntimeError("the model fell over")
         answer = str(params) if "params" in prompt else f"echo: {prompt}"
-        words = [word + " " for word in answer.split(" ")] * (1000 if "slow" in prompt else 1)
+        is_slow = "slow" in prompt
+        words = [word + " " for word in answer.split(" ")] * (1000 if is_slow else 1)
         said: list[str] = []
         for token_id, word in enumerate(words):
             if cancel is not None and cancel.is_set():
                 break
-            time.sleep(0.02 if "slow" in prompt else 0)
+            if is_slow:
+                time.sleep(0.02)
             said.append(word)
             if on_token is not None:
                 on_token(token_id, word)
+            if begun := os.environ.get("FAKE_BEGUN"):
+                Path(begun).touch()
         stopped = cancel is not None and cancel.is_set()
         return GenerationResult(
             token_ids=list(range(len(said))),
@@ -78,17 +85,22 @@ class FakeModel:
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        batch_size: int = 8,
         speculation: str | None = None,
         num_draft_tokens: int = 15,
         prefill_chunk: int = 512,
         cancel: threading.Event | None = None,
         on_progress: OnProgress = lambda done, total: None,
+        on_result: OnResult | None = None,
+        overflow: str = "error",
     ) -> list[GenerationResult]:
         assert isinstance(params, list)
         results = []
         for prompt, own in zip(prompts, params, strict=True):
             results.append(self.generate(prompt, own, cancel=cancel, speculation=speculation))
             on_progress(len(results), len(prompts))
+            if on_result is not None:
+                on_result(len(results) - 1, results[-1])
         return results
 
     def chat(
@@ -98,11 +110,12 @@ class FakeModel:
         *,
         on_token: OnToken | None = None,
         cancel: threading.Event | None = None,
+        on_prefill: OnProgress | None = None,
         **template_variables: Any,
     ) -> GenerationResult:
         system = "".join(f"[{message['content']}] " for message in messages if message["role"] == "system")
         prompt = f"{system}{len(messages)} {messages[-1]['content']}"
-        return self.generate(prompt, params, on_token=on_token, cancel=cancel)
+        return self.generate(prompt, params, on_token=on_token, cancel=cancel, on_prefill=on_prefill)
 
     def session(self) -> "FakeSession":
         return FakeSession(self)
@@ -155,4 +168,4 @@ class FakeSession:
 
 if __name__ == "__main__":
     commands.load_model = lambda context, options: FakeModel()
-    sys.exit(main())
+    run()

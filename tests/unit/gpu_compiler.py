@@ -10,9 +10,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from infer.kernels.gpu import filtered, plain
-from infer.kernels.gpu.batch import Batch
-from infer.kernels.gpu.sampler import EXACT, tiling_of
+from infer.backends.cuda import filtered, plain
+from infer.backends.cuda.batch import Batch
+from infer.backends.cuda.sampler import EXACT, tiling_of
 
 POINTERS = {
     "scores": "*fp32", "score_ids": "*i32", "largests": "*fp32", "maxima": "*i32", "sums": "*i64",

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import hostile_files
+from extent import usual_or_all
 from hostile_files import GGUF_KINDS, WRONG_KINDS, places, read_everything, replaced, write_folder, write_gguf
 from infer import LLM, SamplingParams
+from infer.catalog.explain import explain
 from infer.errors import InferError
-from infer.explain import explain
 
 MAX_MESSAGE = 2000
-NUM_FLIPS = 10_000
+NUM_FLIPS = usual_or_all(3000, 10_000)
 
 
 def json_of_any_kind(folder: Path, name: str) -> Iterator[tuple[str, Path]]:

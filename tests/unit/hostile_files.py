@@ -15,11 +15,11 @@ from byte_tokenizer import write_byte_tokenizer
 from gguf_files import HEAD_DIM, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, raw_file, tensor_entry, text
 from infer import SamplingParams
 from infer.checkpoint import Checkpoint, open_checkpoint
-from infer.checkpoint.defaults import sampling_defaults
-from infer.checkpoint.stored import LazyWeights
-from infer.loading import load_tokenizer
+from infer.checkpoint.generation_config import sampling_defaults
+from infer.checkpoint.lazy_weights import LazyWeights
 from infer.model.families import make_architecture
-from infer.model.shapes import check_tensors, expected_shapes
+from infer.model.from_checkpoint import load_tokenizer
+from infer.model.tensors import check_tensors, expected_shapes
 from infer.tokenizer import Tokenizer
 
 NUM_TOKENS = 258  # of the GGUF file: bytes, "ab" and the end of a turn; the folder's has one more

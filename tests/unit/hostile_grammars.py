@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from infer.constraint import Grammar, make_compiler
 from infer.errors import InvalidRequestError
+from infer.grammar import Grammar, make_compiler
 from infer.tokenizer import Tokenizer
 
 Hostile = tuple[str, str, Any]

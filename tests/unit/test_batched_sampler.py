@@ -18,8 +18,8 @@ from torch import Tensor
 from infer import ops
 from infer.errors import InvalidRequestError
 from infer.sampling import sampler
+from infer.sampling.columns import Rows, pack_masks
 from infer.sampling.history import History
-from infer.sampling.rows import Rows, pack_masks
 from infer.sampling.sampler import NOT_A_NUMBER, NOTHING_ALLOWED, Choose, Sampled
 from sampling_cases import (
     IMPLEMENTATIONS,
@@ -452,7 +452,7 @@ def test_a_temperature_shifts_a_row_only_where_its_largest_logit_would_overflow(
 
 def test_top_p_counts_integer_weights_so_that_an_order_of_equal_probabilities_does_not_matter() -> None:
     """A million orders of additions would give a million floating-point sums: here any order gives one."""
-    from infer.sampling.weight import weights
+    from infer.sampling.integer_probs import weights
 
     logits = make_logits("normal", 262_144, 1)
     all_weights = weights(logits, logits.max())

@@ -14,7 +14,7 @@ from infer.bench.profile import profile, split_label, summarize
 from infer.bench.speed import Memory, Workload, kv_bytes, measure, weight_bytes_by_kind
 from infer.cli import main
 from infer.cli.bench import columns, profile_lines, speed_lines
-from infer.progress import bar
+from infer.system.status_line import bar
 from tiny import Tiny, make_tiny
 
 WORKLOAD = Workload(prompt_tokens=12, new_tokens=6, repeats=2)
@@ -91,9 +91,7 @@ def test_a_window_bounds_what_is_read_of_the_cache(llm: LLM, context: int) -> No
 def test_a_context_of_its_own_leaves_the_prefill_as_it_is(llm: LLM) -> None:
     speed = measure(llm, Workload(prompt_tokens=5, new_tokens=3, context=20, repeats=1), read_bytes=READ_BYTES)
     assert speed.kv_bytes == kv_bytes(llm.model, 21)
-    assert "3 tokens at 20" in "\n".join(
-        speed_lines(speed, {"model": "m", "precision": "exact", "weights": "q8", "dtype": "auto"})
-    )
+    assert "3 tokens at 20" in "\n".join(speed_lines(speed))
 
 
 @pytest.mark.parametrize("values", [{"prompt_tokens": 0}, {"new_tokens": -1}, {"context": 0}, {"repeats": 0}])

@@ -5,8 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from infer.cache.blocks import PagePool, PageTable
 from infer.errors import InferError
+from infer.kvcache.pages import PagePool, PageTable
 
 PAGE = 16
 NUM_ROWS, CAPACITY = 3, 160

@@ -1,15 +1,15 @@
 """The cache's settings: what is refused, and in which words."""
 
 import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from infer.architecture import Layer
-from infer.cache import settings as settings_module
-from infer.cache.settings import CacheSettings
 from infer.errors import InvalidRequestError
+from infer.kvcache import settings as settings_module
+from infer.kvcache.settings import CacheSettings
+from watched import python_command
 
 
 def make_layer(head_dim: int = 64, window: int | None = None) -> Layer:
@@ -17,8 +17,8 @@ def make_layer(head_dim: int = 64, window: int | None = None) -> Layer:
 
 
 def test_the_settings_load_no_torch() -> None:
-    code = "import sys, infer.cache.settings; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+    code = "import sys, infer.kvcache.settings; print('torch' in sys.modules)"
+    assert subprocess.run(python_command(code), capture_output=True, text=True).stdout.strip() == "False"
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from infer.decode import CHAIN, LONGEST_CHAIN, Batch, Stream
-from infer.params import SamplingParams
-from infer.results import GenerationResult
+from infer.engine.decode import CHAIN, LONGEST_CHAIN, Batch, run_all
+from infer.engine.stream import Stream
+from infer.outputs import GenerationResult
+from infer.sampling_params import SamplingParams
 from path_cases import Case, Outcome, Way, World, by_definition, make_context, make_running, make_world
 
 CASE = Case("long", tuple(b"abc abc"), SamplingParams(temperature=0, max_new_tokens=140, ignore_eos=True))
@@ -26,7 +27,7 @@ def run(world: World, case: Case, way: Way, chain: int | None = None) -> Generat
 def test_a_chain_lasts_a_tenth_of_a_second(
     world: World, seconds: float, longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infer.decode.CHAIN_SECONDS", seconds)
+    monkeypatch.setattr("infer.engine.decode.CHAIN_SECONDS", seconds)
     result = run(world, CASE, Way())
     assert Outcome.of(result) == by_definition(world, CASE)
     rest = 140 - 1 - CHAIN
@@ -37,7 +38,7 @@ def test_a_chain_lasts_a_tenth_of_a_second(
 
 
 def test_a_chain_is_short_where_a_stop_or_a_draft_may_end_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.decode.CHAIN_SECONDS", 1e9)
+    monkeypatch.setattr("infer.engine.decode.CHAIN_SECONDS", 1e9)
     stopped = replace(CASE, params=replace(CASE.params, stop=["never said"]))
     for case, way in ((stopped, Way()), (CASE, Way("ngram"))):
         result = run(world, case, way)
@@ -46,7 +47,7 @@ def test_a_chain_is_short_where_a_stop_or_a_draft_may_end_it(world: World, monke
 
 
 def test_a_chain_that_was_asked_for_is_what_runs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.decode.CHAIN_SECONDS", 0.0)
+    monkeypatch.setattr("infer.engine.decode.CHAIN_SECONDS", 0.0)
     assert run(world, CASE, Way(), chain=20).stats.chains == 7
 
 
@@ -77,3 +78,16 @@ def test_what_a_draft_costs_is_learnt_from_steps_like_it(world: World) -> None:
     assert context.step_times[1, 0, 1].is_known(1)
     assert list(context.step_times) == [(1, 0, 1)]
     batch.close()
+
+
+def test_only_rows_that_run_hold_the_index_of_their_prompt(world: World) -> None:
+    waiting = [make_running(world, replace(CASE, name=str(index)), Way("adaptive")) for index in range(5)]
+    most = 0
+
+    def count(done: int, total: int) -> None:
+        nonlocal most
+        most = max(most, sum(running._draft is not None for running in waiting))
+
+    run_all(world.model, waiting, 2, count)
+    assert most == 2
+    assert not any(running._draft for running in waiting)

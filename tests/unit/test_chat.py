@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from infer.errors import InvalidRequestError
 from infer.tokenizer import Tokenizer
-from infer.tokenizer.chat import ChatTemplate
-from infer.tokenizer.special_texts import SpecialTexts
+from infer.tokenizer.chat_template import ChatTemplate
+from infer.tokenizer.special_tokens import SpecialTexts
 
 ASSETS = Path(os.environ.get("INFER_TEST_ASSETS", "~/.cache/infer-tests")).expanduser() / "tokenizers"
 NAMES = ("llama3_1", "qwen3", "gemma3", "deepseek_v3")

@@ -9,12 +9,12 @@ import torch
 
 from converted import convert
 from infer import ops
-from infer.batch import Step
 from infer.checkpoint import open_checkpoint
-from infer.checkpoint.stored import LazyWeights
-from infer.context import make_cache
+from infer.checkpoint.lazy_weights import LazyWeights
 from infer.model.families import make_architecture
 from infer.model.load import load_transformer
+from infer.operands.step import Step
+from infer.runner.context import make_cache
 from tiny import LONGROPE, TINY, Tiny, make_tiny
 
 # What llama.cpp's files have no word for: another activation, some settings of yarn, an order of their own of layers

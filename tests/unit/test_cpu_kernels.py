@@ -1,10 +1,9 @@
-"""Every op of `kernels.cpu` against `kernels.reference`, and what the CPU path guarantees to the bit."""
+"""Every op of `backends.cpu` against `backends.reference`, and what the CPU path guarantees to the bit."""
 
 import inspect
 import math
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,20 +19,22 @@ from torch import Tensor
 
 from infer import ops
 from infer.architecture import Activation
-from infer.batch import Part, Step
-from infer.capture.cpu import CapturedForward
+from infer.backends import reference
+from infer.backends.cpu import operations as cpu
+from infer.backends.cpu.capture.forward import CapturedForward
+from infer.backends.cpu.isa import INSTRUCTION_SETS, instruction_set, usable_instruction_sets
+from infer.backends.cpu.layouts import LAYOUTS
+from infer.backends.cpu.threads import set_num_threads
 from infer.errors import InvalidRequestError
-from infer.kernels import cpu, reference
-from infer.kernels.cpu.isa import INSTRUCTION_SETS, instruction_set, usable_instruction_sets
-from infer.kernels.cpu.layouts import LAYOUTS
-from infer.kernels.cpu.threads import set_num_threads
-from infer.params import SamplingParams
+from infer.operands.step import Part, Step
+from infer.operands.weights import Heads, Norm, Projection, RopeTable, StoredWeight
 from infer.sampling import sampler
+from infer.sampling.columns import Rows
 from infer.sampling.history import History
 from infer.sampling.reference import sample_token
-from infer.sampling.rows import Rows
-from infer.weights import Heads, Norm, Projection, RopeTable, StoredWeight
+from infer.sampling_params import SamplingParams
 from layer_caches import make_layer
+from watched import python_command
 
 CPU = torch.device("cpu")
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -388,27 +389,31 @@ def test_a_chain_gives_the_tokens_of_single_steps(tiny: Tiny, params: SamplingPa
     captured = CapturedForward(tiny.forward, capacity=64)
     expected = single_steps(tiny, params, 100)
     start = [Part(0, [7])], [0]
-    assert captured.run_chain(*start, 100, *begin_rows([params])).flatten().tolist() == expected
-    stopped = captured.run_chain(*start, 100, *begin_rows([params]), stop_ids=[expected[20], 299]).flatten().tolist()
+    assert captured.run_chain(*start, 100, *begin_rows([params])).token_ids.flatten().tolist() == expected
+    stopped = (
+        captured.run_chain(*start, 100, *begin_rows([params]), stop_ids=[expected[20], 299])
+        .token_ids.flatten()
+        .tolist()
+    )
     assert stopped == expected[: len(stopped)]
     assert stopped[-1] in (expected[20], 299)
     rows, history = begin_rows([params])
-    first = captured.run_chain(*start, 40, rows, history).flatten().tolist()
-    then = captured.run_chain([Part(0, first[-1:])], [40], 60, rows, history).flatten().tolist()
+    first = captured.run_chain(*start, 40, rows, history).token_ids.flatten().tolist()
+    then = captured.run_chain([Part(0, first[-1:])], [40], 60, rows, history).token_ids.flatten().tolist()
     assert first + then == expected
 
 
 def test_a_chain_of_rows_gives_each_row_its_own_tokens(tiny: Tiny) -> None:
     captured = CapturedForward(tiny.forward, capacity=64)
     params = CHAINED[:4]
-    together = captured.run_chain([Part(row, [7]) for row in range(4)], [0] * 4, 50, *begin_rows(params))
+    together = captured.run_chain([Part(row, [7]) for row in range(4)], [0] * 4, 50, *begin_rows(params)).token_ids
     assert together.T.tolist() == [single_steps(tiny, row, 50) for row in params]
 
 
 def test_a_row_that_fails_ends_the_chain_with_its_code(tiny: Tiny) -> None:
     captured = CapturedForward(tiny.forward, capacity=64)
     rows, history = begin_rows([SamplingParams(temperature=0, allowed_token_ids=[3], logit_bias={3: -math.inf})])
-    assert captured.run_chain([Part(0, [7])], [0], 10, rows, history).tolist() == [[sampler.NOTHING_ALLOWED]]
+    assert captured.run_chain([Part(0, [7])], [0], 10, rows, history).token_ids.tolist() == [[sampler.NOTHING_ALLOWED]]
 
 
 def test_labels_name_the_layer_and_the_op(tiny: Tiny) -> None:
@@ -444,21 +449,26 @@ print(prefill(tiny, tiny.forward, [40, 1, 7]).flatten()[:20].tolist())
 def run_in_process(**environment: str) -> tuple[str, list[float]]:
     code = _DIGEST.format(folder=str(Path(__file__).parent))
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=True
+        python_command(code), env={**os.environ, **environment}, capture_output=True, text=True, check=True
     )
     digest, values = done.stdout.strip().splitlines()
     return digest, eval(values)
 
 
+@pytest.fixture(scope="module")
+def usual() -> tuple[str, list[float]]:
+    return run_in_process()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS[1:])
-def test_instruction_sets_give_the_same_bits(isa: str) -> None:
+def test_instruction_sets_give_the_same_bits(isa: str, usual: tuple[str, list[float]]) -> None:
     if isa not in usable_instruction_sets():
         pytest.skip(f"hardware: a CPU with {isa}")
-    assert run_in_process(INFER_ISA=isa)[0] == run_in_process()[0]
+    assert run_in_process(INFER_ISA=isa)[0] == usual[0]
 
 
 @pytest.mark.slow
-def test_a_cpu_without_avx_runs() -> None:
+def test_a_cpu_without_avx_runs(usual: tuple[str, list[float]]) -> None:
     _, values = run_in_process(INFER_ISA="portable", NUMBA_CPU_NAME="x86-64", NUMBA_CPU_FEATURES="")
-    assert np.allclose(values, run_in_process()[1], rtol=1e-3, atol=1e-3)
+    assert np.allclose(values, usual[1], rtol=1e-3, atol=1e-3)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from numba import carray
 
-from infer.kernels.cpu import simd
-from infer.kernels.cpu.compiled import compiled_address
-from infer.kernels.cpu.state import STATE
-from infer.kernels.cpu.table import BARRIER, BARRIER_IF_MANY, NO_BARRIER, Command, DispatchTable, Walk
-from infer.kernels.cpu.threads import Team, aligned
+from infer.backends.cpu import simd
+from infer.backends.cpu.compiled import compiled_address
+from infer.backends.cpu.state import STATE
+from infer.backends.cpu.table import BARRIER, BARRIER_IF_MANY, NO_BARRIER, Command, DispatchTable, Walk
+from infer.backends.cpu.threads import Team, aligned
 
 TALLY = np.dtype([("count", np.int64), ("stop", np.int64), ("last", np.int64)])
 

@@ -1,13 +1,13 @@
 """n-gram drafts against a naive search."""
 
 import subprocess
-import sys
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infer.draft import MAX_MATCH, MAX_NGRAM, MIN_NGRAM, NgramDraft
+from infer.speculation.ngram import MAX_MATCH, MAX_NGRAM, MIN_NGRAM, NgramDraft
+from watched import python_command
 
 token_ids = st.lists(st.integers(0, 3), max_size=60)
 
@@ -127,6 +127,6 @@ def test_a_match_counts_the_tokens_that_agree(ids: list[int], match: int) -> Non
 
 
 def test_drafts_load_no_torch() -> None:
-    code = "import sys, infer.draft_policy; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    code = "import sys, infer.speculation.policy; print('torch' in sys.modules)"
+    done = subprocess.run(python_command(code), capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infer.draft import MAX_MATCH, MAX_NGRAM, NgramDraft
-from infer.draft_policy import DraftPolicy, StepTimes
+from infer.speculation.ngram import MAX_MATCH, MAX_NGRAM, NgramDraft
+from infer.speculation.policy import DraftPolicy, StepTimes
 
 
 def test_a_longer_match_is_trusted_more_until_it_proves_wrong() -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from infer import LLM
-from infer.cache.settings import CacheSettings
-from infer.context import CachedContext
 from infer.errors import InvalidRequestError
-from infer.params import SamplingParams
+from infer.kvcache.settings import CacheSettings
+from infer.runner.context import CachedContext
+from infer.sampling_params import SamplingParams
 from path_cases import (
     CASES,
     CONTEXT,

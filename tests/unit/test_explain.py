@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,12 @@ import torch
 
 from gguf_files import write_model
 from infer.architecture import Layer, Rope
+from infer.catalog.explain import _kv_types, explain, group_layers
 from infer.cli import main
 from infer.cli.explain import ranges
-from infer.explain import _kv_types, explain, group_layers
-from infer.loading import load_tokenizer
+from infer.model.from_checkpoint import load_tokenizer
 from tiny import TINY, Tiny, make_tiny
+from watched import python_command
 
 LAYER = Layer(4, 2, 16, 64, Rope(10_000.0, 16), 0.25)
 LAYER_32 = replace(LAYER, head_dim=32)
@@ -56,7 +56,7 @@ def test_a_folder_is_explained_without_torch(tmp_path: Path) -> None:
     folder = make_folder(next(tiny for tiny in TINY if tiny.name == "gemma3"), tmp_path)
     code = "import sys; from infer.cli import main; status = main(); print('torch' in sys.modules); sys.exit(status)"
     done = subprocess.run(
-        [sys.executable, "-c", code, "explain", str(folder), "--json"], capture_output=True, text=True, check=True
+        python_command(code, "explain", str(folder), "--json"), capture_output=True, text=True, check=True
     )
     text, _, has_torch = done.stdout.strip().rpartition("\n")
     assert has_torch == "False"

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer.batch import Step
-from infer.cache.paged import PagedCache
-from infer.capture.cpu import CapturedForward
+from infer.backends.cpu.capture.forward import CapturedForward
 from infer.checkpoint import open_checkpoint
-from infer.checkpoint.stored import LazyWeights
-from infer.context import make_cache
+from infer.checkpoint.lazy_weights import LazyWeights
+from infer.kvcache.paged import PagedCache
 from infer.model.families import make_architecture
 from infer.model.load import load_transformer
 from infer.model.transformer import Transformer
+from infer.operands.step import Step
+from infer.runner.context import make_cache
 from tiny import ONE_EACH, TINY, Tiny, make_tiny
 
 LENGTH = 100  # fills the windows several times over

@@ -9,13 +9,13 @@ import torch
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, SiglipVisionConfig
 
 from infer.architecture import Architecture, LongRope
-from infer.batch import Step
 from infer.checkpoint import open_checkpoint
-from infer.checkpoint.stored import LazyWeights
-from infer.context import make_cache
+from infer.checkpoint.lazy_weights import LazyWeights
 from infer.errors import ModelError, UnsupportedModelError
 from infer.model.families import make_architecture
 from infer.model.load import load_transformer
+from infer.operands.step import Step
+from infer.runner.context import make_cache
 
 SIZES: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
 SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 256}

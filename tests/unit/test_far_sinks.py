@@ -10,13 +10,13 @@ from torch import Tensor
 
 from infer import LLM, ops
 from infer.architecture import Layer, Rope
-from infer.batch import Step
-from infer.cache.groups import make_groups
-from infer.cache.settings import CacheSettings
 from infer.errors import InvalidRequestError
-from infer.kv_blocks import LayerCache
-from infer.params import SamplingParams
-from infer.weights import Heads, RopeTable
+from infer.kvcache.groups import make_groups
+from infer.kvcache.settings import CacheSettings
+from infer.operands.step import Step
+from infer.operands.weights import Heads, RopeTable
+from infer.quantization.kv_layout import LayerCache
+from infer.sampling_params import SamplingParams
 from layer_caches import make_layer
 from path_cases import CONTEXT, make_folder
 

@@ -1,7 +1,6 @@
 """`follower` against the methods that it stands for."""
 
 import random
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,8 +10,8 @@ import pytest
 
 from byte_tokenizer import write_byte_tokenizer
 from constraint_walks import allowed_ids
-from infer.constraint import Compiler, Constraint, Grammar, make_compiler
 from infer.errors import ConstraintError
+from infer.grammar import Compiler, Constraint, Grammar, make_compiler
 from infer.tokenizer import Tokenizer
 
 VOCABS = (300, 330, 700)  # beside a tokenizer of fewer ids: one word, another, many of masks that allow nothing
@@ -97,8 +96,8 @@ def test_a_token_that_no_mask_allows_raises(compilers: list[Compiler]) -> None:
 def test_a_library_that_gives_up_amid_a_chain_says_so_when_it_is_asked(
     compilers: list[Compiler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = import_module("llguidance").LLParserLimits
-    monkeypatch.setattr("llguidance.LLParserLimits", partial(limits, step_max_items=40))
+    tight = import_module("llguidance").LLParserLimits(step_max_items=40)
+    monkeypatch.setattr("infer.grammar.llguidance.llguidance_limits", lambda _library, _text: tight)
     following = compilers[0].compile(Grammar("grammar", 'start: "x" s\ns: s s | "a" | "b"'))
     mask, text = np.zeros(-(-VOCABS[0] // 32), np.int32), b"x" + b"ab" * 12
     following.accept(text[:1])

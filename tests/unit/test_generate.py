@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from byte_tokenizer import END_OF_TURN, EOS, VOCAB_SIZE, write_byte_tokenizer
-from infer.batch import Part
-from infer.context import Context
-from infer.decode import Batch, Stream
-from infer.generation import Generation
-from infer.params import SamplingParams
-from infer.results import GenerationResult, Piece
-from infer.running import Running
+from infer.engine.decode import Batch
+from infer.engine.generation import Generation
+from infer.engine.running import Running
+from infer.engine.stream import Stream
+from infer.operands.step import Part
+from infer.outputs import GenerationResult, Piece
+from infer.runner.context import Context
+from infer.sampling_params import SamplingParams
 from infer.tokenizer import Tokenizer
 
 

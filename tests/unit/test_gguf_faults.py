@@ -24,7 +24,7 @@ from gguf_files import (
     write_model,
 )  # fmt: skip
 from infer.checkpoint import open_checkpoint
-from infer.checkpoint.stored import LazyWeights
+from infer.checkpoint.lazy_weights import LazyWeights
 from infer.errors import ModelError, ModelFormatError, UnsupportedModelError
 
 HUGE = 2**64 - 1

@@ -7,7 +7,6 @@ import random
 import re
 import struct
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,23 +18,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from extent import IS_WHOLE
 from infer import ops
 from infer.errors import InvalidRequestError
-from infer.params import SamplingParams
-from infer.sampling import noise, sampler, weight
+from infer.sampling import integer_probs, noise, sampler
+from infer.sampling.columns import Rows, num_mask_words
 from infer.sampling.history import History
-from infer.sampling.rows import Rows, num_mask_words
+from infer.sampling_params import SamplingParams
+from watched import script_command
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 import triton.language as tl  # noqa: E402 - there may be no Triton
 from triton.runtime import interpreter  # noqa: E402
 
-from infer.kernels import gpu  # noqa: E402
-from infer.kernels.gpu.noise import ROUGH_ERROR, gumbel_of, hash_tokens, rough_gumbel  # noqa: E402
-from infer.kernels.gpu.order import key_of, logit_of  # noqa: E402
-from infer.kernels.gpu.sampler import EXACT, Tiling, choose_by, tiling_of  # noqa: E402
-from infer.kernels.gpu.weight import weights  # noqa: E402
+from infer.backends import cuda  # noqa: E402
+from infer.backends.cuda.noise import ROUGH_ERROR, gumbel_of, hash_tokens, rough_gumbel  # noqa: E402
+from infer.backends.cuda.order import key_of, logit_of  # noqa: E402
+from infer.backends.cuda.sampler import EXACT, Tiling, choose_by, tiling_of  # noqa: E402
+from infer.backends.cuda.weight import weights  # noqa: E402
 
 HERE = Path(__file__).parent
 
@@ -130,7 +131,7 @@ def test_weights_have_the_bits_of_the_definition() -> None:
     logits = torch.cat([logits, torch.full((2048 - len(logits),), -math.inf)]) + 3.3
     out = torch.empty(2048, dtype=torch.int64)
     weight_kernel[(1,)](logits, logits.max(), out, SIZE=2048, **EXACT)
-    assert torch.equal(out, weight.weights(logits, logits.max()))
+    assert torch.equal(out, integer_probs.weights(logits, logits.max()))
 
 
 def test_keys_are_in_the_order_of_the_logits() -> None:
@@ -228,11 +229,10 @@ def test_tokens_are_those_of_the_definition(seed: int, vocab_size: int, tiling: 
 @pytest.mark.parametrize(("seed", "vocab_size"), [(1, 1000), (2, 5000), (4, 4097)])
 def test_tokens_of_larger_vocabularies_are_those_of_the_definition(seed: int, vocab_size: int) -> None:
     batch = drawn_batch(seed, 8, vocab_size)
-    with ops.using("gpu"):
+    with ops.using("cuda"):
         assert ops.choose_tokens(*batch).tolist() == sampler.choose_tokens(*batch).tolist()
 
 
-@pytest.mark.parametrize("tiling", [SMALL, WIDE], ids=["small", "wide"])
 @pytest.mark.parametrize(
     "params",
     [
@@ -249,14 +249,15 @@ def test_tokens_of_larger_vocabularies_are_those_of_the_definition(seed: int, vo
         name for name in ("top_k", "top_p", "min_p") if getattr(params, name) not in (None, 1, 0)
     ),
 )
-def test_many_draws_of_tied_logits_are_those_of_the_definition(params: SamplingParams, tiling: Tiling) -> None:
+def test_many_draws_of_tied_logits_are_those_of_the_definition(params: SamplingParams) -> None:
     """Tokens drawn at 5 positions over a few distinct logits: a kept set that is wrong in one id shows."""
     generator = torch.Generator().manual_seed(5)
     logits = (torch.randn(5, 300, generator=generator) * 1.5).round()
     rows = Rows.pack([params] * 5, 300)
     positions = torch.arange(5)
     expected = sampler.choose_tokens(logits, rows, None, positions)
-    assert choose_by(tiling, logits, rows, None, positions).tolist() == expected.tolist()
+    for tiling in (SMALL, WIDE) if IS_WHOLE else (SMALL,):
+        assert choose_by(tiling, logits, rows, None, positions).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("tiling", TILINGS, ids=["small", "wide", "whole"])
@@ -373,12 +374,12 @@ def test_wrong_shapes_are_an_error_before_a_kernel_reads_past_them() -> None:
     rows = Rows.pack([SamplingParams(seed=1)], 50)
     logits, positions = torch.zeros(1, 50), torch.zeros(1, dtype=torch.int64)
     with pytest.raises(InvalidRequestError, match="logits"):
-        gpu.choose_tokens(logits[:, :49], rows, None, positions)
+        cuda.choose_tokens(logits[:, :49], rows, None, positions)
     with pytest.raises(InvalidRequestError, match="allowed"):
-        gpu.choose_tokens(logits, rows, None, positions, torch.zeros(1, 1, dtype=torch.int32))
+        cuda.choose_tokens(logits, rows, None, positions, torch.zeros(1, 1, dtype=torch.int32))
     penalised = Rows.pack([SamplingParams(seed=1, presence_penalty=1.0)], 50)
     with pytest.raises(InvalidRequestError, match="history"):
-        gpu.choose_tokens(logits, penalised, None, positions)
+        cuda.choose_tokens(logits, penalised, None, positions)
 
 
 def test_a_batch_of_no_rows_has_no_tokens() -> None:
@@ -393,24 +394,29 @@ def test_every_vocabulary_has_a_tiling_that_one_program_can_search(vocab_size: i
     assert tiling.capacity % tiling.chunk == 0
 
 
-def run_compiled(*command: str, cache: Path) -> subprocess.CompletedProcess[str]:
+def run_compiled(script: Path, *arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
     """A program that does not inherit the interpreter."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
-    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=False)
+    command = script_command(script, *arguments)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
 
 def test_kernels_compile_for_cuda_without_fusing_what_must_round(tmp_path: Path) -> None:
     """The interpreter cannot show what a compiler does: constants in full precision, true division, no fma."""
-    assembly = json.loads(run_compiled(str(HERE / "gpu_compiler.py"), cache=tmp_path).stdout)
+    assembly = json.loads(run_compiled(HERE / "gpu_compiler.py", cache=tmp_path).stdout)
     for name, code in assembly.items():
         assert "fma.rn.f64" not in code, name
         assert "div.full" not in code or name == "score_blocks", name  # rough scores alone may divide roughly
         assert "ftz" not in code.replace("lg2.approx.ftz", ""), name
         assert ("fma.rn.f32" in code) == (name == "score_blocks"), name
     for name, literal_of, constants in (
-        ("weigh_blocks", double_literal, (weight.LOG2_E, weight.LN2_HIGH, weight.LN2_LOW, weight.TAYLOR[0])),
+        (
+            "weigh_blocks",
+            double_literal,
+            (integer_probs.LOG2_E, integer_probs.LN2_HIGH, integer_probs.LN2_LOW, integer_probs.TAYLOR[0]),
+        ),
         ("choose_plain", single_literal, (*noise.LOG_COEFFICIENTS[:3], noise.LN2_LOW)),
     ):
         for constant in constants:
@@ -435,4 +441,4 @@ def single_literal(value: float) -> str:
 def test_a_gpu_gives_the_tokens_of_torch(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("hardware: there is no CUDA GPU")
-    run_compiled(str(HERE.parents[1] / "benchmarks" / "check_gpu.py"), "--no-timing", cache=tmp_path)
+    run_compiled(HERE.parents[1] / "benchmarks" / "check_gpu.py", "--no-timing", cache=tmp_path)

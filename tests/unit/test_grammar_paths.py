@@ -8,8 +8,9 @@ import jsonschema
 import pytest
 
 from constraint_walks import schema_text, walk
-from infer.params import SamplingParams
-from infer.results import GenerationResult
+from extent import IS_WHOLE
+from infer.outputs import GenerationResult
+from infer.sampling_params import SamplingParams
 from path_cases import EOS, VOCAB_SIZE, Case, Outcome, Way, World, constraint_of, make_world, run_alone, run_batch
 
 TEMPERATURES = (0.0, 1.0, 2.0)
@@ -77,8 +78,10 @@ def test_texts_of_random_schemas_validate_or_can_be_completed(world: World) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_texts_of_500_random_schemas_validate_or_can_be_completed(world: World, temperature: float) -> None:
-    results = run_all_of(world, [case_of(seed, temperature) for seed in range(1000, 1500)])
-    assert sum(bool(result.grammar_complete) for result in results) > 150
+    """Each at one of the temperatures, or with INFER_TESTS=all at every one."""
+    seeds = range(1000, 1500) if IS_WHOLE else range(1000 + TEMPERATURES.index(temperature), 1500, len(TEMPERATURES))
+    results = run_all_of(world, [case_of(seed, temperature) for seed in seeds])
+    assert sum(bool(result.grammar_complete) for result in results) > 0.3 * len(results)
 
 
 def test_the_check_would_see_a_text_that_breaks_its_schema(world: World) -> None:

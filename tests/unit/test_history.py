@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from infer.errors import InvalidRequestError
+from infer.sampling.columns import WHOLE_HISTORY
 from infer.sampling.history import History
-from infer.sampling.rows import WHOLE_HISTORY
 from sampling_cases import tables, tables_of
 
 CAPACITY, NUM_SLOTS = 24, 3

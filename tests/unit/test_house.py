@@ -4,7 +4,6 @@ import ast
 import importlib
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 import infer
 from shapes import SOURCE, checked, checked_modules
+from watched import python_command
 
 ROOT = SOURCE.parents[1]
 SOURCES = sorted(SOURCE.rglob("*.py"))
@@ -22,10 +22,20 @@ FAMILIES = ("llama", "smollm", "qwen", "gemma", "mistral", "phi")
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".yml", ".yaml", ".txt", ".sh", ""}
 
 # What a function may import: a heavy dependency that most programs never need, loaded on its first use.
-LAZY_DEPENDENCIES = {"huggingface_hub", "llguidance", "readline", "rich", "torch", "triton", "uvicorn", "xgrammar"}
-LIGHT_MODULES = ["infer", "infer.params", "infer.results", "infer.errors", "infer.cli", "infer.checkpoint"]
+LAZY_DEPENDENCIES = {
+    "huggingface_hub",
+    "importlib",
+    "llguidance",
+    "readline",
+    "rich",
+    "torch",
+    "triton",
+    "uvicorn",
+    "xgrammar",
+}
+LIGHT_MODULES = ["infer", "infer.sampling_params", "infer.outputs", "infer.errors", "infer.cli", "infer.checkpoint"]
 # Modules that answer --help, or are imported, before torch is: they may load the rest of infer late.
-LAZY_FRONT = ("__init__.py", "cli/")
+LAZY_FRONT = ("__init__.py", "__main__.py", "cli/")
 
 
 def syntax_trees() -> Iterator[tuple[str, ast.Module]]:
@@ -34,7 +44,7 @@ def syntax_trees() -> Iterator[tuple[str, ast.Module]]:
 
 
 def run_python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run(python_command(code), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -64,7 +74,7 @@ assert "torch" not in sys.modules
 
 
 def test_a_wrong_shape_is_caught_at_the_call() -> None:
-    from infer.batch import Step
+    from infer.operands.step import Step
 
     tokens = torch.zeros(3, dtype=torch.int64)
     assert len(Step(tokens, tokens, tokens, tokens[:1]).tokens) == 3
@@ -105,12 +115,12 @@ def test_every_module_but_compiled_kernels_is_checked() -> None:
         for name, _ in syntax_trees()
         if not any(f"infer.{name.removesuffix('.py').replace('/', '.')}".startswith(m) for m in checked_modules())
     ]
-    allowed = ("__init__.py", "__main__.py", "kernels/__init__.py", "kernels/cpu", "kernels/gpu")
+    allowed = ("__init__.py", "__main__.py", "backends/__init__.py", "backends/cpu", "backends/cuda")
     assert [name for name in unchecked if not name.startswith(allowed)] == []
 
 
 def test_the_transformer_names_no_family() -> None:
-    for name in ("model/transformer.py", "ops.py", "architecture.py"):
+    for name in ("model/transformer.py", "ops/__init__.py", "architecture.py"):
         text = (SOURCE / name).read_text(encoding="utf-8").lower()
         assert [family for family in FAMILIES if family in text] == [], name
 
@@ -148,23 +158,27 @@ def imported_modules(node: ast.AST) -> list[str]:
 def test_only_ops_and_tests_know_kernel_modules() -> None:
     def knows_kernels(tree: ast.Module) -> bool:
         modules = [module for node in ast.walk(tree) for module in imported_modules(node)]
-        return any(module.startswith("infer.kernels") for module in modules)
+        return any(module.startswith("infer.backends") for module in modules)
 
-    allowed = ("kernels/", "capture/", "ops.py")
+    allowed = ("backends/", "ops/", "model/model_kernels.py")  # the last before torch is loaded
     assert [name for name, tree in syntax_trees() if not name.startswith(allowed) and knows_kernels(tree)] == []
 
 
 def test_kernel_modules_export_every_op() -> None:
     ops = importlib.import_module("infer.ops")
-    reference = importlib.import_module("infer.kernels.reference")
-    tree = ast.parse((SOURCE / "ops.py").read_text(encoding="utf-8"))
+    reference = importlib.import_module("infer.backends.reference")
+    tree = ast.parse((SOURCE / "ops" / "__init__.py").read_text(encoding="utf-8"))
     called = {
         node.func.attr
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Call)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and ".kernels" in ast.unparse(node.func)
     } & {name for name in vars(ops) if not name.startswith("_")}
     assert "attend" in called
-    for module in (reference, ops.kernels(torch.device("cpu")), importlib.import_module("infer.kernels.gpu")):
+    for module in (
+        reference,
+        ops.backend_of(torch.device("cpu")).kernels,
+        importlib.import_module("infer.backends.cuda"),
+    ):
         assert sorted(called - set(vars(module))) == [], module.__name__
 
 

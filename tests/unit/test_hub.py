@@ -13,6 +13,7 @@ from fake_hub import COMMIT, FakeHub, serving
 from infer.checkpoint import open_checkpoint, resolve
 from infer.checkpoint.hub import HubName, choose, find_cached, gguf_models, hub_cache_folder, parse_hub_name
 from infer.errors import InvalidRequestError, ModelError
+from watched import python_command
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 INDEX = json.dumps({"weight_map": {"a": SHARDS[0], "b": SHARDS[1]}}).encode()
@@ -232,7 +233,7 @@ def ask(hub: FakeHub, cache: Path, *names: str, **environment: str) -> dict[str,
     """What names come to in a process whose hub is ours."""
     own = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
     inherited = {name: value for name, value in os.environ.items() if name.upper() not in ("HF_TOKEN", "HTTP_PROXY")}
-    command = [sys.executable, "-c", _ASK, *names]
+    command = python_command(_ASK, *names)
     done = subprocess.run(
         command, env={**inherited, "NO_PROXY": "*", **own, **environment}, capture_output=True, text=True, check=False
     )

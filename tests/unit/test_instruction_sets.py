@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from llvmlite import ir
 
-from infer.block_types import IQ4_VALUES
-from infer.kernels.cpu.codes import look_up
-from infer.kernels.cpu.isa import INSTRUCTION_SETS, target_features, usable_instruction_sets
-from infer.kernels.cpu.simd import I32, I32X16
-from infer.kernels.cpu.tiles import dot4
+from infer.backends.cpu.codes import look_up
+from infer.backends.cpu.isa import INSTRUCTION_SETS, target_features, usable_instruction_sets
+from infer.backends.cpu.simd import I32, I32X16
+from infer.backends.cpu.tiles import dot4
+from infer.quantization.ggml_types import IQ4_VALUES
 
 X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
 

@@ -15,9 +15,9 @@ from transformers import LlamaConfig
 
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from infer import LLM, InvalidRequestError, ModelError, SamplingParams, generate, load_model, load_tokenizer, ops
-from infer.checkpoint.defaults import sampling_defaults
+from infer.checkpoint.generation_config import sampling_defaults
 from infer.errors import ContextLengthError
-from infer.params import UnknownParameterError
+from infer.sampling_params import UnknownParameterError
 from tiny import TINY, Tiny, make_tiny
 
 CONTEXT = 200
@@ -225,7 +225,7 @@ def test_masks_filled_beside_the_step_and_before_it_give_the_same_tokens(
     params = SamplingParams(regex="([ab]{2}|[a-z]{5})+", temperature=1.0, seed=3, max_new_tokens=40)
     found = []
     for seconds in (0.0, 1000.0):
-        monkeypatch.setattr("infer.masking.HAND_OVER_SECONDS", seconds)
+        monkeypatch.setattr("infer.engine.grammar_masks.HAND_OVER_SECONDS", seconds)
         found += [llm.generate("abab", params, speculation=speculation) for speculation in (None, "ngram")]
     assert all(result.token_ids == found[0].token_ids for result in found)
     assert all(result.stats.masks_filled >= result.stats.single_steps for result in found)
@@ -311,7 +311,7 @@ def test_a_cache_holds_memory_only_where_it_was_written() -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    cache = ops.zeros((64, 1 << 20), torch.float32, torch.device("cpu"))
+    cache = ops.backend_of(torch.device("cpu")).zeros((64, 1 << 20), torch.float32)
     before = resident()
     cache[:, 0] = 1.0
     assert resident() - before < 16 << 20

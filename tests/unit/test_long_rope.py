@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, Phi3Config
 
-import infer.running
+import infer.engine.running
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from infer import LLM, SamplingParams
 from infer.errors import InvalidRequestError
@@ -79,8 +79,8 @@ def test_an_answer_that_passes_the_border_is_that_of_everything_computed_again(
     oracle, llm = pair
     prompt = random_ids(length)
     expected = expected_greedy(oracle, prompt, 24)
-    monkeypatch.setattr(infer.running, "DraftPolicy", lambda most: Always())
-    monkeypatch.setattr(infer.running, "NgramDraft", lambda prompt: Knowing(expected))
+    monkeypatch.setattr(infer.engine.running, "DraftPolicy", lambda most: Always())
+    monkeypatch.setattr(infer.engine.running, "NgramDraft", lambda prompt: Knowing(expected))
     result = llm.generate(prompt, GREEDY, speculation=speculation)
     assert result.token_ids == expected
     assert (result.stats.drafts_accepted > 0) == (speculation is not None)

@@ -2,22 +2,26 @@
 
 import math
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from infer import LLM, InvalidRequestError, SamplingParams, load_model
-from infer.batch import Part
-from infer.constraint import Constraint
-from infer.context import CachedContext
-from infer.decode import Batch, Stream, run_all
+from infer.engine.decode import Batch, run_all
+from infer.engine.stream import Stream
 from infer.errors import ConstraintError
-from infer.sampling.rows import Rows
+from infer.grammar import Constraint
+from infer.operands.step import Clock, Part, StepEnd
+from infer.runner.context import CachedContext
+from infer.runner.verify import Drawn
+from infer.sampling.columns import Rows
 from path_cases import (
     CONTEXT,
     EMBEDDING,
@@ -339,9 +343,9 @@ def test_a_stream_closed_in_the_middle_gives_everything_back(llm: LLM) -> None:
                 next(stream)
             stream.close()
             assert list(stream) == []
-            with pytest.raises(InvalidRequestError, match="closed before its end"):
-                _ = stream.result
-            assert len(llm._idle) == 1, "its context is there for the next"
+            assert (stream.result.finish_reason, stream.result.stop_reason) == ("abort", "cancelled")
+            assert stream.result.token_ids == before[:11] or grammar
+            assert llm._opened.contexts.num_idle == 1, "its context is there for the next"
             assert threading.active_count() == num_threads
             assert llm.generate("abc ab", LONG).token_ids == before
 
@@ -356,7 +360,7 @@ def test_a_callback_that_raises_leaves_the_model_as_it_was(llm: LLM) -> None:
         with pytest.raises(KeyError) as caught:
             llm.generate("abc ab", replace(LONG, **grammar), on_token=on_token)
         assert caught.traceback, "what it holds keeps nothing of the model's"
-        assert len(llm._idle) == 1
+        assert llm._opened.contexts.num_idle == 1
         assert llm.generate("abc ab", LONG).token_ids == before
 
 
@@ -396,5 +400,51 @@ def test_times_and_counts_are_of_what_was_said(world: World, way: Way) -> None:
             sampled = len(result.token_ids) - result.stats.tokens_forced
             timing, stats = result.timing, result.stats
             assert len(timing.decode_times_s) == len(timing.sampling_times_s) == sampled - 1
+            assert stats.drafts_accepted - timing.decode_times_s.count(0.0) in (0, 1)  # the last may end the answer
+            assert min(timing.sampling_times_s, default=1.0) > 0
+            assert len(timing.arrival_times_s) == len(result.token_ids)
+            assert timing.arrival_times_s == sorted(timing.arrival_times_s)
             assert 0 <= stats.drafts_accepted <= stats.drafts_proposed
             assert stats.single_steps + stats.drafts_accepted + stats.chain_tokens in (sampled, sampled + 1)
+
+
+def test_each_step_of_a_chain_is_timed_by_itself(world: World) -> None:
+    began = time.perf_counter()
+    result = run_alone(world, Case("", prompt_of(13), replace(LONG, max_new_tokens=33)), Way(chain=16))
+    passed, timing = time.perf_counter() - began, result.timing
+    assert result.stats.chain_tokens == 32
+    assert len(set(timing.decode_times_s)) > 16  # a mean would be the same for a whole chain
+    assert len(set(timing.sampling_times_s)) > 16
+    assert timing.total_time_s <= passed
+    assert timing.arrival_times_s[-1] <= passed
+
+
+def test_work_between_two_steps_counts_with_the_next_forward(world: World) -> None:
+    running = make_running(world, Case("", prompt_of(3), LONG), Way())
+    part, drawn = running.plan(8, 0), Drawn([97], [])
+    running.stepped(part, drawn, 1, Clock(0.0, [StepEnd(1.0, 1.5)], 1.75))
+    running.waited(4.0)
+    running.stepped(part, drawn, 1, Clock(10.0, [StepEnd(11.0, 11.5)], 12.0))
+    timing = running.result().timing
+    assert (timing.ttft_s, timing.decode_times_s, timing.sampling_times_s) == (1.5, [0.25 + 4.0 + 1.0], [0.5])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, GeneratorExit])
+def test_a_prompt_is_compressed_after_its_first_token_but_not_after_an_error(
+    world: World, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = list[int]()
+    monkeypatch.setattr(CachedContext, "compresses_prompts", True)
+    monkeypatch.setattr(CachedContext, "end_prompt", lambda context, row: ended.append(row))
+    batch = Batch(make_context(world, Way()), world.model.device)
+    running = make_running(world, Case("", prompt_of(3), LONG), Way())
+    batch.add(running)
+    if error is KeyboardInterrupt:
+        monkeypatch.setattr(running, "accept", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            list(batch.step())
+    else:
+        steps = batch.step()
+        assert next(iter(steps))
+        steps.close()  # type: ignore[attr-defined]  # it is a generator
+    assert ended == ([] if error is KeyboardInterrupt else [0])

@@ -8,15 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numba import njit
 
-from infer.capture.sampled import Follower
-from infer.constraint import Constraint
-from infer.decode import Batch, Stream, run_all
+from infer import ops
+from infer.backends.cpu.capture.sampled import Follower
+from infer.backends.cpu.control import call_python
+from infer.backends.cpu.records import SAMPLE
+from infer.backends.cpu.state import words_of
+from infer.engine.decode import Batch, run_all
+from infer.engine.stream import Stream
 from infer.errors import ConstraintError
-from infer.kernels.cpu.control import call_python
-from infer.kernels.cpu.records import SAMPLE
-from infer.params import SamplingParams
+from infer.grammar import Constraint
+from infer.sampling_params import SamplingParams
 from path_cases import Case, Outcome, Way, World, by_definition, make_context, make_running, make_world, run_alone
 
 BOUND = Case("bound", tuple(b"abc abc"), SamplingParams(regex="[ab ]{40}", temperature=0.9, seed=1))
@@ -95,16 +99,19 @@ def test_a_chain_ends_where_the_grammar_leaves_no_choice(world: World) -> None:
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0], ids=["another thread", "at once"])
 @pytest.mark.parametrize("error", [KeyError("bug"), KeyboardInterrupt()], ids=repr)
-def test_what_is_raised_while_a_mask_is_filled_ends_the_chain_and_is_raised(
+def test_a_fault_while_a_mask_is_filled_ends_the_answer_and_an_interrupt_the_call(
     world: World, seconds: float, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infer.masking.HAND_OVER_SECONDS", seconds)
+    monkeypatch.setattr("infer.engine.grammar_masks.HAND_OVER_SECONDS", seconds)
     context = make_context(world, Way())
     running = make_running(world, BOUND, Way())
     running.constraint = Watched(running.constraint, at_mask=(6, fail(error)))
     stream = Stream(running, Batch(context, world.model.device))
-    with pytest.raises(type(error)):
-        stream.run()
+    if isinstance(error, KeyError):
+        assert "KeyError: 'bug'" in str(stream.run().error)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            stream.run()
     context.truncate(0, 0)
     assert Outcome.of(run_alone(world, BOUND, Way(), context=context)) == by_definition(world, BOUND)
 
@@ -131,10 +138,11 @@ def test_an_interrupt_that_came_while_compiled_code_ran_is_raised_behind_it(monk
     dropped: list[Any] = []
     monkeypatch.setattr("sys.unraisablehook", dropped.append)
     raise_signal = ctypes.cast(ctypes.CDLL(None)["raise"], ctypes.c_void_p).value
-    arguments, seen = np.zeros(1, SAMPLE), list[int]()
-    follower = Follower(lambda number: seen.append(number) is None, arguments)
+    arguments, seen = np.ones(1, SAMPLE), list[int]()  # `stop` is set before each call
+    follower = Follower(lambda number: seen.append(number) is None, words_of(arguments))
     call_interrupted(raise_signal, 0, follower.address)
     assert (seen, int(arguments["stop"][0])) == ([1], 0)
+    arguments["stop"] = 1
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         call_interrupted(raise_signal, int(signal.SIGINT), follower.address)
@@ -147,8 +155,25 @@ def test_an_interrupt_that_came_while_compiled_code_ran_is_raised_behind_it(monk
 
 
 def test_a_follower_that_says_no_stops_the_walk() -> None:
-    arguments = np.zeros(1, SAMPLE)
-    follower = Follower(lambda number: False, arguments)
+    arguments = np.ones(1, SAMPLE)
+    follower = Follower(lambda number: False, words_of(arguments))
     call_interrupted(ctypes.cast(ctypes.CDLL(None)["abs"], ctypes.c_void_p).value, 0, follower.address)
     follower.close()
     assert int(arguments["stop"][0]) == 1
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0], ids=["another thread", "between two steps"])
+def test_a_constraint_that_runs_an_op_within_a_step_gets_an_error_instead_of_a_deadlock(
+    world: World, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def use_an_op() -> None:
+        ops.embed(world.model.embedding.parts[0], torch.zeros(1, dtype=torch.int64), 1.0)
+
+    monkeypatch.setattr("infer.engine.grammar_masks.HAND_OVER_SECONDS", seconds)
+    context = make_context(world, Way())
+    running = make_running(world, BOUND, Way())
+    running.constraint = Watched(running.constraint, at_mask=(6, use_an_op))
+    result = Stream(running, Batch(context, world.model.device)).run()
+    assert "ran the model, or an op, within a step that waits for it" in str(result.error)
+    context.truncate(0, 0)
+    assert Outcome.of(run_alone(world, BOUND, Way(), context=context)) == by_definition(world, BOUND)

@@ -14,24 +14,33 @@ import torch
 
 from infer import ops
 from infer.architecture import Layer, Rope
-from infer.cache.settings import CacheSettings
-from infer.capture.cpu import CapturedForward
+from infer.backends.cpu.capture.forward import CapturedForward
+from infer.backends.cpu.isa import instruction_set
+from infer.backends.cpu.records import MAX_THREADS
+from infer.backends.cpu.threads import set_num_threads, team
 from infer.checkpoint import Checkpoint, open_checkpoint
-from infer.checkpoint.stored import LazyWeights
+from infer.checkpoint.lazy_weights import LazyWeights
 from infer.cli import main
-from infer.context import MAX_LINES, PREFILL_CHUNK, make_cache
 from infer.errors import ModelError
-from infer.kernels.cpu.isa import instruction_set
-from infer.kernels.cpu.records import MAX_THREADS
-from infer.kernels.cpu.threads import set_num_threads, team
-from infer.loading import load_model
-from infer.memory import LoadSettings, cache_bytes, estimate, largest_context, loaded_types, rope_bytes, weight_bytes
+from infer.kvcache.settings import CacheSettings
 from infer.model.families import make_architecture
+from infer.model.from_checkpoint import load_model
 from infer.model.load import load_transformer
+from infer.model.memory import (
+    LoadSettings,
+    cache_bytes,
+    estimate,
+    largest_context,
+    loaded_types,
+    rope_bytes,
+    weight_bytes,
+)
 from infer.model.transformer import Transformer
-from infer.weights import Projection
-from infer.workspace import STEP_LINES, STEP_TOKENS, step_buffers
+from infer.model.workspace import STEP_LINES, STEP_TOKENS, step_buffers
+from infer.operands.weights import Projection
+from infer.runner.context import MAX_LINES, PREFILL_CHUNK, make_cache
 from tiny import ONE_EACH, TINY, make_tiny
+from watched import python_command
 
 CPU = torch.device("cpu")
 CASES = [
@@ -98,6 +107,7 @@ def test_a_recorded_step_takes_what_was_said(name: str, weights: str, capacity: 
     checkpoint, model = load_tiny(name, weights, tmp_path)
     is_beyond = capacity > model.architecture.most_positions
     cache = make_cache(model, capacity, settings=CacheSettings(eviction_policy="sliding" if is_beyond else "none"))
+    cache.reserve(0, 1)
     captured = CapturedForward(lambda step: model.forward(step, cache), PREFILL_CHUNK, MAX_LINES)
     assert (STEP_TOKENS, STEP_LINES) == (PREFILL_CHUNK, MAX_LINES)
     held: dict[str, int] = {}
@@ -153,14 +163,14 @@ print((kilobytes["VmHWM"] - kilobytes["VmRSS"]) * 1024)
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 def test_loading_never_takes_much_more_than_what_is_loaded(dtype: str) -> None:
     """The table of SmolLM2 is 30 MB, 57 as bfloat16, 113 in floats; its file is 98 MB."""
-    done = subprocess.run([sys.executable, "-c", LOAD, dtype], capture_output=True, text=True, check=True)
+    done = subprocess.run(python_command(LOAD, dtype), capture_output=True, text=True, check=True)
     assert int(done.stdout) < 16_000_000
 
 
 FREE = """
 from pathlib import Path
 import torch
-from infer.cache.memory import give_back_freed
+from infer.system.available_memory import give_back_freed
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
@@ -175,7 +185,7 @@ print(before - resident())
 
 @pytest.mark.skipif(sys.platform != "linux", reason="hardware: a system that tells what is resident")
 def test_what_was_freed_is_given_back() -> None:
-    done = subprocess.run([sys.executable, "-c", FREE], capture_output=True, text=True, check=True)
+    done = subprocess.run(python_command(FREE), capture_output=True, text=True, check=True)
     assert int(done.stdout) > 100_000_000
 
 
@@ -192,7 +202,7 @@ def test_each_row_of_a_batch_takes_a_line_of_logits_and_its_history() -> None:
 @pytest.mark.parametrize("dtype", ["auto", "float16", "float32"])
 def test_the_type_of_a_cache_is_the_loaders(dtype: str) -> None:
     chosen = None if dtype == "auto" else getattr(torch, dtype)
-    assert LoadSettings(dtype=dtype).kv_type == ops.kv_type(CPU, chosen)
+    assert LoadSettings(dtype=dtype).kv_type == ops.backend_of(CPU).kv_type(chosen)
 
 
 def test_the_largest_context_is_the_last_that_fits() -> None:
@@ -224,28 +234,28 @@ def test_what_does_not_fit_is_refused_with_the_context_that_would(monkeypatch: p
     architecture = make_architecture(checkpoint.config)
     threads = LoadSettings(num_threads=team().num_threads)
     needed = estimate(architecture, checkpoint.tensors, threads, CacheSettings(), num_tokens=1000).model
-    monkeypatch.setattr("infer.loading.available_memory_bytes", lambda: needed)
+    monkeypatch.setattr("infer.model.from_checkpoint.available_memory_bytes", lambda: needed)
     with monkeypatch.context() as within:
-        within.setattr("infer.loading.load_transformer", None)  # is not called
+        within.setattr("infer.model.from_checkpoint.load_transformer", None)  # is not called
         with pytest.raises(
             ModelError, match=r"Q4_1.gguf needs 3\d\d MB here \(99 of .* for 8,192 tokens, .* of w"
         ) as error:
-            load_model("smollm2")
+            load_model("smollm2", max_seq_len=8192)
     most = int(re.findall(r"max_seq_len=(\d+) fits", str(error.value))[0])
     assert 1000 <= most < 1100
     assert load_model("smollm2", max_seq_len=most)[0].max_seq_len == most
     with pytest.raises(ModelError, match=f"max_seq_len={most} fits"):
         load_model("smollm2", max_seq_len=most + 64)
-    monkeypatch.setattr("infer.loading.available_memory_bytes", lambda: 10**6)
+    monkeypatch.setattr("infer.model.from_checkpoint.available_memory_bytes", lambda: 10**6)
     with pytest.raises(ModelError, match="and 1 MB are available: take a smaller quantisation"):
         load_model("smollm2")
-    monkeypatch.setattr("infer.loading.available_memory_bytes", lambda: None)
+    monkeypatch.setattr("infer.model.from_checkpoint.available_memory_bytes", lambda: None)
     assert load_model("smollm2", max_seq_len=64)[0].max_seq_len == 64
 
 
 def run_estimate(*arguments: str) -> dict[str, Any]:
     code = "import sys; from infer.cli import main; status = main(); print('torch' in sys.modules); sys.exit(status)"
-    command = [sys.executable, "-c", code, "estimate", *arguments, "--json"]
+    command = python_command(code, "estimate", *arguments, "--json")
     report, has_torch = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert has_torch == "False"
     found: dict[str, Any] = json.loads(report)
@@ -294,3 +304,13 @@ def test_what_would_not_load_is_not_estimated(
 ) -> None:
     assert main(["estimate", *arguments]) == 2
     assert reason in capsys.readouterr().err
+
+
+def test_the_command_works_on_systems_without_affinity(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """macOS has none."""
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.delattr("os.sched_getaffinity")
+    assert main(["estimate"]) == 0
+    assert "total" in capsys.readouterr().out

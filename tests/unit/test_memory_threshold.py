@@ -1,15 +1,17 @@
 """A policy that waits for memory to run short: nothing is forgotten before, and what is forgotten goes back."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from infer import LLM
-from infer.cache import paged
-from infer.cache.settings import CacheSettings
-from infer.context import CachedContext
-from infer.params import SamplingParams
+from infer.kvcache import paged
+from infer.kvcache.settings import CacheSettings
+from infer.runner.context import CachedContext
+from infer.runner.context_pool import ContextPool
+from infer.sampling_params import SamplingParams
 from path_cases import CONTEXT, EOS, make_folder
 
 WINDOW, PREFIX, PAGE = 48, 3, 16
@@ -50,13 +52,15 @@ def test_short_of_memory_from_the_start_it_is_sliding(folder: Path, monkeypatch:
     set_available(monkeypatch, 0)
     expected = make_llm(folder, threshold=None).generate(make_ids(100), PLAIN)
     llm = make_llm(folder)
-    llm._cache_settings = CacheSettings(
+    settings = CacheSettings(
         eviction_policy="sliding",
         eviction_window=WINDOW,
         protected_prefix=PREFIX,
         memory_threshold_mb=1,
         page_tokens=PAGE,
     )
+    assert llm._host is not None
+    llm._host.contexts = ContextPool(partial(CachedContext, llm.model, llm.max_seq_len, settings=settings))
     assert llm.generate(make_ids(100), PLAIN, prefill_chunk=PAGE).token_ids == expected.token_ids
 
 
@@ -79,9 +83,10 @@ def test_a_session_that_slid_for_want_of_memory_is_saved_and_loaded(
     set_available(monkeypatch, 1)
     session.save(tmp_path / "saved")
     loaded = llm.load_session(tmp_path / "saved")
-    cache = loaded._context.cache
+    cache = loaded._cache.context.cache
     assert loaded.num_cached_tokens == 110
-    assert cache._groups[0].state(0) == session._context.cache._groups[0].state(0)
+    state = session._cache.context.cache._groups[0].state(0)
+    assert cache._groups[0].state(0)._replace(first=0) == state
     assert cache._groups[0].windows[0] == WINDOW - PREFIX
     cache.check_integrity()
     wanted, found = session.generate(PLAIN), loaded.generate(PLAIN)

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import gguf
@@ -11,11 +10,12 @@ import torch
 from safetensors.torch import save_file
 
 from gguf_files import write_model
+from infer.catalog.models import ModelAtHand, models_at_hand
 from infer.checkpoint import open_checkpoint, resolve
-from infer.checkpoint.resolve import INSTALLED_MODELS
+from infer.checkpoint.find import INSTALLED_MODELS, InstalledModel
 from infer.cli import main
-from infer.models import ModelAtHand, models_at_hand
 from test_hub import fill
+from watched import python_command
 
 CONFIG = {"model_type": "llama", "max_position_embeddings": 64}
 
@@ -95,13 +95,34 @@ def test_installed_packages_are_listed_and_not_put_together(tmp_path: Path, monk
     )
     assert list(tmp_path.iterdir()) == []
     if "gemma3-270m" in found:
-        assert found["gemma3-270m"].weights is None
+        gemma = found["gemma3-270m"]
+        assert (gemma.weights, gemma.context, gemma.family) == ("Q4_K_M", 32_768, "gemma3_text")
         assert found["gemma3-270m"].num_bytes > 250_000_000
+
+
+def test_a_package_in_parts_is_described_by_the_header_in_the_first(
+    places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = write_model(places / "whole.gguf", extend=lambda w: w.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0))
+    content = whole.read_bytes()
+    half = len(content) - 1000
+    for index, part in enumerate((content[:half], content[half:])):
+        package = places / "modules" / f"halved_{index}"
+        package.mkdir(parents=True)
+        (package / "model.part").write_bytes(part)
+    (places / "modules" / "halved_0" / "SUMS").write_text(f"{'0' * 64}  whole.gguf\n")
+    parts = (("halved_0", "model.part"), ("halved_1", "model.part"))
+    monkeypatch.setitem(INSTALLED_MODELS, "halved", InstalledModel("", "whole.gguf", parts, ("halved_0", "SUMS")))
+    monkeypatch.syspath_prepend(str(places / "modules"))
+    found = {model.name: model for model in models_at_hand()}["halved"]
+    assert (found.weights, found.context, found.family) == ("Q8_0", 128, "llama")
+    assert (found.num_bytes, found.problem) == (len(content), None)
+    assert not (places / "cache").exists()
 
 
 def test_listing_loads_no_torch() -> None:
     code = "import sys; from infer.cli import main; main(['models', '--json']); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(python_command(code), capture_output=True, text=True, check=True)
     models, has_torch = done.stdout.splitlines()
     assert has_torch == "False"
     assert "smollm2" in {model["name"] for model in json.loads(models)}

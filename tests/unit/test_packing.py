@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from infer import ops
 from infer.architecture import Rope
-from infer.block_types import BLOCK_TYPES
-from infer.kernels.cpu.layouts import LAYOUTS, PackedWeight, Pieces
-from infer.kernels.cpu.threads import set_num_threads
-from infer.kernels.reference import dense
+from infer.backends.cpu.layouts import LAYOUTS
+from infer.backends.cpu.packed_weight import PackedWeight, Pieces
+from infer.backends.cpu.threads import set_num_threads
+from infer.backends.reference import dense
 from infer.model.rope import make_rope_table
-from infer.quants import quantize, quantize_fitted
-from infer.weights import ConvertedWeight, Norm, Projection, StoredWeight
+from infer.operands.weights import ConvertedWeight, Norm, Projection, StoredWeight, UnreadWeight
+from infer.quantization.ggml_blocks import quantize, quantize_fitted
+from infer.quantization.ggml_types import BLOCK_TYPES
 
 CPU = torch.device("cpu")
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -149,10 +150,18 @@ def test_packed_weights_take_the_bytes_of_the_stored_ones(type_: str) -> None:
 
 @pytest.mark.parametrize("type_", TYPES)
 def test_large_weights_are_read_a_few_rows_at_a_time(type_: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.kernels.cpu.packed._BYTES_AT_ONCE", 20_000)
+    monkeypatch.setattr("infer.backends.cpu.packed._BYTES_AT_ONCE", 20_000)
     weights = tuple(make_weight(type_, rows, 512, rows, (0.5, -3.0)) for rows in (64, 16, 160, 75))
     read: list[int] = []
-    parts = ops.prepare(Projection(weights), CPU, on_read=read.append).parts
+
+    def unread(weight: StoredWeight) -> UnreadWeight:
+        def rows(first: int, last: int) -> torch.Tensor:
+            read.append((last - first) * weight.row_bytes)
+            return weight.data[first:last].clone()
+
+        return UnreadWeight(weight.type, weight.shape, rows)
+
+    parts = ops.prepare(Projection(tuple(map(unread, weights))), CPU).parts
     assert torch.equal(
         torch.cat([unpacked(part) for part in parts if isinstance(part, PackedWeight)]),
         torch.cat([dense(weight).float() for weight in weights]),
@@ -166,7 +175,7 @@ def test_large_weights_are_read_a_few_rows_at_a_time(type_: str, monkeypatch: py
 def test_conversion_by_rows_is_conversion_of_the_whole(
     type_: str, modules: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infer.kernels.cpu.packed._BYTES_AT_ONCE", 100_000)
+    monkeypatch.setattr("infer.backends.cpu.packed._BYTES_AT_ONCE", 100_000)
     convert = {
         "Q8_0": lambda rows: quantize(rows.data, "Q8_0"),
         "Q4_1": lambda rows: quantize_fitted(rows.data),

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from infer import ops
-from infer.batch import Step
-from infer.kernels.cpu.threads import set_num_threads
-from infer.kv_blocks import LayerCache, Pages
-from infer.kv_types import key_block_bytes, num_blocks, value_block_bytes
-from infer.weights import Heads, RopeTable
+from infer.backends.cpu.threads import set_num_threads
+from infer.operands.step import Step
+from infer.operands.weights import Heads, RopeTable
+from infer.quantization.kv_formats import key_block_bytes, num_blocks, value_block_bytes
+from infer.quantization.kv_layout import LayerCache, Pages
 
 NUM_HEADS, KV_HEADS, DIM = 6, 2, 32
 CAPACITY = 1000
@@ -143,7 +143,7 @@ def test_a_few_tokens_of_several_rows_are_shared_out_and_change_no_bit(num_threa
     pages = Pages(64, table, torch.zeros(len(kept), dtype=torch.int64), sinks, windows)
     layer = LayerCache("f32", *(blocks.repeat(1, 2, 1) for blocks in (layer.keys, layer.values)), pages)
     alone = [attend_all(make_layer(64, sinks=sink, window=window), [LENGTH]) for sink, window in kept]
-    before = ops.num_threads(torch.device("cpu"))
+    before = ops.backend_of(torch.device("cpu")).num_threads()
     set_num_threads(num_threads)
     try:
         for starts, counts in (((0, 250, 255, 400), (7, 3, 5, 1)), ((7, 253, 260, 401), (1, 13, 1, 1)), ((8,), (16,))):

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from infer import ops
 from infer.architecture import Layer
-from infer.batch import Step
-from infer.cache.paged import PagedCache
-from infer.cache.settings import CacheSettings
 from infer.errors import InvalidRequestError
-from infer.weights import Heads
+from infer.kvcache.paged import PagedCache
+from infer.kvcache.settings import CacheSettings
+from infer.operands.step import Step
+from infer.operands.weights import Heads
 
 DIM, NUM_ROWS, CAPACITY, STEP, WINDOW = 16, 3, 150, 24, 20
 HEADS = Heads(1, 1, DIM, DIM**-0.5, None, None, None)

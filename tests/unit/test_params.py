@@ -2,20 +2,23 @@
 
 import copy
 import dataclasses
+import inspect
 import json
 import math
 import pickle
 import subprocess
-import sys
+from collections.abc import Callable
 from typing import Any
 
+import pydantic
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infer.errors import InvalidRequestError
-from infer.params import PARAMETER_NAMES, SamplingParams, UnknownParameterError
-from infer.results import GenerationResult, GenerationTiming, TokenLogprob, percentile
+from infer.outputs import GenerationResult, GenerationStats, GenerationTiming, TokenLogprob, percentile
+from infer.sampling_params import PARAMETER_NAMES, SamplingParams, UnknownParameterError
+from watched import python_command
 
 DEFAULTS: dict[str, Any] = {
     "temperature": 1.0,
@@ -166,6 +169,66 @@ def test_edges_know_aliases() -> None:
         SamplingParams.from_mapping({"max_tokens": 7, "max_new_tokens": 7})
 
 
+@pytest.mark.parametrize("alias", ["max_tokens", "num_tokens", "max_completion_tokens"])
+def test_the_constructor_knows_aliases(alias: str) -> None:
+    params = SamplingParams(**{alias: 7})
+    assert params == SamplingParams(max_new_tokens=7)
+    assert dataclasses.replace(params, seed=1).max_new_tokens == 7
+    with pytest.raises(InvalidRequestError, match=f"max_new_tokens is given twice, as {alias} and as max_new_tokens"):
+        SamplingParams(**{alias: 7, "max_new_tokens": 7})
+    with pytest.raises(InvalidRequestError, match=r"^max_new_tokens must be"):
+        SamplingParams(**{alias: 0})
+
+
+def test_the_constructors_help_names_every_parameter() -> None:
+    assert list(inspect.signature(SamplingParams).parameters) == list(PARAMETER_NAMES)
+
+
+def test_params_are_shown_as_what_differs_from_the_defaults() -> None:
+    assert repr(SamplingParams()) == "SamplingParams()"
+    assert repr(SamplingParams(temperature=0, stop="a", top_p=1.0)) == "SamplingParams(temperature=0.0, stop=('a',))"
+    long = SamplingParams(regex="ab\n" * 1000, seed=0)
+    assert "\n" not in repr(long)
+    assert len(repr(long)) < 150
+    assert eval(repr(SamplingParams(logit_bias={3: 1.5}, seed=0))) == SamplingParams(logit_bias={3: 1.5}, seed=0)
+
+
+def test_a_class_of_pydantic_is_a_schema() -> None:
+    class Person(pydantic.BaseModel):
+        name: str
+        age: int | None = None
+
+    params = SamplingParams(json_schema=Person)
+    assert json.loads(str(params.json_schema)) == Person.model_json_schema()
+    assert pickle.loads(pickle.dumps(params)) == params
+
+    class Odd(pydantic.BaseModel):
+        value: Callable[[], int]
+
+    for wrong in (pydantic.BaseModel, Odd):
+        with pytest.raises(InvalidRequestError, match=r"^json_schema: model_json_schema\(\) fails: ") as raised:
+            SamplingParams(json_schema=wrong)
+        assert "\n" not in str(raised.value)
+
+
+def test_a_schema_that_json_cannot_write_is_one_clear_line() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(100_000):
+        deep = {"items": deep}
+    cyclic: dict[str, Any] = {}
+    cyclic["self"] = cyclic
+    for wrong, message in ((deep, "nested too deep"), (cyclic, "must be JSON: Circular reference")):
+        with pytest.raises(InvalidRequestError, match=f"^json_schema .*{message}"):
+            SamplingParams(json_schema=wrong)
+
+
+@pytest.mark.parametrize("name", ["stop", "choice", "regex", "grammar", "json_schema"])
+def test_text_that_no_model_can_write_is_refused(name: str) -> None:
+    for text in ("\ud800", "a\udfff"):
+        with pytest.raises(InvalidRequestError, match=f"^{name} must be Unicode text without the lone surrogate U\\+D"):
+            SamplingParams(**{name: [text] if name in ("stop", "choice") else text})
+
+
 @pytest.mark.parametrize("off", [0, -1, None])
 def test_edges_accept_top_k_off(off: int | None) -> None:
     assert SamplingParams.from_mapping({"top_k": off}).top_k is None
@@ -211,8 +274,10 @@ def test_any_values_give_params_or_one_clear_line(values: dict[str, Any]) -> Non
 
 
 def test_params_and_results_load_neither_torch_nor_numpy() -> None:
-    program = "import sys, infer.params, infer.results; print(*({'torch', 'numpy', 'numba'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    program = (
+        "import sys, infer.sampling_params, infer.outputs; print(*({'torch', 'numpy', 'numba'} & set(sys.modules)))"
+    )
+    done = subprocess.run(python_command(program), capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
 
 
@@ -229,7 +294,25 @@ def test_timing_adds_up() -> None:
 
 def test_timing_of_one_token_has_no_rate() -> None:
     timing = GenerationTiming(prefill_time_s=0.5)
-    assert (timing.decode_tokens_per_second, timing.inter_token_p99_s, timing.total_time_s) == (0.0, 0.0, 0.5)
+    assert (timing.decode_tokens_per_second, timing.inter_token_p99_s, timing.total_time_s) == (None, None, 0.5)
+    assert timing.to_json()["arrival_gap_p50_s"] is None
+
+
+def test_the_rate_leaves_out_the_first_two_steps_where_there_are_more() -> None:
+    assert GenerationTiming(0.5, [4.0, 2.0], [0.0, 0.0]).decode_tokens_per_second == pytest.approx(1 / 3)
+    settled = GenerationTiming(0.5, [4.0, 2.0, 0.1, 0.1, 0.2], [0.0, 0.0, 0.1, 0.1, 0.0])
+    assert settled.decode_tokens_per_second == pytest.approx(3 / 0.6)
+
+
+def test_accepted_drafts_count_with_the_step_that_verified_them() -> None:
+    timing = GenerationTiming(0.5, [9.0, 0.0, 8.0, 0.0, 0.0, 0.5, 0.0], [0.1, 0.1, 0.1, 0.1, 0.1, 0.25, 0.25])
+    assert timing.decode_tokens_per_second == pytest.approx(2 / 1.0)
+
+
+def test_gaps_between_arrivals_are_a_figure_of_their_own() -> None:
+    timing = GenerationTiming(0.5, [0.1, 0.1], [0.0, 0.0], [0.5, 0.75, 0.75])
+    assert timing.arrival_gaps_s == [0.25, 0.0]
+    assert timing.to_json()["arrival_gap_p50_s"] == pytest.approx(0.125)
 
 
 @settings(deadline=None)
@@ -261,3 +344,20 @@ def test_a_result_is_json() -> None:
         "top": [{"token_id": 2, "logprob": -0.5}],
     }
     assert (record["seed"], record["stop_reason"], record["text"], result.num_samples) == (2**64 - 1, "\n", "é", 2)
+
+
+def test_a_result_is_shown_in_one_readable_line() -> None:
+    timing = GenerationTiming(0.1, [0.01] * 4, [0.0] * 4)
+    result = GenerationResult([1] * 5, "one\ntwo", "eos", 3, 5, timing)
+    assert repr(result) == "GenerationResult('one\\ntwo', eos, 5 tokens, 100.0 tok/s)"
+    assert repr(timing) == "GenerationTiming(ttft 100.0 ms, 4 steps, 100.0 tok/s)"
+    long = dataclasses.replace(result, text="word " * 1000, finish_reason="length", stop_reason="max_new_tokens")
+    assert repr(long).endswith("…, length: max_new_tokens, 5 tokens, 100.0 tok/s)")
+    assert len(repr(long)) < 160
+    failed = dataclasses.replace(
+        result, finish_reason="error", stop_reason="logits", error="a row of NaN", token_ids=[]
+    )
+    assert repr(failed) == "GenerationResult('one\\ntwo', error: a row of NaN, 0 tokens, 100.0 tok/s)"
+    assert repr(GenerationTiming()) == "GenerationTiming(ttft 0.0 ms, 0 steps)"
+    stats = GenerationStats(single_steps=2, chains=1)
+    assert repr(stats) == "GenerationStats(single_steps=2, chains=1)"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from infer import LLM
-from infer.params import SamplingParams
+from infer.sampling_params import SamplingParams
 from path_cases import EOS, make_folder
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)

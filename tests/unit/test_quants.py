@@ -3,9 +3,9 @@ import numpy as np
 import pytest
 import torch
 
-from infer.block_types import BLOCK_TYPES
 from infer.errors import UnsupportedModelError
-from infer.quants import dequantize, quantize, quantize_fitted
+from infer.quantization.ggml_blocks import dequantize, quantize, quantize_fitted
+from infer.quantization.ggml_types import BLOCK_TYPES
 
 QUANTISED = [name for name, kind in BLOCK_TYPES.items() if not kind.is_float]
 

@@ -1,6 +1,6 @@
 """Vocabularies in the dialect of GGUF give the ids of the models' own tokenizer.json, whatever the text.
 
-`INFER_RANDOM_STRINGS=1000000` makes the longer run: a minute or two for each vocabulary.
+`INFER_RANDOM_STRINGS=1000000` makes a longer run: a minute or two for each vocabulary.
 """
 
 import json
@@ -14,13 +14,14 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
+from extent import usual_or_all
 from infer.errors import InvalidRequestError
 from infer.tokenizer import Tokenizer
-from infer.tokenizer.gguf_tokenizer import TokenType
+from infer.tokenizer.gguf_vocabulary import TokenType
 from test_tokenizer import ASSETS, FRAGMENTS, SCRIPTS, as_gguf, folder, gguf_metadata, load, load_gguf, smollm2_gguf
 
-NUM_STRINGS = int(os.environ.get("INFER_RANDOM_STRINGS", "20000"))
-NUM_STREAMS = 100_000
+NUM_STRINGS = int(os.environ.get("INFER_RANDOM_STRINGS", usual_or_all(5000, 20_000)))
+NUM_STREAMS = usual_or_all(20_000, 100_000)
 BATCH = 1000
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from infer.checkpoint import open_checkpoint, resolve
-from infer.checkpoint.resolve import INSTALLED_MODELS, InstalledModel, cache_folder
+from infer.checkpoint.find import INSTALLED_MODELS, InstalledModel, packaged_model
 from infer.errors import InvalidRequestError, ModelError, ModelFormatError
 
 PARTS = (b"one " * 1000, b"two", b"three")
@@ -42,7 +42,7 @@ def test_a_folder_and_a_file_are_themselves(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["smolm2", "SmolLM2", "smollm-2"])
 def test_a_name_that_is_almost_right_gets_a_suggestion(name: str) -> None:
-    with pytest.raises(InvalidRequestError, match=f"no model '{name}', did you mean 'smollm2'"):
+    with pytest.raises(InvalidRequestError, match=rf"no model '{name}' \(did you mean 'smollm2'\?\)\. Tried: "):
         resolve(name)
 
 
@@ -56,6 +56,27 @@ def test_a_name_that_means_nothing_gets_one_line_with_what_there_is(name: str) -
     assert "\n" not in message
     assert len(message) < 500
     assert caught.value.exit_status == 2
+
+
+def test_links_that_lead_nowhere_are_told_from_names_that_mean_nothing(tmp_path: Path) -> None:
+    (tmp_path / "dangling.gguf").symlink_to("missing")
+    (tmp_path / "loop").symlink_to("other")
+    (tmp_path / "other").symlink_to("loop")
+    with pytest.raises(ModelError, match=r"dangling\.gguf is a broken link: what it names is not there"):
+        resolve(tmp_path / "dangling.gguf")
+    with pytest.raises(ModelError, match="loop is in a loop of links") as caught:
+        resolve(str(tmp_path / "loop"))
+    assert caught.value.exit_status == 3
+
+
+def test_a_packaged_file_brings_its_cards_values_wherever_it_lies(tmp_path: Path) -> None:
+    model = packaged_model(tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf")
+    assert model is not None
+    assert model.sampling == {"temperature": 0.2, "top_p": 0.9}
+    assembled = packaged_model(tmp_path / "0123456789ab-gemma-3-270m-q4_k_m.gguf")
+    assert assembled is not None
+    assert assembled.sampling["top_k"] == 64
+    assert packaged_model(tmp_path / "another.gguf") is None
 
 
 def test_a_folder_without_a_model_is_a_bad_model(tmp_path: Path) -> None:
@@ -121,7 +142,7 @@ def test_parts_that_do_not_sum_up_leave_nothing_behind(packaged: Path, tmp_path:
 
 def test_a_cache_that_cannot_be_written_is_named_with_the_way_out(packaged: Path) -> None:
     packaged.write_text("a file where the folder should be")
-    with pytest.raises(ModelError, match=r"parted cannot be assembled in .*cache: .*; set INFER_CACHE"):
+    with pytest.raises(ModelError, match=r"parted cannot be assembled.*cache.*; set INFER_CACHE"):
         resolve("parted")
 
 
@@ -146,17 +167,6 @@ def test_a_known_name_that_is_not_installed_says_how_to_install(monkeypatch: pyt
     monkeypatch.setitem(INSTALLED_MODELS, "absent", absent)
     with pytest.raises(InvalidRequestError, match="absent is not installed: pip install absent"):
         resolve("absent")
-
-
-def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/someone")
-    monkeypatch.delenv("INFER_CACHE", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert cache_folder() == Path("/home/someone/.cache/infer")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/shared")
-    assert cache_folder() == Path("/shared/infer")
-    monkeypatch.setenv("INFER_CACHE", "/own")
-    assert cache_folder() == Path("/own")
 
 
 @pytest.mark.slow

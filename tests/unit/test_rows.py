@@ -9,18 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infer.errors import InvalidRequestError
-from infer.params import SamplingParams
 from infer.sampling import sampler
-from infer.sampling.rows import (
-    WHOLE_HISTORY,
-    Rows,
-    num_mask_words,
-    pack_bits,
-    pack_masks,
-    unpack_bits,
-    uses_history,
-)
-from infer.sampling.weight import target
+from infer.sampling.columns import WHOLE_HISTORY, Rows, num_mask_words, pack_bits, pack_masks, unpack_bits, uses_history
+from infer.sampling.integer_probs import target
+from infer.sampling_params import SamplingParams
 
 INF = math.inf
 few = settings(max_examples=40, deadline=None)

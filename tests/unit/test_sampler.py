@@ -12,7 +12,6 @@ from jaxtyping import TypeCheckError
 from torch import Tensor
 
 from infer.errors import InferError, InvalidRequestError
-from infer.params import SamplingParams
 from infer.sampling import reference
 from infer.sampling.reference import (
     LogitsError,
@@ -29,6 +28,7 @@ from infer.sampling.reference import (
     process_logits,
     sample_token,
 )
+from infer.sampling_params import SamplingParams
 
 INF = math.inf
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from infer.sampling import noise, sampler
+from infer.sampling.columns import Rows
 from infer.sampling.history import History
-from infer.sampling.rows import Rows
-from infer.sampling.weight import target, weights
+from infer.sampling.integer_probs import target, weights
 from sampling_cases import (
     INF,
     STYLES,

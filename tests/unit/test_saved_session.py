@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -15,11 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from infer import LLM, InvalidRequestError, SamplingParams
-from infer.checkpoint import saved
 from infer.cli.chat import ChatSession, run_command
-from infer.decode import Batch
-from infer.session import Session
+from infer.engine.decode import Batch
+from infer.session import session_file
+from infer.session.session import Session
 from test_session import GREEDY, GREEDY_VALUES, NUM_TOKENS, SAMPLED, SAMPLED_VALUES, check_fresh, make_model
+from watched import python_command
 
 WILD = SamplingParams(temperature=1.0, seed=3, max_new_tokens=9)  # bytes that are no text, ends
 ANY_PARAMS = st.sampled_from([GREEDY, SAMPLED, WILD])
@@ -62,7 +62,7 @@ def test_a_new_process_goes_on_with_the_same_tokens(talk: Session, folder: Path,
     expected = [talk.send("and now", params).token_ids for params in (GREEDY, SAMPLED)]
     params = [json.dumps(values) for values in (GREEDY_VALUES, SAMPLED_VALUES)]
     done = subprocess.run(
-        [sys.executable, "-c", CONTINUE, str(folder), str(path), *params], capture_output=True, text=True, check=False
+        python_command(CONTINUE, str(folder), str(path), *params), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [expected, cached, talk.messages]
@@ -144,13 +144,13 @@ def test_a_file_does_not_hold_what_was_read_and_never_answered(
     talk: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A turn that is stopped in the midst of its prompt."""
-    monkeypatch.setattr("infer.session.Batch", partial(Batch, prefill_chunk=3))
+    monkeypatch.setattr("infer.session.session.Batch", partial(Batch, prefill_chunk=3))
     contents = []
     for forgotten in ("a secret", "nothing that matters"):
         stop = threading.Event()
         stream = talk.stream(forgotten, GREEDY, cancel=stop, on_prefill=partial(stop_behind_nine, stop))
         assert list(stream) == []
-        assert len(talk.token_ids) < len(talk._cached) < stream.result.prompt_tokens
+        assert len(talk.token_ids) < len(talk._cache.token_ids) < stream.result.prompt_tokens
         talk.save(tmp_path / "talk")
         contents.append((tmp_path / "talk").read_bytes())
     assert contents[0] == contents[1]
@@ -208,7 +208,7 @@ def test_a_file_that_is_no_session_is_refused(
     ):
         with pytest.raises(InvalidRequestError, match=message):
             llm.load_session(path)
-    monkeypatch.setattr(saved, "VERSION", "0")
+    monkeypatch.setattr(session_file, "VERSION", "0")
     talk.save(tmp_path / "old")
     monkeypatch.undo()
     with pytest.raises(InvalidRequestError, match="another version of infer"):
@@ -229,9 +229,9 @@ def test_a_file_written_by_somebody_else_is_checked(
     llm: LLM, talk: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]
 ) -> None:
     """Its checksums fit, its contents do not."""
-    write = saved.write_session
+    write = session_file.write_session
     monkeypatch.setattr(
-        "infer.session.write_session",
+        "infer.session.session.write_session",
         lambda path, fingerprint, ids, record, tensors: write(path, fingerprint, ids, record | changed, tensors),
     )
     talk.save(tmp_path / "talk")
@@ -242,10 +242,10 @@ def test_a_file_written_by_somebody_else_is_checked(
 def test_a_cache_of_more_tokens_than_there_are_ids_is_refused(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session, write = llm.session(), saved.write_session
+    session, write = llm.session(), session_file.write_session
     session.append("raw text")
     monkeypatch.setattr(
-        "infer.session.write_session",
+        "infer.session.session.write_session",
         lambda path, fingerprint, ids, record, tensors: write(path, fingerprint, ids[:-2], record, tensors),
     )
     session.save(tmp_path / "talk")
@@ -268,7 +268,7 @@ def test_a_save_that_fails_keeps_the_old_file(
 
     match name:
         case "write":
-            monkeypatch.setattr("infer.checkpoint.saved.write_safetensors", fail)
+            monkeypatch.setattr("infer.session.session_file.write_safetensors", fail)
         case "fsync":
             monkeypatch.setattr(os, "fsync", fail)
         case _:

@@ -11,11 +11,11 @@ from transformers import LlamaConfig
 
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from infer import LLM, InferError, InvalidRequestError, SamplingParams
-from infer.batch import Part
-from infer.context import CachedContext
 from infer.errors import ContextLengthError
-from infer.results import GenerationResult
-from infer.tokenizer.alignment import keep_spelling
+from infer.operands.step import Part
+from infer.outputs import GenerationResult
+from infer.runner.context import CachedContext
+from infer.session.spelling import keep_spelling
 from tiny import Tiny, make_tiny
 
 CONTEXT = 400
@@ -218,12 +218,12 @@ def test_a_fault_while_ids_are_appended_leaves_a_session_that_goes_on(
             raise MemoryError
         return forward(context, parts)
 
-    monkeypatch.setattr(session._context, "_step_tokens", 4)
+    monkeypatch.setattr(session._cache.context, "_step_tokens", 4)
     monkeypatch.setattr(CachedContext, "forward", fail)
     with pytest.raises(MemoryError):
         session.append(" and more than four")
     assert session.token_ids == llm.tokenizer.encode("hello")
-    assert len(session._cached) == session._context.lengths[0]
+    assert not session._cache.token_ids, "what stood there is not known"
     session.append(" and more than five")
     result = session.generate(GREEDY)
     check_fresh(llm, session.token_ids[: -len(result.token_ids)], GREEDY, result)

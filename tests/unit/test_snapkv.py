@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from infer import LLM
-from infer.batch import Part
-from infer.cache.settings import OBSERVED_TOKENS, CacheSettings
-from infer.cache.snapkv import choose_slots
-from infer.context import CachedContext
 from infer.errors import InvalidRequestError
-from infer.kv_blocks import decode_keys, decode_values, key_parts, value_parts
-from infer.params import SamplingParams
+from infer.kvcache.settings import OBSERVED_TOKENS, CacheSettings
+from infer.kvcache.snapkv import choose_slots
+from infer.operands.step import Part
+from infer.quantization.kv_layout import decode_keys, decode_values, key_parts, value_parts
+from infer.runner.context import CachedContext
+from infer.sampling_params import SamplingParams
 from path_cases import CONTEXT, EOS, make_folder
 
 WINDOW, PREFIX = 48, 3

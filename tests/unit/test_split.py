@@ -8,10 +8,10 @@ import torch
 
 from gguf_files import key_value, random_tensors, raw_file, text, write_model
 from infer.checkpoint import open_checkpoint
-from infer.checkpoint.stored import LazyWeights
+from infer.checkpoint.lazy_weights import LazyWeights
 from infer.errors import ModelError, ModelFormatError
 from infer.model.families import make_architecture
-from infer.model.shapes import check_tensors, expected_shapes
+from infer.model.tensors import check_tensors, expected_shapes
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_any_part_opens_the_whole_model(parts: list[Path], tmp_path: Path) -> No
         checkpoint = open_checkpoint(part)
         assert checkpoint.path == parts[0]
         assert checkpoint.config == whole.config
-        assert len(checkpoint.contents) == 3
+        assert len(checkpoint.files) == 3
         assert checkpoint.tensors.keys() == whole.tensors.keys()
         weights = LazyWeights(checkpoint.tensors)
         for name, weight in LazyWeights(whole.tensors).items():

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infer.decode import Batch, Stream
-from infer.params import SamplingParams
+from infer.engine.decode import Batch
+from infer.engine.stream import Stream
+from infer.sampling_params import SamplingParams
 from path_cases import (
     DRAFTS,
     EOS,

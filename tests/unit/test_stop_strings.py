@@ -1,5 +1,7 @@
 """Stop strings, against the naive search of the whole text, wherever the text is cut."""
 
+from typing import Any
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -106,3 +108,23 @@ def test_long_stop_strings_cost_linear_time() -> None:
     matcher = StopStrings(["a" * 20_000 + "b"])
     shown = sum(len(matcher.push("aaaa").text) for _ in range(20_000))
     assert shown + len(matcher.flush()) == 80_000
+
+
+def test_a_stop_string_is_looked_at_only_as_far_as_a_text_agrees_with_it() -> None:
+    """However many and long they are: counted in states, of which one is made for each prefix that a text came to."""
+    stops = [f"{'ab' * 500}{index:04}" for index in range(3000)]
+    matcher = StopStrings(stops)
+    for _ in range(100):
+        matcher.push("abcab")
+    assert count_states(matcher._automaton.root) <= 4
+    assert matcher.push("ab" * 499 + "2999").matched == stops[-1]
+
+
+def test_nested_stop_strings_of_thousands_of_characters_are_no_recursion() -> None:
+    stops = ["a" * length + "b" for length in range(1, 3000)]
+    matcher = StopStrings([*stops, "a" * 3000 + "c"])
+    assert matcher.push("a" * 5000 + "b") == ("a" * (5000 - 2999), stops[-1])
+
+
+def count_states(state: Any) -> int:
+    return sum(1 + count_states(longer) for longer in state.after.values() if longer is not None)

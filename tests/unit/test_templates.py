@@ -12,9 +12,9 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from infer.errors import InvalidRequestError, ModelFormatError
-from infer.tokenizer import Tokenizer, rendering
-from infer.tokenizer.chat import ChatTemplate
-from infer.tokenizer.special_texts import SpecialTexts
+from infer.tokenizer import Tokenizer, template_process
+from infer.tokenizer.chat_template import ChatTemplate
+from infer.tokenizer.special_tokens import SpecialTexts
 from test_chat import CONVERSATIONS, NAMES, SYSTEM, TOOL, TOOL_CONVERSATIONS, USER, load, load_oracle
 
 VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -197,12 +197,10 @@ def test_an_error_points_at_the_line_of_the_template() -> None:
 
 def test_a_killed_process_is_started_again_and_so_is_one_of_a_fork() -> None:
     assert ChatTemplate("{{ 1 }}", {}).render([USER]) == "1"
-    process = rendering._child()._process
+    process = template_process._child()._process
     assert process is not None
     process.kill()
-    with pytest.raises(InvalidRequestError, match="crash"):
-        ChatTemplate("{{ 1 }}", {}).render([USER])
-    assert ChatTemplate("{{ 1 }}", {}).render([USER]) == "1"
+    assert ChatTemplate("{{ 1 }}", {}).render([USER]) == "1", "the template is not to blame"
     child = os.fork()
     if child == 0:
         os._exit(ChatTemplate("{{ 2 }}", {}).render([USER]) != "2")
@@ -213,7 +211,7 @@ def test_a_killed_process_is_started_again_and_so_is_one_of_a_fork() -> None:
 def test_a_template_that_waits_for_a_processor_is_no_bomb() -> None:
     """The limit counts the processor's time, so that a busy machine refuses nothing."""
     ChatTemplate("", {}).render([USER])
-    time.sleep(rendering.RENDER_SECONDS + 0.5)
+    time.sleep(template_process.RENDER_SECONDS + 0.5)
     assert ChatTemplate("{{ 1 }}", {}).render([USER]) == "1"
 
 

@@ -12,12 +12,17 @@ import numpy as np
 import pytest
 from numba import carray
 
-from infer.kernels.cpu import control, simd, threads
-from infer.kernels.cpu.compiled import compiled_address
-from infer.kernels.cpu.pace import Outcome, Pace
-from infer.kernels.cpu.state import STATE
-from infer.kernels.cpu.table import BARRIER, Command, DispatchTable, Walk
-from infer.kernels.cpu.threads import Team, aligned, default_num_threads, set_num_threads, team
+from infer.backends.cpu import control, simd, stacks, threads
+from infer.backends.cpu.compiled import compiled_address
+from infer.backends.cpu.pace import Outcome, Pace
+from infer.backends.cpu.records import MAX_THREADS
+from infer.backends.cpu.state import STATE
+from infer.backends.cpu.table import BARRIER, Command, DispatchTable, Walk
+from infer.backends.cpu.threads import Team, aligned, set_num_threads, team
+from infer.errors import InferError, InvalidRequestError
+from infer.model import from_checkpoint as load_settings
+from infer.system import cores
+from watched import python_command
 
 PARTS = np.dtype([("sums", np.int64), ("num_rows", np.int64), ("lag", np.int64)])
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="hardware: Linux only")
@@ -60,12 +65,13 @@ class Counter:
         return bool((self.sums == np.arange(len(self.sums)) * self.times * self.num_walks).all())
 
 
-COLD = "infer: compiling CPU kernels, once per machine\n"
+COLD = "infer: compiling CPU kernels, once per machine and model type\n"
 SCRIPT = f"""
 import os, sys, threading, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_threads import Counter
-from infer.kernels.cpu.threads import set_num_threads, team, default_num_threads
+from infer.system.cores import default_num_threads
+from infer.backends.cpu.threads import Team, set_num_threads, team
 set_num_threads(3)
 counter = Counter()
 """
@@ -73,11 +79,10 @@ counter = Counter()
 
 def run_script(code: str, *, prefix: tuple[str, ...] = (), **environment: str) -> str:
     done = subprocess.run(
-        [*prefix, sys.executable, "-c", SCRIPT + code],
+        [*prefix, *python_command(SCRIPT + code)],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -115,7 +120,7 @@ def test_workers_that_lag_are_dismissed_and_thread_0_does_their_parts() -> None:
     counter.arguments["lag"] = 10_000  # pauses, far more than a barrier spins for
     for _ in range(10):
         three._pace = threads.Pace(3)
-        three._cycles, three._seconds = 1000, 1.0  # a clock so slow that any wait is beyond patience
+        three._clock = 1000, 1.0  # a clock so slow that any wait is beyond patience
         counter.run(three)
         meetings = int(counter.state["dismissed"][0]) // 3
         assert 1 <= meetings <= counter.times
@@ -211,36 +216,139 @@ def test_the_default_respects_the_affinity() -> None:
     assert run_script("print(default_num_threads())", prefix=("taskset", "-c", one)) == "1\n"
 
 
-@pytest.mark.parametrize(
-    ("text_by_name", "quota"),
-    [
-        ({"cpu.max": "150000 100000\n"}, 1),
-        ({"cpu.max": "50000 100000\n"}, 1),
-        ({"cpu.max": "400000 100000\n"}, 4),
-        ({"cpu.max": "max 100000\n"}, threads.MAX_THREADS),
-        ({"cpu.cfs_quota_us": "300000\n", "cpu.cfs_period_us": "100000\n"}, 3),
-        ({"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}, threads.MAX_THREADS),
-        ({}, threads.MAX_THREADS),
-    ],
-)
-def test_the_default_respects_the_quota_of_the_cgroup(
-    text_by_name: dict[str, str], quota: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("quota", "most"), [(0.5, 1), (1.5, 1), (2.0, 2), (None, 256), (1e9, 256)])
+def test_the_default_respects_the_quota_of_the_control_groups(
+    quota: float | None, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def read_text(path: Path) -> str:
-        if path.name not in text_by_name:
-            raise FileNotFoundError(path)
-        return text_by_name[path.name]
+    monkeypatch.setattr(cores, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(cores, "_siblings", str)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(1000)))
+    assert cores.default_num_threads() == most
 
-    monkeypatch.setattr(Path, "read_text", read_text)
-    assert threads._quota() == quota
-    assert 1 <= default_num_threads() <= quota
+
+@pytest.mark.parametrize("value", [0, -1, 100_000, 10**20, 10**5000, True, 2.0, "2", None], ids=range(9))
+def test_a_number_of_threads_beyond_the_rule_is_refused_in_one_line(value: object) -> None:
+    with pytest.raises(InvalidRequestError, match=r"threads must be a whole number from 1 to \d+ here, got ") as caught:
+        cores.check_num_threads(value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 200
+
+
+def test_what_is_refused_leaves_the_threads_as_they_were() -> None:
+    before = team()
+    with pytest.raises(InvalidRequestError):
+        load_settings.set_num_threads(100_000)
+    assert team() is before
+
+
+def test_the_command_line_refuses_too_many_threads_before_torch_is_loaded() -> None:
+    run_python = f"""
+import sys
+from infer.cli import main
+status = main(["generate", "--threads", "{10**20}", "hello"])
+assert (status, "torch" in sys.modules) == (2, False), status
+"""
+    done = subprocess.run(python_command(run_python), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("infer: threads must be a whole number from 1 to ")
+
+
+def test_a_team_has_room_for_all_threads_that_may_be_asked_for() -> None:
+    assert cores.MOST_THREADS == MAX_THREADS
+    assert 64 <= cores.most_threads() <= MAX_THREADS
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()], ids=repr)
+def test_where_the_system_starts_no_more_threads_those_that_were_started_leave(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, many, counter = threads.start_worker, Team(5), Counter()
+
+    def start_two(worker: threading.Thread) -> None:
+        if worker.name == "infer-3":
+            raise error
+        start(worker)
+
+    monkeypatch.setattr(threads, "start_worker", start_two)
+    for _ in range(2):
+        with pytest.raises(InferError, match=r"the system starts 3 of 5 threads and no more \(.+\): use threads=3"):
+            counter.run(many, 5)
+        assert [worker for worker in many._workers if worker.is_alive()] == []
+    counter.run(many, 1)
+    assert counter.num_walks == 1
+    assert counter.is_right()
+
+
+def test_workers_have_stack_enough_whatever_the_program_gives_its_threads() -> None:
+    before = threading.stack_size(128 << 10)
+    try:
+        three, counter = Team(3), Counter()
+        counter.run(three, 3)
+        assert counter.is_right()
+        assert threading.stack_size() == 128 << 10
+        sizes = list[int | None]()
+        worker = threading.Thread(target=lambda: sizes.append(stacks.stack_bytes()))
+        stacks.start_worker(worker)
+        worker.join()
+        assert sizes[0] is None or sizes[0] >= 2 << 20
+        three.close()
+    finally:
+        threading.stack_size(before)
+
+
+@needs_linux
+def test_a_thread_with_too_little_stack_is_told_so_instead_of_ending_the_process() -> None:
+    run_script("""
+said = []
+def walk():
+    try:
+        counter.run(team())
+    except Exception as error:
+        said.append(str(error))
+threading.stack_size(128 << 10)
+thread = threading.Thread(target=walk)
+thread.start(); thread.join()
+assert "this thread has a stack of" in said[0], said
+threading.stack_size(1 << 20)
+thread = threading.Thread(target=walk)
+thread.start(); thread.join()
+assert len(said) == 1 and counter.is_right()
+""")
+
+
+def test_a_walk_that_waits_for_its_turn_lets_signals_through() -> None:
+    run_script("""
+import signal
+class Stop(Exception): pass
+def stop(*_): raise Stop
+busy, waiting, end = team(), Counter(), threading.Event()
+counter.walk.arguments["repeats"] = 10**9   # far longer than the test
+stopped = __import__("numpy").zeros(1, "int64")
+counter.walk.arguments["stop"] = stopped.ctypes.data
+walker = threading.Thread(target=lambda: counter.run(busy))
+walker.start()
+while not busy._job_words[__import__("infer.backends.cpu.threads", fromlist=["_JOB"])._JOB["owner"]]:
+    time.sleep(0.001)
+signal.signal(signal.SIGALRM, stop)
+try:
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    waiting.run(busy)
+    sys.exit("the walk did not wait")
+except Stop:
+    pass
+finally:
+    stopped[0] = 1
+walker.join()
+waiting.run(busy)
+assert waiting.is_right()
+""")
 
 
 @pytest.mark.slow
 def test_processes_that_start_together_with_a_cold_cache_both_work(tmp_path: Path) -> None:
     environment = {**os.environ, "INFER_CACHE": str(tmp_path)}
     code = SCRIPT + "counter.run(team(), 3)\nsys.exit(0 if counter.is_right() else 1)"
-    both = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
+    both = [subprocess.Popen(python_command(code), env=environment) for _ in range(2)]
     assert [process.wait(60) for process in both] == [0, 0]
     assert run_script("counter.run(team(), 3); print(counter.is_right())", INFER_CACHE=str(tmp_path)) == "True\n"
 
@@ -250,8 +358,9 @@ def test_a_cache_folder_that_cannot_be_written_does_no_harm(tmp_path: Path) -> N
     (tmp_path / "file").write_text("")
     code = SCRIPT + "counter.run(team(), 3)\nsys.exit(0 if counter.is_right() else 1)"
     environment = {**os.environ, "INFER_CACHE": str(tmp_path / "file")}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, COLD)
+    done = subprocess.run(python_command(code), env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert f"for this process only: {tmp_path / 'file'} is no folder (set INFER_CACHE)\n" in done.stderr
 
 
 class Machine:

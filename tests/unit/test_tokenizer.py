@@ -18,7 +18,7 @@ from infer.checkpoint import resolve
 from infer.checkpoint.gguf import read_gguf
 from infer.errors import InvalidRequestError, ModelFormatError, UnsupportedModelError
 from infer.tokenizer import Tokenizer
-from infer.tokenizer.gguf_tokenizer import TokenType, _find_splits
+from infer.tokenizer.gguf_vocabulary import TokenType, _find_splits
 
 ASSETS = Path(os.environ.get("INFER_TEST_ASSETS", "~/.cache/infer-tests")).expanduser() / "tokenizers"
 NUM_RANDOM_STRINGS = 3000

@@ -20,10 +20,10 @@ from infer.cli import commands, main
 from infer.cli.trace import trace_lines
 from infer.cli.trace_picture import make_picture
 from infer.cli.words import display_width
-from infer.results import SampleTrace
+from infer.outputs import SampleTrace
+from infer.sampling.columns import Rows
 from infer.sampling.history import History
 from infer.sampling.reference import LogitsError, sample_token
-from infer.sampling.rows import Rows
 from infer.sampling.sampler import stages
 from infer.sampling.trace import sample_trace
 from tiny import Tiny, make_tiny
@@ -188,7 +188,7 @@ def test_a_step_beyond_the_answer_names_its_end(llm: LLM) -> None:
     assert llm.sample_trace("a", params).token_id == 256
     with pytest.raises(InvalidRequestError, match=r"step must be at most 1, where the answer ends \(eos, 256\), got 2"):
         llm.sample_trace("a", params, step=2)
-    with pytest.raises(InvalidRequestError, match="step must be at least 1"):
+    with pytest.raises(InvalidRequestError, match=r"step must be a whole number in \[1, 200\], got 0"):
         llm.sample_trace("a", params, step=0)
 
 
@@ -222,9 +222,7 @@ def test_the_command_traces_what_generate_says(folder: Path, capsys: Capture) ->
         assert main(["sample-trace", "abc", "--step", str(step), "--ignore-eos", *options]) == 0
         record = json.loads(capsys.readouterr().out)
         assert (record["token_id"], record["step"], record["seed"]) == (said[step - 1], step, 11)
-        assert [stage["name"] for stage in record["stages"]] == [
-            "raw", "repetition_penalty", "temperature", "top_k", "top_p", "min_p",
-        ]  # fmt: skip
+        assert [stage["name"] for stage in record["stages"]] == ["raw", "temperature", "min_p"]
 
 
 def test_the_table_is_plain_text_where_stdout_is_no_terminal(fake: FakeModel, capsys: Capture) -> None:
@@ -249,10 +247,15 @@ def test_the_table_is_plain_text_where_stdout_is_no_terminal(fake: FakeModel, ca
 
 
 def test_the_options_are_those_of_generate(fake: FakeModel, capsys: Capture) -> None:
-    assert main(["sample-trace", "--prompt", "params", "--top-k", "0", "--seed", "5", "--json"]) == 0
+    options = ["--preset", "seed", "--top-k", "0", "--seed", "5"]
+    assert main(["generate", "-q", "-p", "params", *options]) == 0
+    generated = capsys.readouterr().out
+    assert main(["sample-trace", "--prompt", "params", *options, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["text_before"]
-    expected = SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.1, repetition_window=64, seed=5)
-    assert shown == str(expected)
+    expected = SamplingParams(
+        temperature=0.8, top_p=0.9, repetition_penalty=1.1, repetition_window=64, seed=5, max_new_tokens=512
+    )
+    assert shown == generated.strip() == str(expected)
 
 
 @pytest.mark.parametrize("width", [40, 60, 100])

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from infer.architecture import Architecture, Layer
-from infer.block_types import BLOCK_TYPES
 from infer.model.families import make_architecture
+from infer.quantization.ggml_types import BLOCK_TYPES
 from test_converted_families import CONVERTED
 from tiny import LONGROPE, TINY, Tiny
 

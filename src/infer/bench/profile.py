@@ -13,7 +13,6 @@ from typing import Any, final
 import torch
 
 from infer import ops
-from infer.batch import Part
 from infer.bench.speed import (
     Memory,
     OnProgress,
@@ -23,9 +22,10 @@ from infer.bench.speed import (
     projections_by_kind,
     weight_bytes_by_kind,
 )
-from infer.context import PREFILL_CHUNK, CachedContext
 from infer.llm import LLM
 from infer.model.transformer import Transformer
+from infer.operands.step import Part
+from infer.runner.context import PREFILL_CHUNK, CachedContext
 
 CALIBRATION_TOKENS = 256  # a step that is long beside what Python adds to it
 PREFILL_STEPS, DECODE_STEPS = 3, 32
@@ -85,7 +85,10 @@ def profile(
     model, num_parts = llm.model, PREFILL_STEPS + DECODE_STEPS
     prompt = make_prompt(model, max(workload.prompt_tokens, workload.depth), seed=0)
     prefill_steps, decode_steps = list[_Cycles](), list[_Cycles]()
-    with Memory(ops.num_threads(model.device), read_bytes) as memory, ops.threads_for(model.device):
+    with (
+        Memory(ops.backend_of(model.device).num_threads(), read_bytes) as memory,
+        ops.backend_of(model.device).threads(),
+    ):
         context = CachedContext(model, workload.max_seq_len)
         seconds_per_cycle = _calibrate(context, prompt[:CALIBRATION_TOKENS])
         for step in range(PREFILL_STEPS):

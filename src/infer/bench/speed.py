@@ -18,12 +18,12 @@ import torch
 
 from infer import ops
 from infer.errors import InvalidRequestError
-from infer.kv_types import BLOCK_POSITIONS, key_block_bytes, value_block_bytes
 from infer.llm import LLM
 from infer.model.transformer import Transformer
-from infer.params import SamplingParams
-from infer.results import GenerationTiming, percentile
-from infer.weights import Projection
+from infer.operands.weights import Projection
+from infer.outputs import GenerationTiming, percentile
+from infer.quantization.kv_formats import BLOCK_POSITIONS, key_block_bytes, value_block_bytes
+from infer.sampling_params import SamplingParams
 
 READ_BYTES = 512 << 20  # by all threads together, more if they are many; larger than any cache
 BYTES_PER_THREAD, PIECES_PER_THREAD = 32 << 20, 16
@@ -104,7 +104,7 @@ def measure(
     _run(llm, workload, seed=0)
     peak = peak_resident_bytes()  # before the buffers that bandwidth is measured with
     on_progress(1, num_parts)
-    threads = ops.num_threads(llm.model.device)
+    threads = ops.backend_of(llm.model.device).num_threads()
     with Memory(threads, read_bytes) as memory:
         rates = [memory.read_rate()]
         for repeat in range(1, num_parts):
@@ -119,7 +119,7 @@ def measure(
         threads=threads,
         prefill_tokens_per_second=median(workload.prompt_tokens / timing.prefill_time_s for timing in prefill),
         ttft_s=median(timing.ttft_s for timing in prefill),
-        decode_tokens_per_second=median(timing.decode_tokens_per_second for timing in decode),
+        decode_tokens_per_second=median(timing.decode_tokens_per_second or 0.0 for timing in decode),
         inter_token_p50_s=percentile(steps, 50.0),
         inter_token_p95_s=percentile(steps, 95.0),
         inter_token_p99_s=percentile(steps, 99.0),
@@ -204,7 +204,7 @@ class Memory:
     def read_rate(self, tries: int = 5) -> float:
         """Bytes per second that all threads read together: the best of the tries."""
         rates = []
-        with ops.threads_for(torch.device("cpu")):  # one of torch's threads for each of ours
+        with ops.backend_of(torch.device("cpu")).threads():  # one of torch's threads for each of ours
             for _ in range(tries):
                 started = time.perf_counter()
                 list(self._threads.map(torch.sum, self._pieces))

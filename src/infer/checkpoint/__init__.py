@@ -1,38 +1,37 @@
 """Files → hyperparameters and named weights. Nothing above this package knows what format a model came in.
 
-Opening reads headers only and loads no torch: `stored.LazyWeights` makes weights of `Checkpoint.tensors`, views of the
-mapped files in the types in which they are stored. Names are those of `names`; what a format does to weights (GGUF's
+Opening reads headers only and loads no torch: `stored.LazyWeights` makes weights of `Checkpoint.tensors`, in the
+types in which they are stored. Names are those of `names`; what a format does to weights (GGUF's
 order of q's and k's rows, Gemma's w for 1 + w) is written down here and undone there.
 """
 
 import hashlib
-import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from infer.block_types import FLOAT_TYPES
 from infer.checkpoint.config import (
     config_from_folder,
     config_from_gguf,
     generation_config_from_folder,
     generation_config_from_gguf,
 )
-from infer.checkpoint.fused import taken_apart
+from infer.checkpoint.find import resolve
+from infer.checkpoint.fused_tensors import taken_apart
 from infer.checkpoint.gguf import GGUFFile
-from infer.checkpoint.mapped import TensorInfo, release_pages
-from infer.checkpoint.names import is_norm, names_from_gguf, names_from_hugging_face
-from infer.checkpoint.resolve import resolve
+from infer.checkpoint.gguf_split import read_whole_gguf
 from infer.checkpoint.safetensors import read_safetensors_folder
-from infer.checkpoint.split import read_whole_gguf
+from infer.checkpoint.tensor_info import TensorInfo
+from infer.checkpoint.tensor_names import is_norm, names_from_gguf, names_from_hugging_face
 from infer.errors import ModelFormatError, UnsupportedModelError
+from infer.quantization.ggml_types import FLOAT_TYPES
+from infer.system.open_file import OpenFile
 
 __all__ = ["Checkpoint", "open_checkpoint", "resolve"]
 
 _ROWS_IN_PAIRS = frozenset({"llama", "granite", "smollm3"})  # GGUF's whose converter reorders q's and k's rows
 _NUM_SAMPLES, _SAMPLE_BYTES, _HEAD_BYTES = 1024, 64, 1 << 20  # of a file, to tell it from others
-_SAMPLES_HELD = 8  # a page brings what lies around it, 2 MB at most
 _INSTEAD = (
     "take the model's bfloat16 safetensors (weights q8 or q4 quantises them at load) or a GGUF of it, such as Q8_0"
 )
@@ -48,28 +47,29 @@ class Checkpoint:
     metadata: Mapping[str, Any] = field(repr=False)  # GGUF's key-values, for the tokenizer; {} for a folder
     tensors: Mapping[str, TensorInfo] = field(repr=False)  # by our names
     generation_config: Mapping[str, Any]  # {} if the model has none
-    contents: tuple[mmap.mmap, ...] = field(default=(), repr=False)  # the mapped files of the weights
+    files: tuple[OpenFile, ...] = field(default=(), repr=False)  # of the weights
 
     def without_metadata(self) -> "Checkpoint":
         """Once the tokenizer is made: a large vocabulary takes 40 MB here."""
         return replace(self, metadata={})
 
-    def release_pages(self) -> None:
-        """Give the memory of weights that were read back to the system; they can be read again at any time."""
-        for content in self.contents:
-            release_pages(content)
+    def check_unchanged(self) -> None:
+        """ModelFormatError if somebody wrote to the files of the weights since they were opened."""
+        for file in self.files:
+            file.check_unchanged()
 
     def fingerprint(self) -> str:
-        """Tells these weights from others without reading them all: sizes, headers, and samples all over the files."""
+        """Tells these weights from others without reading them all: sizes, headers, and samples all over the files.
+
+        ModelError as in `OpenFile.read`.
+        """
         digest = hashlib.blake2b(digest_size=16)
-        for content in self.contents:
-            size = len(content)
-            digest.update(size.to_bytes(8, "little") + content[:_HEAD_BYTES])
+        for file in self.files:
+            size = file.size
+            digest.update(size.to_bytes(8, "little") + file.read(0, min(_HEAD_BYTES, size)))
             for index in range(_NUM_SAMPLES):
                 start = size * index // _NUM_SAMPLES
-                digest.update(content[start : start + _SAMPLE_BYTES])
-                if index % _SAMPLES_HELD == 0:
-                    release_pages(content)
+                digest.update(file.read(start, min(_SAMPLE_BYTES, size - start)))
         return digest.hexdigest()
 
 
@@ -93,8 +93,8 @@ def _open_folder(folder: Path) -> Checkpoint:
         _check_supported(info)
         tensors[name] = replace(info, added=added) if is_norm(name) else info
     tensors = taken_apart(tensors, config)
-    contents = tuple({id(info.content): info.content for info in stored.values()}.values())
-    return Checkpoint(folder, config, {}, tensors, generation_config_from_folder(folder), contents)
+    files = tuple(dict.fromkeys(info.file for info in stored.values()))
+    return Checkpoint(folder, config, {}, tensors, generation_config_from_folder(folder), files)
 
 
 def _open_gguf(path: Path) -> Checkpoint:
@@ -109,7 +109,7 @@ def _open_gguf(path: Path) -> Checkpoint:
             info = replace(info, num_paired_heads=heads[projection])
         tensors[name] = info
     tensors = taken_apart(tensors, config)
-    return Checkpoint(file.path, config, file.metadata, tensors, generation_config_from_gguf(file), file.contents)
+    return Checkpoint(file.path, config, file.metadata, tensors, generation_config_from_gguf(file), file.files)
 
 
 def _renamed(path: Path, stored: Mapping[str, TensorInfo], names: Mapping[str, str]) -> dict[str, TensorInfo]:

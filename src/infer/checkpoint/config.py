@@ -14,7 +14,7 @@ import numpy as np
 
 from infer.checkpoint.gguf import GGUFFile
 from infer.errors import ModelFormatError, UnsupportedModelError
-from infer.json_file import inside, read_json_file
+from infer.system.json_file import inside, read_json_file
 
 _MODEL_TYPES = {"gemma3": "gemma3_text"}  # others have the same name in both worlds
 # Constants of llama.cpp: one layer in so many sees everything, the others' theta, and the number of layers of the size
@@ -43,7 +43,7 @@ _KINDS: dict[str, tuple[type, str]] = {  # of what is read before a family is kn
     "text_config": (dict, "an object"),
     "quantization_config": (dict, "an object"),
 }
-_SAMPLING = {
+SAMPLING_KEYS = {  # GGUF's `general.sampling.*` → the names of SamplingParams
     "temp": "temperature",
     "top_k": "top_k",
     "top_p": "top_p",
@@ -117,8 +117,12 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
 
 def generation_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     """`general.sampling.*`, as far as Hugging Face has a name for it."""
-    found = {ours: file.metadata.get(f"general.sampling.{key}") for key, ours in _SAMPLING.items()}
-    return {key: _shortest(value) for key, value in found.items() if isinstance(value, int | float)}
+    found = {ours: file.metadata.get(f"general.sampling.{key}") for key, ours in SAMPLING_KEYS.items()}
+    return {
+        name: _shortest(value) if isinstance(value, int | float) else value
+        for name, value in found.items()
+        if value is not None
+    }
 
 
 def _check_whole(file: GGUFFile) -> None:

@@ -1,10 +1,9 @@
-"""Reads GGUF version 2 and 3 through a memory map (github.com/ggml-org/ggml, docs/gguf.md).
+"""Reads GGUF version 2 and 3 (github.com/ggml-org/ggml, docs/gguf.md).
 
 Nothing in the file is believed: a count or a length is compared, as a Python integer, with the bytes that remain
 before anything loops over it or allocates for it. Opening a file reads its header only.
 """
 
-import mmap
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -14,9 +13,10 @@ from typing import Any, NoReturn, final
 
 import numpy as np
 
-from infer.block_types import BLOCK_TYPES, BlockType
-from infer.checkpoint.mapped import TensorInfo, map_file
+from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import ModelFormatError, UnsupportedModelError
+from infer.quantization.ggml_types import BLOCK_TYPES, BlockType
+from infer.system.open_file import OpenFile
 
 MAGIC = b"GGUF"
 MAX_KEY_VALUES = 65_536
@@ -25,6 +25,7 @@ MAX_STRINGS = 1_000_000
 MAX_KEY_BYTES = 64 << 10
 MAX_VALUE_BYTES = 16 << 20  # of a string, and of an array of numbers
 MAX_DIMENSIONS = 4
+_BLOCK_BYTES = 1 << 20  # that a header is read in
 ALIGNMENTS = tuple(1 << power for power in range(3, 17))
 
 _BOOL, _STRING, _ARRAY = 7, 8, 9
@@ -45,7 +46,7 @@ class GGUFFile:
     path: Path
     metadata: dict[str, Any]  # numbers, bools, strings and lists of them
     tensors: dict[str, TensorInfo]
-    contents: tuple[mmap.mmap, ...] = field(repr=False)  # one, or of a split model one for each part
+    files: tuple[OpenFile, ...] = field(repr=False)  # one, or of a split model one for each part
 
     def floats(self, name: str, count: int) -> list[float]:
         """A small tensor of `count` float32."""
@@ -53,22 +54,39 @@ class GGUFFile:
         if info.type != "F32" or info.shape != (count,):
             problem = f"expected F32 of {count}, got {info.type} of {info.shape}"
             raise ModelFormatError(self.path, f"tensor {name!r:.80}", problem)
-        return list(np.frombuffer(info.content, "<f4", count, info.offset).tolist())
+        return list(np.frombuffer(info.file.read(info.offset, info.num_bytes), "<f4").tolist())
 
 
-def read_gguf(path: Path) -> GGUFFile:
-    """ModelFormatError for whatever breaks the format, UnsupportedModelError for tensor types that we do not run."""
-    content = map_file(path, at_least=24)
-    return _Header(path, content).read()
+def read_gguf(path: Path, *, file_size: int | None = None) -> GGUFFile:
+    """ModelFormatError for whatever breaks the format, UnsupportedModelError for tensor types that we do not run.
+
+    `file_size` is that of a whole file of which `path` holds the beginning: its header can be read, its weights not.
+    """
+    file = OpenFile(path, at_least=24)
+    return _Header(file, file_size or file.size).read()
 
 
 @final
 class _Header:
-    """A position that walks once through the header."""
+    """A position that walks once through the header, which is read in blocks up to there."""
 
-    def __init__(self, path: Path, content: mmap.mmap) -> None:
-        self.path, self.content, self.size = path, content, len(content)
+    def __init__(self, file: OpenFile, file_size: int) -> None:
+        self.file, self.path, self.size, self.file_size = file, file.path, file.size, file_size
+        self.content = bytearray()
         self.position = 0
+
+    def read_up_to(self, end: int) -> int:
+        """Have `content` up to byte `end`, which the file has, and say how far it goes."""
+        if end > len(self.content):
+            start, stop = len(self.content), min(end + _BLOCK_BYTES, self.size)
+            self.content += self.file.read(start, stop - start)
+        return len(self.content)
+
+    def take(self, num_bytes: int) -> bytes:
+        """Bytes that the file has, from the position on, which moves behind them."""
+        start, self.position = self.position, self.position + num_bytes
+        self.read_up_to(self.position)
+        return bytes(self.content[start : self.position])
 
     def read(self) -> GGUFFile:
         num_tensors, num_values = self.read_counts()
@@ -93,13 +111,12 @@ class _Header:
                 self.fail(f"tensor {entry.name!r:.80}", "appears twice", None)
             tensors[entry.name] = replace(entry, offset=data_start + entry.offset)
         self.check_layout(list(tensors.values()), data_start, alignment)
-        return GGUFFile(self.path, metadata, tensors, (self.content,))
+        return GGUFFile(self.path, metadata, tensors, (self.file,))
 
     def read_counts(self) -> tuple[int, int]:
-        magic = self.content[:4]
+        magic = self.take(4)
         if magic != MAGIC:
             self.fail("magic", f"expected {MAGIC!r}, got {magic!r}: this is not a GGUF file", 0)
-        self.position = 4
         version = self.number("<I", "version")
         if version not in (2, 3):
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
@@ -129,10 +146,10 @@ class _Header:
                 where, f"a row of {shape[-1]} is not a multiple of {kind.name}'s block of {kind.block_size}", start
             )
         num_bytes = prod(shape[:-1]) * kind.row_bytes(shape[-1])
-        if offset + num_bytes > self.size:
-            problem = f"{num_bytes} bytes at {offset} of the data do not fit into a file of {self.size}"
+        if offset + num_bytes > self.file_size:
+            problem = f"{num_bytes} bytes at {offset} of the data do not fit into a file of {self.file_size}"
             self.fail(where, problem, start)
-        return TensorInfo(self.path, self.content, name, kind.name, shape, offset, num_bytes)
+        return TensorInfo(self.file, name, kind.name, shape, offset, num_bytes)
 
     def tensor_type(self, where: str, type_id: int) -> BlockType:
         kind = _TYPE_BY_ID.get(type_id)
@@ -156,9 +173,9 @@ class _Header:
                 problem = "overlaps the tensor before it" if info.offset < expected else "leaves a hole before it"
                 self.fail(where, f"{problem}: expected it at {expected}, got {info.offset}", info.offset)
             end = info.end
-        if self.size not in (end, _align(end, alignment)):
-            problem = "truncated" if self.size < end else "trailing bytes"
-            self.fail("file size", f"{problem}: expected {end} bytes, got {self.size}", min(end, self.size))
+        if (size := self.file_size) not in (end, _align(end, alignment)):
+            problem = "truncated" if size < end else "trailing bytes"
+            self.fail("file size", f"{problem}: expected {end} bytes, got {size}", min(end, size))
 
     def read_value(self, key: str) -> Any:
         where = f"key {key!r:.80}"
@@ -182,8 +199,7 @@ class _Header:
         code = self.number_code(where, type_id)
         dtype = np.dtype(code)
         self.check_count(where, count, MAX_VALUE_BYTES // dtype.itemsize, dtype.itemsize, self.position - 8)
-        numbers = np.frombuffer(self.content, dtype, count, self.position)
-        self.position += count * dtype.itemsize
+        numbers = np.frombuffer(self.take(count * dtype.itemsize), dtype)
         if type_id != _BOOL:
             return list(numbers.tolist())
         if count and numbers.max() > 1:
@@ -193,18 +209,24 @@ class _Header:
     def read_strings(self, where: str, count: int) -> list[str]:
         """The vocabulary: hundreds of thousands of strings, so the loop holds nothing but what it needs."""
         content, size, position = self.content, self.size, self.position
+        available = len(content)
         length_at: Callable[..., tuple[int]] = struct.Struct("<Q").unpack_from
         strings: list[str] = []
         append = strings.append
         try:
             for _ in range(count):
                 start = position + 8
+                if start > available:
+                    if start > size:
+                        problem = f"string {len(strings)} of {count} begins beyond the end of the file"
+                        self.fail(where, problem, position)
+                    available = self.read_up_to(start)
                 position = start + length_at(content, position)[0]
-                if position > size or position - start > MAX_VALUE_BYTES:
-                    self.fail_string(where, position - start, start)
+                if position > available or position - start > MAX_VALUE_BYTES:
+                    if position > size or position - start > MAX_VALUE_BYTES:
+                        self.fail_string(where, position - start, start)
+                    available = self.read_up_to(position)
                 append(content[start:position].decode())
-        except struct.error:
-            self.fail(where, f"string {len(strings)} of {count} begins beyond the end of the file", position)
         except UnicodeDecodeError as error:
             self.fail(where, f"string {len(strings)} is not UTF-8: {error.reason}", start)
         self.position = position
@@ -222,9 +244,8 @@ class _Header:
         start = self.position
         if length > min(limit, self.size - start):
             self.fail_string(where, length, start, limit)
-        self.position = start + length
         try:
-            return self.content[start : self.position].decode()
+            return self.take(length).decode()
         except UnicodeDecodeError as error:
             return self.fail(where, f"is not UTF-8: {error.reason}", start + error.start)
 
@@ -239,6 +260,7 @@ class _Header:
         reader = _READERS[code]
         if self.position + reader.size > self.size:
             self.fail(where, f"needs {reader.size} bytes, {self.size - self.position} remain", self.position)
+        self.read_up_to(self.position + reader.size)
         (value,) = reader.unpack_from(self.content, self.position)
         self.position += reader.size
         return value

@@ -14,10 +14,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from infer.checkpoint.gguf_split import part_paths
 from infer.checkpoint.safetensors import INDEX_NAME, PICKLE_SUFFIXES, SINGLE_NAME
-from infer.checkpoint.split import part_paths
 from infer.errors import InvalidRequestError, ModelError, ModelFormatError
-from infer.json_file import read_json_file
+from infer.system.json_file import read_json_file
 
 DEFAULT_REVISION = "main"
 _NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<wanted>[^:\\]+))?")

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from infer.checkpoint.hub import HubName, choose, find_cached, hub_cache_folder, is_offline, not_found, shards_of_index
 from infer.checkpoint.safetensors import INDEX_NAME, SINGLE_NAME
 from infer.errors import InferError, ModelError
-from infer.progress import PROGRESS_WIDTH, StatusLine, bar
+from infer.system.status_line import PROGRESS_WIDTH, StatusLine, bar
 
 _OFFLINE = "HF_HUB_OFFLINE is set: unset it to download"
 _NO_LIBRARY = "huggingface_hub, which downloads, is not installed: pip install huggingface_hub"

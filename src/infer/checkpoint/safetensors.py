@@ -1,4 +1,4 @@
-"""Reads safetensors, one file or the shards of an index, through memory maps (github.com/huggingface/safetensors).
+"""Reads safetensors, one file or the shards of an index (github.com/huggingface/safetensors).
 
 Tensors fill a file without hole or overlap, as the format demands; keys that appear twice, which the format's own
 library accepts, are refused. Pickled weights are never opened.
@@ -8,13 +8,15 @@ from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
-from infer.checkpoint.mapped import TensorInfo, map_file
+from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import ModelError, ModelFormatError
-from infer.json_file import inside, parse_json, read_json_file
+from infer.system.json_file import inside, parse_json, read_json_file
+from infer.system.open_file import OpenFile
 
 SINGLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 MAX_HEADER_BYTES = 16 << 20
+MAX_TENSORS = 65_536  # of a file, as in a GGUF file
 MAX_DIMENSIONS = 8  # a network for images may have five in what we skip
 
 _BITS = {
@@ -45,23 +47,31 @@ def read_safetensors(path: Path) -> dict[str, TensorInfo]:
 
 def read_with_metadata(path: Path) -> tuple[dict[str, TensorInfo], dict[str, Any], bytes]:
     """The tensors, what the file says besides, and all that stands before the data."""
-    content = map_file(path, at_least=8)
-    length = int.from_bytes(content[:8], "little")
+    file = OpenFile(path, at_least=8)
+    length = int.from_bytes(file.read(0, 8), "little")
     data_start = 8 + length
-    if length > MAX_HEADER_BYTES or data_start > len(content):
-        limit = min(MAX_HEADER_BYTES, len(content) - 8)
+    if length > MAX_HEADER_BYTES or data_start > file.size:
+        limit = min(MAX_HEADER_BYTES, file.size - 8)
         raise ModelFormatError(path, "header length", f"expected at most {limit} bytes, got {length}", 0)
-    header = parse_json(path, content[8:data_start], offset=8)
+    head = file.read(0, data_start)
+    _check_count(path, head.count(b'"data_offsets"'))  # before their JSON is read; a name can be spelled otherwise
+    header = parse_json(path, head[8:], offset=8)
     metadata = header.pop("__metadata__", {})
+    _check_count(path, len(header))
 
     spans: list[tuple[int, int, str]] = []
     tensors: dict[str, TensorInfo] = {}
     for name, entry in header.items():
         dtype, shape, begin, end = _read_entry(path, name, entry)
         spans.append((begin, end, name))
-        tensors[name] = TensorInfo(path, content, name, dtype, shape, data_start + begin, end - begin)
-    _check_layout(path, sorted(spans), data_start, len(content))
-    return tensors, metadata if isinstance(metadata, dict) else {}, content[:data_start]
+        tensors[name] = TensorInfo(file, name, dtype, shape, data_start + begin, end - begin)
+    _check_layout(path, sorted(spans), data_start, file.size)
+    return tensors, metadata if isinstance(metadata, dict) else {}, head
+
+
+def _check_count(path: Path, num_tensors: int) -> None:
+    if num_tensors > MAX_TENSORS:
+        raise ModelFormatError(path, "header", f"expected at most {MAX_TENSORS} tensors, got {num_tensors}", 8)
 
 
 def _read_entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:

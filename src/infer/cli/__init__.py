@@ -1,10 +1,12 @@
 """The `infer` command: text on stdout, everything else on stderr, one line for an error.
 
-Exit status: 0, 1 our own failure, 2 bad input, 3 a bad model, 130 Ctrl-C, 141 closed pipe, 143 SIGTERM.
+Exit status: 0, 1 our failure or the machine's, 2 bad input, 3 a bad model, 130 Ctrl-C, 141 closed pipe, 143 SIGTERM.
 Help and version answer without loading torch: what is heavy is loaded by the command that needs it.
 """
 
+import errno
 import gc
+import resource
 import sys
 import traceback
 import warnings
@@ -14,8 +16,12 @@ from typing import TextIO
 import click
 
 from infer.cli.commands import Invocation, infer
-from infer.cli.terminal import Terminated, ignore_signals, raise_on_sigterm, silence_stdout, tolerate_encoding
+from infer.cli.streams import STDOUT, silence_stdout
+from infer.cli.terminal import Terminated, ignore_signals, raise_on_sigterm
 from infer.errors import InferError
+
+_NO_MEMORY = ("failed to map segment", "cannot allocate memory", "Cannot allocate memory", "can't allocate memory")
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,7 +29,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     invocation = Invocation()
     try:
         raise_on_sigterm()
-        tolerate_encoding()
         warnings.showwarning = _show_warning
         status = _run(list(sys.argv[1:] if arguments is None else arguments), invocation)
         sys.stdout.flush()
@@ -34,8 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         silence_stdout()
         status = 141
-    except MemoryError:
-        status = _fail("out of memory: a smaller model, a shorter --max-seq-len or a smaller --dtype may fit", 1)
     except (InferError, click.ClickException) as error:
         if invocation.verbose:
             traceback.print_exc()
@@ -44,7 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if invocation.verbose:
             traceback.print_exc()
         hint = "" if invocation.verbose else " (-v shows where)"
-        status = _fail(f"our own failure, {type(error).__name__}: {error}{hint}", 1)
+        status = _fail(_refusal(error) or f"our own failure, {type(error).__name__}: {error}{hint}", 1)
+        if isinstance(error, OSError) and error.filename == STDOUT:
+            silence_stdout()
     ignore_signals()
     gc.unfreeze()  # what `keeping_garbage` kept: native modules report what is never given back
     return status
@@ -65,6 +70,22 @@ def _message(error: Exception) -> str:
     message = error.format_message()
     context = error.ctx if isinstance(error, click.UsageError) else None
     return f"{message} (see {context.command_path} --help)" if context else message
+
+
+def _refusal(error: Exception) -> str | None:
+    """What the machine refused, if that is what failed: memory, files, threads, or room on stdout's disk."""
+    number = error.errno if isinstance(error, OSError) else None
+    text = str(error) if isinstance(error, ImportError | RuntimeError) else ""
+    if isinstance(error, MemoryError) or number == errno.ENOMEM or any(sign in text for sign in _NO_MEMORY):
+        return "out of memory: a smaller model, a shorter --max-seq-len or a smaller --dtype may fit"
+    if number in (errno.EMFILE, errno.ENFILE) or "Too many open files" in text:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return f"too many open files: this process may have {limit} (ulimit -n raises it)"
+    if "can't start new thread" in text:
+        return "no more threads: the system refuses another one (fewer --threads, or a higher ulimit -u or -v)"
+    if isinstance(error, OSError) and error.filename is not None and number in _NO_ROOM:
+        return f"{error.filename}: {error.strerror}"
+    return f"{STDOUT}: {error.strerror}" if isinstance(error, OSError) and error.filename == STDOUT else None
 
 
 def _show_warning(

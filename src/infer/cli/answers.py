@@ -8,12 +8,12 @@ from typing import Any, final
 
 from infer.cli.model import Model
 from infer.cli.prompts import Prompt
-from infer.cli.report import stats_lines, time_lines, total_line
+from infer.cli.report import cut_lines, stats_lines, time_lines, total_line
 from infer.cli.terminal import Spinner, TextWriter, cancel_on_signal
 from infer.errors import InvalidRequestError
-from infer.params import SamplingParams
-from infer.progress import PROGRESS_WIDTH, StatusLine, bar
-from infer.results import GenerationResult
+from infer.outputs import GenerationResult
+from infer.sampling_params import SamplingParams
+from infer.system.status_line import PROGRESS_WIDTH, StatusLine, bar
 
 
 @final
@@ -37,11 +37,14 @@ class PrefillLine:
 def answer_one(model: Model, prompt: Prompt, params: SamplingParams, options: Mapping[str, Any]) -> int:
     """The exit status. The text goes to stdout as it comes."""
     writer, line = TextWriter(sys.stdout), PrefillLine(shown=not options["quiet"])
+    is_text = not (options["as_json"] or options["as_lines"])
 
     def on_token(token_id: int, text: str) -> None:
         line.close()
-        if not options["as_json"]:
+        if is_text:
             writer.write(text)
+        elif options["as_lines"]:
+            writer.write(_json_line({"token_id": token_id, "text": text}))
 
     with cancel_on_signal() as cancellation:
         try:
@@ -50,12 +53,12 @@ def answer_one(model: Model, prompt: Prompt, params: SamplingParams, options: Ma
             )
         finally:
             line.close()
-    if options["as_json"]:
-        writer.write(_record(result, options))
+    if not is_text:
+        writer.write(_json_line(_record(result, options)))
     writer.end_line()
     _raise_failure([result], "the generation")
     if not cancellation.exit_status:
-        lines = () if options["quiet"] else time_lines(result, verbose=options["verbose"])
+        lines = () if options["quiet"] else [*cut_lines([result]), *time_lines(result, verbose=options["verbose"])]
         _tell(lines, [result], params, options)
     return cancellation.exit_status
 
@@ -63,25 +66,42 @@ def answer_one(model: Model, prompt: Prompt, params: SamplingParams, options: Ma
 def answer_many(
     model: Model, prompts: Sequence[Prompt], params: Sequence[SamplingParams], options: Mapping[str, Any]
 ) -> int:
-    """The exit status. Answers are written when all are there, those that a signal cut short included."""
+    """The exit status. Answers are written when all are there, those that a signal cut short included; as JSON lines
+    each is written with its index when it ends."""
     writer, started = TextWriter(sys.stdout), time.perf_counter()
     spinner = Spinner(f"answering {len(prompts)} prompts", shown=not options["quiet"])
+
+    def on_result(index: int, result: GenerationResult) -> None:
+        writer.write(_json_line({"index": index} | _record(result, options)))
+
     with cancel_on_signal() as cancellation:
         with spinner:
             results = model.generate_all(
-                prompts, params, cancel=cancellation.event, on_progress=spinner.progress, **_path(options)
+                prompts,
+                params,
+                batch_size=options["batch_size"],
+                cancel=cancellation.event,
+                on_progress=spinner.progress,
+                on_result=on_result if options["as_lines"] else None,
+                **_path(options),
             )
         seconds = time.perf_counter() - started
-        for index, result in enumerate(results):
-            if options["as_json"]:
-                writer.write(_record(result, options))
-            else:
-                writer.write("\n" * (index > 0) + result.text)
-            writer.end_line()
+        if not options["as_lines"]:
+            _write_all(results, writer, options)
     _raise_failure(results, "the answer to prompt")
     if not cancellation.exit_status:
-        _tell(() if options["quiet"] else [total_line(results, seconds)], results, params[0], options)
+        lines = () if options["quiet"] else [*cut_lines(results), total_line(results, seconds)]
+        _tell(lines, results, params[0], options)
     return cancellation.exit_status
+
+
+def _write_all(results: Sequence[GenerationResult], writer: TextWriter, options: Mapping[str, Any]) -> None:
+    for index, result in enumerate(results):
+        if options["as_json"]:
+            writer.write(_json_line(_record(result, options)))
+        else:
+            writer.write("\n" * (index > 0) + result.text)
+        writer.end_line()
 
 
 def _path(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,11 +109,16 @@ def _path(options: Mapping[str, Any]) -> dict[str, Any]:
         "speculation": options["speculation"],
         "num_draft_tokens": options["draft_tokens"],
         "prefill_chunk": options["prefill_chunk"],
+        "overflow": options["overflow"],
     }
 
 
-def _record(result: GenerationResult, options: Mapping[str, Any]) -> str:
-    return json.dumps({"model": options["model"]} | result.to_json(), ensure_ascii=False)
+def _record(result: GenerationResult, options: Mapping[str, Any]) -> dict[str, Any]:
+    return {"model": options["model"]} | result.to_json()
+
+
+def _json_line(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, ensure_ascii=False) + "\n"
 
 
 def _raise_failure(results: Sequence[GenerationResult], what: str) -> None:

@@ -6,13 +6,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from infer import __version__
+from infer import __version__, ops
 from infer.bench.profile import Operation, Profile, profile
 from infer.bench.speed import Speed, Workload, measure
 from infer.cli.options import cache_values
 from infer.cli.terminal import Spinner, TextWriter
 from infer.llm import LLM
-from infer.progress import bar
+from infer.system.status_line import bar
 
 LEVELS = "▁▂▃▄▅▆▇█"
 
@@ -32,33 +32,38 @@ def run_bench(options: Mapping[str, Any]) -> None:
             max_seq_len=workload.max_seq_len,
             on_progress=spinner.progress,
         )
+    setting = {key: options[key] for key in ("model", "dtype", "weights", "precision")}
+    writer = TextWriter(sys.stdout)
+    if not (options["profile"] or options["as_json"]):  # at once: whoever reads one line and leaves ends the measuring
+        writer.write(model_line(setting, ops.backend_of(llm.model.device).num_threads()) + "\n")
     with Spinner(f"profiling {name}" if options["profile"] else f"measuring {name}") as spinner:
         measured = profile(llm, workload, spinner.progress) if options["profile"] else None
         speed = measure(llm, workload, spinner.progress) if measured is None else None
-    setting = {key: options[key] for key in ("model", "dtype", "weights", "precision")}
     if options["as_json"]:
         found = {"speed": speed.to_json()} if speed else {"profile": [each.to_json() for each in measured or ()]}
         text = json.dumps({"infer_version": __version__} | setting | found, ensure_ascii=False)
     elif speed is not None:
-        text = "\n".join(speed_lines(speed, setting))
+        text = "\n".join(speed_lines(speed))
     else:
         width = shutil.get_terminal_size((100, 24)).columns
         text = "\n\n".join("\n".join(profile_lines(each, width)) for each in measured or ())
-    writer = TextWriter(sys.stdout)
     writer.write(text)
     writer.end_line()
 
 
-def speed_lines(speed: Speed, setting: Mapping[str, str]) -> Iterator[str]:
-    workload = speed.workload
+def model_line(setting: Mapping[str, str], threads: int) -> str:
     chosen = [f"{name} {setting[name]}" for name in ("weights", "dtype") if setting[name] != "auto"]
+    return _row("model", setting["model"], ", ".join([f"{threads} threads", setting["precision"], *chosen]))
+
+
+def speed_lines(speed: Speed) -> Iterator[str]:
+    workload = speed.workload
     percentiles = (speed.inter_token_p50_s, speed.inter_token_p95_s, speed.inter_token_p99_s)
     milliseconds = ", ".join(
         f"{name} {1e3 * s:.2f}" for name, s in zip(("p50", "p95", "p99"), percentiles, strict=True)
     )
     num_bytes = f"{speed.weight_bytes / 1e6:.1f} MB of weights + {speed.kv_bytes / 1e6:.1f} MB of keys and values"
     rows = [
-        ("model", setting["model"], ", ".join([f"{speed.threads} threads", setting["precision"], *chosen])),
         ("prefill", f"{speed.prefill_tokens_per_second:.1f} tok/s", f"{workload.prompt_tokens} tokens"),
         ("TTFT", f"{1e3 * speed.ttft_s:.1f} ms", ""),
         ("decode", f"{speed.decode_tokens_per_second:.1f} tok/s", f"{workload.new_tokens} tokens at {workload.depth}"),
@@ -71,8 +76,11 @@ def speed_lines(speed: Speed, setting: Mapping[str, str]) -> Iterator[str]:
         ),
         ("peak resident", f"{speed.peak_resident_bytes / 1e6:.0f} MB", ""),
     ]
-    for name, value, remark in rows:
-        yield f"{name:<15}{value:>14}   {remark}".rstrip()
+    yield from (_row(*row) for row in rows)
+
+
+def _row(name: str, value: str, remark: str) -> str:
+    return f"{name:<15}{value:>14}   {remark}".rstrip()
 
 
 def profile_lines(found: Profile, width: int) -> Iterator[str]:

@@ -1,23 +1,24 @@
 """`infer estimate`: what a model with its cache takes, and whether it fits here, as lines or as one JSON object."""
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import click
 
-from infer.cache.memory import available_memory_bytes
-from infer.cache.settings import CacheSettings
 from infer.checkpoint import open_checkpoint
 from infer.cli.options import cache_values
 from infer.errors import InvalidRequestError
-from infer.memory import LoadSettings, estimate, largest_context
+from infer.kvcache.settings import CacheSettings
+from infer.model.context_length import context_length
 from infer.model.families import make_architecture
-from infer.model.shapes import check_tensors, expected_shapes
+from infer.model.memory import LoadSettings, estimate, largest_context
+from infer.model.tensors import check_tensors, expected_shapes
+from infer.system.available_memory import available_memory_bytes
+from infer.system.cores import check_num_threads, default_num_threads
 
 
-def run_estimate(options: Mapping[str, Any], *, is_default_context: bool) -> None:
+def run_estimate(options: Mapping[str, Any]) -> None:
     checkpoint = open_checkpoint(options["model"])
     architecture, tensors = make_architecture(checkpoint.config), checkpoint.tensors
     check_tensors(expected_shapes(architecture), tensors)
@@ -25,10 +26,8 @@ def run_estimate(options: Mapping[str, Any], *, is_default_context: bool) -> Non
         raise InvalidRequestError("dtype and weights contradict each other: give one of them")
     cache = CacheSettings(**cache_values(options))
     cache.check_model(architecture.layers)
-    num_tokens, own = options["max_seq_len"], architecture.most_positions
-    num_tokens = min(num_tokens, own) if is_default_context else num_tokens
-    cache.check_length(num_tokens, own)
-    threads = options["threads"] or len(os.sched_getaffinity(0))
+    num_tokens, own = context_length(options["max_seq_len"], architecture, cache), architecture.most_positions
+    threads = default_num_threads() if options["threads"] is None else check_num_threads(options["threads"])
     load = LoadSettings(options["dtype"], options["weights"], options["precision"], threads)
     found = estimate(architecture, tensors, load, cache, num_tokens=num_tokens, num_rows=options["batch"])
     available = available_memory_bytes()

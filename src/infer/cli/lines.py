@@ -1,15 +1,25 @@
 """Messages from a terminal or a pipe: one line each, or several.
 
 A backslash at a line's end goes on with the next; a line that begins with three double quotes opens a block that
-three close.
+three close. What is pasted at a terminal is one message, however many lines it has.
 """
 
+import errno
+import os
+import select
+import signal
 import sys
-from typing import final
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import Self, final
 
 import click
 
+from infer.cli.terminal import Handler, note
+
 BLOCK = '"""'
+PASTE_SECONDS = 0.05  # in which no one types a line
 
 
 @final
@@ -18,8 +28,30 @@ class Lines:
 
     def __init__(self, completions: list[str]) -> None:
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
-        if self.interactive:
-            _use_readline(completions)
+        self._marks_pastes = self.interactive and _use_readline(completions)
+        self._wake_descriptor: int | None = None
+        self._is_reading = False
+
+    def __enter__(self) -> Self:
+        """Signals are noticed from now on, even one that comes just before a wait for input: that would sleep on."""
+        reader, self._wake_descriptor = os.pipe()
+        os.set_blocking(self._wake_descriptor, False)
+        signal.set_wakeup_fd(self._wake_descriptor, warn_on_full_buffer=False)
+        self._replaced = {number: signal.getsignal(number) for number in (signal.SIGURG, signal.SIGTSTP)}
+        signal.signal(signal.SIGURG, lambda number, frame: None)
+        if self.interactive and self._replaced[signal.SIGTSTP] is signal.SIG_DFL:
+            signal.signal(signal.SIGTSTP, self._suspend)
+        threading.Thread(target=_wake_reader, args=(reader, threading.get_ident()), daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        signal.set_wakeup_fd(-1)
+        for number, former in self._replaced.items():
+            signal.signal(number, former)
+        if self._wake_descriptor is not None:
+            os.close(self._wake_descriptor)
 
     def read(self) -> str | None:
         """The next message; None at the end of input. At a terminal Ctrl-C drops what was typed."""
@@ -29,7 +61,7 @@ class Lines:
             except KeyboardInterrupt:
                 if not self.interactive:
                     raise
-                click.secho("\n(Ctrl-D or /quit leaves)", err=True, dim=True)
+                note("\n(Ctrl-D or /quit leaves)")
 
     def _message(self) -> str | None:
         line = self._line("> ")
@@ -37,6 +69,10 @@ class Lines:
             if self.interactive:
                 click.echo(err=True)
             return None
+        if self.interactive and not self._marks_pastes and not line.startswith("/"):
+            line = self._with_rest_of_paste(line)
+        if "\n" in line:
+            return line.strip("\n")
         if line.lstrip().startswith(BLOCK):
             return self._block(line.lstrip().removeprefix(BLOCK))
         parts = []
@@ -54,21 +90,98 @@ class Lines:
             parts.append(line.rstrip().removesuffix(BLOCK))
         return "\n".join(parts).strip("\n")
 
+    def _with_rest_of_paste(self, line: str) -> str:
+        """Where a paste has no marks: the lines that are there at once belong together."""
+        parts = [line]
+        while select.select([sys.stdin], [], [], PASTE_SECONDS)[0] and (following := self._line("")) is not None:
+            parts.append(following)
+        return "\n".join(parts)
+
     def _line(self, prompt: str) -> str | None:
+        while True:
+            try:
+                return self._input(prompt if self.interactive else "")
+            except _SuspendedError as suspended:  # readline has given the terminal back
+                _stop_process(self._suspend)
+                _type_again(suspended.typed)
+
+    def _suspend(self, number: int, frame: FrameType | None) -> None:
+        """Ctrl-Z."""
+        if self._is_reading:
+            raise _SuspendedError(_typed_so_far())
+        _stop_process(self._suspend)
+
+    def _input(self, prompt: str) -> str | None:
+        self._is_reading = True
         try:
-            return input(prompt if self.interactive else "")
+            return input(prompt)
         except EOFError:
             return None
         except UnicodeDecodeError as error:
             raise click.UsageError(f"stdin is not UTF-8: byte {error.start} of a line is wrong") from error
+        except OSError as error:
+            if error.filename is not None:  # not stdin: stdout, which says so itself
+                raise
+            if error.errno == errno.EIO:  # the terminal has gone
+                return None
+            raise click.UsageError(f"stdin cannot be read: {error.strerror}") from error
+        finally:
+            self._is_reading = False
 
 
-def _use_readline(completions: list[str]) -> None:
-    """History and completion for this session; nothing that was said is written to disk."""
+class _SuspendedError(Exception):
+    """Ctrl-Z at the prompt; what was typed until then."""
+
+    def __init__(self, typed: str) -> None:
+        super().__init__()
+        self.typed = typed
+
+
+def _stop_process(handler: Handler) -> None:
+    """Until someone lets it go on; Ctrl-Z has the handler again from then."""
+    signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+    signal.raise_signal(signal.SIGTSTP)
+    signal.signal(signal.SIGTSTP, handler)
+
+
+def _typed_so_far() -> str:
+    try:
+        import readline
+    except ImportError:
+        return ""
+    return readline.get_line_buffer()
+
+
+def _type_again(text: str) -> None:
+    """What the next prompt begins with."""
     try:
         import readline
     except ImportError:
         return
+
+    def insert() -> None:
+        readline.insert_text(text)
+        readline.set_startup_hook(None)
+
+    readline.set_startup_hook(insert)
+
+
+def _wake_reader(descriptor: int, thread_id: int) -> None:
+    """Interrupt the thread's wait for input a few times after each signal that is to end it."""
+    while number := os.read(descriptor, 1):
+        if number[0] in (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP):
+            for seconds in (0.02, 0.1, 0.5):
+                time.sleep(seconds)
+                signal.pthread_kill(thread_id, signal.SIGURG)
+    os.close(descriptor)
+
+
+def _use_readline(completions: list[str]) -> bool:
+    """History and completion for this session; nothing that was said is written to disk. Whether pastes are marked."""
+    try:
+        import readline
+    except ImportError:
+        return False
 
     def complete(text: str, state: int) -> str | None:
         matches = [name for name in completions if name.startswith(text)]
@@ -76,4 +189,11 @@ def _use_readline(completions: list[str]) -> None:
 
     readline.set_completer_delims(" ")
     readline.set_completer(complete)
+    if "libedit" in (readline.__doc__ or ""):
+        readline.parse_and_bind("bind ^I rl_complete")
+        return False
     readline.parse_and_bind("tab: complete")
+    marks_pastes = os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
+    if marks_pastes:
+        readline.parse_and_bind("set enable-bracketed-paste on")
+    return marks_pastes

@@ -5,18 +5,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from infer.draft import NUM_DRAFT_TOKENS
-from infer.params import SamplingParams
-from infer.results import GenerationResult, SampleTrace
+from infer.engine.model_settings import Overflow, Speculation
+from infer.outputs import GenerationResult, SampleTrace
+from infer.sampling.defaults import SamplingDefaults
+from infer.sampling_params import SamplingParams
+from infer.speculation.ngram import NUM_DRAFT_TOKENS
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text, ids, or messages for the chat template
 OnToken = Callable[[int, str], bool | None]
 OnProgress = Callable[[int, int], None]
+OnResult = Callable[[int, GenerationResult], None]
 
 
 @runtime_checkable
 class Conversation(Protocol):
-    """`infer.session.Session`."""
+    """`infer.session.session.Session`."""
 
     @property
     def messages(self) -> list[dict[str, Any]]: ...
@@ -28,6 +31,7 @@ class Conversation(Protocol):
         *,
         on_token: OnToken | None = None,
         cancel: threading.Event | None = None,
+        on_prefill: OnProgress | None = None,
     ) -> GenerationResult: ...
 
     def save(self, path: str | Path, *, note: Mapping[str, Any] | None = None) -> None: ...
@@ -39,7 +43,7 @@ class Conversation(Protocol):
 class Model(Protocol):
     """A loaded model."""
 
-    sampling_defaults: dict[str, Any]
+    sampling_defaults: SamplingDefaults
 
     @property
     def max_seq_len(self) -> int: ...
@@ -54,10 +58,11 @@ class Model(Protocol):
         *,
         on_token: OnToken | None = None,
         cancel: threading.Event | None = None,
-        speculation: str | None = None,
+        speculation: Speculation | None = None,
         num_draft_tokens: int = NUM_DRAFT_TOKENS,
         prefill_chunk: int = 512,
         on_prefill: OnProgress | None = None,
+        overflow: Overflow = "error",
     ) -> GenerationResult: ...
 
     def generate_all(
@@ -65,11 +70,14 @@ class Model(Protocol):
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        speculation: str | None = None,
+        batch_size: int = 8,
+        speculation: Speculation | None = None,
         num_draft_tokens: int = NUM_DRAFT_TOKENS,
         prefill_chunk: int = 512,
         cancel: threading.Event | None = None,
         on_progress: OnProgress = ...,
+        on_result: OnResult | None = None,
+        overflow: Overflow = "error",
     ) -> list[GenerationResult]: ...
 
     def chat(

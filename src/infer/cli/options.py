@@ -2,18 +2,27 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import click
 
-from infer.cache.settings import EVICTION_POLICIES, KV_TYPES, CacheSettings
-from infer.cli.prompts import read_text
-from infer.draft import NUM_DRAFT_TOKENS
-from infer.params import CONSTRAINTS
+from infer.cli.option_files import MAX_GRAMMAR_BYTES, read_text
+from infer.engine.model_settings import Overflow
+from infer.kvcache.settings import EVICTION_POLICIES, KV_TYPES, CacheSettings
+from infer.sampling_params import CONSTRAINTS
+from infer.speculation.ngram import MAX_DRAFT_TOKENS, NUM_DRAFT_TOKENS
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 PREFILL_CHUNK = 512
-CACHE_OPTIONS = ("kv_type", "eviction_policy", "eviction_window", "protected_prefix", "memory_threshold_mb")
+BATCH_SIZE, MAX_BATCH_SIZE = 8, 64
+CACHE_OPTIONS = (
+    "kv_type",
+    "eviction_policy",
+    "eviction_window",
+    "protected_prefix",
+    "memory_threshold_mb",
+    "reuse_prefixes",
+)
 
 
 def apply_options(options: Sequence[Callable[[Function], Function]], function: Function) -> Function:
@@ -24,11 +33,13 @@ def apply_options(options: Sequence[Callable[[Function], Function]], function: F
 
 def prompt_options(function: Function) -> Function:
     options = [
-        click.option("--prompt", help="[default: 'Hello, world! I am a']"),
-        click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a file; - is stdin."),
+        click.argument("words", nargs=-1, metavar="[PROMPT]"),
+        click.option("-p", "--prompt", metavar="TEXT", help="The prompt; unlike PROMPT it leaves stdin unread."),
+        click.option("--prompt-file", type=click.Path(path_type=Path), metavar="FILE",
+                     help="Read the prompt from a file; - is stdin."),
         click.option("--chat", is_flag=True, help="Send the prompt as a user's message, in the model's chat template."),
         click.option("--system", metavar="TEXT", help="With --chat: a system message before it."),
-    ]
+    ]  # fmt: skip
     return apply_options(options, function)
 
 
@@ -42,26 +53,30 @@ def template_options(function: Function) -> Function:
     return apply_options(options, function)
 
 
-def prompts_option(function: Function) -> Function:
-    return click.option(
-        "--prompts-file", type=click.Path(path_type=Path), metavar="FILE",
-        help="Many prompts at once: one a line, or JSON lines where the name ends in .jsonl, each a string or an "
-             "object of prompt and its own sampling parameters; - is stdin. Answers come in their order, an empty "
-             "line between them, or one JSON object a line with --json.",
-    )(function)  # fmt: skip
+def prompts_options(function: Function) -> Function:
+    options = [
+        click.option("--prompts-file", type=click.Path(path_type=Path), metavar="FILE",
+                     help="Many prompts at once: one a line, or JSON lines where the name ends in .jsonl, each a "
+                     "string or an object of prompt and its own sampling parameters; - is stdin. Answers come in their "
+                     "order, an empty line between them, or one JSON object a line with --json."),
+        click.option("--batch-size", type=click.IntRange(1, MAX_BATCH_SIZE), default=BATCH_SIZE, show_default=True,
+                     help="With --prompts-file: how many are answered at a time."),
+        click.option("--overflow", type=click.Choice(get_args(Overflow)), default="error", show_default=True,
+                     help="truncate_left: a prompt that is too long loses its beginning."),
+    ]  # fmt: skip
+    return apply_options(options, function)
 
 
 def constraint_options(function: Function) -> Function:
-    """At most one of them; the words behind the options are more choices, so that `--choice yes no` is two."""
+    """At most one of them."""
     options = [
-        click.option("--json-schema", type=click.Path(path_type=Path), metavar="FILE", callback=_read_file,
-                     help="The answer must be JSON that this schema describes."),
+        click.option("--json-schema", metavar="FILE", callback=_read_schema,
+                     help="The answer must be JSON that this schema describes: a file, or the schema itself, {…}."),
         click.option("--regex", metavar="PATTERN", help="The answer must match this pattern as a whole."),
         click.option("--grammar", type=click.Path(path_type=Path), metavar="FILE", callback=_read_file,
                      help="The answer must follow this grammar in Lark's notation."),
         click.option("--choice", multiple=True, metavar="TEXT", callback=_or_none,
                      help="The answer must be one of these. Repeatable, or --choice yes no."),
-        click.argument("more_choices", nargs=-1, metavar="", callback=_add_choices),
     ]  # fmt: skip
     return apply_options(options, function)
 
@@ -71,9 +86,9 @@ def path_options(function: Function) -> Function:
     options = [
         click.option("--speculation", type=click.Choice(["ngram"]),
                      help="Verify guesses several at a time: faster where the text repeats, with the same tokens."),
-        click.option("--draft-tokens", type=int, default=NUM_DRAFT_TOKENS, show_default=True,
-                     help="With --speculation: guesses in one step, at most."),
-        click.option("--prefill-chunk", type=int, default=PREFILL_CHUNK, show_default=True,
+        click.option("--draft-tokens", type=click.IntRange(1, MAX_DRAFT_TOKENS), default=NUM_DRAFT_TOKENS,
+                     show_default=True, help="With --speculation: guesses in one step, at most."),
+        click.option("--prefill-chunk", type=click.IntRange(1, PREFILL_CHUNK), default=PREFILL_CHUNK, show_default=True,
                      help="Tokens of a prompt in one step."),
         click.option("--stats", is_flag=True, help="Which path ran, and what it did, on stderr."),
     ]  # fmt: skip
@@ -96,6 +111,8 @@ def cache_options(function: Function) -> Function:
                      help="With a policy: first tokens that are never forgotten."),
         click.option("--memory-threshold-mb", type=int, metavar="MB",
                      help="With a policy: forget only once the system has less memory than this available."),
+        click.option("--reuse-prefixes", is_flag=True,
+                     help="What prompts begin with in common is read once; not with a policy."),
     ]  # fmt: skip
     return apply_options(options, function)
 
@@ -113,19 +130,16 @@ def check_constraints(context: click.Context) -> None:
 
 
 def _read_file(context: click.Context, option: click.Parameter, path: Path | None) -> str | None:
-    return None if path is None else read_text(path, f"the file of --{str(option.name).replace('_', '-')}")
+    what = f"the file of --{str(option.name).replace('_', '-')}"
+    return None if path is None else read_text(path, what, MAX_GRAMMAR_BYTES)
+
+
+def _read_schema(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    """No file that is meant begins with a brace."""
+    if value is None or value.lstrip().startswith("{"):
+        return value
+    return _read_file(context, option, Path(value))
 
 
 def _or_none(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...] | None:
     return values or None
-
-
-def _add_choices(context: click.Context, argument: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
-    """Options are parsed before what stands beside them, wherever it stands."""
-    if not values:
-        return values
-    if context.params.get("choice") is None:
-        plural = "s" if len(values) > 1 else ""
-        raise click.UsageError(f"Got unexpected extra argument{plural} ({' '.join(values)})")
-    context.params["choice"] = (*context.params["choice"], *values)
-    return ()

@@ -1,15 +1,16 @@
 """What a command is to answer: one prompt, or a file of many."""
 
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 
+from infer.cli.option_files import MAX_PROMPTS_BYTES, read_text
+from infer.cli.piped import asked_text, piped_text, warn_of_unread_stdin
 from infer.errors import InvalidRequestError
-from infer.params import ALIASES
+from infer.sampling_params import ALIASES
 
 Prompt = str | list[dict[str, str]]
 
@@ -23,21 +24,44 @@ class Asked(NamedTuple):
 
 
 def one_prompt(options: Mapping[str, Any]) -> Prompt:
-    names = {"text": "PROMPT", "prompt": "--prompt", "prompt_file": "--prompt-file", "prompts_file": "--prompts-file"}
-    given = [name for name in names if options.get(name) is not None]
+    """From the word, the option or the file that gives it; else from stdin, or asked for on a terminal.
+
+    A text that is piped in goes after a PROMPT, with an empty line between; beside --prompt stdin is not read, for
+    scripts whose stdin is something else.
+    """
+    names = {"words": "PROMPT", "prompt": "--prompt", "prompt_file": "--prompt-file", "prompts_file": "--prompts-file"}
+    given = [name for name in names if options.get(name) not in (None, ())]
     if len(given) > 1:
         raise click.UsageError(f"{' and '.join(names[name] for name in given)} are both given: give one")
+    if len(words := options["words"]) > 1:
+        raise click.UsageError(f"the prompt must be one argument, got {len(words)}: put it in quotes (a model is -m)")
     if options["system"] is not None and not options["chat"]:
         raise click.UsageError("--system needs --chat")
-    text = options[given[0]] if given else "Hello, world! I am a"
-    if options["prompt_file"] is not None:
-        text = read_text(options["prompt_file"], "the prompt file")
-    return _framed(str(text), options)
+    return _framed(_prompt_text(given[0] if given else None, options), options)
+
+
+def _prompt_text(source: str | None, options: Mapping[str, Any]) -> str:
+    if source == "prompts_file":
+        return ""
+    if source == "prompt_file":
+        return read_text(options["prompt_file"], "the prompt file")
+    if source == "prompt":
+        warn_of_unread_stdin(quiet=options["quiet"])
+        return str(options["prompt"])
+    piped = piped_text(is_needed=source is None, quiet=options["quiet"])
+    if source == "words":
+        word = str(options["words"][0])
+        return f"{word}\n\n{piped}" if piped else word
+    text = asked_text() if piped is None else piped
+    if not text.strip():
+        where = "" if piped is None else "stdin is empty; "
+        raise InvalidRequestError(f'no prompt: {where}give one, as in infer generate "Once upon a time"')
+    return text
 
 
 def many_prompts(path: Path, options: Mapping[str, Any]) -> list[Asked]:
     """One a line; of JSON lines where the file's name says so. Empty lines are skipped."""
-    lines = read_text(path, "the prompts file").splitlines()
+    lines = read_text(path, "the prompts file", MAX_PROMPTS_BYTES).splitlines()
     asked = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -48,16 +72,6 @@ def many_prompts(path: Path, options: Mapping[str, Any]) -> list[Asked]:
     if not asked:
         raise InvalidRequestError(f"the prompts file {path} holds no prompt")
     return asked
-
-
-def read_text(path: Path, what: str) -> str:
-    try:
-        content = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
-        return content.decode("utf-8")
-    except OSError as error:
-        raise InvalidRequestError(f"{what} {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"{what} {path} is not UTF-8: byte {error.start} is wrong") from error
 
 
 def _framed(text: str, options: Mapping[str, Any]) -> Prompt:

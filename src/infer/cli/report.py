@@ -4,23 +4,33 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
 
-from infer.params import CONSTRAINTS, SamplingParams
-from infer.results import GenerationResult, GenerationStats, percentile
+from infer.outputs import GenerationResult, GenerationStats, GenerationTiming, percentile
+from infer.sampling_params import CONSTRAINTS, SamplingParams
+
+
+def cut_lines(results: Sequence[GenerationResult]) -> Iterator[str]:
+    """Which answers did not come to their end, and the option that lets them."""
+    lost = sum(result.truncated_tokens for result in results)
+    if lost:
+        yield f"the prompt lost its first {lost} tokens (--overflow)"
+    for reason, option in (("max_new_tokens", "-n"), ("context", "--max-seq-len")):
+        cut = [result.generated_tokens for result in results if result.stop_reason == reason]
+        where = f"{cut[0]} tokens" if len(set(cut)) == 1 and reason == "max_new_tokens" else "their limits"
+        where = "the end of the context" if reason == "context" else where
+        if cut:
+            yield (f"{len(cut)} of {len(results)} answers " if len(results) > 1 else "") + f"cut at {where} ({option})"
 
 
 def time_lines(result: GenerationResult, *, verbose: bool) -> Iterator[str]:
     timing = result.timing
-    steps = timing.inter_token_times_s
     yield f"TTFT: {1000 * timing.ttft_s:.2f} ms"
-    if steps:
-        mean_ms = 1000 * sum(steps) / len(steps)
-        yield f"Avg TBT: {mean_ms:.2f} ms ({timing.decode_tokens_per_second:.1f} tokens/sec)"
+    rate = timing.decode_tokens_per_second
+    if rate is not None:
+        yield f"Avg TBT: {1000 / rate:.2f} ms ({rate:.1f} tokens/sec)"
     else:
-        yield "Avg TBT: none (fewer than two tokens)"
-    if result.stop_reason == "context":
-        yield "Stopped: the context is full (--max-seq-len)"
+        yield "Avg TBT: – (fewer than two tokens)"
     if verbose:
-        yield f"TBT {_percentiles(steps)}"
+        yield f"TBT {_percentiles(timing.inter_token_times_s)}"
         yield f"Tokens: {result.prompt_tokens} prompt, {result.generated_tokens} generated"
         yield f"Finish: {result.finish_reason} ({result.stop_reason!r})"
         yield f"Seed: {result.seed}"
@@ -61,13 +71,21 @@ def _times(results: Sequence[GenerationResult]) -> Iterator[tuple[str, str]]:
         return
     timing = results[0].timing
     yield "first token", f"{1000 * timing.ttft_s:.2f} ms"
-    shares = f"sampling apart {1000 * timing.sampling_time_s:.2f} ms" if timing.sampling_time_s else "sampling within"
     decode_s = timing.decode_time_s + timing.sampling_time_s
-    yield "decode", f"{1000 * decode_s:.2f} ms, {timing.decode_tokens_per_second:.1f} tokens/sec, {shares}"
+    sampling = f"{1000 * timing.sampling_time_s:.2f} ms of it sampling"
+    yield "decode", f"{1000 * decode_s:.2f} ms, {rate_text(timing)}, {sampling}" if decode_s else "–"
     yield "between", _percentiles(timing.inter_token_times_s)
+    yield "arrival", _percentiles(timing.arrival_gaps_s)
+
+
+def rate_text(timing: GenerationTiming) -> str:
+    rate = timing.decode_tokens_per_second
+    return "–" if rate is None else f"{rate:.1f} tokens/sec"
 
 
 def _percentiles(seconds: Sequence[float]) -> str:
+    if not seconds:
+        return "–"
     return ", ".join(f"p{percent} {1000 * percentile(seconds, float(percent)):.2f} ms" for percent in (50, 95, 99))
 
 

@@ -1,10 +1,9 @@
-"""What the command line asks of a terminal: streaming text, bars, a spinner, signals, a closed pipe.
+"""What the command line asks of a terminal: streaming text, bars, a spinner, signals.
 
 Nothing here writes to a stream that is no terminal, except the text itself.
 """
 
 import gc
-import io
 import itertools
 import os
 import signal
@@ -14,9 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
-from typing import Protocol, Self, final, runtime_checkable
+from typing import Protocol, Self, TextIO, final, runtime_checkable
 
-from infer.progress import PROGRESS_WIDTH, StatusLine, bar
+import click
+
+from infer.cli.streams import raise_if_reader_has_gone
+from infer.cli.wrapping import WordWrap
+from infer.system.status_line import PROGRESS_WIDTH, StatusLine, bar
 
 Handler = Callable[[int, FrameType | None], None]
 
@@ -44,10 +47,11 @@ class TextStream(Protocol):
 
 @final
 class TextWriter:
-    """Text as it comes, flushed piece by piece."""
+    """Text as it comes, flushed piece by piece; words go to the next line whole where there is something to wrap."""
 
-    def __init__(self, stream: TextStream) -> None:
+    def __init__(self, stream: TextStream, wrap: WordWrap | None = None) -> None:
         self._stream = stream
+        self._wrap = wrap
         self._is_terminal = stream.isatty()
         self._in_line = False
 
@@ -55,12 +59,38 @@ class TextWriter:
         if not text:
             return
         self._in_line = not text.endswith("\n")
-        self._stream.write(text.translate(_VISIBLE) if self._is_terminal else text)
+        shown = text.translate(_VISIBLE) if self._is_terminal else text
+        self._stream.write(shown if self._wrap is None else self._wrap.feed(shown))
         self._stream.flush()
 
     def end_line(self) -> None:
+        """End the line that was begun, if one was."""
         if self._in_line:
             self.write("\n")
+
+
+@final
+class WaitingSign:
+    """A dim sign on stderr from a question to the first word of its answer, with the share of a long prompt that is
+    read; gone without a trace, and nothing where stderr is no terminal."""
+
+    def __init__(self, *, shown: bool = True) -> None:
+        self._line = StatusLine() if shown and has_cursor(sys.stderr) else None
+        self._show("…")
+
+    def progress(self, done: int, total: int) -> None:
+        if 0 < done < total:
+            share = done / total
+            self._show(f"… {bar(share, PROGRESS_WIDTH):<{PROGRESS_WIDTH}} {int(100 * share)} %")
+
+    def close(self) -> None:
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
+    def _show(self, text: str) -> None:
+        if self._line is not None:
+            self._line.show(text if os.environ.get("NO_COLOR") else f"\x1b[2m{text}\x1b[22m")
 
 
 @final
@@ -73,7 +103,7 @@ class Spinner:
         self._detail = ""
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
-        if shown and sys.stderr.isatty():
+        if shown and has_cursor(sys.stderr):
             self._thread = threading.Thread(target=self._spin, daemon=True)
 
     def __enter__(self) -> Self:
@@ -89,6 +119,8 @@ class Spinner:
             self._thread.join()
 
     def progress(self, done: int, total: int) -> None:
+        """Raises BrokenPipeError where nobody reads stdout any more: what follows would be for nothing."""
+        raise_if_reader_has_gone()
         share = done / max(total, 1)
         self._detail = f" {bar(share, PROGRESS_WIDTH):<{PROGRESS_WIDTH}} {int(100 * share)} %"
 
@@ -99,6 +131,30 @@ class Spinner:
             if self._stopped.wait(0.1):
                 line.close()
                 return
+
+
+def has_cursor(stream: TextStream) -> bool:
+    """A terminal that can write over a line."""
+    return stream.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
+
+
+def note(text: str) -> None:
+    """What is not the model's text goes to stderr; where that is a terminal, dim and with whole words."""
+    if not text:
+        return
+    if sys.stderr.isatty():
+        wrap = WordWrap(lambda: columns_of(sys.stderr))
+        text = wrap.feed(text) + wrap.finish()
+    is_dim = has_cursor(sys.stderr) and not os.environ.get("NO_COLOR")
+    click.echo(click.style(text, dim=True) if is_dim else text, err=True)
+
+
+def columns_of(stream: TextIO) -> int:
+    """The width of a terminal now; 0 where it is not known."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):
+        return 0
 
 
 @dataclass
@@ -178,21 +234,3 @@ def ignore_signals() -> None:
     """For the last moments, when nothing is left to stop and a traceback could only disturb."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-
-
-def silence_stdout() -> None:
-    """After the reader has gone: what is still buffered goes nowhere, so that the exit is quiet."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, sys.stdout.fileno())
-    except (OSError, ValueError):
-        sys.stdout = io.StringIO()
-    finally:
-        os.close(nowhere)
-
-
-def tolerate_encoding() -> None:
-    """A terminal that lacks a character shows a question mark: that must not end an answer."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")

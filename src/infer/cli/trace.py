@@ -16,8 +16,8 @@ from infer.cli.terminal import Spinner, TextWriter
 from infer.cli.trace_picture import make_picture
 from infer.cli.words import display_width, heading, percent, quoted, shortened, tail
 from infer.errors import InvalidRequestError
-from infer.params import SamplingParams
-from infer.results import SampleTrace, TraceCandidate
+from infer.outputs import SampleTrace, TraceCandidate
+from infer.sampling_params import SamplingParams
 
 LABEL_WIDTH = 18  # of a token's text
 BLUE, ORANGE = 25, 166  # of xterm's 256 colours: bars behind the numbers, and those of the chosen token

@@ -13,7 +13,7 @@ from html import escape
 from typing import final
 
 from infer.cli.words import heading, percent, quoted, shortened, tail
-from infer.results import SampleTrace, TraceCandidate
+from infer.outputs import SampleTrace, TraceCandidate
 
 MARGIN, TOP = 28.0, 128.0
 RANK_WIDTH, LABEL_WIDTH, COLUMN, GAP, TAPER = 42.0, 176.0, 50.0, 64.0, 54.0

@@ -40,5 +40,13 @@ def shortened(text: str, width: int) -> str:
 
 
 def display_width(text: str) -> int:
-    """Terminal columns: East Asian wide characters take two, combining ones none."""
-    return sum(0 if unicodedata.combining(x) else 2 if unicodedata.east_asian_width(x) in "WF" else 1 for x in text)
+    """Terminal columns: East Asian wide characters take two, combining and invisible ones none."""
+    return sum(map(_columns, text))
+
+
+def _columns(character: str) -> int:
+    if " " <= character <= "~":
+        return 1
+    if unicodedata.category(character) in ("Mn", "Me", "Cf"):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1

@@ -1,5 +1,6 @@
 """Checkpoint + architecture → `Transformer`, after every name and shape has been checked."""
 
+import errno
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -10,13 +11,15 @@ from torch import Tensor
 
 from infer import ops
 from infer.architecture import Architecture, Layer, Rope
+from infer.errors import ModelError
 from infer.model.rope import make_rope_table
-from infer.model.shapes import check_tensors, expected_shapes
+from infer.model.tensors import check_tensors, expected_shapes
 from infer.model.transformer import Block, Transformer
-from infer.quants import dequantize, quantize, quantize_fitted
-from infer.weights import ConvertedWeight, Heads, Norm, OnRead, Projection, RopeTable, StoredWeight
+from infer.operands.weights import ConvertedWeight, FileWeight, Heads, Norm, Projection, RopeTable, StoredWeight
+from infer.quantization.ggml_blocks import dequantize, quantize, quantize_fitted
+from infer.quantization.ggml_types import BLOCK_TYPES
 
-Weights = Mapping[str, StoredWeight]
+Weights = Mapping[str, FileWeight]
 OnProgress = Callable[[int, int], None]  # (blocks done, blocks in all)
 
 FloatsAs = Literal["auto", "bf16", "q8", "q4"]
@@ -34,7 +37,6 @@ def load_transformer(
     precision: ops.Precision = "exact",
     max_seq_len: int | None = None,
     on_progress: OnProgress | None = None,
-    on_read: OnRead = lambda num_bytes: None,
 ) -> Transformer:
     """A model that runs. `dtype` None keeps each weight as its file stores it; otherwise all become dense in dtype.
     `keep_floats_as` quantises matrices that are stored as floats; what a file has quantised stays as it is.
@@ -43,7 +45,7 @@ def load_transformer(
     """
     expected = expected_shapes(architecture)
     check_tensors(expected, weights)
-    maker = _Maker(architecture, expected, weights, device, dtype, keep_floats_as, precision, on_read)
+    maker = _Maker(architecture, expected, weights, device, dtype, keep_floats_as, precision)
     positions = max_seq_len or architecture.max_positions
     ropes = {layer.rope for layer in architecture.layers if layer.rope is not None}
     rope_tables = {rope: make_rope_table(rope, positions, device) for rope in ropes}
@@ -62,8 +64,8 @@ def load_transformer(
         head=head,
         max_seq_len=positions,
         device=device,
-        dtype=ops.activation_dtype(device, dtype),
-        kv_type=ops.kv_type(device, dtype),
+        dtype=ops.backend_of(device).activation_dtype(dtype),
+        kv_type=ops.backend_of(device).kv_type(dtype),
     )
     beyond = min((long.beyond for long in architecture.long_ropes), default=positions)
     return _with_long(model, beyond) if beyond < positions else model
@@ -90,7 +92,6 @@ class _Maker:
     dtype: torch.dtype | None
     keep_floats_as: FloatsAs
     precision: ops.Precision
-    on_read: OnRead
 
     def block(self, index: int, layer: Layer, rope_tables: Mapping[Rope, RopeTable]) -> Block:
         at = f"model.layers.{index}."
@@ -118,21 +119,26 @@ class _Maker:
         )
 
     def norm(self, name: str, scale: float = 1.0) -> Norm:
-        """A copy: a view of the file would bring back the pages around it with every step."""
-        weight = dense(self.weights[name + ".weight"]).to(self.device, torch.float32, copy=True)
+        weight = dense(self.weights[name + ".weight"]).to(self.device, torch.float32)
         return Norm(weight * scale, self.architecture.norm_eps)
 
     def projection(self, *names: str) -> Projection:
         parts = tuple(self._weight(name + ".weight") for name in names)
         biases = [dense(self.weights[name + ".bias"]).float() for name in names if name + ".bias" in self.expected]
         whole = Projection(parts, torch.cat(biases) if biases else None)
-        return ops.prepare(whole, self.device, self.precision, self.on_read)
+        try:
+            return ops.prepare(whole, self.device, self.precision)
+        except (MemoryError, OSError) as error:
+            if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+                raise
+            num_bytes = sum(part.num_bytes for part in parts)
+            raise ModelError(f"no memory is left for the {num_bytes} bytes of {', '.join(names)}") from error
 
-    def _weight(self, name: str) -> StoredWeight | ConvertedWeight:
+    def _weight(self, name: str) -> FileWeight | ConvertedWeight:
         weight = self.weights[name]
         if self.dtype is not None:
             return _as_dtype(weight, self.dtype)
-        if self.keep_floats_as == "auto" or not weight.data.is_floating_point():
+        if self.keep_floats_as == "auto" or not BLOCK_TYPES[weight.type].is_float:
             return weight
         if self.keep_floats_as == "bf16" or weight.in_features % 32:
             return _as_dtype(weight, torch.bfloat16)
@@ -150,10 +156,10 @@ def _to_q8(rows: StoredWeight) -> Tensor:
     return quantize(rows.data, "Q8_0")
 
 
-def _as_dtype(weight: StoredWeight, dtype: torch.dtype) -> ConvertedWeight:
+def _as_dtype(weight: FileWeight, dtype: torch.dtype) -> ConvertedWeight:
     return ConvertedWeight(_TYPE_BY_DTYPE[dtype], weight, lambda rows: dense(rows).to(dtype))
 
 
-def dense(weight: StoredWeight) -> Float[Tensor, "..."]:
+def dense(weight: FileWeight) -> Float[Tensor, "..."]:
     """The values of a tensor, in its file's float type or in float32."""
-    return weight.data if weight.data.is_floating_point() else dequantize(weight.data, weight.type)
+    return weight.data if BLOCK_TYPES[weight.type].is_float else dequantize(weight.data, weight.type)

@@ -3,7 +3,7 @@
 import torch
 
 from infer.architecture import Rope
-from infer.weights import RopeTable
+from infer.operands.weights import RopeTable
 
 
 def make_rope_table(rope: Rope, num_positions: int, device: torch.device) -> RopeTable:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from infer import ops
 from infer.architecture import Activation, Architecture
-from infer.batch import Step
-from infer.cache.base import KVCache
-from infer.weights import Heads, Norm, Projection
+from infer.kvcache.base import KVCache
+from infer.operands.step import Step
+from infer.operands.weights import Heads, Norm, Projection
 
 
 @final

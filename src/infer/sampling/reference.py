@@ -24,10 +24,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from infer.errors import InferError, InvalidRequestError
-from infer.params import SamplingParams
-from infer.results import TokenLogprob
+from infer.outputs import TokenLogprob
+from infer.sampling.integer_probs import target, weights
 from infer.sampling.noise import gumbel_at
-from infer.sampling.weight import target, weights
+from infer.sampling_params import SamplingParams
 
 Logits = Float[Tensor, "vocab"]
 
@@ -220,7 +220,7 @@ def apply_top_k(logits: Logits, k: int | None) -> Logits:
 
 
 def apply_top_p(logits: Logits, p: float) -> Logits:
-    """The fewest largest tokens whose probabilities sum to p or more; the others −inf. `weight` says how they sum."""
+    """The fewest largest tokens whose probabilities sum to p or more; the others −inf. Summed by `integer_probs`."""
     if p == 1.0:
         return logits
     if not 0 < p <= 1:

@@ -24,18 +24,19 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from infer.errors import InvalidRequestError
-from infer.results import TokenLogprob
+from infer.outputs import TokenLogprob
+from infer.sampling.columns import Rows, num_mask_words, unpack_bits
+from infer.sampling.failure_codes import NOT_A_NUMBER, NOTHING_ALLOWED
 from infer.sampling.history import History
+from infer.sampling.integer_probs import target, weights
 from infer.sampling.noise import gumbel_rows
 from infer.sampling.reference import NO_TOKEN_ALLOWED, LogitsError
-from infer.sampling.rows import Rows, num_mask_words, unpack_bits
-from infer.sampling.weight import WEIGHT_BITS, target, weights
+from infer.sampling.weight_constants import WEIGHT_BITS
 
 Logits = Float[Tensor, "rows vocab"]
 Masks = Int[Tensor, "rows words"]
 Choose = Callable[[Logits, Rows, History | None, Int[Tensor, "rows"], Masks | None], Int[Tensor, "rows"]]
 
-NOT_A_NUMBER, NOTHING_ALLOWED = -1, -2
 _MESSAGES = {
     NOT_A_NUMBER: "the logits of this row hold NaN or +inf: nothing is sampled",
     NOTHING_ALLOWED: NO_TOKEN_ALLOWED,

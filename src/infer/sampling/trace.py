@@ -12,12 +12,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from infer.errors import InvalidRequestError
-from infer.params import PARAMETER_NAMES, SamplingParams
-from infer.results import SampleTrace, TraceCandidate, TraceStage
+from infer.outputs import SampleTrace, TraceCandidate, TraceStage
+from infer.sampling.columns import Rows
 from infer.sampling.history import History
 from infer.sampling.noise import gumbel_at
-from infer.sampling.rows import Rows
 from infer.sampling.sampler import check, sample, stages
+from infer.sampling_params import PARAMETER_NAMES, SamplingParams
 
 _NEUTRAL = SamplingParams()
 

@@ -17,7 +17,7 @@ from typing import Any
 import tokenizers
 
 from infer.errors import InferError, InvalidRequestError, ModelFormatError
-from infer.json_file import read_whole
+from infer.system.json_file import read_whole
 
 MAX_BYTES = 128 << 20
 MAX_TOKENS = 1_000_000  # the largest vocabulary that we know of has 262,144

@@ -80,6 +80,7 @@ _QWEN35 = (
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
     rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_LINES_AND_SPACES}"
 )
+_UFAKZEKA = rf"{_LETTERS}|\p{{N}}|{_OTHERS}"
 _TEKKEN = rf"{_cased_words('')}|\p{{N}}|{_OTHERS_AND_SLASHES}"
 _O200K_WORDS = _cased_words(_CONTRACTIONS + "?")
 _O200K = rf"{_O200K_WORDS}|\p{{N}}{{1,3}}|{_OTHERS_AND_SLASHES}"
@@ -102,6 +103,10 @@ _BLOOM = r" ?[^(\s|[.,!?…。，、।۔،])]+"
 _DEEPSEEK3_WORDS = (
     rf"{_ASCII_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*"
     rf"|{_LINES_AND_SPACES}"
+)
+_SPARK_WORDS = (
+    rf"{_ASCII_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+|[\r\n]"
+    r"|\s+(?!\S)|\s+"
 )
 # Letters with case; in escapes, since editors take some for their look-alikes.
 _DEEPSEEK_LETTERS = (
@@ -147,13 +152,25 @@ _NAMES: dict[tuple[str, ...], PreTokenizer] = {
     ("mpt", "olmo"): replace(_GPT2_WORDS, composes=True),
     ("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b", "mellum2"): _STARCODER,
     ("command-r",): replace(_STARCODER, composes=True),
-    ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"): _LLAMA_BPE,
+    (
+        "llama-bpe",
+        "llama3",
+        "llama-v3",
+        "falcon3",
+        "falcon-h1",
+        "pixtral",
+        "midm-2.0",
+        "lfm2",
+        "jina-v5-nano",
+    ): _LLAMA_BPE,
     ("smaug-bpe", "dbrx", "chatglm-bpe", "glm4"): PreTokenizer((_LLAMA3,)),
     ("minicpm5",): PreTokenizer((r"\p{N}{1,3}", _LLAMA3), ignore_merges=True),
     ("jais-2",): PreTokenizer((_JAIS2,)),
     ("qwen2", "stablelm2", "megrez"): replace(_ONE_DIGIT, composes=True),
-    ("qwen35",): PreTokenizer((_QWEN35,), composes=True),
-    ("deepseek-r1-qwen", "kormo", "hunyuan", "solar-open", "grok-2"): _ONE_DIGIT,
+    ("qwen35",): PreTokenizer((_QWEN35,)),
+    ("deepseek-r1-qwen", "kormo", "hunyuan", "solar-open", "grok-2", "f2llmv2"): _ONE_DIGIT,
+    ("ufakzeka",): PreTokenizer((_UFAKZEKA,)),
+    ("spark2_5",): PreTokenizer((r"\p{N}{1,3}", _CJK, _SPARK_WORDS, r"\p{N}")),
     ("laguna",): PreTokenizer((r"[^\n]+|[\n]+", _QWEN2)),
     ("tekken",): PreTokenizer((_TEKKEN,), ignore_merges=True, adds_bos=True),
     ("gpt-4o", "kanana2", "talkie", "minimax-m2"): _GPT4O,

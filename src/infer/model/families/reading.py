@@ -7,7 +7,7 @@ from infer.errors import ModelError, UnsupportedModelError
 
 Config = Mapping[str, Any]
 
-_LARGEST = 3.4028234663852886e38  # a float32
+_SMALLEST, _LARGEST = 1e-32, 1e32  # what is made of them fits a float32 too; GGUF files write 1e30 for no rotation
 
 
 def count(config: Config, name: str, *, default: int | None = None, maximum: int = 2**31) -> int:
@@ -23,8 +23,10 @@ def positive(config: Config, name: str, default: float | None = None) -> float:
     value = config.get(name)
     if value is None:
         value = default
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= _LARGEST:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
         raise ModelError(f"config: {name} must be a number above 0, got {value!r:.60}")
+    if not _SMALLEST <= value <= _LARGEST:
+        raise ModelError(f"config: {name} must be from {_SMALLEST:g} to {_LARGEST:g}, got {value!r:.60}")
     return float(value)
 
 

@@ -1,0 +1,168 @@
+"""What a backend is: all that differs by device. Above `ops` nobody names a device's kernels, threads or captures."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from infer.operands.step import Masks, Part, Step, StepEnd
+from infer.sampling.columns import Rows
+from infer.sampling.history import History
+
+Precision = Literal["exact", "fast"]
+Forward = Callable[[Step], Tensor]
+Kernel = tuple[str, tuple[str | int, ...], str, str]  # its maker, variant, record, and what a message says of it
+Needed = Callable[[str], Iterable[Kernel]]  # the instruction set → the kernels of a model
+
+
+class Chained(NamedTuple):
+    """[steps, rows]: what each row sampled in each step; and when each step ended."""
+
+    token_ids: npt.NDArray[np.int64]
+    ends: list[StepEnd]
+
+
+class Verified(NamedTuple):
+    """The tokens of each wanted row: those of its drafts that were right and the one after them, which may be the code
+    of a failed row; and when each entry was sampled."""
+
+    token_ids: list[list[int]]
+    ends: list[StepEnd]
+
+
+class Captured(ABC):
+    """A forward that was recorded once. What it computes is what the same ops compute one by one, to the bit."""
+
+    @abstractmethod
+    def run(self, step: Step) -> Float[Tensor, "wanted vocab"]:
+        """The wanted logits, in a buffer that the next run may overwrite."""
+
+    @abstractmethod
+    def takes(self, parts: Sequence[Part]) -> bool:
+        """Whether they fit one replay."""
+
+    @abstractmethod
+    def run_chain(
+        self,
+        parts: Sequence[Part],
+        starts: Sequence[int],
+        count: int,
+        rows: Rows,
+        history: History | None = None,
+        stop_ids: Sequence[int] = (),
+        masks: Masks | None = None,
+    ) -> Chained:
+        """Up to `count` sampled steps without a return to Python, from parts of one token each, all wanted, at their
+        positions.
+
+        Fewer if every row met one of stop_ids; the last may hold a negative code, where a row failed. `history` has
+        seen the step's tokens and sees what is sampled. `masks` are the first step's; `masks.follower` sees each.
+        """
+
+    @abstractmethod
+    def run_verified(
+        self,
+        parts: Sequence[Part],
+        starts: Sequence[int],
+        rows: Rows,
+        history: History | None = None,
+        masks: Masks | None = None,
+    ) -> Verified:
+        """Parts from their positions on, and for each wanted one what is sampled after it."""
+
+    @abstractmethod
+    def profile(self, step: Step) -> list[tuple[str, int]]:
+        """Each command's label and the cycles spent in it."""
+
+
+class KernelStore(NamedTuple):
+    """The kernels of a model that are not kept yet, by name; where they are kept, and why they cannot be."""
+
+    instruction_set: str
+    missing: list[str]
+    num_kernels: int
+    folder: Path | None
+    trouble: str | None
+
+
+class Backend(ABC):
+    """A device's kernels, memory, threads and captures. What a method does here is right where a device has nothing
+    of the kind."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @property
+    @abstractmethod
+    def kernels(self) -> ModuleType:
+        """Has every op under its name in `ops`, and agrees with `backends.reference`."""
+
+    @abstractmethod
+    def description(self) -> str:
+        """What of the device decides speed, in one line: for reports."""
+
+    @property
+    @abstractmethod
+    def computes_on_host(self) -> bool:
+        """Whether a forward keeps the cores busy that Python runs on."""
+
+    @abstractmethod
+    def activation_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
+        """What a forward computes in, where weights are asked for in `dtype` (None: as they are stored)."""
+
+    @abstractmethod
+    def kv_type(self, dtype: torch.dtype | None) -> str:
+        """How keys and values are stored where nothing else is asked for."""
+
+    @abstractmethod
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Zeroed memory for a cache."""
+
+    def give_back(self, memory: Tensor, first: int, count: int) -> None:
+        """What `zeros` made: entries [first, first + count) of the second axis are lost, and their memory is the
+        system's again as far as it can be."""
+        return
+
+    def capture(self, forward: Forward, capacity: int, wanted_capacity: int) -> Captured | None:
+        """`forward` recorded for up to so many tokens and logits at once.
+
+        The tensors that it reads and writes (weights, cache) must stay where they are. Recording runs no kernel.
+        """
+        return None
+
+    def num_threads(self) -> int:
+        """How many threads a forward computes with."""
+        return torch.get_num_threads()
+
+    def threads(self) -> AbstractContextManager[None]:
+        """To be held around forwards and sampling."""
+        return nullcontext()
+
+    def forbid_forwards(self) -> None:
+        """For a thread that forwards wait for: an op that it calls raises InferError instead of waiting for ever."""
+        return
+
+    def publisher(self, flag: npt.NDArray[np.int64]) -> Callable[[], None]:
+        """What sets a flag that a forward may wait for: it then sees all that was written before."""
+        return partial(flag.fill, 1)
+
+    def synchronize(self) -> None:
+        """Return when what the device was given is done: around timed regions."""
+        return
+
+    def compiling(self, needed: Needed) -> AbstractContextManager[None]:
+        """Compile meanwhile what is missing of these kernels; at the end all are there."""
+        return nullcontext()
+
+    def kernel_store(self, needed: Needed) -> KernelStore | None:
+        """What is kept of these kernels; None where kernels are not compiled ahead."""
+        return None

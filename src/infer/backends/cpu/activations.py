@@ -1,0 +1,208 @@
+"""Activations in the form that the tiles read: normalised, quantised in blocks of 32, and lying in panels of 16 tokens.
+
+    panel 0 (tokens 0–15)                              panel 1 (16–31)      the last panel is as narrow as it has tokens
+    [block 0: token 0, 1, … 15] [block 1: …] …         [block 0: …] …
+
+so a token's records lie a constant distance from its neighbours', whatever the number of tokens.
+`tiles` describes a record; for float weights a record is 8 floats. A block's scale is max |x| / 32512 (or / 127).
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from llvmlite import ir
+from llvmlite.ir import IRBuilder as Builder
+from numba import carray, njit, types
+
+from infer.backends.cpu import simd
+from infer.backends.cpu.layouts import BLOCK, LANES, PANEL, PLANE_BYTES, SCALE_AT, UNIT
+from infer.backends.cpu.simd import (
+    F32,
+    I32,
+    I32X16,
+    Value,
+    constant,
+    f32x16,
+    i32x16,
+    load_f32,
+    load_i64,
+    load_scalar_f32,
+    nearest_i32,
+    operation,
+    splat_f32,
+    splat_i32,
+    store_f32,
+    store_i8,
+    store_i32,
+    store_scalar_f32,
+    sum_f32,
+)
+
+_HALF = LANES // 2
+_SMALLEST = np.float32(1e-33)  # a block below this counts as this, so that its scale is a normal number
+
+
+@operation(types.float32, f32x16, f32x16)
+def _largest_magnitude(b: Builder, x: Value, y: Value) -> Value:
+    """NaN if there is one: the bits of |x| lie, as integers, in the order of |x|, and NaN above all."""
+
+    def larger(left: Value, right: Value) -> Value:
+        return b.select(b.icmp_signed(">", left, right), left, right)
+
+    largest = larger(*(b.and_(b.bitcast(each, I32X16), constant(I32X16, 0x7FFFFFFF)) for each in (x, y)))
+    for apart in (8, 4, 2, 1):
+        largest = larger(largest, _neighbours(b, largest, apart))
+    return b.bitcast(b.extract_element(largest, constant(I32, 0)), F32)
+
+
+@operation(i32x16, i32x16, i32x16)
+def _sum_both(b: Builder, x: Value, y: Value) -> Value:
+    """Σ x in lane 0, Σ y in lane 8."""
+    halves = ([at + lane for at in (first, first + LANES) for lane in range(_HALF)] for first in (0, _HALF))
+    total = b.add(*(b.shuffle_vector(x, y, ir.Constant(I32X16, half)) for half in halves))
+    for apart in (4, 2, 1):
+        total = b.add(total, _neighbours(b, total, apart))
+    return total
+
+
+def _neighbours(b: Builder, x: Value, apart: int) -> Value:
+    return b.shuffle_vector(x, x, ir.Constant(I32X16, [lane ^ apart for lane in range(LANES)]))
+
+
+@operation(types.int32, i32x16, types.int32)
+def _lane(b: Builder, x: Value, lane: Value) -> Value:
+    return b.extract_element(x, lane)
+
+
+@njit(forceinline=True)
+def record_address(base, token, num_tokens, num_records, record, record_bytes):  # type: ignore[no-untyped-def]
+    panel = token // PANEL * PANEL
+    width = min(PANEL, num_tokens - panel)
+    return base + (panel * num_records + record * width + token - panel) * record_bytes
+
+
+@njit(forceinline=True)
+def quantize_block(first, second, planes, at):  # type: ignore[no-untyped-def]
+    """32 values into the record at `at`."""
+    unit = np.float32(32512.0) if planes == 2 else np.float32(127.0)
+    largest = _largest_magnitude(first, second)
+    if largest < _SMALLEST:
+        largest = _SMALLEST
+    inverse = splat_f32(unit / largest)
+    scale = largest / unit
+    a, b = nearest_i32(first * inverse), nearest_i32(second * inverse)
+    if planes == 2:
+        high_a, high_b = simd.shift_round_8(a), simd.shift_round_8(b)
+        store_i8(at, high_a)
+        store_i8(at + 16, high_b)
+        store_i8(at + PLANE_BYTES, a - high_a * splat_i32(np.int32(256)))
+        store_i8(at + PLANE_BYTES + 16, b - high_b * splat_i32(np.int32(256)))
+    else:
+        store_i8(at, a)
+        store_i8(at + 16, b)
+    sums = _sum_both(a, b)
+    sum_a, sum_b = _lane(sums, np.int32(0)), _lane(sums, np.int32(_HALF))
+    store_scalar_f32(at + SCALE_AT, scale)
+    store_scalar_f32(at + SCALE_AT + 4, scale * np.float32(sum_a + sum_b))
+    end = at + BLOCK * planes + 8
+    store_i32(end, -sum_a)
+    store_i32(end + 4, -sum_b)
+
+
+@njit(forceinline=True)
+def inverse_rms(x, features, eps):  # type: ignore[no-untyped-def]
+    """1 / sqrt(mean(x²) + eps)"""
+    squares = splat_f32(np.float32(0))
+    whole = features // 16 * 16
+    for i in range(0, whole, 16):
+        v = load_f32(x + 4 * i)
+        squares = simd.fma(v, v, squares)
+    total = sum_f32(squares)
+    for i in range(whole, features):
+        total += load_scalar_f32(x + 4 * i) * load_scalar_f32(x + 4 * i)
+    return np.float32(1) / np.sqrt(total / np.float32(features) + eps)
+
+
+@njit
+def _quantize_token(x, weight, factor, args, token, num_tokens, out):  # type: ignore[no-untyped-def]
+    num_records = args.features // BLOCK
+    record_bytes = BLOCK * args.planes + 16
+    scale, planes = splat_f32(factor), args.planes
+    to = record_address(out, token, num_tokens, num_records, 0, record_bytes)
+    step = record_address(out, token, num_tokens, num_records, 1, record_bytes) - to
+    for record in range(num_records):
+        at = 4 * BLOCK * record
+        first, second = load_f32(x + at), load_f32(x + at + 64)
+        if weight != 0:
+            first = first * scale * load_f32(weight + at)
+            second = second * scale * load_f32(weight + at + 64)
+        quantize_block(first, second, planes, to + record * step)
+
+
+@njit
+def _keep_token(x, weight, factor, args, token, num_tokens, out):  # type: ignore[no-untyped-def]
+    num_records = (args.features + UNIT - 1) // UNIT
+    for i in range(num_records * UNIT):
+        value = np.float32(0)
+        if i < args.features:
+            value = load_scalar_f32(x + 4 * i)
+            if weight != 0:
+                value = value * factor * load_scalar_f32(weight + 4 * i)
+        to = record_address(out, token, num_tokens, num_records, i // UNIT, 4 * UNIT)
+        store_scalar_f32(to + 4 * (i % UNIT), value)
+
+
+@njit(forceinline=True)
+def _token_at(args, state, token):  # type: ignore[no-untyped-def]
+    source = load_i64(state.wanted + 8 * token) if args.of_wanted else token
+    return args.x + 4 * args.features * source
+
+
+@njit(forceinline=True)
+def _factor_of(args, state, token):  # type: ignore[no-untyped-def]
+    if args.weight == 0:
+        return np.float32(1)
+    return inverse_rms(_token_at(args, state, token), args.features, args.eps)
+
+
+def make_normalize() -> Callable[..., None]:
+    """x × weight / rms(x), quantised: neighbours go to one thread, for their records have cache lines in common; a
+    single token is done by every thread for itself.
+    """
+
+    def normalize(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
+        args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
+        num_tokens = state.num_wanted if args.of_wanted else state.num_tokens
+        first, end, out = num_tokens * thread // num_threads, num_tokens * (thread + 1) // num_threads, args.out
+        if num_tokens == 1 and args.private_bytes != 0:
+            first, end, out = 0, 1, args.out + thread * args.private_bytes
+        next_factor = _factor_of(args, state, first) if first < end else np.float32(1)
+        for token in range(first, end):
+            x, factor = _token_at(args, state, token), next_factor
+            if token + 1 < end:  # its sum is one long chain, which the blocks of this one do not wait for
+                next_factor = _factor_of(args, state, token + 1)
+            if args.planes == 0:
+                _keep_token(x, args.weight, factor, args, token, num_tokens, out)
+            else:
+                _quantize_token(x, args.weight, factor, args, token, num_tokens, out)
+
+    return normalize
+
+
+def make_add_normalized() -> Callable[..., None]:
+    """residual += y × weight / rms(y), tokens shared out."""
+
+    def add_normalized(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
+        args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
+        whole = args.features // 16 * 16
+        for token in range(thread, state.num_tokens, num_threads):
+            y, residual = args.y + 4 * args.features * token, args.residual + 4 * args.features * token
+            factor = inverse_rms(y, args.features, args.eps)
+            for i in range(0, whole, 16):
+                normed = load_f32(y + 4 * i) * splat_f32(factor) * load_f32(args.weight + 4 * i)
+                store_f32(residual + 4 * i, load_f32(residual + 4 * i) + normed)
+            for i in range(whole, args.features):
+                value = load_scalar_f32(y + 4 * i) * factor * load_scalar_f32(args.weight + 4 * i)
+                store_scalar_f32(residual + 4 * i, load_scalar_f32(residual + 4 * i) + value)
+
+    return add_normalized

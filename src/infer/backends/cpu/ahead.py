@@ -1,0 +1,46 @@
+"""Memory asked for ahead of its use, while something else is computed.
+
+A core's own prefetcher stops at the end of each page, and starts anew with each head: docs/log.md.
+"""
+
+from dataclasses import dataclass
+from typing import final
+
+from llvmlite import ir
+from llvmlite.ir import IRBuilder as Builder
+from numba.core import cgutils
+
+from infer.backends.cpu import simd
+from infer.backends.cpu.simd import I8, I32, I64, Value, constant
+
+_LINE = 64
+FIRST_CACHE, SECOND_CACHE = 3, 2  # of LLVM's four degrees of nearness
+
+
+def prefetch(b: Builder, where: Value, num_bytes: int, nearness: int) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+    function = b.module.declare_intrinsic("llvm.prefetch.p0", (), kind)
+    for line in range(0, num_bytes, _LINE):
+        pointer = b.inttoptr(simd.offset(b, where, line), I8.as_pointer())
+        b.call(function, [pointer, constant(I32, 0), constant(I32, nearness), constant(I32, 1)])
+
+
+@final
+@dataclass(frozen=True)
+class Ahead:
+    """A walk over memory beside a loop, `step` bytes an iteration and `most_bytes` at most."""
+
+    at: Value  # a variable
+    step: Value
+    most_bytes: int
+
+    @staticmethod
+    def begin(b: Builder, where: Value, step: Value, most_bytes: int) -> "Ahead":
+        variable = cgutils.alloca_once(b, I64)
+        b.store(where, variable)
+        return Ahead(variable, step, most_bytes)
+
+    def ask(self, b: Builder) -> None:
+        where = b.load(self.at)
+        prefetch(b, where, self.most_bytes, SECOND_CACHE)
+        b.store(b.add(where, self.step), self.at)

@@ -1,0 +1,68 @@
+"""The CPU: compiled kernels, one team of threads for the process, a step recorded as a table of commands.
+
+What compiles, and what records, is imported when it is first asked for.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from importlib import import_module
+from types import ModuleType
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from infer.backends import torch_threads
+from infer.backends.base import Captured, Forward, KernelStore, Needed
+from infer.backends.cpu import compiled, isa, kernel_cache, operations, threads
+from infer.backends.torch_backend import TorchBackend
+from infer.system.cores import default_num_threads
+
+
+@final
+class CpuBackend(TorchBackend):
+    @property
+    def kernels(self) -> ModuleType:
+        return operations
+
+    def description(self) -> str:
+        others = [name for name in isa.usable_instruction_sets() if name != isa.instruction_set()]
+        also = f" (also {', '.join(others)})" if others else ""
+        trouble = kernel_cache.trouble()
+        kept = f"kernels are not kept: {trouble}" if trouble else f"kernels in {kernel_cache.cache_folder()}"
+        return f"{isa.instruction_set()}{also}, {default_num_threads()} threads; {kept}"
+
+    def capture(self, forward: Forward, capacity: int, wanted_capacity: int) -> Captured:
+        captured: Captured = import_module("infer.backends.cpu.capture.forward").CapturedForward(
+            forward, capacity, wanted_capacity
+        )
+        return captured
+
+    def num_threads(self) -> int:
+        return threads.team().num_threads
+
+    def threads(self) -> AbstractContextManager[None]:
+        """torch's threads and our team's spin against each other, which costs tens of milliseconds a token: torch gets
+        one thread, in the thread that calls and in no other.
+        """
+        return torch_threads.one_thread()
+
+    def forbid_forwards(self) -> None:
+        threads.forbid_walks()
+
+    def publisher(self, flag: npt.NDArray[np.int64]) -> Callable[[], None]:
+        return threads.publisher(flag)
+
+    def compiling(self, needed: Needed) -> AbstractContextManager[None]:
+        return compiled.compiling(needed(isa.instruction_set()))
+
+    def kernel_store(self, needed: Needed) -> KernelStore:
+        name = isa.instruction_set()
+        kernels = list(needed(name))
+        labels = [request.label for request in compiled.missing(kernels)]
+        return KernelStore(name, labels, compiled.count(kernels), kernel_cache.cache_folder(), kernel_cache.trouble())
+
+
+def make(device: torch.device) -> CpuBackend:
+    return CpuBackend(device)

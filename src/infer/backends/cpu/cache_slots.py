@@ -1,0 +1,129 @@
+"""Slots of a row: in which page they lie, which of them a token sees, and sums over what is seen of a chunk.
+
+`infer.quantization.kv_layout.Pages` defines the table and the rule. A chunk is 256 slots; what is seen of it are blocks
+of 16 in at most two parts, [0, gap) of the sinks and [first, end) of the window. Pages that nobody sees are not read.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from infer.backends.cpu import simd
+from infer.backends.cpu.cache_blocks import key_bytes, make_add_values, make_block_scores, value_bytes
+from infer.backends.cpu.layouts import LANES
+from infer.backends.cpu.records import CHUNK
+from infer.backends.cpu.simd import load_i64
+
+
+@njit(forceinline=True)
+def block_at(kv_type, args, row, kv, slot):  # type: ignore[no-untyped-def]
+    """Where a head's block of keys lies that has the slot, and that of values."""
+    page = load_i64(args.table + 8 * (row * args.table_stride + (slot >> args.page_bits)))
+    block = ((page << args.page_bits) + (slot & ((1 << args.page_bits) - 1))) // LANES
+    keys = args.keys + kv * args.key_stride + block * key_bytes(kv_type, args.dim)
+    return keys, args.values + kv * args.value_stride + block * value_bytes(kv_type, args.dim)
+
+
+@njit
+def _end_of_run(args, row, slot, end):  # type: ignore[no-untyped-def]
+    """How far the slots from `slot` on, before `end`, lie one behind the other in memory."""
+    index = slot >> args.page_bits
+    entry, stop = args.table + 8 * (row * args.table_stride + index), (index + 1) << args.page_bits
+    while stop < end and load_i64(entry + 8) == load_i64(entry) + 1:
+        entry, stop = entry + 8, stop + (1 << args.page_bits)
+    return min(stop, end)
+
+
+@njit(forceinline=True)
+def slot_of(args, row, position):  # type: ignore[no-untyped-def]
+    return position - load_i64(args.shifts + 8 * row)
+
+
+@njit(forceinline=True)
+def seen_lanes(at, sinks, low, high, x):  # type: ignore[no-untyped-def]
+    """Slots [at, at + 16) of a chunk, −infinity where they are neither in [0, sinks) nor in [low, high)."""
+    seen = simd.keep_lanes(np.int32(low - at), np.int32(high - at), x)
+    if at < sinks:
+        seen = simd.maximum(seen, simd.keep_lanes(np.int32(-at), np.int32(sinks - at), x))
+    return seen
+
+
+@njit(forceinline=True)
+def _first_seen(slot, window):  # type: ignore[no-untyped-def]
+    return 0 if window == 0 else max(0, slot + 1 - window)
+
+
+@njit
+def chunks_seen(args, row, slot):  # type: ignore[no-untyped-def]
+    """A token sees something of the first so many chunks, nothing of so many behind them, and of the rest up to its
+    own."""
+    sinks = min(load_i64(args.sinks + 8 * row), slot + 1)
+    num_first = (sinks + CHUNK - 1) // CHUNK
+    return num_first, max(0, _first_seen(slot, load_i64(args.windows + 8 * row)) // CHUNK - num_first)
+
+
+@njit
+def seen_of_chunk(args, row, chunk, slot):  # type: ignore[no-untyped-def]
+    """A token sees [0, sinks) and [low, high) of a chunk."""
+    start = chunk * CHUNK
+    high = min(CHUNK, slot + 1 - start)
+    low = max(0, _first_seen(slot, load_i64(args.windows + 8 * row)) - start)
+    sinks = min(load_i64(args.sinks + 8 * row) - start, CHUNK)
+    if sinks >= low:
+        return 0, 0, high
+    return max(0, sinks), min(low, max(0, high)), high
+
+
+@njit
+def parts_of_chunk(sinks, low, high):  # type: ignore[no-untyped-def]
+    """[0, gap) and [first, end) are the blocks that have what is seen; gap is 0 where there are no sinks to tell."""
+    gap, first, end = _up(sinks), low // LANES * LANES, _up(high)
+    return gap, max(gap, first), max(gap, end)
+
+
+@njit(forceinline=True)
+def _up(slots):  # type: ignore[no-untyped-def]
+    return (slots + LANES - 1) // LANES * LANES
+
+
+def make_chunk_scores(kv_type: str) -> Any:
+    """scores(columns, args, row, kv, chunk, parts, q, out): of a chunk's parts, as [column, 256]. Where sinks have
+    queries of their own they are a part by itself."""
+    block_scores = make_block_scores(kv_type)
+
+    @njit
+    def chunk_scores(columns, args, row, kv, chunk, parts, q, out):  # type: ignore[no-untyped-def]
+        start, (gap, first, end) = chunk * CHUNK, parts
+        at = 0 if gap > 0 else first
+        while at < end:
+            run = _end_of_run(args, row, start + at, start + (gap if at < gap else end)) - start
+            keys, values = block_at(kv_type, args, row, kv, start + at)
+            query = q + args.far_bytes if at < gap else q
+            block_scores(columns, query, args.dim, keys, (run - at) // LANES, out + 4 * at, values)
+            at = first if run == gap else run
+
+    return chunk_scores
+
+
+def make_add_chunk_values(kv_type: str) -> Any:
+    """add(columns, args, row, kv, chunk, parts, seen, p, out, out_stride, after): out[column] += Σ p × values over a
+    chunk's parts, of which no more than [0, sinks) and [.., high) counts.
+
+    Meanwhile keys are asked for, of the chunk of a head that is named by `after`.
+    """
+    add_values = make_add_values(kv_type)
+
+    @njit
+    def add_chunk_values(columns, args, row, kv, chunk, parts, seen, p, out, out_stride, after):  # type: ignore[no-untyped-def]
+        start, (gap, first, _), (sinks, high) = chunk * CHUNK, parts, seen
+        near = sinks if gap < first else min(gap, high)  # a window may begin among the sinks' blocks
+        at = 0 if gap > 0 else first
+        while at < high or at < gap:
+            run = _end_of_run(args, row, start + at, start + (near if at < gap else high)) - start
+            _, values = block_at(kv_type, args, row, kv, start + at)
+            keys, _ = block_at(kv_type, args, row, after[0], after[1] * CHUNK + at)
+            add_values(columns, p + 4 * at, args.dim, values, run - at, out, out_stride, keys)
+            at = first if gap > 0 and run == near else run
+
+    return add_chunk_values

@@ -1,0 +1,218 @@
+"""Kernels compiled ahead, several at once, each in a process of ours (`compile_child`), and what a user sees of it.
+
+A load says what its steps need (`begin`), goes on, and waits where it needs a kernel (`take`) and at its end
+(`finish`), so that no prompt waits for a compiler. A kernel that nobody announced, or that no process could compile, is
+compiled by who asks for it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, NamedTuple, final
+
+import infer
+from infer.backends.cpu import kernel_cache
+from infer.system.cores import num_processors
+from infer.system.status_line import PROGRESS_WIDTH, StatusLine, bar, write_notice
+
+_CODE = "from infer.backends.cpu.compile_child import main; main()"
+_MOST_PROCESSES = 8
+_START_SECONDS, _NOTICE_SECONDS, _REDRAW_SECONDS = 1.5, 5.0, 0.25
+# Seconds that a kernel takes, by the beginning of its label; others take a third of one.
+_SECONDS = (
+    ("attend_q", 8.0), ("attend", 7.0), ("choose", 2.5), ("narrow", 2.0), ("matmul", 2.0), ("rotate", 1.5),
+    ("normalize", 1.2), ("scan", 0.8),
+)  # fmt: skip
+
+
+class Request(NamedTuple):
+    """A kernel by name (`compiled.Kernel`), its record's name in `records`, and what in a model asks for it."""
+
+    maker: str
+    variant: tuple[str | int, ...]
+    record: str
+    label: str
+    file_name: str
+    reason: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return next((seconds for start, seconds in _SECONDS if self.label.startswith(start)), 0.3)
+
+
+class Answer(NamedTuple):
+    symbol: str
+    object_code: bytes
+
+
+@final
+@dataclass
+class _Jobs:
+    """What is asked for, and what was answered. The lock guards all of it and is told of each change."""
+
+    waiting: list[Request]
+    total: int = 0
+    answers: dict[str, Answer | None] = field(default_factory=dict)  # by file name; None: it could not be compiled
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    children: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    is_closed: bool = False
+
+    def next(self) -> Request | None:
+        with self.changed:
+            return self.waiting.pop(0) if self.waiting and not self.is_closed else None
+
+    def put(self, request: Request, answer: Answer | None) -> None:
+        with self.changed:
+            self.answers[request.file_name] = answer
+            self.changed.notify_all()
+
+
+@final
+class Compilation:
+    """Requests being compiled, the longest first. `close` ends it; so does a fork, in the child."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        ordered = sorted(requests, key=lambda request: (not request.maker.startswith(".walking"), -request.seconds))
+        self._jobs = _Jobs(ordered, len(ordered))
+        self.file_names = {request.file_name for request in requests}
+        self._owner, self._started = os.getpid(), time.monotonic()
+        self.num_processes = min(num_processors(), _MOST_PROCESSES, len(requests))
+        self._line, self._said = StatusLine(), self._started
+        self._weight = {request.file_name: request.seconds for request in requests}
+        self._reasons = sorted({request.reason for request in requests})
+        self._threads = [
+            threading.Thread(target=_work, args=(self._jobs,), name="compile-kernels", daemon=True)
+            for _ in range(self.num_processes)
+        ]
+        write_notice(self._first_line())
+        for thread in self._threads:
+            thread.start()
+
+    def take(self, file_name: str) -> Answer | None:
+        """The object code, once it is there; None if it was not asked for or could not be made."""
+        if file_name not in self.file_names or self._owner != os.getpid():
+            return None
+        with self._jobs.changed:
+            while file_name not in self._jobs.answers and self._is_running():
+                self._show()
+                self._jobs.changed.wait(_REDRAW_SECONDS)
+            return self._jobs.answers.get(file_name)
+
+    def finish(self) -> None:
+        """Wait for all."""
+        for name in self.file_names:
+            self.take(name)
+
+    def close(self) -> None:
+        self._line.close()
+        jobs = self._jobs
+        with jobs.changed:
+            jobs.is_closed = True
+            children = list(jobs.children)
+        if self._owner != os.getpid():
+            return
+        for child in children:
+            child.kill()
+        for thread in self._threads:
+            thread.join()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._started
+
+    def _is_running(self) -> bool:
+        return not self._jobs.is_closed and any(thread.is_alive() for thread in self._threads)
+
+    def _first_line(self) -> str:
+        ideal = sum(self._weight.values()) / max(1, self.num_processes)
+        seconds = 5 * round((_START_SECONDS + max(ideal, max(self._weight.values()))) / 5 + 0.5)
+        what = "kernel" if self._jobs.total == 1 else "kernels"
+        why = f" for {', '.join(self._reasons)}" if len(self._reasons) <= 2 and "" not in self._reasons else ""
+        return f"infer: compiling {self._jobs.total} CPU {what}{why}: about {seconds} s, {how_often()}"
+
+    def _show(self) -> None:
+        done, total = len(self._jobs.answers), self._jobs.total
+        weight = sum(self._weight[name] for name in self._jobs.answers)
+        drawn = f"{bar(weight / sum(self._weight.values()), PROGRESS_WIDTH):<{PROGRESS_WIDTH}}"
+        self._line.show(f"infer: compiling CPU kernels {drawn} {done} of {total}, {self.seconds:.0f} s")
+        if done and not self._line.is_shown and time.monotonic() - self._said >= _NOTICE_SECONDS:
+            self._said = time.monotonic()
+            write_notice(f"infer: compiling CPU kernels: {done} of {total}")
+
+
+def how_often() -> str:
+    """Whether it is for once, in words."""
+    trouble = kernel_cache.trouble()
+    return (
+        "once per machine and model type" if trouble is None else f"for this process only: {trouble} (set INFER_CACHE)"
+    )
+
+
+def _work(jobs: _Jobs) -> None:
+    """A thread: hands requests to a process of its own. Where there can be none, or it ends, the rest is left."""
+    child: subprocess.Popen[bytes] | None = None
+    try:
+        while (request := jobs.next()) is not None:
+            answer = None
+            try:
+                child = child or _start(jobs)
+                answer = _ask(child, request)
+            except (OSError, ValueError, EOFError):
+                _end(child)
+                child = None
+            jobs.put(request, answer)
+    finally:
+        _end(child)
+        with jobs.changed:
+            jobs.changed.notify_all()
+
+
+def _end(child: subprocess.Popen[bytes] | None) -> None:
+    if child is not None:
+        child.kill()
+        with suppress(OSError, ValueError):  # what was not yet written
+            child.communicate()
+        child.wait()
+
+
+def _start(jobs: _Jobs) -> subprocess.Popen[bytes]:
+    paths = [str(Path(infer.__file__).parents[1]), *filter(None, sys.path)]
+    child = subprocess.Popen(
+        [sys.executable, "-P", "-c", _CODE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        start_new_session=True,  # Ctrl-C is ours
+    )
+    with jobs.changed:
+        jobs.children.append(child)
+        if jobs.is_closed:
+            child.kill()
+    return child
+
+
+def _ask(child: subprocess.Popen[bytes], request: Request) -> Answer | None:
+    assert child.stdin is not None
+    assert child.stdout is not None
+    child.stdin.write(json.dumps([request.maker, request.variant, request.record]).encode() + b"\n")
+    child.stdin.flush()
+    line = child.stdout.readline()
+    if not line:
+        raise EOFError
+    answer: dict[str, Any] = json.loads(line)
+    return None if answer["size"] < 0 else Answer(answer["symbol"], _read(child.stdout, answer["size"]))
+
+
+def _read(file: IO[bytes], size: int) -> bytes:
+    content = file.read(size)
+    if len(content) < size:
+        raise EOFError
+    return content

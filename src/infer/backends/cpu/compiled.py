@@ -1,0 +1,182 @@
+"""Small compiled functions behind pointers: every command of the table is one, compiled on first use, kept on disk.
+
+All have the signature `void(arguments*, state*, thread, num_threads)`; what `arguments` holds is a numpy record type
+of the kernel's own (`records`). A kernel is named by where its source is made and with what, so that what is found on
+disk needs neither that source's module nor the compiler: both are imported when something must be compiled.
+"""
+
+import hashlib
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from infer.backends.cpu import images, kernel_cache
+from infer.backends.cpu.compilation import Compilation, Request, how_often
+from infer.backends.cpu.records import records_by_name
+from infer.system.status_line import StatusLine, write_notice
+
+Needed = tuple[str, tuple[str | int, ...], str, str]  # maker, variant, its record's name, what in a model asks for it
+_WORTH_SECONDS = 4.0  # of compiling: for less, processes of its own would take longer to start
+_SYMBOL = re.compile(rb"[A-Za-z0-9_.$@]+")
+_OBJECT_FILES = (b"\x7fELF", b"\xcf\xfa\xed\xfe", b"\x64\x86", b"\x64\xaa")  # ELF, Mach-O, COFF
+
+
+@final
+@dataclass(frozen=True)
+class Kernel:
+    """`maker` is "module:function", the module relative to this package if it begins with a dot, as in ".matmul"."""
+
+    maker: str
+    variant: tuple[str | int, ...] = ()
+
+    @property
+    def label(self) -> str:
+        return "_".join([self.maker.partition(":")[2].removeprefix("make_"), *map(str, self.variant)])
+
+    @cached_property
+    def file_name(self) -> str:
+        """No two kernels share one. The cache's folder stands for the sources of this package; those of other modules
+        (a test's) are in the name."""
+        module = self.maker.partition(":")[0]
+        if module.startswith("."):
+            return f"{module[1:]}.{self.label}"
+        spec = find_spec(module)
+        source = b"" if spec is None or spec.origin is None else Path(spec.origin).read_bytes()
+        return f"{module}.{self.label}-{hashlib.sha256(source).hexdigest()[:16]}"
+
+    def make(self) -> Callable[..., None]:
+        module, _, function = self.maker.partition(":")
+        source: Callable[..., None] = getattr(import_module(module, __package__), function)(*self.variant)
+        return source
+
+
+_lock = threading.RLock()
+_address_by_kernel: dict[Kernel, int] = {}
+_under_way: list[Compilation] = []  # the newest last
+_compiled_here: list[Kernel] = []
+# A child must not inherit the lock from a thread that it has not, nor Numba's in the middle of its work.
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+
+
+def compiled_address(maker: str, arguments: np.dtype[Any], *variant: str | int) -> int:
+    """The address of the command whose Python source `maker` ("module:function") returns when called with `variant`."""
+    kernel = Kernel(maker, variant)
+    with _lock:
+        if kernel not in _address_by_kernel:
+            _address_by_kernel[kernel] = _try_take(kernel) or _try_load(kernel) or _compile(kernel, arguments)
+        return _address_by_kernel[kernel]
+
+
+def missing(needed: Iterable[Needed]) -> list[Request]:
+    """Those of the kernels that are neither loaded nor kept."""
+    found = []
+    for kernel, (record, reason) in _by_kernel(needed).items():
+        if kernel not in _address_by_kernel and not kernel_cache.is_kept(kernel.file_name):
+            found.append(Request(kernel.maker, kernel.variant, record, kernel.label, kernel.file_name, reason))
+    return found
+
+
+def count(needed: Iterable[Needed]) -> int:
+    """How many kernels they are: layers need the same ones."""
+    return len(_by_kernel(needed))
+
+
+def _by_kernel(needed: Iterable[Needed]) -> dict[Kernel, tuple[str, str]]:
+    return {Kernel(maker, variant): (record, reason) for maker, variant, record, reason in needed}
+
+
+@contextmanager
+def compiling(needed: Iterable[Needed]) -> Iterator[None]:
+    """Compile what is missing of these kernels meanwhile, several at once; at the end all are there."""
+    requests = missing(needed)
+    announced = {name for compilation in list(_under_way) for name in compilation.file_names}
+    with _begun([request for request in requests if request.file_name not in announced]):
+        yield
+        for compilation in list(_under_way):
+            compilation.finish()
+        for request in requests:
+            compiled_address(request.maker, records_by_name()[request.record], *request.variant)
+
+
+@contextmanager
+def compiling_ahead(needed: Iterable[Needed]) -> Iterator[None]:
+    """Begin with what is missing of them, for a `compiling` within. What nobody has taken at the end is given up."""
+    with _begun(missing(needed)):
+        yield
+
+
+@contextmanager
+def _begun(requests: Sequence[Request]) -> Iterator[None]:
+    if sum(request.seconds for request in requests) < _WORTH_SECONDS:
+        yield
+        return
+    compilation = Compilation(requests)
+    _under_way.append(compilation)
+    try:
+        yield
+    finally:
+        _under_way.remove(compilation)
+        compilation.close()
+
+
+def _try_take(kernel: Kernel) -> int | None:
+    """From a compilation that is under way."""
+    for compilation in reversed(_under_way):
+        answer = compilation.take(kernel.file_name)
+        if answer is not None:
+            return _load(_keep(kernel, answer.symbol, answer.object_code))
+    return None
+
+
+def _try_load(kernel: Kernel) -> int | None:
+    """From the disk."""
+    content = kernel_cache.read(kernel.file_name)
+    return None if content is None else _load(content)
+
+
+def _load(content: bytes) -> int | None:
+    """An image, or an object file that LLVM links; None if it is neither."""
+    if content.startswith(images.MAGIC):
+        return images.try_load(content)
+    symbol, _, code = content.partition(b"\n")
+    if not _SYMBOL.fullmatch(symbol) or not code.startswith(_OBJECT_FILES):
+        return None
+    if images.are_used_here():  # LLVM does not survive whatever is no object file
+        image = images.try_make(code, symbol.decode())
+        return None if image is None else images.try_load(image)
+    try:
+        return int(import_module("infer.backends.cpu.compiler").link(symbol.decode(), code)) or None
+    except RuntimeError:  # LLVM cannot read it
+        return None
+
+
+def _keep(kernel: Kernel, symbol: str, object_code: bytes) -> bytes:
+    content = images.try_make(object_code, symbol) or symbol.encode() + b"\n" + object_code
+    kernel_cache.write(kernel.file_name, content)
+    return content
+
+
+def _compile(kernel: Kernel, arguments: np.dtype[Any]) -> int:
+    """In this process: what nobody announced. The first says so."""
+    if not _compiled_here:
+        write_notice(f"infer: compiling CPU kernels, {how_often()}")
+    _compiled_here.append(kernel)
+    line = StatusLine()
+    try:
+        line.show(f"infer: compiling the CPU kernel {kernel.label}")
+        compiled = import_module("infer.backends.cpu.compiler").compile_command(kernel.label, kernel.make, arguments)
+    finally:
+        line.close()
+    if compiled.object_code is not None:
+        _keep(kernel, compiled.symbol, compiled.object_code)
+    return int(compiled.address)

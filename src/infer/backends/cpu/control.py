@@ -1,0 +1,126 @@
+"""What steers threads rather than computes: calls through an address, atomic numbers in memory, waiting, clocks.
+
+A semaphore is the system's: a `sem_t`, on macOS a pointer to one of libdispatch's. `threads` makes them.
+"""
+
+import platform
+import sys
+
+from llvmlite import ir
+from llvmlite.ir import IRBuilder as Builder
+from numba import types
+from numba.core import cgutils
+
+from infer.backends.cpu.simd import I8, I32, I64, Value, address, operation
+
+_POINTER = I8.as_pointer()
+_IS_MACOS = sys.platform == "darwin"
+_CLOCK = 8 if _IS_MACOS else 1  # CLOCK_UPTIME_RAW, CLOCK_MONOTONIC: the one that `time.perf_counter` reads
+_FOR_EVER = -1
+_TURN_NANOSECONDS = 50_000_000  # how long macOS waits at once, where no signal ends a wait
+_COMMAND = ir.FunctionType(ir.VoidType(), [_POINTER, _POINTER, I64, I64])
+
+
+@operation(types.void, address, address, address, types.int64, types.int64)
+def call_command(b: Builder, function: Value, arguments: Value, state: Value, third: Value, fourth: Value) -> None:
+    """Call a compiled command through its address."""
+    pointers = [b.inttoptr(where, _POINTER) for where in (arguments, state)]
+    b.call(b.inttoptr(function, _COMMAND.as_pointer()), [*pointers, third, fourth])
+
+
+@operation(types.void, address, types.int64)
+def call_python(b: Builder, function: Value, number: Value) -> None:
+    """Call a `ctypes` callback that takes a number; it takes the interpreter's lock for itself."""
+    kind = ir.FunctionType(ir.VoidType(), [I64])
+    b.call(b.inttoptr(function, kind.as_pointer()), [number])
+
+
+@operation(types.int64, address, types.int64)
+def atomic_add(b: Builder, where: Value, amount: Value) -> Value:
+    """The value before."""
+    return b.atomic_rmw("add", b.inttoptr(where, I64.as_pointer()), amount, "seq_cst")
+
+
+@operation(types.int64, address, types.int64)
+def atomic_exchange(b: Builder, where: Value, x: Value) -> Value:
+    """Store x; the value before."""
+    return b.atomic_rmw("xchg", b.inttoptr(where, I64.as_pointer()), x, "seq_cst")
+
+
+@operation(types.int64, address)
+def atomic_load(b: Builder, where: Value) -> Value:
+    return b.load_atomic(b.inttoptr(where, I64.as_pointer()), "seq_cst", 8, typ=I64)
+
+
+@operation(types.void, address, types.int64)
+def atomic_store(b: Builder, where: Value, x: Value) -> None:
+    b.store_atomic(x, b.inttoptr(where, I64.as_pointer()), "seq_cst", 8)
+
+
+@operation(types.void)
+def pause(b: Builder) -> None:
+    """Tell the core that this is a spin loop."""
+    if platform.machine().lower() in ("x86_64", "amd64", "i686"):
+        pause_type = ir.FunctionType(ir.VoidType(), [])
+        b.call(b.module.declare_intrinsic("llvm.x86.sse2.pause", (), pause_type), [])
+
+
+@operation(types.void)
+def yield_thread(b: Builder) -> None:
+    if sys.platform != "win32":
+        _call(b, "sched_yield", I32)
+
+
+@operation(types.void, address)
+def post_semaphore(b: Builder, semaphore: Value) -> None:
+    if _IS_MACOS:
+        _call(b, "dispatch_semaphore_signal", I64, _dispatched(b, semaphore))
+    else:
+        _call(b, "sem_post", I32, b.inttoptr(semaphore, _POINTER))
+
+
+@operation(types.int64, address)
+def wait_semaphore(b: Builder, semaphore: Value) -> Value:
+    """Sleep until it is posted. Not 0: a signal came instead."""
+    if _IS_MACOS:
+        return _call(b, "dispatch_semaphore_wait", I64, _dispatched(b, semaphore), I64(_FOR_EVER))
+    return b.sext(_call(b, "sem_wait", I32, b.inttoptr(semaphore, _POINTER)), I64)
+
+
+@operation(types.int64, address)
+def wait_semaphore_briefly(b: Builder, semaphore: Value) -> Value:
+    """`wait_semaphore`, but never for long where signals do not end it. Not 0: it was not posted."""
+    if _IS_MACOS:
+        until = _call(b, "dispatch_time", I64, I64(0), I64(_TURN_NANOSECONDS))
+        return _call(b, "dispatch_semaphore_wait", I64, _dispatched(b, semaphore), until)
+    return b.sext(_call(b, "sem_wait", I32, b.inttoptr(semaphore, _POINTER)), I64)
+
+
+@operation(types.int64)
+def thread_id(b: Builder) -> Value:
+    """As `threading.get_ident`."""
+    return _call(b, "pthread_self", I64)
+
+
+@operation(types.int64)
+def nanoseconds(b: Builder) -> Value:
+    """`time.perf_counter_ns`."""
+    now = cgutils.alloca_once(b, ir.ArrayType(I64, 2))  # struct timespec
+    _call(b, "clock_gettime", I32, I32(_CLOCK), b.bitcast(now, _POINTER))
+    seconds, rest = (b.load(b.gep(now, [I32(0), I32(index)])) for index in (0, 1))
+    return b.add(b.mul(seconds, I64(10**9)), rest)
+
+
+@operation(types.int64)
+def cycles(b: Builder) -> Value:
+    return b.call(b.module.declare_intrinsic("llvm.readcyclecounter", (), ir.FunctionType(I64, [])), [])
+
+
+def _call(b: Builder, name: str, result: ir.Type, *arguments: Value) -> Value:
+    """A function of the C library."""
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    return b.call(cgutils.get_or_insert_function(b.module, kind, name), arguments)
+
+
+def _dispatched(b: Builder, semaphore: Value) -> Value:
+    return b.inttoptr(b.load(b.inttoptr(semaphore, I64.as_pointer()), typ=I64), _POINTER)

@@ -1,0 +1,268 @@
+"""Compiled code that is ready to run where it is put: an object file laid out and linked when it is kept, not when
+it is used.
+
+LLVM, loaded to link a few kilobytes, costs a process 65 ms and 39 MB. An image asks for less: memory, and the addresses
+of a few symbols. Only ELF for x86-64 is understood, and only the relocations that LLVM emits there for code that may
+lie anywhere; `try_make` is None for all else, and LLVM links that.
+
+    b"infer image\n" | a JSON line: entry, size, relative (places that hold offsets into the image),
+                       symbols (places that hold offsets from a symbol) | the bytes
+"""
+
+import ctypes
+import json
+import mmap
+import platform
+import re
+import struct
+import sys
+from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple, final
+
+MAGIC = b"infer image\n"
+
+# The wrapper that Numba puts around a command has a path for errors, which no command takes, and it calls these.
+NEVER_CALLED = frozenset(
+    {"NRT_Free", "NRT_MemInfo_call_dtor", "numba_do_raise", "numba_gil_ensure", "numba_gil_release"}
+    | {"numba_runtime_build_excinfo_struct", "numba_unpickle"}
+)
+
+_FIELDS = {"entry", "size", "relative", "symbols"}
+_MOST_BYTES = 1 << 20  # of a section: the largest kernel has a tenth of it
+_SYMBOL = re.compile(r"[A-Za-z0-9_.$@]+")
+
+# ELF, from its specification (System V ABI) and that of x86-64
+_IDENTITY = b"\x7fELF\x02\x01\x01"  # 64 bits, little endian
+_RELOCATABLE, _X86_64 = 1, 62
+_SYMBOLS, _RELOCATIONS, _NO_BITS = 2, 4, 8  # types of sections
+_WRITABLE, _ALLOCATED = 1, 2  # their flags
+_UNDEFINED, _ABSOLUTE, _COMMON = 0, 0xFFF1, 0xFFF2  # sections of symbols
+_ABSOLUTE_64, _RELATIVE_32, _CALL_32, _RELATIVE_64 = 1, 2, 4, 24  # R_X86_64_64, PC32, PLT32, PC64
+
+
+class _Section(NamedTuple):
+    name: int
+    type: int
+    flags: int
+    address: int
+    at: int
+    size: int
+    link: int
+    info: int
+    align: int
+    entry_size: int
+
+
+class _UnknownError(Exception):
+    """Something that only LLVM can link."""
+
+
+@final
+@dataclass
+class _Layout:
+    """An object file's sections as they will lie in memory."""
+
+    code: bytes
+    sections: list[_Section]
+    image: bytearray = field(default_factory=bytearray)
+    start_by_section: dict[int, int] = field(default_factory=dict)
+    start_by_common: dict[str, int] = field(default_factory=dict)
+    relative: list[int] = field(default_factory=list)
+    symbols: dict[str, list[int]] = field(default_factory=dict)
+
+    def text(self, strings: int, at: int) -> str:
+        start = self.sections[strings].at + at
+        return self.code[start : self.code.index(b"\0", start)].decode()
+
+    def reserve(self, size: int, align: int) -> int:
+        if size > _MOST_BYTES or align > _MOST_BYTES:
+            raise _UnknownError
+        self.image.extend(bytes(-len(self.image) % max(align, 1)))
+        start = len(self.image)
+        self.image.extend(bytes(size))
+        return start
+
+
+def are_used_here() -> bool:
+    """Whether commands are kept as images on this machine: its object files are ELF for x86-64."""
+    return sys.platform == "linux" and platform.machine() == "x86_64"
+
+
+def try_make(code: bytes, entry: str) -> bytes | None:
+    """The image of an object file whose function `entry` is wanted."""
+    try:
+        return _make(code, entry)
+    except (_UnknownError, struct.error, IndexError, KeyError, ValueError):
+        return None
+
+
+def _make(code: bytes, entry: str) -> bytes:
+    if not code.startswith(_IDENTITY) or struct.unpack_from("<HH", code, 16) != (_RELOCATABLE, _X86_64):
+        raise _UnknownError
+    table_at, count, names = *struct.unpack_from("<Q", code, 40), *struct.unpack_from("<HH", code, 60)
+    layout = _Layout(
+        code, [_Section(*struct.unpack_from("<IIQQQQIIQQ", code, table_at + 64 * i)) for i in range(count)]
+    )
+    for index, section in enumerate(layout.sections):
+        name = layout.text(names, section.name)
+        if not section.flags & _ALLOCATED or name == ".eh_frame" or not section.size:
+            continue
+        if section.flags & _WRITABLE and ".rel.ro" not in name:
+            raise _UnknownError
+        start = layout.reserve(section.size, section.align)
+        layout.start_by_section[index] = start
+        if section.type != _NO_BITS:
+            layout.image[start : start + section.size] = code[section.at : section.at + section.size]
+    for section in layout.sections:
+        if section.type == _RELOCATIONS and section.info in layout.start_by_section:
+            _relocate(layout, section)
+    header = {
+        "entry": _entry(layout, entry),
+        "size": len(layout.image),
+        "relative": layout.relative,
+        "symbols": layout.symbols,
+    }
+    return MAGIC + json.dumps(header).encode() + b"\n" + layout.image
+
+
+def _relocate(layout: _Layout, section: _Section) -> None:
+    for at in range(section.at, section.at + section.size, 24):
+        place, type_, symbol, addend = struct.unpack_from("<QIIq", layout.code, at)
+        place += layout.start_by_section[section.info]
+        target, name = _find(layout, section.link, symbol)
+        if type_ == _ABSOLUTE_64:
+            struct.pack_into("<q", layout.image, place, addend + (target or 0))
+            (layout.relative if target is not None else layout.symbols.setdefault(name, [])).append(place)
+        elif target is not None and type_ == _RELATIVE_64:
+            struct.pack_into("<q", layout.image, place, target + addend - place)
+        elif target is not None and type_ in (_RELATIVE_32, _CALL_32):
+            struct.pack_into("<i", layout.image, place, target + addend - place)
+        else:
+            raise _UnknownError
+
+
+def _find(layout: _Layout, table: int, index: int) -> tuple[int | None, str]:
+    """Where in the image a symbol lies, None if it is another's; and its name."""
+    symbols = layout.sections[table]
+    name_at, _, _, section, value, size = struct.unpack_from("<IBBHQQ", layout.code, symbols.at + 24 * index)
+    name = layout.text(symbols.link, name_at)
+    if section == _UNDEFINED:
+        return None, name
+    if section == _COMMON:  # Numba's environment of a function, which no command reads
+        if name not in layout.start_by_common:
+            layout.start_by_common[name] = layout.reserve(size, value)
+        return layout.start_by_common[name], name
+    if section == _ABSOLUTE:
+        raise _UnknownError
+    return layout.start_by_section[section] + value, name
+
+
+def _entry(layout: _Layout, entry: str) -> int:
+    for index, section in enumerate(layout.sections):
+        if section.type == _SYMBOLS:
+            for i in range(section.size // section.entry_size):
+                target, name = _find(layout, index, i) if _is_defined(layout, section, i) else (None, "")
+                if name == entry and target is not None:
+                    return target
+    raise _UnknownError
+
+
+def _is_defined(layout: _Layout, table: _Section, index: int) -> bool:
+    return struct.unpack_from("<H", layout.code, table.at + 24 * index + 6)[0] in layout.start_by_section
+
+
+@dataclass(frozen=True)
+class _Header:
+    entry: int
+    size: int
+    relative: list[int]
+    symbols: dict[str, list[int]]
+
+
+def _try_parse(content: bytes) -> tuple[_Header, bytes] | None:
+    """None unless every number is one, and every place lies within the code."""
+    header, _, code = content.removeprefix(MAGIC).partition(b"\n")
+    try:
+        known = json.loads(header)
+    except (ValueError, RecursionError):
+        return None
+    if not content.startswith(MAGIC) or not isinstance(known, dict) or set(known) != _FIELDS:
+        return None
+    symbols = known["symbols"]
+    if not isinstance(symbols, dict) or not all(_SYMBOL.fullmatch(name) for name in symbols):
+        return None
+    all_places = [known["relative"], *symbols.values()]
+    if not all(
+        isinstance(places, list) and all(_is_in(place, len(code) - 7) for place in places) for places in all_places
+    ):
+        return None
+    if known["size"] != len(code) or not _is_in(known["size"], len(code) + 1) or not _is_in(known["entry"], len(code)):
+        return None
+    return _Header(**known), code
+
+
+def _is_in(value: object, end: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < end
+
+
+def try_load(content: bytes) -> int | None:
+    """The address of the image's entry, for ever. None if it is none, if a symbol is missing, or if the system gives
+    no memory that code may run in."""
+    parsed = _try_parse(content)
+    if parsed is None:
+        return None
+    known, code = parsed
+    address_by_symbol = {name: symbol_address(name) for name in known.symbols}
+    base = _allocate(known.size)
+    if base is None:
+        return None
+    image = bytearray(code)
+    for places, added in [(known.relative, base)] + [
+        (places, address_by_symbol[name]) for name, places in known.symbols.items()
+    ]:
+        if added is None:
+            return None
+        for place in places:
+            struct.pack_into("<Q", image, place, (struct.unpack_from("<q", image, place)[0] + added) % 2**64)
+    ctypes.memmove(base, bytes(image), len(image))
+    if _libc().mprotect(base, known.size, mmap.PROT_READ | mmap.PROT_EXEC):
+        return None
+    return base + known.entry
+
+
+def may_run_code() -> bool:
+    """Whether the system lets a process make memory executable: hardened containers do not."""
+    base = _allocate(mmap.PAGESIZE)
+    return base is not None and not _libc().mprotect(base, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_EXEC)
+
+
+def _allocate(size: int) -> int | None:
+    """Memory that is never given back: a thread may be in it while the interpreter ends."""
+    protection, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    address = _libc().mmap(None, size, protection, kind, -1, 0)
+    return None if address in (None, ctypes.c_void_p(-1).value) else address
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    library = ctypes.CDLL(None)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+    library.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return library
+
+
+@cache
+def symbol_address(symbol: str) -> int | None:
+    """Where every process finds it, if it does."""
+    if symbol in NEVER_CALLED:
+        return never_called_address()
+    try:
+        return ctypes.cast(ctypes.CDLL(None)[symbol], ctypes.c_void_p).value
+    except AttributeError:
+        return None
+
+
+def never_called_address() -> int | None:
+    return ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p).value

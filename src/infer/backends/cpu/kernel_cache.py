@@ -1,0 +1,168 @@
+"""Compiled kernels on disk: one folder for each fingerprint of the sources, the compiler and the machine.
+
+So nothing stale or foreign is ever loaded; `user_cache` says which folders and files are trusted. A file appears whole
+or not at all, and carries its digest; processes that start together only write the same bytes twice. Folders that no
+process has used for a month go when a new one comes.
+"""
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+import sys
+import time
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from infer.system.user_cache import base_folder, folder_problem, is_writable, read_own, write_own
+
+MOST_BYTES = 16 << 20  # of a file: the largest kernel is a hundredth of it
+_UNUSED_SECONDS = 30 * 24 * 3600.0
+_TOUCH_SECONDS = 24 * 3600.0  # how old the mark of the last use may get
+_MOST_FOLDERS = 16
+_FOLDER = re.compile(r"[0-9a-f]{16}")
+# What /proc/cpuinfo says of a processor that code may depend on: x86, then ARM, then others.
+_PROCESSOR = frozenset(
+    {"vendor_id", "cpu family", "model", "model name", "stepping", "flags"}
+    | {"Features", "CPU implementer", "CPU architecture", "CPU variant", "CPU part"}
+    | {"isa", "uarch", "cpu", "machine"}
+)
+
+
+def read(name: str) -> bytes | None:
+    """None if it is absent, damaged, or not ours alone to write."""
+    folder = cache_folder()
+    content = None if folder is None else read_own(folder / name, MOST_BYTES)
+    digest, _, rest = (content or b"").partition(b"\n")
+    return rest if digest == _digest(rest) else None
+
+
+def write(name: str, content: bytes) -> None:
+    """No error where it cannot be written: `trouble` says so from then on."""
+    folder = cache_folder()
+    if folder is not None and (error := write_own(folder / name, _digest(content) + b"\n" + content)) is not None:
+        _failures.append(f"{folder} cannot be written ({error.strerror})")
+
+
+def is_kept(name: str) -> bool:
+    """Whether there is such a file; `read` may still refuse it."""
+    folder = cache_folder()
+    return folder is not None and (folder / name).is_file()
+
+
+def is_empty() -> bool:
+    """Whether no kernel of this fingerprint was ever kept."""
+    folder = cache_folder()
+    return folder is None or not any("." in path.name for path in folder.iterdir())
+
+
+def trouble() -> str | None:
+    """Why nothing can be kept, in one line; None where all is well."""
+    return _failures[-1] if _failures else _found()[1]
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).hexdigest().encode()
+
+
+_failures: list[str] = []
+
+
+def cache_folder() -> Path | None:
+    """Where kernels of this fingerprint lie; None where there is no folder that could be trusted."""
+    return _found()[0]
+
+
+@cache
+def _found() -> tuple[Path | None, str | None]:
+    """The folder, if there is one, and why nothing can be kept, if so."""
+    base = base_folder()
+    if base is None:
+        return None, "there is no home folder to keep them in"
+    folder = base / "kernels" / fingerprint()
+    is_new = not folder.is_dir()
+    if (problem := folder_problem(folder, base=base)) is not None:
+        return None, problem
+    if not is_writable(folder):
+        return folder, f"{folder} cannot be written"
+    with suppress(OSError):
+        if is_new:
+            prune(folder)
+        if time.time() - folder.stat().st_mtime > _TOUCH_SECONDS:
+            os.utime(folder)
+    return folder, None
+
+
+def prune(newest: Path) -> None:
+    """Remove the neighbours of a folder that were not used for a month, and the oldest where they are many. A process
+    that works from one of them goes on with what it has loaded, and compiles what it has not."""
+    used = {}
+    for folder in newest.parent.iterdir():
+        if folder != newest and _FOLDER.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink():
+            used[folder] = folder.stat().st_mtime
+    latest_first = sorted(used, key=used.__getitem__, reverse=True)
+    for rank, folder in enumerate(latest_first):
+        if rank >= _MOST_FOLDERS - 1 or time.time() - used[folder] > _UNUSED_SECONDS:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+# Where kernels of this package take constants from.
+_CONSTANTS = [
+    Path(__file__).parents[2] / name
+    for name in (
+        "quantization/ggml_types.py",
+        "quantization/kv_formats.py",
+        "sampling/failure_codes.py",
+        "sampling/noise_constants.py",
+        "sampling/weight_constants.py",
+    )
+]
+
+
+@cache
+def fingerprint() -> str:
+    digest = hashlib.sha256()
+    for source in [*sorted(Path(__file__).parent.glob("*.py")), *_CONSTANTS]:
+        digest.update(source.name.encode() + source.read_bytes())
+    compiler = [_version(name) for name in ("numba", "llvmlite", "numpy")]
+    digest.update(repr((compiler, sys.version, platform.machine(), *_numba_settings())).encode())
+    digest.update(_processor().encode())
+    return digest.hexdigest()[:16]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # it was not installed by a package manager
+        return str(import_module(package).__version__)
+
+
+def has_numba_settings() -> bool:
+    return any(_numba_settings())
+
+
+def _numba_settings() -> tuple[list[tuple[str, str]], bytes]:
+    """Those of the environment, and those that Numba reads in the working directory."""
+    variables = sorted((name, value) for name, value in os.environ.items() if name.startswith("NUMBA_"))
+    try:
+        return variables, Path(".numba_config.yaml").read_bytes()
+    except OSError:
+        return variables, b""
+
+
+def _processor() -> str:
+    """Its name and features, as the system tells them or else LLVM."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            first = file.read(1 << 14).partition("\n\n")[0]  # the whole takes 10 ms where processors are many
+    except OSError:
+        first = ""
+    fields = dict(line.partition(":")[::2] for line in first.splitlines())
+    known = {name.strip(): value.strip() for name, value in fields.items() if name.strip() in _PROCESSOR}
+    if "flags" in known or "Features" in known:
+        return repr(sorted(known.items()))
+    return str(import_module("infer.backends.cpu.host_features").host())

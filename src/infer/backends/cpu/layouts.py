@@ -1,0 +1,140 @@
+"""How a packed matrix lies in memory: groups of 16 rows, so that each 32-bit lane accumulates its own row.
+
+A group of a block type is a run of records of 32 inputs; a quad is 4 inputs × 16 rows = 64 values, one vector:
+
+    low    4 bits: 4 × 64 bytes, quad j in the low nibbles and j + 4 in the high ones     8 bits: 8 × 64 bytes
+           2 bits: 2 × 64 bytes, for quads 0–3 and 4–7, quad j in the bits from 2 (j mod 4) on
+    high   the bits above: 64 bytes, bit j of a byte belongs to quad j      2 bits: as the low 2 bits
+    scale  f16 × 16 rows, or an exponent u8 × 16; minimum f16 × 16 rows, where the type has one
+
+K types have 8 records behind the super-block's f16 scale (and minimum), and small integers in the records' place:
+
+    [d × 16][dmin × 16] 8 × { low, high, scale u8 or i8 × 16, minimum u8 × 16 }      both twice in Q2_K, Q3_K, Q6_K
+
+Every number is kept as the file means it; an integer q is stored as q + offset ≥ 0, or as the code that the type's
+table has for it.
+A group of a float type is `[in_features, 16 rows]`, its inputs padded with zeros to a multiple of 8.
+"""
+
+from dataclasses import dataclass
+from typing import final
+
+from infer.quantization.ggml_types import FP4_VALUES, IQ4_VALUES
+
+LANES = 16  # rows of a group, and 32-bit elements of a vector
+PANEL = 16  # tokens whose activations lie together
+SPARE_TOKENS = 3  # that a tile may read behind them
+BLOCK = 32  # inputs of a record of a block type, and of a block of quantised activations
+PLANE_BYTES = BLOCK + 8  # from one int8 plane of an activation record to the next
+SCALE_AT = BLOCK  # where in an activation record its scale stands, and s ΣA behind it
+UNIT = 8  # inputs of a record of a float type
+QUADS_BYTES = 8 * 64  # of a record of a block type, once each value is a byte
+
+
+@final
+@dataclass(frozen=True)
+class Layout:
+    type: str
+    low_bits: int  # of a block type 2, 4 or 8; of a float type its width
+    high_bits: int = 0
+    offset: int = 0
+    has_minimum: bool = False
+    scales_per_record: int = 0  # integer scales under a super-block's; 0: each record has its own f16
+    codes: tuple[int, ...] = ()  # what the 16 values of 4 bits stand for; (): themselves
+    has_exponent: bool = False  # the record's own scale is a power of two
+    is_float: bool = False
+
+    @property
+    def inputs(self) -> int:
+        return UNIT if self.is_float else BLOCK
+
+    @property
+    def records_per_super(self) -> int:
+        return 8 if self.scales_per_record else 1
+
+    @property
+    def high_at(self) -> int:
+        """Where in a record the high bits lie."""
+        return self.inputs * LANES * self.low_bits // 8
+
+    @property
+    def scale_at(self) -> int:
+        return self.high_at + (0 if self.is_float else BLOCK * LANES * self.high_bits // 8)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of one scale, and of one minimum, of a row's record."""
+        return 1 if self.scales_per_record or self.has_exponent else 2
+
+    @property
+    def minimum_at(self) -> int:
+        return self.scale_at + LANES * self.scale_bytes * self.parts
+
+    @property
+    def record_bytes(self) -> int:
+        return self.high_at if self.is_float else self.minimum_at + LANES * self.scale_bytes * self.minima
+
+    @property
+    def super_header(self) -> int:
+        return 2 * LANES * (1 + self.has_minimum) if self.scales_per_record else 0
+
+    @property
+    def super_bytes(self) -> int:
+        return self.super_header + self.records_per_super * self.record_bytes
+
+    def activation_bytes(self, planes: int) -> int:
+        """Size of the activation record that goes with a weight record."""
+        return 4 * UNIT if self.is_float else BLOCK * planes + 16
+
+    @property
+    def parts(self) -> int:
+        """Scales of a record."""
+        return max(1, self.scales_per_record)
+
+    @property
+    def minima(self) -> int:
+        return self.parts * self.has_minimum
+
+    @property
+    def has_signed_scales(self) -> bool:
+        """Of integer scales: those beside minima are never negative."""
+        return not self.has_minimum
+
+    @property
+    def is_small(self) -> bool:
+        """Whether what is multiplied is below 128."""
+        return max(self.codes) + self.offset < 128 if self.codes else self.low_bits < 8
+
+    @property
+    def unpacked_bytes(self) -> int:
+        """Size of a record as `matrix_tiles` takes it."""
+        return QUADS_BYTES + 4 * LANES * (self.parts + self.minima)
+
+    def num_records(self, in_features: int) -> int:
+        return -(-in_features // self.inputs)
+
+    def group_bytes(self, in_features: int) -> int:
+        return self.num_records(in_features) // self.records_per_super * self.super_bytes
+
+
+LAYOUTS = {
+    layout.type: layout
+    for layout in (
+        Layout("Q4_0", low_bits=4, offset=8),
+        Layout("Q4_1", low_bits=4, has_minimum=True),
+        Layout("Q5_0", low_bits=4, high_bits=1, offset=16),
+        Layout("Q5_1", low_bits=4, high_bits=1, has_minimum=True),
+        Layout("Q8_0", low_bits=8, offset=128),
+        Layout("Q2_K", low_bits=2, has_minimum=True, scales_per_record=2),
+        Layout("Q3_K", low_bits=2, high_bits=1, offset=4, scales_per_record=2),
+        Layout("Q4_K", low_bits=4, has_minimum=True, scales_per_record=1),
+        Layout("Q5_K", low_bits=4, high_bits=1, has_minimum=True, scales_per_record=1),
+        Layout("Q6_K", low_bits=4, high_bits=2, offset=32, scales_per_record=2),
+        Layout("IQ4_NL", low_bits=4, offset=128, codes=IQ4_VALUES),
+        Layout("IQ4_XS", low_bits=4, offset=128, codes=IQ4_VALUES, scales_per_record=1),
+        Layout("MXFP4", low_bits=4, offset=16, codes=FP4_VALUES, has_exponent=True),
+        Layout("F32", low_bits=32, is_float=True),
+        Layout("F16", low_bits=16, is_float=True),
+        Layout("BF16", low_bits=16, is_float=True),
+    )
+}

@@ -1,0 +1,270 @@
+"""Projections: every tile of a thread's rows × every panel of tokens, each result handed to an epilogue.
+
+A unit is one or two groups of 16 rows (with their partners from `up` where gate and up go together). A thread has a
+run of units of its own and does, for each panel of 16 tokens, the unit's tiles into a buffer on its stack, then calls
+the epilogue through its address: store, add to the residual, or gate (and quantise for the next projection).
+So the inner loop is compiled once for a type of weights, whatever follows it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from numba import carray, njit
+
+from infer.backends.cpu import control, simd
+from infer.backends.cpu.activations import quantize_block, record_address
+from infer.backends.cpu.curves import ACTIVATIONS, softcapped
+from infer.backends.cpu.isa import COLUMNS, may_use_matrices
+from infer.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, PANEL, Layout
+from infer.backends.cpu.matrix_tiles import SCRATCH_BYTES, configure, matrix_tile, release, unpack
+from infer.backends.cpu.simd import load_f32, load_i64, load_scalar_f32, splat_f32, store_f32, store_scalar_f32
+from infer.backends.cpu.tiles import COLUMN_BYTES, tile
+
+_TILE_BYTES = 4 * LANES * PANEL  # a buffer's part for one group: [16 tokens, 16 rows] f32
+_FEWEST_UNPACKED = 2 * PANEL  # tokens for which weights are unpacked before all of them
+_HEADER = 64  # in front of it: first token, number of tokens, number of groups
+_BUFFER_BYTES = _HEADER + 4 * _TILE_BYTES
+
+
+@njit(inline="always")
+def _tile_weights(args, unit, groups, index):  # type: ignore[no-untyped-def]
+    weights = args.first_weights if index < groups else args.second_weights
+    return weights + (unit * args.groups_per_unit + index % groups) * args.group_bytes
+
+
+@njit(inline="always")
+def _columns(type_, planes, isa, count, fewest, weights, pair, panel, done, width, stride, num_records, out):  # type: ignore[no-untyped-def]
+    """Tiles of `count` tokens while so many or at least `fewest` are left; how many tokens are done.
+
+    What a tile computes of tokens that are not there, from what lies behind the others, is not looked at.
+    """
+    while width - done >= fewest:
+        at, to = panel + done * (stride // width), out + done * COLUMN_BYTES
+        tile(type_, planes, isa, count, weights, pair, at, stride, num_records, to, _TILE_BYTES)
+        done += count
+    return done
+
+
+@njit(inline="always")
+def _matrix_columns(type_, planes, count, fewest, weights, pair, panel, done, width, stride, num_records, out, scratch):  # type: ignore[no-untyped-def]
+    """`_columns` on the matrix unit."""
+    while width - done >= fewest:
+        at, to = panel + done * (stride // width), out + done * COLUMN_BYTES
+        matrix_tile(type_, planes, count, 0, weights, pair, at, stride, num_records, to, _TILE_BYTES, scratch)
+        done += count
+    return done
+
+
+def fewest_on_matrices(layout: Layout, planes: int, isa: str) -> dict[int, int]:
+    """Of matrix tiles of so many tokens: the fewest that are there for one to be faster than the vector unit's."""
+    if not may_use_matrices(layout, isa) or layout.parts > 1:  # halves take twice the stores
+        return {}
+    return {16: 13, 8: 5} if planes == 2 else {16: 13}
+
+
+def _make_panel(layout: Layout, planes: int, isa: str) -> Any:
+    """A panel of a unit: its tiles of two groups, and of one where they are odd."""
+    type_, two, four = layout.type, 2 in COLUMNS[isa], 4 in COLUMNS[isa]
+    eight = four and planes == 2 and not layout.is_float  # one plane is faster with four
+    fewest = fewest_on_matrices(layout, planes, isa)
+    many, half, fewest_many, fewest_half = 16 in fewest, 8 in fewest, fewest.get(16, 0), fewest.get(8, 0)
+
+    @njit(inline="always")
+    def compute(args, unit, groups, num_tiles, panel, width, stride, out, scratch):  # type: ignore[no-untyped-def]
+        records = args.num_records
+        for index in range(0, num_tiles, 2):
+            weights, to, done = _tile_weights(args, unit, groups, index), out + index * _TILE_BYTES, 0
+            if index + 1 < num_tiles:
+                pair = _tile_weights(args, unit, groups, index + 1)
+                if many:
+                    done = _matrix_columns(
+                        type_, planes, 16, fewest_many, weights, pair, panel, done, width, stride, records, to, scratch
+                    )
+                if half:
+                    done = _matrix_columns(
+                        type_, planes, 8, fewest_half, weights, pair, panel, done, width, stride, records, to, scratch
+                    )
+                elif eight:
+                    done = _columns(type_, planes, isa, 8, 7, weights, pair, panel, done, width, stride, records, to)
+                if four:
+                    done = _columns(type_, planes, isa, 4, 3, weights, pair, panel, done, width, stride, records, to)
+                if two:
+                    done = _columns(type_, planes, isa, 2, 2, weights, pair, panel, done, width, stride, records, to)
+                done = _columns(type_, planes, isa, 1, 1, weights, pair, panel, done, width, stride, records, to)
+            else:
+                if four:
+                    done = _columns(type_, planes, isa, 4, 3, weights, 0, panel, done, width, stride, records, to)
+                done = _columns(type_, planes, isa, 1, 1, weights, 0, panel, done, width, stride, records, to)
+
+    return compute
+
+
+def _make_matrices(layout: Layout, planes: int) -> tuple[Any, Any]:
+    """On the matrix unit: a unit's weights unpacked, and a panel of 16 tokens × its tiles, which are even in number."""
+    type_, record_bytes = layout.type, layout.unpacked_bytes
+
+    @njit(inline="always")
+    def unpack_unit(args, unit, groups, num_tiles, unpacked):  # type: ignore[no-untyped-def]
+        for index in range(num_tiles):
+            to = unpacked + index * args.num_records * record_bytes
+            unpack(type_, _tile_weights(args, unit, groups, index), args.num_records, to)
+
+    @njit(inline="always")
+    def compute(args, num_tiles, unpacked, panel, stride, out, scratch):  # type: ignore[no-untyped-def]
+        records = args.num_records
+        size = records * record_bytes
+        for index in range(0, num_tiles, 2):
+            first, to = unpacked + index * size, out + index * _TILE_BYTES
+            matrix_tile(type_, planes, 16, 1, first, first + size, panel, stride, records, to, _TILE_BYTES, scratch)
+
+    return unpack_unit, compute
+
+
+def make_matmul(type_: str, planes: int, isa: str) -> Callable[..., None]:
+    layout = LAYOUTS[type_]
+    record_bytes, has_matrices = layout.activation_bytes(planes), may_use_matrices(layout, isa)
+    compute = _make_panel(layout, planes, isa)
+    fewest = min([*fewest_on_matrices(layout, planes, isa).values(), _FEWEST_UNPACKED])
+    if has_matrices:
+        unpack_unit, compute_matrices = _make_matrices(layout, planes)
+
+    def matmul(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
+        args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
+        num_tokens = state.num_wanted if args.of_wanted else state.num_tokens
+        activations = args.activations + (thread * args.private_bytes if num_tokens == 1 else 0)
+        num_units = (args.num_groups + args.groups_per_unit - 1) // args.groups_per_unit
+        buffer, scratch = simd.stack(_BUFFER_BYTES), simd.stack(SCRATCH_BYTES)
+        unpacked = args.unpacked + thread * args.unpacked_bytes
+        is_long = has_matrices and num_tokens >= _FEWEST_UNPACKED
+        if has_matrices:
+            configure(type_, num_tokens >= fewest, scratch)
+        for block in range(0, num_tokens, args.tokens_per_block):
+            block_end = min(num_tokens, block + args.tokens_per_block)
+            for unit in range(num_units * thread // num_threads, num_units * (thread + 1) // num_threads):
+                groups = min(args.groups_per_unit, args.num_groups - unit * args.groups_per_unit)
+                num_tiles = groups * (1 if args.second_weights == 0 else 2)
+                is_worth_it = is_long and num_tiles % 2 == 0 and block_end - block >= _FEWEST_UNPACKED
+                even_tiles = num_tiles if is_worth_it else 0
+                if has_matrices:
+                    unpack_unit(args, unit, groups, even_tiles, unpacked)
+                for panel in range(block, block_end, PANEL):
+                    width = min(PANEL, num_tokens - panel)
+                    at, stride = activations + panel * args.num_records * record_bytes, width * record_bytes
+                    on_matrices = even_tiles if width == PANEL else 0
+                    if has_matrices:  # a constant: what follows is not compiled elsewhere
+                        compute_matrices(args, on_matrices, unpacked, at, stride, buffer + _HEADER, scratch)
+                    if on_matrices == 0:
+                        compute(args, unit, groups, num_tiles, at, width, stride, buffer + _HEADER, scratch)
+                    simd.store_i64(buffer, panel)
+                    simd.store_i64(buffer + 8, width)
+                    simd.store_i64(buffer + 16, groups)
+                    row, state_address = unit * args.groups_per_unit * LANES, simd.address_of(state_at)
+                    control.call_command(args.epilogue, args.epilogue_arguments, state_address, buffer, row)
+        if has_matrices:
+            release(num_tokens >= fewest)
+
+    return matmul
+
+
+@njit(inline="always")
+def _tile_row(buffer, index, token):  # type: ignore[no-untyped-def]
+    return buffer + _HEADER + index * _TILE_BYTES + token * 64
+
+
+def make_store() -> Callable[..., None]:
+    return _make_store(adding=False)
+
+
+def make_store_capped() -> Callable[..., None]:
+    return _make_store(adding=False, capping=True)
+
+
+def make_add() -> Callable[..., None]:
+    return _make_store(adding=True)
+
+
+def _make_store(*, adding: bool, capping: bool = False) -> Callable[..., None]:
+    """out = y + bias, or out += y + bias, or out = softcap × tanh((y + bias) / softcap)"""
+
+    def store(args_at, state_at, buffer, first_row):  # type: ignore[no-untyped-def]
+        args = carray(args_at, 1)[0]
+        panel, width, groups = load_i64(buffer), load_i64(buffer + 8), load_i64(buffer + 16)
+        for index in range(groups):
+            row = first_row + index * LANES
+            for token in range(width):
+                y = _tile_row(buffer, index, token)
+                out = args.out + 4 * ((panel + token) * args.row_stride + args.first_column + row)
+                if row + LANES <= args.num_columns:
+                    value = load_f32(y)
+                    if args.bias != 0:
+                        value = value + load_f32(args.bias + 4 * row)
+                    if adding:
+                        value = load_f32(out) + value
+                    if capping:
+                        value = softcapped(value, args.softcap)
+                    store_f32(out, value)
+                else:
+                    for lane in range(args.num_columns - row):
+                        single = load_scalar_f32(y + 4 * lane)
+                        if args.bias != 0:
+                            single += load_scalar_f32(args.bias + 4 * (row + lane))
+                        if adding:
+                            single = load_scalar_f32(out + 4 * lane) + single
+                        if capping:
+                            single = simd.first_lane(softcapped(splat_f32(single), args.softcap))
+                        store_scalar_f32(out + 4 * lane, single)
+
+    return store
+
+
+def make_gate(activation: str) -> Callable[..., None]:
+    """out = activation(gate + bias) × (up + bias), quantised too if asked."""
+    activate = ACTIVATIONS[activation]
+
+    def gate(args_at, state_at, buffer, first_row):  # type: ignore[no-untyped-def]
+        args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
+        panel, width, groups = load_i64(buffer), load_i64(buffer + 8), load_i64(buffer + 16)
+        for token in range(width):
+            for index in range(groups):
+                row = first_row + index * LANES
+                at = _tile_row(buffer, index, token)
+                left, right = load_f32(at), load_f32(_tile_row(buffer, groups + index, token))
+                if args.bias != 0:
+                    left = left + load_f32(args.bias + 4 * row)
+                    right = right + load_f32(args.bias + 4 * (args.num_columns + row))
+                value = activate(left) * right
+                store_f32(at, value)
+                if args.out != 0:
+                    out = args.out + 4 * ((panel + token) * args.row_stride + row)
+                    if row + LANES <= args.num_columns:
+                        store_f32(out, value)
+                    else:
+                        for lane in range(args.num_columns - row):
+                            store_scalar_f32(out + 4 * lane, load_scalar_f32(at + 4 * lane))
+            if args.quantized != 0:
+                record, num_records = first_row // BLOCK, args.num_columns // BLOCK
+                size = BLOCK * args.planes + 16
+                to = record_address(args.quantized, panel + token, state.num_tokens, num_records, record, size)
+                first, second = load_f32(_tile_row(buffer, 0, token)), load_f32(_tile_row(buffer, 1, token))
+                quantize_block(first, second, args.planes, to)
+
+    return gate
+
+
+def make_gate_rows(activation: str) -> Callable[..., None]:
+    """The same over rows [gate, up] that lie in memory: for parts of different types."""
+    activate = ACTIVATIONS[activation]
+
+    def gate_rows(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
+        args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
+        columns = args.num_columns
+        both = args.row_stride
+        for token in range(thread, state.num_tokens, num_threads):
+            for i in range(columns):
+                left = load_scalar_f32(both + 4 * (2 * columns * token + i))
+                right = load_scalar_f32(both + 4 * (2 * columns * token + columns + i))
+                vector = splat_f32(left)
+                value = simd.first_lane(activate(vector)) * right
+                store_scalar_f32(args.out + 4 * (columns * token + i), value)
+
+    return gate_rows

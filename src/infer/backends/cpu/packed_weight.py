@@ -1,0 +1,92 @@
+"""A packed matrix as it is loaded, and the memory that packed matrices lie in."""
+
+import mmap
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from infer.backends.cpu.layouts import LANES, Layout
+from infer.operands.weights import Weight
+from infer.system.locks import short_lock
+
+_CACHE_LINE = 64
+
+
+@final
+@dataclass(frozen=True)
+class PackedWeight(Weight):
+    layout: Layout
+    shape: tuple[int, int]
+    data: Tensor  # uint8, the groups one behind the other
+    planes: int  # int8 planes of the activations that it is multiplied with: 2 is exact, 1 is fast
+
+    @property
+    def out_features(self) -> int:
+        return self.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.numel()
+
+    @property
+    def num_groups(self) -> int:
+        return -(-self.shape[0] // LANES)
+
+    @property
+    def group_bytes(self) -> int:
+        return self.layout.group_bytes(self.shape[1])
+
+    def data_at(self, group: int = 0) -> int:
+        return int(self.data.data_ptr()) + group * self.group_bytes
+
+
+_HUGE_PAGE, _PIECE = 1 << 21, 1 << 26
+
+
+@final
+class Pieces:
+    """Memory for weights, one behind the other in pieces of 64 MB that begin with a huge page.
+
+    The system gives a huge page where nothing of it was written before, and most weights of a small model are smaller
+    than one. A piece goes when the last of its weights does.
+    """
+
+    def __init__(self) -> None:
+        self._newest: Callable[[], mmap.mmap | None] = lambda: None
+        self._taken = 0
+        self._taking = short_lock()
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Pages that are zero until they are written."""
+        with self._taking:
+            piece = self._newest()
+            if piece is None or self._taken + num_bytes > len(piece):
+                piece = _map(max(num_bytes, _PIECE) + _HUGE_PAGE)
+                self._newest = weakref.ref(piece)
+                self._taken = -torch.frombuffer(piece, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
+            start, self._taken = self._taken, self._taken + -(-num_bytes // _CACHE_LINE) * _CACHE_LINE
+            return torch.frombuffer(piece, dtype=torch.uint8, count=num_bytes, offset=start)
+
+
+def _map(num_bytes: int) -> mmap.mmap:
+    if sys.platform != "linux":
+        return mmap.mmap(-1, num_bytes)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
+
+
+_pieces = Pieces()
+
+
+def allocate(num_bytes: int) -> Tensor:
+    return _pieces.take(num_bytes)

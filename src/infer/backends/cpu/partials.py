@@ -1,0 +1,173 @@
+"""What a chunk of slots gives for neighbouring queries: (largest score m, Σ e^(s − m), Σ e^(s − m) v) of each.
+
+A query's partial has the same bits whatever queries are its neighbours: they share the blocks that are read, and what
+one of them does not see counts as e^−∞ = 0. A query's partials are merged in the order of the chunks.
+A partial lies as dim floats of the last sum, then m, then the first sum.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from infer.backends.cpu import simd
+from infer.backends.cpu.cache_slots import (
+    make_add_chunk_values,
+    make_chunk_scores,
+    parts_of_chunk,
+    seen_lanes,
+    seen_of_chunk,
+)
+from infer.backends.cpu.curves import exp_scalar, exp_up_to_0, softcapped
+from infer.backends.cpu.layouts import LANES
+from infer.backends.cpu.records import CHUNK
+from infer.backends.cpu.simd import load_f32, load_scalar_f32, splat_f32, store_f32, store_scalar_f32
+
+BUNDLE = 24  # queries at once: their scores and what they share of the keys stay in a core's first cache
+SCORE_BYTES = 4 * BUNDLE * CHUNK
+_NEVER = np.float32(-np.inf)
+
+
+@njit
+def seen_of_run(args, row, chunk, first_slot, last_slot):  # type: ignore[no-untyped-def]
+    """[0, sinks) and [low, high) have what tokens from one slot to another see of a chunk."""
+    sinks, low, _ = seen_of_chunk(args, row, chunk, first_slot)
+    return sinks, low, seen_of_chunk(args, row, chunk, last_slot)[2]
+
+
+@njit
+def _mask_and_maximum(scores, parts, sinks, low, high, softcap):  # type: ignore[no-untyped-def]
+    """Scores of a chunk's parts are capped and masked in place; the largest."""
+    gap, first, end = parts
+    largest = splat_f32(_NEVER)
+    at = 0 if gap > 0 else first
+    while at < end:
+        if at >= low and at + 4 * LANES <= high and softcap == np.float32(0):
+            left = simd.maximum(load_f32(scores + 4 * at), load_f32(scores + 4 * at + 64))
+            right = simd.maximum(load_f32(scores + 4 * at + 128), load_f32(scores + 4 * at + 192))
+            largest = simd.maximum(simd.maximum(left, right), largest)
+            at += 4 * LANES
+            continue
+        score = load_f32(scores + 4 * at)
+        if softcap != np.float32(0):
+            score = softcapped(score, softcap)
+        seen = seen_lanes(at, sinks, low, high, score)
+        store_f32(scores + 4 * at, seen)
+        largest = simd.maximum(seen, largest)
+        at = first if at + LANES == gap else at + LANES
+    return simd.max_f32(largest)
+
+
+@njit
+def _exponentials(scores, parts, m):  # type: ignore[no-untyped-def]
+    """Scores of a chunk's parts → e^(s − m) in place; the sum."""
+    gap, first, end = parts
+    total, shift = splat_f32(np.float32(0)), splat_f32(m)
+    at = 0 if gap > 0 else first
+    while at < end:
+        where = scores + 4 * at
+        if at + 4 * LANES <= (gap if at < gap else end):  # at once: the curve's constants stay in registers
+            p, q = exp_up_to_0(load_f32(where) - shift), exp_up_to_0(load_f32(where + 64) - shift)
+            r, s = exp_up_to_0(load_f32(where + 128) - shift), exp_up_to_0(load_f32(where + 192) - shift)
+            store_f32(where, p)
+            store_f32(where + 64, q)
+            store_f32(where + 128, r)
+            store_f32(where + 192, s)
+            total = total + p + q + r + s
+            at += 4 * LANES
+        else:
+            p = exp_up_to_0(load_f32(where) - shift)
+            store_f32(where, p)
+            total = total + p
+            at += LANES
+        at = first if at == gap else at
+    return simd.sum_f32(total)
+
+
+@njit
+def _softmax(args, row, chunk, slot, column, count, parts, scores, out, stride):  # type: ignore[no-untyped-def]
+    """Scores → e^(s − m) in place, m and the sum → the partials; 0 → their last sums. All maxima come first: a sum
+    waits for its own, but not the next one's maximum."""
+    dim, group = args.dim, args.num_heads // args.num_kv_heads
+    for i in range(count):
+        sinks, low, high = seen_of_chunk(args, row, chunk, slot + (column + i) // group)
+        clear(out + i * stride, dim)
+        m = _mask_and_maximum(scores + 4 * CHUNK * i, parts, sinks, low, high, args.softcap)
+        store_scalar_f32(out + i * stride + 4 * dim, m)
+    for i in range(count):
+        m = load_scalar_f32(out + i * stride + 4 * dim)
+        if m != _NEVER:
+            total = _exponentials(scores + 4 * CHUNK * i, parts, m)
+            store_scalar_f32(out + i * stride + 4 * dim + 4, total)
+
+
+def make_chunk_partials(kv_type: str) -> Any:
+    """partials(args, row, kv, chunk, slot, column, count, q, scores, out, stride, after): of `count` queries of a run
+    of tokens, which begins at `slot`, from query `column` on.
+
+    They lie `stride` bytes apart. `scores` is scratch. `after` is the (kv head, chunk) whose keys come next.
+    """
+    chunk_scores, add_chunk_values = make_chunk_scores(kv_type), make_add_chunk_values(kv_type)
+
+    @njit
+    def chunk_partials(args, row, kv, chunk, slot, column, count, q, scores, out, stride, after):  # type: ignore[no-untyped-def]
+        group = args.num_heads // args.num_kv_heads
+        last_slot = slot + (column + count - 1) // group
+        sinks, low, high = seen_of_run(args, row, chunk, slot + column // group, last_slot)
+        parts = parts_of_chunk(sinks, low, high)
+        chunk_scores(count, args, row, kv, chunk, parts, q, scores)
+        _softmax(args, row, chunk, slot, column, count, parts, scores, out, stride)
+        add_chunk_values(count, args, row, kv, chunk, parts, (sinks, high), scores, out, stride, after)
+
+    return chunk_partials
+
+
+@njit
+def clear(partial, dim):  # type: ignore[no-untyped-def]
+    whole = 4 * (dim // LANES * LANES)
+    for i in range(0, whole, 64):
+        store_f32(partial + i, splat_f32(np.float32(0)))
+    for i in range(whole, 4 * dim, 4):
+        store_scalar_f32(partial + i, np.float32(0))
+    store_scalar_f32(partial + 4 * dim, _NEVER)
+    store_scalar_f32(partial + 4 * dim + 4, np.float32(0))
+
+
+@njit
+def merge(into, partial, dim):  # type: ignore[no-untyped-def]
+    """The partial of the chunks so far and that of the next one. The larger m's share is e^0."""
+    m_left, m_right = load_scalar_f32(into + 4 * dim), load_scalar_f32(partial + 4 * dim)
+    if m_right == _NEVER:
+        return
+    left, right, m, is_first = np.float32(1), np.float32(1), m_right, m_left == _NEVER
+    if is_first:
+        left = np.float32(0)
+    elif m_left > m_right:
+        right, m = exp_scalar(m_right - m_left), m_left
+    else:
+        left = exp_scalar(m_left - m_right)
+    whole = dim // LANES * LANES
+    for i in range(0, 4 * whole, 64):
+        merged = load_f32(partial + i) * splat_f32(right)
+        if not is_first:
+            merged = load_f32(into + i) * splat_f32(left) + merged
+        store_f32(into + i, merged)
+    for i in range(4 * whole, 4 * dim, 4):
+        single = load_scalar_f32(partial + i) * right
+        if not is_first:
+            single += load_scalar_f32(into + i) * left
+        store_scalar_f32(into + i, single)
+    l_left, l_right = load_scalar_f32(into + 4 * dim + 4), load_scalar_f32(partial + 4 * dim + 4)
+    store_scalar_f32(into + 4 * dim, m)
+    store_scalar_f32(into + 4 * dim + 4, l_left * left + l_right * right)
+
+
+@njit
+def divide(partial, dim, out):  # type: ignore[no-untyped-def]
+    """A softmax's share of the values: what attention gives."""
+    total = load_scalar_f32(partial + 4 * dim + 4)
+    whole = dim // LANES * LANES
+    for i in range(0, 4 * whole, 64):
+        store_f32(out + i, load_f32(partial + i) / splat_f32(total))
+    for i in range(4 * whole, 4 * dim, 4):
+        store_scalar_f32(out + i, load_scalar_f32(partial + i) / total)

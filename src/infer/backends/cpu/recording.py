@@ -1,0 +1,175 @@
+"""Where an op's commands go: into the table of the active recording, or into one that runs at once.
+
+`Run` is what the command builders see. An eager run has fresh buffers and the op's own tensors; a recording has a
+workspace whose buffers the layers share (one for each role and size), and slots of a fixed capacity for the step's
+arrays. So one builder serves both.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from infer.backends.cpu.records import MAX_THREADS
+from infer.backends.cpu.state import STATE
+from infer.backends.cpu.table import Command, DispatchTable, Walk
+from infer.backends.cpu.threads import aligned, team
+from infer.errors import InvalidRequestError
+from infer.operands.step import Step
+
+Arguments = npt.NDArray[Any]
+
+
+class Run(ABC):
+    """A table being filled. `capacity` and `wanted_capacity` are the most tokens that it may be run with."""
+
+    def __init__(self, capacity: int, wanted_capacity: int) -> None:
+        self.capacity, self.wanted_capacity = capacity, wanted_capacity
+        self.table = DispatchTable()
+        self.state = aligned(1, STATE)
+        self.num_threads = team().num_threads  # to share work by
+        self.max_threads = MAX_THREADS  # to size scratch by: a later team may be larger
+        self.label = ""
+
+    def append(self, function: int, arguments: Arguments, barrier: int, name: str, *keeps: Any) -> None:
+        self.table.append([Command(function, arguments, barrier, f"{self.label}.{name}", keeps)])
+
+    @abstractmethod
+    def tensor(self, role: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A buffer for this role, with undefined contents."""
+
+    @abstractmethod
+    def produced(self, x: Tensor, arguments: Arguments) -> None:
+        """x will be written by the command with these arguments, which can quantise it on the way."""
+
+    @abstractmethod
+    def quantized(self, x: Tensor, planes: int, num_bytes: int) -> int | None:
+        """The address of x's activation records, written by x's producer; None if it cannot."""
+
+
+@final
+class EagerRun(Run):
+    def __init__(self, capacity: int, wanted_capacity: int) -> None:
+        super().__init__(capacity, wanted_capacity)
+        self._keeps: list[Tensor] = []
+
+    def tensor(self, role: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        fresh = torch.empty(shape, dtype=dtype)
+        self._keeps.append(fresh)
+        return fresh
+
+    def produced(self, x: Tensor, arguments: Arguments) -> None:
+        pass
+
+    def quantized(self, x: Tensor, planes: int, num_bytes: int) -> int | None:
+        return None
+
+
+@final
+class Recording(Run):
+    """One step being recorded. `step` is what to hand to `forward`: its arrays are the slots."""
+
+    def __init__(self, capacity: int, wanted_capacity: int) -> None:
+        super().__init__(capacity, wanted_capacity)
+        tokens, positions, rows = (torch.zeros(capacity, dtype=torch.int64) for _ in range(3))
+        self.step = Step(tokens, positions, rows, torch.zeros(wanted_capacity, dtype=torch.int64))
+        point_to_step(self.state, self.step)
+        self._workspace: dict[tuple[Any, ...], Tensor] = {}
+        self._producer_by_address: dict[int, Arguments] = {}
+        self._layer, self._follows_attention = -1, False
+
+    def tensor(self, role: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        key = (role, shape, dtype)
+        if key not in self._workspace:
+            raw = aligned(math.prod(shape) * dtype.itemsize, np.dtype(np.uint8))  # pages come when they are written
+            self._workspace[key] = torch.from_numpy(raw).view(dtype).view(shape)
+        return self._workspace[key]
+
+    def produced(self, x: Tensor, arguments: Arguments) -> None:
+        self._producer_by_address[x.data_ptr()] = arguments
+
+    def quantized(self, x: Tensor, planes: int, num_bytes: int) -> int | None:
+        arguments = self._producer_by_address.pop(x.data_ptr(), None)
+        if arguments is None:
+            return None
+        address = self.tensor(f"quantized {x.data_ptr()}", num_bytes, dtype=torch.uint8).data_ptr()
+        arguments["quantized"], arguments["planes"] = address, planes
+        return address
+
+    def enter(self, name: str) -> None:
+        """Set the label: layers are counted by their first op."""
+        if name == "qkv":
+            self._layer += 1
+        if name == "project":
+            name = "output" if self._follows_attention else "down"
+        self._follows_attention = name == "attend"
+        self.label = name if name in ("embed", "head") else f"L{self._layer}.{name}"
+
+
+_active: ContextVar[Recording | None] = ContextVar("infer_recording", default=None)
+
+
+@contextmanager
+def record(capacity: int, wanted_capacity: int) -> Iterator[Recording]:
+    """Ops called inside append to the recording instead of running."""
+    recording = Recording(capacity, wanted_capacity)
+    token = _active.set(recording)
+    try:
+        yield recording
+    finally:
+        _active.reset(token)
+
+
+@contextmanager
+def scope(
+    name: str,
+    num_tokens: int = 0,
+    *,
+    tokens: Tensor | None = None,
+    wanted: Tensor | None = None,
+    step: Step | None = None,
+) -> Iterator[Run]:
+    """The run that an op's commands go to. An eager one is run at the end."""
+    recording = _active.get()
+    if recording is not None:
+        _check_slots(recording.step, tokens, wanted, step)
+        recording.enter(name)
+        yield recording
+        return
+    none = torch.zeros(0, dtype=torch.int64)
+    if step is None:
+        tokens = none if tokens is None else tokens.to(torch.int64).contiguous()
+        wanted = none if wanted is None else wanted.to(torch.int64).contiguous()
+        step = Step(tokens, tokens, tokens, wanted)  # no op without a step reads positions or rows
+        num_tokens = num_tokens or len(tokens)
+    else:
+        num_tokens = len(step.tokens)
+        arrays = (step.tokens, step.positions, step.rows, step.wanted)
+        step = Step(*(array.to(torch.int64).contiguous() for array in arrays))
+    run = EagerRun(num_tokens, len(step.wanted))
+    point_to_step(run.state, step)
+    run.state["num_tokens"], run.state["num_wanted"] = num_tokens, len(step.wanted)
+    run.label = name
+    yield run
+    if num_tokens:
+        team().run(Walk(run.table), run.state)
+
+
+def point_to_step(state: Arguments, step: Step) -> None:
+    for name in ("tokens", "positions", "rows", "wanted"):
+        state[name] = getattr(step, name).data_ptr()
+
+
+def _check_slots(slots: Step, tokens: Tensor | None, wanted: Tensor | None, step: Step | None) -> None:
+    given = [(tokens, slots.tokens), (wanted, slots.wanted)]
+    if step is not None:
+        given += [(step.tokens, slots.tokens), (step.positions, slots.positions), (step.rows, slots.rows)]
+    if any(x is not None and x.data_ptr() != slot.data_ptr() for x, slot in given):
+        raise InvalidRequestError("a forward that is recorded must hand the step's own tensors to ops")

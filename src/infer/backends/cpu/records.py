@@ -1,0 +1,265 @@
+"""What each command's arguments hold: plain records and sizes, apart from the code that reads them.
+
+A process that finds its kernels on disk needs these alone: nothing here, nor what builds commands, loads a compiler.
+Addresses and counts are int64.
+"""
+
+from typing import Any
+
+import numpy as np
+
+# packing
+
+PACK = np.dtype(
+    [
+        ("source", np.int64),
+        ("source_row_bytes", np.int64),
+        ("rows", np.int64),
+        ("in_features", np.int64),
+        ("out", np.int64),
+        ("group_bytes", np.int64),
+        ("first_group", np.int64),
+    ]
+)
+
+EMBED = np.dtype(
+    [
+        ("table", np.int64),
+        ("group_bytes", np.int64),
+        ("in_features", np.int64),
+        ("num_rows", np.int64),
+        ("out", np.int64),
+        ("scale", np.float32),
+        ("padding", np.float32),
+    ]
+)
+
+# activations
+
+NORMALIZE = np.dtype(
+    [
+        ("x", np.int64),  # f32 [tokens, features]
+        ("weight", np.int64),  # f32 [features]; 0: quantise only
+        ("eps", np.float32),
+        ("planes", np.int32),  # 0: keep floats
+        ("features", np.int64),
+        ("out", np.int64),
+        ("private_bytes", np.int64),  # not 0: a single token is done by every thread, at out + thread × this
+        ("of_wanted", np.int64),  # only the wanted tokens
+    ]
+)
+
+ADD_NORMALIZED = np.dtype(
+    [
+        ("residual", np.int64),  # f32 [tokens, features], changed in place
+        ("y", np.int64),
+        ("weight", np.int64),
+        ("eps", np.float32),
+        ("padding", np.float32),
+        ("features", np.int64),
+    ]
+)
+
+# attention
+
+CHUNK = 256  # slots that give one partial result
+SPLIT_TOKENS = 16  # up to this many tokens, the chunks are shared out; beyond, the tokens are
+MAX_HEAD_DIM = 512
+
+ATTEND = np.dtype(
+    [
+        ("qkv", np.int64),  # f32 [tokens, (heads + 2 kv_heads) × dim]
+        ("num_heads", np.int64),
+        ("num_kv_heads", np.int64),
+        ("dim", np.int64),
+        ("scale", np.float32),
+        ("eps", np.float32, 2),  # of q's and k's norm
+        ("softcap", np.float32),  # 0: none
+        ("norms", np.int64, 2),  # their weights, or 0
+        ("norm_strides", np.int64, 2),  # bytes of weight from head to head; 0: a head is normalised by itself
+        ("cos", np.int64),  # f32 [positions, half], or 0
+        ("sin", np.int64),
+        ("half", np.int64),
+        ("keys", np.int64),
+        ("values", np.int64),
+        ("key_stride", np.int64),  # bytes from kv head to kv head
+        ("value_stride", np.int64),
+        ("table", np.int64),  # int64 [rows, table_stride]: `kv_blocks.Pages`
+        ("table_stride", np.int64),
+        ("page_bits", np.int64),  # a page has 2 to this many slots
+        ("shifts", np.int64),  # int64 [rows] each
+        ("sinks", np.int64),
+        ("windows", np.int64),
+        ("furthest", np.int64),  # sinks are seen as from there by those behind it, or −1
+        ("queries", np.int64),  # f32, as above
+        ("far_bytes", np.int64),  # further on lie those that are for the sinks; 0: they are the same
+        ("partials", np.int64),  # f32 [heads, SPLIT_TOKENS, num_chunks, dim + 16], as queries
+        ("num_chunks", np.int64),
+        ("out", np.int64),  # f32 [tokens, heads × dim]
+        ("quantized", np.int64),  # activation records of out, or 0
+        ("planes", np.int64),
+    ]
+)
+
+# matmul
+
+MATMUL = np.dtype(
+    [
+        ("first_weights", np.int64),  # the groups of the projection, or of gate
+        ("second_weights", np.int64),  # 0, or the groups of up
+        ("group_bytes", np.int64),
+        ("num_groups", np.int64),
+        ("groups_per_unit", np.int64),
+        ("num_records", np.int64),
+        ("activations", np.int64),
+        ("private_bytes", np.int64),  # not 0: a single token's activations lie at activations + thread × this
+        ("of_wanted", np.int64),
+        ("tokens_per_block", np.int64),  # activations that stay in the cache while the weights stream by
+        ("unpacked", np.int64),  # a unit's weights as `matrix_tiles` take them, at unpacked + thread × unpacked_bytes
+        ("unpacked_bytes", np.int64),
+        ("epilogue", np.int64),
+        ("epilogue_arguments", np.int64),
+    ]
+)
+
+EPILOGUE = np.dtype(
+    [
+        ("out", np.int64),  # f32 [tokens, row_stride]; 0: not wanted
+        ("row_stride", np.int64),
+        ("first_column", np.int64),
+        ("num_columns", np.int64),
+        ("bias", np.int64),  # f32 [num_columns] or 0; of gate when gating, up's behind it
+        ("quantized", np.int64),  # gating only: activation records of what goes to `out`, or 0
+        ("planes", np.int64),
+        ("softcap", np.float32),  # of `store_capped`
+        ("padding", np.float32),
+    ]
+)
+
+# greedy
+
+SAMPLE_COLUMNS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "log_min_p",
+    "repetition_penalty",
+    "repetition_window",
+    "frequency_penalty",
+    "presence_penalty",
+    "temperature_last",
+    "seed",
+    "num_prompt_tokens",
+    "min_new_tokens",
+    "history_slot",
+    "bias_starts",
+    "bias_ids",
+    "biases",
+    "end_starts",
+    "end_ids",
+    "mask_index",
+    "masks",
+)
+SAMPLE_HISTORY = ("tokens", "previous", "last", "counts", "lengths")
+SAMPLE_SCRATCH = (
+    ("maxima", np.dtype(np.float32)),  # [rows, groups]
+    ("ends", np.dtype(np.float32)),  # [end ids]: logits of the ends that are banned
+    ("found", np.dtype(np.int64)),  # [rows, threads]: the best id of each thread's part, −1 for none
+    ("scores", np.dtype(np.float32)),  # [rows, threads]: its logit with noise
+    ("totals", np.dtype(np.int64)),  # [rows, threads]: sum of weights
+    ("num_candidates", np.dtype(np.int64)),  # [rows, threads]
+    ("values", np.dtype(np.float32)),  # [rows, padded vocab]: candidates, each thread's where its part begins
+    ("ids", np.dtype(np.int32)),
+    ("weights", np.dtype(np.int64)),
+)
+
+SAMPLE = np.dtype(
+    [
+        ("logits", np.int64),  # f32 [rows, row_stride]
+        ("row_stride", np.int64),
+        ("num_rows", np.int64),
+        ("starts", np.int64),  # int64 [rows]: where each row's logits begin, one line for each of its entries
+        ("entry", np.int64),  # which of them: 0, or the number of drafts before it
+        ("alive", np.int64),  # int64 [rows]: 0 where a row samples nothing (any more)
+        ("vocab", np.int64),
+        ("num_groups", np.int64),
+        ("group_vectors", np.int64),
+        ("padded", np.int64),  # groups × their size
+        ("mask_words", np.int64),
+        ("allowed", np.int64),  # int32 [lines of logits, mask_words], or 0
+        ("positions", np.int64),  # int64 [rows], of entry 0
+        ("position_offset", np.int64),  # added to them: a chain's are those of the tokens before
+        ("capacity", np.int64),  # of a history slot
+        ("prompt_lengths", np.int64),  # int64 [slots]
+        ("sampled", np.int64),  # int64 [rows]
+        *((name, np.int64) for name in SAMPLE_COLUMNS),
+        *((name, np.int64) for name in SAMPLE_HISTORY),
+        *((name, np.int64) for name, _ in SAMPLE_SCRATCH),
+        ("generated", np.int64),  # int64 [repeats or entries, rows]: what was sampled
+        ("num_generated", np.int64),
+        ("stop", np.int64),  # 1: end the chain after this step
+        ("stop_ids", np.int64),
+        ("num_stop_ids", np.int64),
+        ("ended", np.int64),  # int64 [rows]: rows that met a stop id
+        ("drafts", np.int64),  # int64 [rows, draft_stride]
+        ("draft_stride", np.int64),
+        ("num_drafts", np.int64),  # int64 [rows]
+        ("counts_sampled", np.int64),  # int64 [rows]: how many tokens a verified step gave
+        ("mask_ready", np.int64),  # int64: not 0 when another thread has filled `allowed`
+        ("follow", np.int64),  # Python's, called after each step of a chain with the number so far, or 0
+        ("stamps", np.int64),  # int64 nanoseconds; a chain: the end of each forward and of the sampling after it; a
+        # verified step: the end of the forward, then of each entry
+    ]
+)
+
+# walking
+
+MAX_THREADS = 256
+
+
+WALK = np.dtype(
+    [
+        ("rows", np.int64),
+        ("num_rows", np.int64),
+        ("repeats", np.int64),  # how often to walk the table
+        ("again", np.int64),  # the row at which every repeat but the first begins
+        ("stop", np.int64),  # address of an int64 that a command sets to end the repeats, or 0
+        ("times", np.int64),  # int64 [num_rows]: cycles spent by thread 0 are added here, or 0
+        ("walked", np.int64),  # how often from the first row on, thanks to `stop` less than `repeats`
+        ("patience", np.int64),  # cycles that thread 0 may wait, beyond the share, before it goes on alone; 0: for ever
+        ("has_run", np.int64),  # 0: a signal came before it was its turn
+        ("began", np.int64),  # nanoseconds, as time.perf_counter_ns
+        ("ended", np.int64),
+        ("cycles", np.int64),  # that it took
+    ]
+)
+
+FLAG = np.dtype([("is_set", np.int64)])
+
+SEMAPHORE_BYTES = 64  # a line each; a sem_t has 32
+
+JOB = np.dtype(
+    [
+        ("generation", np.int64),  # 512 × the number of walks so far + threads of the current one
+        ("pad0", np.int64, 7),
+        ("finished", np.int64),  # workers that finished the current one
+        ("pad1", np.int64, 7),
+        ("walk", np.int64),
+        ("arguments", np.int64),
+        ("state", np.int64),
+        ("num_threads", np.int64),
+        ("owner", np.int64),  # the thread whose walk runs, as threading.get_ident; 0: none
+        ("is_closed", np.int64),
+        ("pad2", np.int64, 2),
+        ("turn", np.int64, SEMAPHORE_BYTES // 8),  # taken by whoever walks
+        ("sleeping", np.int64, MAX_THREADS),
+        ("seen", np.int64, MAX_THREADS),  # the generation that a worker did last
+        ("is_served", np.int64, MAX_THREADS),  # 1: a worker has begun to do this thread's parts
+        ("semaphores", np.int64, (MAX_THREADS, SEMAPHORE_BYTES // 8)),  # in which workers sleep
+    ]
+)
+
+
+def records_by_name() -> dict[str, np.dtype[Any]]:
+    """Every record of this module, as a process is told of one that is to compile its kernel."""
+    return {name: value for name, value in globals().items() if isinstance(value, np.dtype)}

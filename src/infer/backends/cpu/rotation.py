@@ -1,0 +1,145 @@
+"""A head of q or k, normalised by itself or with its neighbours, rotated and scaled: a query, or what is cached."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import carray, njit
+
+from infer.backends.cpu import simd
+from infer.backends.cpu.activations import inverse_rms
+from infer.backends.cpu.cache_blocks import make_mix, make_put_key, make_put_value
+from infer.backends.cpu.cache_slots import block_at, slot_of
+from infer.backends.cpu.layouts import LANES
+from infer.backends.cpu.records import MAX_HEAD_DIM
+from infer.backends.cpu.shares import weight_of_few
+from infer.backends.cpu.simd import load_f32, load_i64, load_scalar_f32, splat_f32, store_f32, store_scalar_f32
+
+_HEAD_BYTES = 4 * MAX_HEAD_DIM
+
+
+@njit(forceinline=True)
+def _norm_of_all(args, which, x, heads):  # type: ignore[no-untyped-def]
+    """1 / rms of all heads together, where that is how they are normalised."""
+    if args.norms[which] == 0 or args.norm_strides[which] == 0:
+        return np.float32(1)
+    return inverse_rms(x, args.dim * heads, args.eps[which])
+
+
+@njit(forceinline=True)
+def _norm_of_head(args, which, x, head, of_all):  # type: ignore[no-untyped-def]
+    """The head's weight, or 0, and what its elements are multiplied with before."""
+    weight, stride, factor = args.norms[which], args.norm_strides[which], of_all
+    if weight != 0 and stride == 0:
+        factor = inverse_rms(x, args.dim, args.eps[which])
+    return weight + stride * head, factor
+
+
+@njit
+def _rotate_head(x, weight, factor, cos, sin, half, dim, scale, out):  # type: ignore[no-untyped-def]
+    """out = scale × rotate(x × factor × weight)"""
+    whole = 4 * (dim // LANES * LANES)
+    for i in range(0, whole, 64):
+        vector = load_f32(x + i)
+        if weight != 0:
+            vector = vector * splat_f32(factor) * load_f32(weight + i)
+        store_f32(out + i, vector)
+    for i in range(whole, 4 * dim, 4):
+        value = load_scalar_f32(x + i)
+        if weight != 0:
+            value = value * factor * load_scalar_f32(weight + i)
+        store_scalar_f32(out + i, value)
+    if cos != 0:
+        if half % LANES == 0:
+            for i in range(0, 4 * half, 64):
+                first, second = load_f32(out + i), load_f32(out + 4 * half + i)
+                c, s = load_f32(cos + i), load_f32(sin + i)
+                store_f32(out + i, first * c - second * s)
+                store_f32(out + 4 * half + i, second * c + first * s)
+        else:
+            for i in range(0, 4 * half, 4):
+                left, right = load_scalar_f32(out + i), load_scalar_f32(out + 4 * half + i)
+                cosine, sine = load_scalar_f32(cos + i), load_scalar_f32(sin + i)
+                store_scalar_f32(out + i, left * cosine - right * sine)
+                store_scalar_f32(out + 4 * half + i, right * cosine + left * sine)
+    if scale != np.float32(1):
+        for i in range(0, whole, 64):
+            store_f32(out + i, load_f32(out + i) * splat_f32(scale))
+        for i in range(whole, 4 * dim, 4):
+            store_scalar_f32(out + i, load_scalar_f32(out + i) * scale)
+
+
+@njit(forceinline=True)
+def _of_token(args, state, token):  # type: ignore[no-untyped-def]
+    """(its position, its first head, its cosines and sines)."""
+    position = load_i64(state.positions + 8 * token)
+    x = args.qkv + 4 * args.dim * (args.num_heads + 2 * args.num_kv_heads) * token
+    at = 4 * args.half * position
+    return position, x, 0 if args.cos == 0 else args.cos + at, args.sin + at
+
+
+def make_put_queries(kv_type: str) -> Any:
+    """put(args, state, kv, first, end): of a kv head's queries [token, query head of the group], some are made."""
+    mix = make_mix(kv_type)
+
+    @njit
+    def put_queries(args, state, kv, first, end):  # type: ignore[no-untyped-def]
+        dim, group, scale = args.dim, args.num_heads // args.num_kv_heads, args.scale
+        of_all, of_token = np.float32(1), -1
+        for column in range(first, end):
+            token, head = column // group, kv * group + column % group
+            position, x, cos, sin = _of_token(args, state, token)
+            if token != of_token:
+                of_all, of_token = _norm_of_all(args, 0, x, args.num_heads), token
+            x += 4 * dim * head
+            weight, factor = _norm_of_head(args, 0, x, head, of_all)
+            to = args.queries + 4 * dim * (kv * state.num_tokens * group + column)
+            _rotate_head(x, weight, factor, cos, sin, args.half, dim, scale, to)
+            mix(to, dim)
+            if args.far_bytes != 0:
+                far, also = 4 * args.half * min(0, args.furthest - position), to + args.far_bytes
+                _rotate_head(x, weight, factor, cos + far, sin + far, args.half, dim, scale, also)
+                mix(also, dim)
+
+    return put_queries
+
+
+def make_rotate(kv_type: str) -> Callable[..., None]:
+    """k, v → cache, and q → queries where threads share them. Heads of 16 tokens are shared out, for their keys lie in
+    the same cache lines.
+    """
+    mix, put_key, put_value = make_mix(kv_type), make_put_key(kv_type), make_put_value(kv_type)
+    put_queries = make_put_queries(kv_type)
+
+    def rotate(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
+        args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
+        dim, heads, kv_heads, tokens = args.dim, args.num_heads, args.num_kv_heads, state.num_tokens
+        group, rotated = heads // kv_heads, simd.stack(_HEAD_BYTES)
+        _, is_split = weight_of_few(args, state, num_threads)
+        num_queries = heads if is_split else 0  # otherwise each is made by who needs it
+        of_16 = num_queries + 2 * kv_heads
+        total = (tokens + LANES - 1) // LANES * of_16
+        begin, stop = total * thread // num_threads, total * (thread + 1) // num_threads
+        for token in range(tokens):
+            first = token // LANES * of_16
+            for head in range(max(0, begin - first), min(num_queries, stop - first)):
+                column = token * group + head % group
+                put_queries(args, state, head // group, column, column + 1)
+            first += num_queries
+            position, x, cos, sin = _of_token(args, state, token)
+            row = load_i64(state.rows + 8 * token)
+            slot = slot_of(args, row, position)
+            of_all = _norm_of_all(args, 1, x + 4 * dim * heads, kv_heads)
+            for item in range(max(0, begin - first), min(2 * kv_heads, stop - first)):
+                head = item // 2
+                k = x + 4 * dim * (heads + head)
+                keys, values = block_at(kv_type, args, row, head, slot)
+                if item % 2 == 0:
+                    weight, factor = _norm_of_head(args, 1, k, head, of_all)
+                    _rotate_head(k, weight, factor, cos, sin, args.half, dim, np.float32(1), rotated)
+                    mix(rotated, dim)
+                    put_key(keys, slot % LANES, dim, rotated)
+                else:
+                    put_value(values, slot % LANES, dim, k + 4 * dim * kv_heads)
+
+    return rotate

@@ -1,0 +1,195 @@
+"""The sampler's last command: filters on the candidates, noise, the largest. A row a thread."""
+
+from collections.abc import Callable
+
+import numpy as np
+from numba import carray, njit
+
+from infer.backends.cpu.layouts import LANES
+from infer.backends.cpu.records import MAX_THREADS
+from infer.backends.cpu.sample_math import (
+    equal_to,
+    gumbel_of,
+    hash_tokens,
+    keep_bits,
+    load_f64,
+    load_ids,
+    lowest_bit,
+    store_i64x16,
+    weights,
+)
+from infer.backends.cpu.sample_narrow import (
+    filter_scale,
+    has_filters,
+    key_of,
+    row_largest,
+    scaled,
+    scaled_scalar,
+    scaling,
+)
+from infer.backends.cpu.sample_scan import NOTHING, is_below_minimum, masked_bits, masks_of, part, position_of
+from infer.backends.cpu.sample_select import keep_largest
+from infer.backends.cpu.simd import (
+    load_f32,
+    load_i64,
+    load_scalar_f32,
+    load_u8,
+    load_u32,
+    max_f32,
+    store_i32,
+    store_i64,
+    store_scalar_f32,
+    store_u32,
+)
+from infer.sampling import failure_codes
+
+_NOT_A_NUMBER, _NOTHING_ALLOWED = failure_codes.NOT_A_NUMBER, failure_codes.NOTHING_ALLOWED
+
+
+@njit
+def _best_found(args, row, is_greedy, num_threads):  # type: ignore[no-untyped-def]
+    """The threads' parts are in order: the first of the largest has the lowest id."""
+    best, best_id = NOTHING, np.int64(-1)
+    for thread in range(num_threads):
+        slot = row * MAX_THREADS + thread
+        found, score = load_i64(args.found + 8 * slot), load_scalar_f32(args.scores + 4 * slot)
+        if found >= 0 and (best_id < 0 or (not is_greedy and score > best)):
+            best, best_id = score, found
+    return best_id
+
+
+@njit
+def _gather(args, row, num_threads):  # type: ignore[no-untyped-def]
+    """Move the threads' candidates together, which leaves them in order of their ids: (how many, sum of weights)."""
+    base, count, total = args.padded * row, np.int64(0), np.int64(0)
+    for thread in range(num_threads):
+        slot, (first, _) = row * MAX_THREADS + thread, part(args, thread, num_threads)
+        begin = base + LANES * args.group_vectors * first
+        found = load_i64(args.num_candidates + 8 * slot)
+        if begin != base + count:
+            for i in range(found):
+                store_scalar_f32(args.values + 4 * (base + count + i), load_scalar_f32(args.values + 4 * (begin + i)))
+                store_u32(args.ids + 4 * (base + count + i), load_u32(args.ids + 4 * (begin + i)))
+                store_i64(args.weights + 8 * (base + count + i), load_i64(args.weights + 8 * (begin + i)))
+        count += found
+        total += load_i64(args.totals + 8 * slot)
+    return count, total
+
+
+@njit
+def _ends(args, row, masks):  # type: ignore[no-untyped-def]
+    """The banned ends as candidates, since nothing else is left: (how many, the largest)."""
+    base, count, largest, starts = args.padded * row, np.int64(0), NOTHING, args.end_starts + 8 * row
+    if not is_below_minimum(args, row):
+        return count, largest
+    for entry in range(load_i64(starts), load_i64(starts + 8)):
+        token, value = load_i64(args.end_ids + 8 * entry), load_scalar_f32(args.ends + 4 * entry)
+        begin = token // LANES * LANES
+        is_allowed = (masked_bits(masks, begin) >> np.int32(token - begin)) & 1
+        if value > NOTHING and is_allowed:
+            store_scalar_f32(args.values + 4 * (base + count), value)
+            store_i32(args.ids + 4 * (base + count), np.int32(token))
+            largest = max(largest, value)
+            count += 1
+    return count, largest
+
+
+@njit
+def _weigh(args, base, count, peak):  # type: ignore[no-untyped-def]
+    total = np.int64(0)
+    for i in range(0, count, LANES):
+        store_i64x16(args.weights + 8 * (base + i), weights(load_f32(args.values + 4 * (base + i)), peak))
+    for i in range(count):
+        total += load_i64(args.weights + 8 * (base + i))
+    return total
+
+
+@njit
+def _filter(args, row, count, total, peak):  # type: ignore[no-untyped-def]
+    """Steps 7 to 9 on the candidates, whose weights add up to total (0: not weighed yet). Returns how many stay."""
+    base = args.padded * row
+    values, ids, weighed = args.values + 4 * base, args.ids + 4 * base, args.weights + 8 * base
+    k, top_p = load_i64(args.top_k + 8 * row), load_f64(args.top_p + 8 * row)
+    if k != 0 and count > k:
+        count = keep_largest(values, ids, 0, count, np.float64(k))
+    if top_p < 1:
+        if total == 0:
+            total = _weigh(args, base, count, peak)
+        count = keep_largest(values, ids, weighed, count, (top_p - 1e-7) * np.float64(total))
+    lowest = peak + load_scalar_f32(args.log_min_p + 4 * row)
+    kept = np.int64(0)
+    for i in range(count):
+        value = load_scalar_f32(values + 4 * i)
+        if value >= lowest:
+            store_scalar_f32(values + 4 * kept, value)
+            store_u32(ids + 4 * kept, load_u32(ids + 4 * i))
+            kept += 1
+    return kept
+
+
+@njit
+def _draw(args, row, count, scale, key):  # type: ignore[no-untyped-def]
+    """The id of the largest value plus noise. Candidates are in order of their ids; scale is what is still to do."""
+    values, ids = args.values + 4 * args.padded * row, args.ids + 4 * args.padded * row
+    low, high = key
+    best, best_id = NOTHING, np.int64(-1)
+    for i in range(0, count, LANES):
+        x = scaled(load_f32(values + 4 * i), scale)
+        if count - i < LANES:
+            x = keep_bits(x, np.int32((1 << (count - i)) - 1))
+        scores = x + gumbel_of(hash_tokens(load_ids(ids + 4 * i), low, high))
+        score = max_f32(scores)
+        if score > best:
+            best = score
+            best_id = np.int64(load_u32(ids + 4 * (i + np.int64(lowest_bit(equal_to(scores, score))))))
+    return best_id
+
+
+@njit
+def _choose_candidate(args, row, count, total, largest, temperature):  # type: ignore[no-untyped-def]
+    """The token among the candidates, whose values are scaled for the filters."""
+    peak = scaled_scalar(largest, filter_scale(args, row, temperature, largest))
+    count = _filter(args, row, count, total, peak)
+    key = key_of(load_i64(args.seed + 8 * row), position_of(args, row))
+    scale = np.float32(0), np.float32(1)
+    if load_u8(args.temperature_last + row) != 0:
+        scale = scaling(temperature, largest)
+    return _draw(args, row, count, scale, key)
+
+
+@njit
+def _choose_end(args, row, temperature):  # type: ignore[no-untyped-def]
+    count, largest = _ends(args, row, masks_of(args, row))
+    values, ids = args.values + 4 * args.padded * row, args.ids + 4 * args.padded * row
+    if count == 0:
+        return np.int64(_NOTHING_ALLOWED)
+    scale = filter_scale(args, row, temperature if temperature != 0 else np.float32(1), largest)
+    for i in range(count):
+        value = load_scalar_f32(values + 4 * i)
+        if temperature == 0 and value == largest:
+            return np.int64(load_u32(ids + 4 * i))
+        store_scalar_f32(values + 4 * i, scaled_scalar(value, scale))
+    return _choose_candidate(args, row, count, np.int64(0), largest, temperature)
+
+
+def make_choose() -> Callable[..., None]:
+    def choose(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
+        args = carray(args_at, 1)[0]
+        for row in range(thread, args.num_rows, num_threads):
+            if load_i64(args.alive + 8 * row) == 0:
+                continue
+            largest, temperature = row_largest(args, row), load_scalar_f32(args.temperature + 4 * row)
+            if largest != largest:
+                token = np.int64(_NOT_A_NUMBER)
+            elif largest == NOTHING:
+                token = _choose_end(args, row, temperature)
+            elif temperature == 0 or not has_filters(args, row):
+                token = _best_found(args, row, temperature == 0, num_threads)
+            else:
+                count, total = _gather(args, row, num_threads)
+                if load_i64(args.top_k + 8 * row) != 0:
+                    total = np.int64(0)
+                token = _choose_candidate(args, row, count, total, largest, temperature)
+            store_i64(args.sampled + 8 * row, token)
+
+    return choose

@@ -1,0 +1,211 @@
+"""The sampler's arithmetic on vectors of 16 tokens: the bits of `sampling.noise` and `sampling.weight`.
+
+Nothing is fused or reassociated, and the constants are theirs. Masks are the low 16 bits of an int32, bit i for lane i.
+"""
+
+from llvmlite import ir
+from llvmlite.ir import IRBuilder as Builder
+from numba import types
+from numba.core import cgutils
+
+from infer.backends.cpu.layouts import LANES
+from infer.backends.cpu.simd import (
+    F32,
+    F32X16,
+    I16,
+    I32,
+    I32X16,
+    I64,
+    Value,
+    Vector,
+    address,
+    constant,
+    f32x16,
+    i32x16,
+    load,
+    operation,
+    splat,
+    store,
+)
+from infer.sampling import noise_constants, weight_constants
+
+F64X16, I64X16 = ir.VectorType(ir.DoubleType(), LANES), ir.VectorType(I64, LANES)
+i64x16 = Vector("i64x16", I64X16)
+_IOTA = ir.Constant(I32X16, list(range(LANES)))
+
+
+@operation(f32x16, address, types.int64)
+def load_f32_upto(b: Builder, where: Value, count: Value) -> Value:
+    """The first `count` floats, −inf in the lanes beyond: nothing behind them is read."""
+    lanes = b.icmp_signed("<", _IOTA, splat(b, b.trunc(count, I32)))
+    pointer = b.inttoptr(where, F32X16.as_pointer())
+    masked_load = ir.FunctionType(F32X16, [pointer.type, I32, ir.VectorType(ir.IntType(1), LANES), F32X16])
+    function = cgutils.get_or_insert_function(b.module, masked_load, "llvm.masked.load.v16f32.p0")
+    return b.call(function, [pointer, constant(I32, 4), lanes, constant(F32X16, float("-inf"))])
+
+
+@operation(i32x16, types.int32)
+def ids_from(b: Builder, first: Value) -> Value:
+    return b.add(splat(b, first), _IOTA)
+
+
+@operation(i32x16, address)
+def load_ids(b: Builder, where: Value) -> Value:
+    return load(b, where, I32X16, 4)
+
+
+def _mask(b: Builder, lanes: Value) -> Value:
+    return b.zext(b.bitcast(lanes, I16), I32)
+
+
+@operation(types.int32, f32x16, types.float32)
+def at_least(b: Builder, x: Value, bound: Value) -> Value:
+    """Lanes with x ≥ bound."""
+    return _mask(b, b.fcmp_ordered(">=", x, splat(b, bound)))
+
+
+@operation(types.int32, i64x16, types.int64)
+def at_least_i64(b: Builder, x: Value, bound: Value) -> Value:
+    return _mask(b, b.icmp_signed(">=", x, splat(b, bound)))
+
+
+@operation(types.int32, f32x16, types.float32)
+def equal_to(b: Builder, x: Value, y: Value) -> Value:
+    return _mask(b, b.fcmp_ordered("==", x, splat(b, y)))
+
+
+@operation(types.int32, i32x16, types.int32)
+def below(b: Builder, h: Value, bound: Value) -> Value:
+    """Lanes with h ≤ bound, both as unsigned numbers."""
+    return _mask(b, b.icmp_unsigned("<=", h, splat(b, bound)))
+
+
+@operation(types.int32, types.int32)
+def lowest_bit(b: Builder, x: Value) -> Value:
+    """The index of the lowest 1 of x, which is not 0."""
+    return b.cttz(x, ir.Constant(ir.IntType(1), 1))
+
+
+@operation(f32x16, f32x16, types.int32)
+def keep_bits(b: Builder, x: Value, mask: Value) -> Value:
+    """Lanes whose bit is set; −inf elsewhere."""
+    lanes = b.bitcast(b.trunc(mask, I16), ir.VectorType(ir.IntType(1), LANES))
+    return b.select(lanes, x, constant(F32X16, float("-inf")))
+
+
+@operation(f32x16, f32x16, f32x16, types.float32)
+def keep_finite(b: Builder, before: Value, after: Value, limit: Value) -> Value:
+    """`after` brought into ±limit, but −inf where `before` is."""
+    low, high = splat(b, b.fneg(limit)), splat(b, limit)
+    bounded = b.select(b.fcmp_ordered("<", after, low), low, b.select(b.fcmp_ordered(">", after, high), high, after))
+    return b.select(b.fcmp_ordered("==", before, constant(F32X16, float("-inf"))), before, bounded)
+
+
+# Noise
+
+
+def _mix32(b: Builder, x: Value) -> Value:
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = b.mul(b.xor(x, b.lshr(x, constant(I32X16, shift))), constant(I32X16, factor))
+    return b.xor(x, b.lshr(x, constant(I32X16, 16)))
+
+
+@operation(i32x16, i32x16, types.int32, types.int32)
+def hash_tokens(b: Builder, ids: Value, low: Value, high: Value) -> Value:
+    """32 bits for each id, from the two words of the row's key."""
+    return _mix32(b, b.add(_mix32(b, b.xor(ids, splat(b, low))), splat(b, high)))
+
+
+@operation(f32x16, i32x16)
+def gumbel_of(b: Builder, h: Value) -> Value:
+    """−ln(−ln(1 − V)) of the 32 bits."""
+    c = lambda value: constant(F32X16, value)  # noqa: E731
+    unsigned = lambda word: b.fadd(b.uitofp(word, F32X16), c(0.5))  # noqa: E731
+    exponent, fraction = _split(b, b.fmul(unsigned(b.not_(h)), c(2.0**-32)))
+    is_near_one = b.fcmp_ordered("==", exponent, c(0.0))
+    fraction = b.select(is_near_one, b.fmul(unsigned(h), c(-(2.0**-32))), fraction)
+    return b.fneg(_log(b, *_split(b, b.fneg(_log(b, exponent, fraction)))))
+
+
+def _split(b: Builder, x: Value) -> tuple[Value, Value]:
+    bits = b.add(b.bitcast(x, I32X16), constant(I32X16, noise_constants.ONE_BITS - noise_constants.SQRT_HALF_BITS))
+    exponent = b.sub(b.ashr(bits, constant(I32X16, 23)), constant(I32X16, 127))
+    mantissa = b.add(b.and_(bits, constant(I32X16, 0x7FFFFF)), constant(I32X16, noise_constants.SQRT_HALF_BITS))
+    return b.sitofp(exponent, F32X16), b.fsub(b.bitcast(mantissa, F32X16), constant(F32X16, 1.0))
+
+
+def _log(b: Builder, exponent: Value, fraction: Value) -> Value:
+    c = lambda value: constant(F32X16, value)  # noqa: E731
+    first, second, *others = noise_constants.LOG_COEFFICIENTS
+    polynomial = b.fadd(b.fmul(fraction, c(first)), c(second))
+    for coefficient in others:
+        polynomial = b.fadd(b.fmul(polynomial, fraction), c(coefficient))
+    square = b.fmul(fraction, fraction)
+    tail = b.fadd(b.fmul(b.fmul(polynomial, fraction), square), b.fmul(exponent, c(noise_constants.LN2_LOW)))
+    tail = b.fsub(tail, b.fmul(square, c(0.5)))
+    return b.fadd(b.fadd(fraction, tail), b.fmul(exponent, c(noise_constants.LN2_HIGH)))
+
+
+# Weights
+
+
+@operation(i64x16, f32x16, types.float32)
+def weights(b: Builder, x: Value, largest: Value) -> Value:
+    """eˣ⁻ˡᵃʳᵍᵉˢᵗ × 2⁴², rounded to the nearest integer."""
+    c = lambda value: constant(F64X16, value)  # noqa: E731
+    d = b.fsub(b.fpext(x, F64X16), b.fpext(splat(b, largest), F64X16))
+    d = b.select(b.fcmp_ordered("<", d, c(weight_constants.LOWEST)), c(weight_constants.LOWEST), d)
+    shifted = b.fadd(b.fmul(d, c(weight_constants.LOG2_E)), c(weight_constants.ROUNDER))
+    n = b.fsub(shifted, c(weight_constants.ROUNDER))
+    r = b.fsub(b.fsub(d, b.fmul(n, c(weight_constants.LN2_HIGH))), b.fmul(n, c(weight_constants.LN2_LOW)))
+    p = c(weight_constants.TAYLOR[0])
+    for coefficient in weight_constants.TAYLOR[1:]:
+        p = b.fadd(b.fmul(p, r), c(coefficient))
+    # The low bits of `shifted` are n: shifted into the exponent's place they make a power of two.
+    exponent = b.add(b.bitcast(shifted, I64X16), constant(I64X16, 1023 + weight_constants.WEIGHT_BITS))
+    scale = b.bitcast(b.shl(exponent, constant(I64X16, 52)), F64X16)
+    rounded = b.fadd(b.fmul(p, scale), c(weight_constants.ROUNDER))
+    return b.sub(b.bitcast(rounded, I64X16), b.bitcast(c(weight_constants.ROUNDER), I64X16))
+
+
+@operation(i64x16, i64x16, i64x16)
+def add_i64(b: Builder, x: Value, y: Value) -> Value:
+    return b.add(x, y)
+
+
+@operation(i64x16, types.int64)
+def splat_i64(b: Builder, x: Value) -> Value:
+    return splat(b, x)
+
+
+@operation(types.int64, i64x16)
+def sum_i64(b: Builder, x: Value) -> Value:
+    total = constant(I64, 0)
+    for lane in range(LANES):
+        total = b.add(total, b.extract_element(x, constant(I32, lane)))
+    return total
+
+
+@operation(types.void, address, i64x16)
+def store_i64x16(b: Builder, where: Value, x: Value) -> None:
+    store(b, where, x, 8)
+
+
+@operation(types.float64, address)
+def load_f64(b: Builder, where: Value) -> Value:
+    return load(b, where, ir.DoubleType(), 8)
+
+
+@operation(types.int32, address)
+def load_i32(b: Builder, where: Value) -> Value:
+    return load(b, where, I32, 4)
+
+
+@operation(types.uint32, types.float32)
+def bits_of(b: Builder, x: Value) -> Value:
+    return b.bitcast(x, I32)
+
+
+@operation(types.float32, types.uint32)
+def float_of(b: Builder, bits: Value) -> Value:
+    return b.bitcast(bits, F32)

@@ -1,0 +1,379 @@
+"""Vectors of 16 lanes as values in Numba code, so that a kernel reads like its equation and compiles to what it says.
+
+    f32x16, i32x16      the two vector types; + − × and comparison by `select_*` work on them in any `@njit` function
+    address             a plain int64; every load and store names its type
+
+An operation is a Python function that emits LLVM IR. A kernel calls it with values: `fma(a, b, c)`; another emitter
+calls it with the builder first: `fma(b, x, y, z)`. LLVM splits the 16 lanes into whatever the machine has.
+Nothing here reassociates or contracts: the order of float operations is the order in the source, on every path.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from llvmlite.ir import IRBuilder as Builder
+from numba import types
+from numba.core.typing.templates import ConcreteTemplate, infer_global
+from numba.extending import intrinsic, lower_builtin, models, register_model
+
+from infer.backends.cpu.isa import target_features
+from infer.backends.cpu.layouts import LANES
+
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+F16, F32 = ir.HalfType(), ir.FloatType()
+I8X16, I16X16, I32X16 = (ir.VectorType(element, LANES) for element in (I8, I16, I32))
+F16X16, F32X16 = ir.VectorType(F16, LANES), ir.VectorType(F32, LANES)
+
+Value = Any  # an LLVM value; which one is in the name of its type above
+
+
+class Vector(types.Type):  # type: ignore[misc]
+    def __init__(self, name: str, llvm_type: ir.Type) -> None:
+        super().__init__(name=name)
+        self.llvm_type = llvm_type
+
+
+f32x16, i32x16 = Vector("f32x16", F32X16), Vector("i32x16", I32X16)
+address = types.int64
+
+
+@register_model(Vector)
+class VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, vector: Vector) -> None:
+        super().__init__(manager, vector, vector.llvm_type)
+
+
+def operation(result: types.Type, *parameters: types.Type, key: Any = None) -> Callable[[Any], Any]:
+    """Make an emitter callable from kernels under this signature (`key`: as that Python operator)."""
+
+    def register(emit: Any) -> Any:
+        name = emit if key is None else key
+
+        template = type("Operation", (ConcreteTemplate,), {"key": name, "cases": [result(*parameters)]})
+        infer_global(name, types.Function(template))
+
+        def lower(context: Any, builder: Builder, signature: Any, arguments: Any) -> Any:
+            returned = emit(builder, *arguments)
+            return context.get_dummy_value() if result is types.void else returned
+
+        lower_builtin(name, *parameters)(lower)
+        return emit
+
+    return register
+
+
+def constant(type_: ir.Type, value: float) -> ir.Constant:
+    if isinstance(type_, ir.VectorType):
+        return ir.Constant(type_, [value] * type_.count)
+    return ir.Constant(type_, value)
+
+
+# Memory
+
+
+def load(b: Builder, where: Value, type_: ir.Type, align: int = 1) -> Value:
+    return b.load(b.inttoptr(where, type_.as_pointer()), align=align, typ=type_)
+
+
+def store(b: Builder, where: Value, value: Value, align: int = 1) -> None:
+    b.store(value, b.inttoptr(where, value.type.as_pointer()), align=align)
+
+
+def offset(b: Builder, where: Value, num_bytes: int) -> Value:
+    return b.add(where, constant(I64, num_bytes)) if num_bytes else where
+
+
+@operation(f32x16, address)
+def load_f32(b: Builder, where: Value) -> Value:
+    return load(b, where, F32X16, 4)
+
+
+@operation(types.void, address, f32x16)
+def store_f32(b: Builder, where: Value, x: Value) -> None:
+    store(b, where, x, 4)
+
+
+@operation(types.float32, address)
+def load_scalar_f32(b: Builder, where: Value) -> Value:
+    return load(b, where, F32, 4)
+
+
+@operation(types.void, address, types.float32)
+def store_scalar_f32(b: Builder, where: Value, x: Value) -> None:
+    store(b, where, x, 4)
+
+
+@operation(types.int64, address)
+def load_i64(b: Builder, where: Value) -> Value:
+    return load(b, where, I64, 8)
+
+
+@operation(types.void, address, types.int64)
+def store_i64(b: Builder, where: Value, x: Value) -> None:
+    store(b, where, x, 8)
+
+
+@operation(types.void, address, types.int32)
+def store_i32(b: Builder, where: Value, x: Value) -> None:
+    store(b, where, x, 4)
+
+
+@operation(types.uint32, address)
+def load_u32(b: Builder, where: Value) -> Value:
+    return load(b, where, I32)
+
+
+@operation(types.void, address, types.uint32)
+def store_u32(b: Builder, where: Value, x: Value) -> None:
+    store(b, where, x)
+
+
+@operation(types.uint16, address)
+def load_u16(b: Builder, where: Value) -> Value:
+    return load(b, where, I16)
+
+
+@operation(types.void, address, types.uint16)
+def store_u16(b: Builder, where: Value, x: Value) -> None:
+    store(b, where, x)
+
+
+@operation(types.uint8, address)
+def load_u8(b: Builder, where: Value) -> Value:
+    return load(b, where, I8)
+
+
+@operation(types.void, address, types.uint8)
+def store_u8(b: Builder, where: Value, x: Value) -> None:
+    store(b, where, x)
+
+
+# Halves: bits in and out, by the machine's conversion where it has one
+
+
+def _widen_f16(b: Builder, bits: Value, wide_int: ir.Type, wide_float: ir.Type, half: ir.Type) -> Value:
+    if "f16c" in target_features() or "fullfp16" in target_features():
+        return b.fpext(b.bitcast(bits, half), wide_float)
+    wide = b.zext(bits, wide_int)
+    magnitude = b.shl(b.and_(wide, constant(wide_int, 0x7FFF)), constant(wide_int, 13))
+    scaled = b.fmul(b.bitcast(magnitude, wide_float), constant(wide_float, 2.0**112))  # subnormals come out right
+    special = b.icmp_unsigned(">=", magnitude, constant(wide_int, 0x7C00 << 13))
+    magnitude = b.or_(magnitude, constant(wide_int, 0xFF << 23))
+    scaled_bits = b.select(special, magnitude, b.bitcast(scaled, wide_int))
+    sign = b.shl(b.and_(wide, constant(wide_int, 0x8000)), constant(wide_int, 16))
+    return b.bitcast(b.or_(scaled_bits, sign), wide_float)
+
+
+def widen_f16(b: Builder, bits: Value) -> Value:
+    return _widen_f16(b, bits, I32X16, F32X16, F16X16)
+
+
+def widen_bf16(b: Builder, bits: Value) -> Value:
+    return b.bitcast(b.shl(b.zext(bits, I32X16), constant(I32X16, 16)), F32X16)
+
+
+def _narrow_f16(b: Builder, x: Value, wide_int: ir.Type, bits: ir.Type, half: ir.Type) -> Value:
+    """Rounded to nearest, ties to even; beyond the largest half is infinity."""
+    if "f16c" in target_features() or "fullfp16" in target_features():
+        return b.bitcast(b.fptrunc(x, half), bits)
+    whole = b.bitcast(x, wide_int)
+    sign = b.and_(b.lshr(whole, constant(wide_int, 16)), constant(wide_int, 0x8000))
+    magnitude = b.and_(whole, constant(wide_int, 0x7FFFFFFF))
+    odd = b.and_(b.lshr(magnitude, constant(wide_int, 13)), constant(wide_int, 1))
+    rounded = b.add(magnitude, b.add(odd, constant(wide_int, 0xFFF - (112 << 23))))
+    normal = b.lshr(rounded, constant(wide_int, 13))
+    # Adding 0.5 leaves a subnormal's 10 bits, rounded, at the end of the mantissa.
+    tiny = b.fadd(b.bitcast(magnitude, x.type), constant(x.type, 0.5))
+    tiny = b.sub(b.bitcast(tiny, wide_int), constant(wide_int, 0x3F000000))
+    result = b.select(b.icmp_unsigned("<", magnitude, constant(wide_int, 113 << 23)), tiny, normal)
+    huge = b.icmp_unsigned(">=", magnitude, constant(wide_int, 0x477FF000))
+    result = b.select(huge, constant(wide_int, 0x7C00), result)
+    nan = b.icmp_unsigned(">", magnitude, constant(wide_int, 0xFF << 23))
+    result = b.select(nan, constant(wide_int, 0x7E00), result)
+    return b.trunc(b.or_(result, sign), bits)
+
+
+@operation(types.float32, types.uint16)
+def f16_value(b: Builder, bits: Value) -> Value:
+    return _widen_f16(b, bits, I32, F32, F16)
+
+
+@operation(types.float32, types.uint16)
+def bf16_value(b: Builder, bits: Value) -> Value:
+    return b.bitcast(b.shl(b.zext(bits, I32), constant(I32, 16)), F32)
+
+
+def _narrow_bf16(b: Builder, x: Value, wide_int: ir.Type, bits: ir.Type) -> Value:
+    """Rounded to nearest, ties to even; a NaN stays one."""
+    whole = b.bitcast(x, wide_int)
+    odd = b.and_(b.lshr(whole, constant(wide_int, 16)), constant(wide_int, 1))
+    rounded = b.lshr(b.add(whole, b.add(odd, constant(wide_int, 0x7FFF))), constant(wide_int, 16))
+    return b.trunc(b.select(b.fcmp_unordered("uno", x, x), constant(wide_int, 0x7FC0), rounded), bits)
+
+
+@operation(types.uint16, types.float32)
+def bf16_bits(b: Builder, x: Value) -> Value:
+    return _narrow_bf16(b, x, I32, I16)
+
+
+def narrow_bf16(b: Builder, x: Value) -> Value:
+    return _narrow_bf16(b, x, I32X16, I16X16)
+
+
+@operation(types.uint16, types.float32)
+def f16_bits(b: Builder, x: Value) -> Value:
+    return _narrow_f16(b, x, I32, I16, F16)
+
+
+def narrow_f16(b: Builder, x: Value) -> Value:
+    return _narrow_f16(b, x, I32X16, I16X16, F16X16)
+
+
+@operation(f32x16, address)
+def load_f16(b: Builder, where: Value) -> Value:
+    return widen_f16(b, load(b, where, I16X16, 2))
+
+
+# Arithmetic
+
+
+def splat(b: Builder, x: Value) -> Value:
+    single = b.insert_element(ir.Constant(ir.VectorType(x.type, LANES), ir.Undefined), x, constant(I32, 0))
+    return b.shuffle_vector(single, single, constant(I32X16, 0))
+
+
+@operation(f32x16, types.float32)
+def splat_f32(b: Builder, x: Value) -> Value:
+    return splat(b, x)
+
+
+@operation(types.float32, f32x16)
+def first_lane(b: Builder, x: Value) -> Value:
+    return b.extract_element(x, constant(I32, 0))
+
+
+@operation(i32x16, types.int32)
+def splat_i32(b: Builder, x: Value) -> Value:
+    return splat(b, x)
+
+
+def _intrinsic(b: Builder, name: str, *arguments: Value) -> Value:
+    kind = arguments[0].type
+    suffix = f"v{LANES}f32" if isinstance(kind, ir.VectorType) else "f32"
+    function_type = ir.FunctionType(kind, [kind] * len(arguments))
+    return b.call(b.module.declare_intrinsic(f"llvm.{name}.{suffix}", (), function_type), arguments)
+
+
+def has_fma() -> bool:
+    return not target_features().isdisjoint(("fma", "neon"))
+
+
+@operation(f32x16, f32x16, f32x16, f32x16)
+def fma(b: Builder, x: Value, y: Value, z: Value) -> Value:
+    """x × y + z, rounded once where the machine can; elsewhere `llvm.fma` would be a library call per lane."""
+    return _intrinsic(b, "fma", x, y, z) if has_fma() else b.fadd(b.fmul(x, y), z)
+
+
+@operation(f32x16, f32x16)
+def absolute(b: Builder, x: Value) -> Value:
+    return _intrinsic(b, "fabs", x)
+
+
+@operation(f32x16, f32x16, f32x16)
+def maximum(b: Builder, x: Value, y: Value) -> Value:
+    """The larger; NaN if either is."""
+    larger = b.select(b.fcmp_ordered(">", x, y), x, y)
+    return b.select(b.fcmp_unordered("uno", x, x), x, larger)
+
+
+@operation(f32x16, f32x16, f32x16, f32x16)
+def clamp(b: Builder, x: Value, low: Value, high: Value) -> Value:
+    x = b.select(b.fcmp_ordered("<", x, low), low, x)
+    return b.select(b.fcmp_ordered(">", x, high), high, x)
+
+
+_OPERATORS: dict[Any, dict[Any, str]] = {
+    operator.add: {f32x16: "fadd", i32x16: "add"},
+    operator.sub: {f32x16: "fsub", i32x16: "sub"},
+    operator.mul: {f32x16: "fmul", i32x16: "mul"},
+    operator.truediv: {f32x16: "fdiv"},
+}
+for _key, _methods in _OPERATORS.items():
+    for _type, _method in _methods.items():
+        operation(_type, _type, _type, key=_key)(lambda b, x, y, method=_method: getattr(b, method)(x, y))
+
+
+def _reduce(b: Builder, x: Value, combine: Callable[[Value, Value], Value]) -> Value:
+    """Lane i with lane i + 8, then 4, 2, 1: a fixed tree."""
+    step = LANES // 2
+    while step:
+        order = ir.Constant(I32X16, [(lane + step) % LANES for lane in range(LANES)])
+        x = combine(x, b.shuffle_vector(x, x, order))
+        step //= 2
+    return b.extract_element(x, constant(I32, 0))
+
+
+@operation(types.float32, f32x16)
+def sum_f32(b: Builder, x: Value) -> Value:
+    return _reduce(b, x, b.fadd)
+
+
+@operation(types.int32, i32x16)
+def sum_i32(b: Builder, x: Value) -> Value:
+    return _reduce(b, x, b.add)
+
+
+@operation(types.float32, f32x16)
+def max_f32(b: Builder, x: Value) -> Value:
+    return _reduce(b, x, lambda left, right: maximum(b, left, right))
+
+
+ROUNDER = 1.5 * 2.0**23  # adding it leaves the nearest integer (ties to even) in the low bits
+
+
+@operation(i32x16, f32x16)
+def nearest_i32(b: Builder, x: Value) -> Value:
+    """The nearest integer, ties to even, for |x| < 2²²."""
+    return b.sub(b.bitcast(b.fadd(x, constant(F32X16, ROUNDER)), I32X16), constant(I32X16, 0x4B400000))
+
+
+@operation(i32x16, i32x16)
+def shift_round_8(b: Builder, x: Value) -> Value:
+    """x / 256, rounded: x − 256 × this fits a signed byte."""
+    return b.ashr(b.add(x, constant(I32X16, 128)), constant(I32X16, 8))
+
+
+@operation(types.void, address, i32x16)
+def store_i8(b: Builder, where: Value, x: Value) -> None:
+    store(b, where, b.trunc(x, I8X16), 1)
+
+
+@operation(f32x16, types.int32, types.int32, f32x16)
+def keep_lanes(b: Builder, first: Value, end: Value, x: Value) -> Value:
+    """Lanes first ≤ i < end of x; −infinity elsewhere."""
+    lanes = ir.Constant(I32X16, list(range(LANES)))
+    inside = b.and_(b.icmp_signed(">=", lanes, splat(b, first)), b.icmp_signed("<", lanes, splat(b, end)))
+    return b.select(inside, x, constant(F32X16, float("-inf")))
+
+
+# Pointers
+
+
+@intrinsic
+def address_of(context: Any, pointer: Any) -> Any:
+    return types.int64(pointer), lambda context, b, signature, arguments: b.ptrtoint(arguments[0], I64)
+
+
+@intrinsic(prefer_literal=True)
+def stack(context: Any, num_bytes: Any) -> Any:
+    """The address of this many bytes, a constant, in the caller's frame."""
+
+    def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
+        with b.goto_entry_block():  # not alloca_once, which would clear it
+            slot = b.alloca(ir.ArrayType(I8, num_bytes.literal_value))
+        slot.align = 64
+        return b.ptrtoint(slot, I64)
+
+    return types.int64(num_bytes), emit

@@ -1,0 +1,232 @@
+"""A team of threads that walks dispatch tables: asleep when idle, one of them when the machine is busy.
+
+A walk is one call of compiled code, which takes the turn, wakes the workers, does thread 0's part and gives the turn
+back: an exception between any two lines of Python leaves a team that walks. Between two walks a worker spins for a
+moment, so that the next one starts within a microsecond; then it sleeps in a semaphore and costs nothing. How many of
+the threads walk is up to `pace`: results do not depend on it, to the bit. A team that is replaced loses its workers;
+whoever still holds it walks with one thread.
+"""
+
+import atexit
+import ctypes
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from infer.backends.cpu.compiled import compiled_address
+from infer.backends.cpu.pace import Choice, Outcome, Pace
+from infer.backends.cpu.records import FLAG, JOB, MAX_THREADS, SEMAPHORE_BYTES, WALK
+from infer.backends.cpu.stacks import check_stack, start_worker
+from infer.backends.cpu.state import STATE, Words, field_index, field_offset, words_of
+from infer.backends.cpu.table import Walk, walk_address
+from infer.errors import InferError
+from infer.system.cores import default_num_threads
+
+_SPINS_AFTER_WALK = 3000  # pauses, 40 to 100 µs
+_LARGE_STEP = 16  # tokens; a larger one costs in proportion to them
+_JOB = {name: field_index(JOB, name) for name in JOB.fields or ()}
+_STATE = {name: field_index(STATE, name) for name in STATE.fields or ()}
+_WALK = {name: field_index(WALK, name) for name in WALK.fields or ()}
+
+_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_ssize_t)
+
+
+@final
+class _ThisThread(threading.local):
+    """What a thread may do: a walk that waits for it must not be asked to wait for another walk."""
+
+    may_walk = True
+    has_stack = False  # that is known to be large enough
+
+
+_this_thread = _ThisThread()
+
+
+def forbid_walks() -> None:
+    """For a thread of Python that walks wait for: from now on it gets an error instead of a deadlock."""
+    _this_thread.may_walk = False
+
+
+@final
+class Team:
+    """`num_threads` threads, the caller's own among them. Workers start with the first walk that needs them."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = min(num_threads, MAX_THREADS)
+        self._job = aligned(1, JOB)
+        self._job_words, self._job_at = words_of(self._job), self._job.ctypes.data
+        self._job_words[_JOB["walk"]] = walk_address()
+        _make_semaphore(self._job_at + field_offset(JOB, "turn"), 1)
+        for thread in range(1, self.num_threads):
+            _make_semaphore(self._job_at + field_offset(JOB, "semaphores") + SEMAPHORE_BYTES * thread, 0)
+        self._serve, self._run, self._close = (
+            _FUNCTION(compiled_address(f".walking:make_{name}", JOB)) for name in ("serve", "run", "close")
+        )
+        self._last: tuple[npt.NDArray[Any], Words, int] | None = None  # the state of the last walk
+        self._pace = Pace(self.num_threads)
+        self._workers: list[threading.Thread] = []
+        self._failure: str | None = None  # why there are no workers
+        self._clock = 0, 0.0  # cycles and seconds of all walks
+
+    def run(self, walk: Walk, state: npt.NDArray[Any], num_threads: int | None = None) -> None:
+        """Walk a table. `num_threads` insists; None is the team's size, or one while the machine is busy.
+
+        Raises InferError where a walk that runs waits for the caller: a function that it calls must start none. What
+        else is raised comes before the walk or after it: the next one works.
+        """
+        self._check_caller()
+        now = time.perf_counter()
+        choice = self._pace.choose(now) if num_threads is None else Choice(min(num_threads, self.num_threads))
+        last = self._last
+        if last is None or last[0] is not state:
+            last = self._last = (state, words_of(state), state.ctypes.data)
+        cycles, seconds = self._clock
+        words, rate = walk.words, cycles / seconds if seconds else 0.0
+        words[_WALK["patience"]] = int(choice.patience_seconds * rate)
+        if choice.num_threads > 1:
+            self._start_workers()
+        words[_WALK["has_run"]] = 0
+        while not words[_WALK["has_run"]]:  # a signal ends the wait for the turn
+            self._run(self._job_at, last[2], walk.address, choice.num_threads)
+        taken = (words[_WALK["ended"]] - words[_WALK["began"]]) / 1e9
+        self._clock = cycles + words[_WALK["cycles"]], seconds + taken
+        if num_threads is None and self.num_threads > 1:
+            self._learn(walk, last[1], choice, taken)
+
+    @property
+    def is_closed(self) -> bool:
+        return bool(self._job_words[_JOB["is_closed"]])
+
+    def close(self) -> None:
+        """When the walk that runs, if any, has ended, the workers leave."""
+        self._check_caller()
+        while not self.is_closed:
+            self._close(self._job_at, self._job_at, 0, 0)
+        for worker in self._workers:
+            if worker.is_alive():
+                worker.join()
+
+    def _check_caller(self) -> None:
+        if not _this_thread.has_stack:
+            check_stack()
+            _this_thread.has_stack = True
+        if self._job_words[_JOB["owner"]] == threading.get_ident() or not _this_thread.may_walk:
+            raise InferError(
+                "a constraint or callback ran the model, or an op, within a step that waits for it: "
+                "do that before or after the generation"
+            )
+
+    def _learn(self, walk: Walk, state: Words, choice: Choice, seconds: float) -> None:
+        tokens = max(state[_STATE["num_tokens"]], state[_STATE["num_wanted"]])
+        units, class_ = walk.words[_WALK["walked"]], tokens
+        if tokens > _LARGE_STEP:
+            units, class_ = units * tokens, _LARGE_STEP + tokens.bit_length()
+        total_cycles, total_seconds = self._clock
+        lost = state[_STATE["stalls"]] * total_seconds / max(1, total_cycles)
+        dismissed, ended = bool(state[_STATE["dismissed"]]), walk.words[_WALK["ended"]] / 1e9
+        self._pace.learn((walk.serial, class_), choice, Outcome(ended, seconds, lost, seconds / units, dismissed))
+
+    def _start_workers(self) -> None:
+        """Those that do not serve yet. One that was started twice, as an exception came in between, leaves at once.
+
+        Raises InferError where the system starts no more; those that were started leave.
+        """
+        if self._failure is not None:
+            raise InferError(self._failure)
+        if self.is_closed:
+            return
+        for thread in range(1, self.num_threads):
+            if self._job_words[_JOB["is_served"] + thread]:
+                continue
+            worker = threading.Thread(target=self._work, args=(thread,), name=f"infer-{thread}", daemon=True)
+            self._workers.append(worker)
+            try:
+                start_worker(worker)
+            except (RuntimeError, MemoryError) as error:
+                self.close()
+                self._failure = (
+                    f"the system starts {thread} of {self.num_threads} threads and no more "
+                    f"({str(error) or 'out of memory'}): use threads={thread} or fewer"
+                )
+                raise InferError(self._failure) from None
+
+    def _work(self, thread: int) -> None:
+        self._serve(self._job_at, self._job_at, thread, _SPINS_AFTER_WALK)
+
+
+def _make_semaphore(at: int, value: int) -> None:
+    library = ctypes.CDLL(None)
+    if sys.platform == "darwin":
+        create = library.dispatch_semaphore_create
+        create.restype, create.argtypes = ctypes.c_void_p, (ctypes.c_long,)
+        ctypes.c_void_p.from_address(at).value = create(value)
+    elif library.sem_init(ctypes.c_void_p(at), 0, ctypes.c_uint(value)):
+        raise OSError(ctypes.get_errno(), "sem_init failed")
+
+
+def aligned(count: int, dtype: np.dtype) -> npt.NDArray[Any]:
+    """Zeroed records that begin on a cache line."""
+    raw = np.zeros(count * dtype.itemsize + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + count * dtype.itemsize].view(dtype)
+
+
+@final
+class CurrentTeam:
+    """The process's team, and the number of threads that was asked for."""
+
+    def __init__(self) -> None:
+        self._requested: int | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """In a forked child the workers do not exist, and a thread that held the lock may not either."""
+        self._lock = threading.Lock()
+        self._team: Team | None = None
+
+    def get(self) -> Team:
+        current = self._team
+        if current is not None and not current.is_closed:
+            return current
+        with self._lock:
+            if self._team is None or self._team.is_closed:
+                self._team = Team(self._requested or default_num_threads())
+            return self._team
+
+    def replace(self, num_threads: int | None) -> None:
+        with self._lock:
+            self._requested = num_threads
+            if self._team is not None:
+                self._team.close()
+
+    def close(self) -> None:
+        """Before the interpreter takes away what the workers use."""
+        self.replace(1)
+
+
+_current = CurrentTeam()
+os.register_at_fork(after_in_child=_current.forget)
+atexit.register(_current.close)
+
+
+def team() -> Team:
+    """The process's team, created on first use with `default_num_threads()` or what `set_num_threads` said."""
+    return _current.get()
+
+
+def set_num_threads(num_threads: int) -> None:
+    """For all that runs from now on. Returns when the walk that runs, if any, has ended."""
+    _current.replace(num_threads)
+
+
+def publisher(flag: npt.NDArray[np.int64]) -> Callable[[], None]:
+    """What sets a flag that compiled code waits for: whoever sees it set sees all that was written before."""
+    publish = _FUNCTION(compiled_address(".walking:make_publish", FLAG))
+    return partial(publish, flag.ctypes.data, None, 0, 0)

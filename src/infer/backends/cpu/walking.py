@@ -1,0 +1,182 @@
+"""The threads' own loops, compiled: the walk over a table, a worker's life, the run of a walk, the end of all."""
+
+from collections.abc import Callable
+
+from numba import carray, njit
+
+from infer.backends.cpu import control, simd
+from infer.backends.cpu.records import JOB, MAX_THREADS, SEMAPHORE_BYTES, WALK
+from infer.backends.cpu.simd import load_i64, store_i64
+from infer.backends.cpu.state import STATE, field_offset
+
+_ROW_BYTES = 24
+_NUM_SPINS = 500
+_NUM_END_SPINS = 3000  # for the workers to finish
+_SHARE_SHIFT = 2  # of thread 0's time may go in waits: a quarter
+
+_BARRIER_AT, _DISMISSED_AT, _STALLS_AT = (field_offset(STATE, name) for name in ("barrier", "dismissed", "stalls"))
+_GENERATION, _FINISHED, _IS_CLOSED = (field_offset(JOB, name) for name in ("generation", "finished", "is_closed"))
+_SLEEPING, _SEEN, _IS_SERVED = (field_offset(JOB, name) for name in ("sleeping", "seen", "is_served"))
+_TURN, _SEMAPHORES = (field_offset(JOB, name) for name in ("turn", "semaphores"))
+_HAS_RUN, _BEGAN, _ENDED, _CYCLES = (field_offset(WALK, name) for name in ("has_run", "began", "ended", "cycles"))
+_STEP = 512
+
+
+@njit
+def wait_for_all(barrier, arrivals, spins):  # type: ignore[no-untyped-def]
+    """Return when the barrier has counted `arrivals`: the cycles lost if that took longer than a spin."""
+    control.atomic_add(barrier, 1)
+    for _ in range(spins):
+        if control.atomic_load(barrier) >= arrivals:
+            return 0
+        control.pause()
+    began = control.cycles()
+    while control.atomic_load(barrier) < arrivals:
+        control.yield_thread()
+    return control.cycles() - began
+
+
+def make_walk() -> Callable[..., None]:
+    """Alone, thread 0 still does each command in `num_threads` parts: what a later command reads stays the same."""
+
+    def walk(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
+        args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
+        state_address = simd.address_of(state_at)
+        barrier, dismissed = state_address + _BARRIER_AT, state_address + _DISMISSED_AT
+        arrivals, stalls, is_alone = 0, 0, num_threads == 1
+        first, end, started = thread, thread + 1, control.cycles()
+        for repeat in range(args.repeats):
+            for index in range(args.again if repeat > 0 else 0, args.num_rows):
+                row = args.rows + _ROW_BYTES * index
+                began = control.cycles() if args.times != 0 else 0
+                for part in range(first, end):
+                    control.call_command(load_i64(row), load_i64(row + 8), state_address, part, num_threads)
+                flag = load_i64(row + 16)
+                if not is_alone and (flag == 1 or (flag == 2 and max(state.num_tokens, state.num_wanted) > 1)):
+                    arrivals += num_threads
+                    beyond = stalls - args.patience if thread == 0 and args.patience != 0 else 0
+                    if beyond > 0 and beyond > (control.cycles() - started) >> _SHARE_SHIFT:
+                        control.atomic_store(dismissed, arrivals)  # before its own arrival: all see it after this one
+                    stalls += wait_for_all(barrier, arrivals, _NUM_SPINS)
+                    if control.atomic_load(dismissed) == arrivals:
+                        is_alone, first, end = True, 0, num_threads
+                if args.times != 0 and thread == 0:
+                    at = args.times + 8 * index
+                    store_i64(at, load_i64(at) + control.cycles() - began)
+                if is_alone and thread != 0:
+                    break
+            if thread == 0:
+                args.walked = repeat + 1 if args.again == 0 else 1
+            if is_alone and thread != 0:
+                break
+            if args.stop != 0:
+                is_stopped = load_i64(args.stop) != 0
+                if not is_alone:  # nobody begins the next repeat, and sets it anew, before all have looked
+                    arrivals += num_threads
+                    stalls += wait_for_all(barrier, arrivals, _NUM_SPINS)
+                if is_stopped:
+                    break
+        if stalls != 0:
+            control.atomic_add(state_address + _STALLS_AT, stalls)
+
+    return walk
+
+
+def make_serve() -> Callable[..., None]:
+    """A worker's whole life: walk whenever the generation moves, sleep when nothing came for a while, leave when the
+    team is closed. A second worker for the same thread leaves at once."""
+
+    def serve(job_at, state_at, thread, spins):  # type: ignore[no-untyped-def]
+        job, base = carray(job_at, 1)[0], simd.address_of(job_at)
+        sleeping, seen = base + _SLEEPING + 8 * thread, base + _SEEN + 8 * thread
+        if control.atomic_exchange(base + _IS_SERVED + 8 * thread, 1) != 0:
+            return
+        idle = 0
+        while control.atomic_load(base + _IS_CLOSED) == 0:
+            generation = control.atomic_load(base + _GENERATION)
+            if generation != control.atomic_load(seen):
+                control.atomic_store(seen, generation)
+                num_threads = generation % _STEP
+                if thread < num_threads:
+                    control.call_command(job.walk, job.arguments, job.state, thread, num_threads)
+                    control.atomic_add(base + _FINISHED, 1)
+                idle = 0
+            elif idle < spins:
+                idle += 1
+                control.pause()
+            else:
+                control.atomic_exchange(sleeping, 1)
+                is_same = control.atomic_load(base + _GENERATION) == generation
+                is_needed = is_same and control.atomic_load(base + _IS_CLOSED) == 0
+                if is_needed or control.atomic_exchange(sleeping, 0) == 0:  # who takes our flag posts
+                    while control.wait_semaphore(base + _SEMAPHORES + SEMAPHORE_BYTES * thread) != 0:
+                        pass
+                idle = 0
+
+    return serve
+
+
+def make_run() -> Callable[..., None]:
+    """All of a walk in one call, so that nothing can come between its parts: wait for the turn, tell and wake the
+    workers, do thread 0's part, wait for the workers, give the turn to the next."""
+
+    def run(job_at, state_at, arguments_at, num_threads):  # type: ignore[no-untyped-def]
+        job, base = carray(job_at, 1)[0], simd.address_of(job_at)
+        state, state_address = carray(state_at, 1)[0], simd.address_of(state_at)
+        store_i64(arguments_at + _HAS_RUN, 0)
+        if control.wait_semaphore_briefly(base + _TURN) != 0:
+            return
+        job.owner = control.thread_id()
+        if control.atomic_load(base + _IS_CLOSED) != 0:
+            num_threads = 1
+        state.barrier, state.dismissed, state.stalls = 0, 0, 0
+        job.arguments, job.state, job.finished, job.num_threads = arguments_at, state_address, 0, num_threads
+        if num_threads > 1:
+            walks = control.atomic_load(base + _GENERATION) // _STEP
+            control.atomic_exchange(base + _GENERATION, (walks + 1) * _STEP + num_threads)
+            for thread in range(1, num_threads):
+                if control.atomic_exchange(base + _SLEEPING + 8 * thread, 0) != 0:
+                    control.post_semaphore(base + _SEMAPHORES + SEMAPHORE_BYTES * thread)
+        store_i64(arguments_at + _BEGAN, control.nanoseconds())
+        began = control.cycles()
+        control.call_command(job.walk, arguments_at, state_address, 0, num_threads)
+        waited = 0
+        while control.atomic_load(base + _FINISHED) < num_threads - 1:
+            waited += 1
+            if waited < _NUM_END_SPINS:
+                control.pause()
+            else:
+                control.yield_thread()
+        store_i64(arguments_at + _CYCLES, control.cycles() - began)
+        store_i64(arguments_at + _ENDED, control.nanoseconds())
+        store_i64(arguments_at + _HAS_RUN, 1)
+        job.owner = 0
+        control.post_semaphore(base + _TURN)
+
+    return run
+
+
+def make_close() -> Callable[..., None]:
+    """Send the workers away, when the walk that runs, if any, has ended. Leaves 1 in `is_closed`, 0 if a signal came
+    before."""
+
+    def close(job_at, state_at, unused, also_unused):  # type: ignore[no-untyped-def]
+        base = simd.address_of(job_at)
+        if control.wait_semaphore_briefly(base + _TURN) != 0:
+            return
+        control.atomic_exchange(base + _IS_CLOSED, 1)
+        for thread in range(1, MAX_THREADS):
+            if control.atomic_exchange(base + _SLEEPING + 8 * thread, 0) != 0:
+                control.post_semaphore(base + _SEMAPHORES + SEMAPHORE_BYTES * thread)
+        control.post_semaphore(base + _TURN)
+
+    return close
+
+
+def make_publish() -> Callable[..., None]:
+    """Set a flag to 1 for another thread, which then sees what was written before."""
+
+    def publish(flag_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
+        control.atomic_exchange(simd.address_of(flag_at), 1)
+
+    return publish

@@ -1,0 +1,28 @@
+"""Kernels in Triton for CUDA: what each op has of its own so far; the others are `reference`'s, taken by name.
+
+Importing it loads Triton. With TRITON_INTERPRET=1 set before that, the same kernels run on CPU tensors, slowly.
+"""
+
+from infer.backends.cuda.sampler import choose_tokens
+from infer.backends.reference import (
+    attend,
+    attention_weights,
+    embed,
+    head,
+    norm_gate,
+    norm_project,
+    prepare,
+    project_add,
+)
+
+__all__ = [
+    "attend",
+    "attention_weights",
+    "choose_tokens",
+    "embed",
+    "head",
+    "norm_gate",
+    "norm_project",
+    "prepare",
+    "project_add",
+]

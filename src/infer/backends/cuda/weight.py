@@ -1,0 +1,35 @@
+"""`sampling.weight` on the GPU: eᵈ × 2⁴² as an integer, from the same float64 operations in the same order.
+
+Kernels that use it are compiled with `enable_fp_fusion=False`.
+"""
+
+import triton
+import triton.language as tl
+
+from infer.sampling import weight_constants
+
+LOWEST = tl.constexpr(weight_constants.LOWEST)
+LOG2_E = tl.constexpr(weight_constants.LOG2_E)
+ROUNDER = tl.constexpr(weight_constants.ROUNDER)
+LN2_HIGH = tl.constexpr(weight_constants.LN2_HIGH)
+LN2_LOW = tl.constexpr(weight_constants.LN2_LOW)
+TAYLOR = tl.constexpr(weight_constants.TAYLOR)
+EXPONENT = tl.constexpr(1023 + weight_constants.WEIGHT_BITS)
+
+
+@triton.jit
+def weights(logits, largest):
+    d = tl.maximum(logits.to(tl.float64) - largest.to(tl.float64), LOWEST)
+    n = (d * LOG2_E + ROUNDER) - ROUNDER
+    r = (d - n * LN2_HIGH) - n * LN2_LOW
+    p = r * TAYLOR[0] + TAYLOR[1]
+    for i in tl.static_range(2, 12):
+        p = p * r + TAYLOR[i]
+    scale = ((n.to(tl.int64) + EXPONENT) << 52).to(tl.float64, bitcast=True)
+    return ((p * scale + ROUNDER) - ROUNDER).to(tl.int64)
+
+
+@triton.jit
+def goal_of(total, top_p):
+    """`target`, and at least what keeps the largest token."""
+    return tl.maximum((top_p - 1e-7) * total.to(tl.float64), 0.5)

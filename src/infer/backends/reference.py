@@ -1,0 +1,239 @@
+"""Every op in plain torch: the definition of correct, on any device.
+
+Written to be read. Weights are dequantised where they are used, attention sees one row at a time.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from infer.architecture import Activation
+from infer.operands.step import Step
+from infer.operands.weights import (
+    ConvertedWeight,
+    Heads,
+    Norm,
+    Projection,
+    RopeTable,
+    StoredWeight,
+    UnreadWeight,
+    Weight,
+)
+from infer.quantization.ggml_blocks import dequantize
+from infer.quantization.kv_formats import BLOCK_POSITIONS
+from infer.quantization.kv_layout import (
+    LayerCache,
+    Pages,
+    decode_keys,
+    decode_values,
+    encode_keys,
+    encode_values,
+    key_parts,
+    value_parts,
+)
+from infer.sampling import sampler
+from infer.sampling.columns import Rows
+from infer.sampling.history import History
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+    "gelu_sigmoid": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "relu_squared": lambda x: F.relu(x).square(),
+}
+
+
+def prepare(projection: Projection, device: torch.device, precision: str = "exact") -> Projection:
+    """Activations are floats here, whatever the precision."""
+
+    def move(weight: Weight) -> StoredWeight:
+        assert isinstance(weight, StoredWeight | UnreadWeight | ConvertedWeight)
+        whole = weight.rows(0, weight.out_features)
+        return StoredWeight(whole.type, whole.shape, whole.data.to(device))
+
+    bias = None if projection.bias is None else projection.bias.to(device)
+    return Projection(tuple(map(move, projection.parts)), bias)
+
+
+def embed(table: Weight, token_ids: Int[Tensor, "tokens"], scale: float) -> Float[Tensor, "tokens hidden"]:
+    assert isinstance(table, StoredWeight)
+    return dense(StoredWeight(table.type, (len(token_ids), table.in_features), table.data[token_ids])) * scale
+
+
+def norm_project(
+    x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection
+) -> Float[Tensor, "tokens out"]:
+    return project(x if norm is None else normalize(x, norm), projection)
+
+
+def attend(
+    qkv: Float[Tensor, "tokens out"],
+    heads: Heads,
+    layer: LayerCache,
+    step: Step,
+) -> Float[Tensor, "tokens heads_dim"]:
+    counts = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
+    q, k, v = torch.split(qkv.view(len(qkv), -1, heads.head_dim), counts, dim=1)
+    pages, kv_type = layer.pages, layer.kv_type
+    q, far = rotate_queries(q, heads, pages, step)
+    k = rotate(k, heads.k_norm, heads.rope, step)
+    slots = step.positions - pages.shifts[step.rows]
+    all_keys, all_values = key_parts(layer.keys, kv_type), value_parts(layer.values, kv_type)
+    for parts, new in ((all_keys, encode_keys(k, kv_type)), (all_values, encode_values(v, kv_type))):
+        for part, stored in zip(parts, new, strict=True):
+            part[:, *place(pages, step.rows, slots)] = stored.transpose(0, 1)
+
+    out = torch.empty_like(q)
+    for row in sorted(set(step.rows.tolist())):
+        mine = step.rows == row
+        seen = visible(pages, row, slots[mine])
+        held = seen.any(0).nonzero().flatten()  # the pages of what nobody sees may be another row's
+        where = place(pages, torch.full_like(held, row), held)
+        row_keys, row_values = (tuple(part[:, *where] for part in parts) for parts in (all_keys, all_values))
+        decoded = decode_keys(row_keys, kv_type).to(q.dtype), decode_values(row_values, kv_type).to(q.dtype)
+        are_sinks = held < pages.sinks[row]
+        out[mine] = attend_row((q[mine], far[mine]), *decoded, seen[:, held], are_sinks, heads)
+    return out.flatten(1)
+
+
+def attention_weights(
+    qkv: Float[Tensor, "tokens out"], heads: Heads, layer: LayerCache, step: Step
+) -> Float[Tensor, "kv_heads group tokens slots"]:
+    q = qkv.view(len(qkv), -1, heads.head_dim)[:, : heads.num_heads]
+    row, pages = int(step.rows[0]), layer.pages
+    seen = visible(pages, row, step.positions - pages.shifts[row])
+    slots = torch.arange(seen.shape[1], device=q.device)
+    where = place(pages, torch.full_like(slots, row), slots)
+    stored = tuple(part[:, *where] for part in key_parts(layer.keys, layer.kv_type))
+    keys = decode_keys(stored, layer.kv_type).to(q.dtype)
+    return attention_shares(rotate_queries(q, heads, pages, step), keys, seen, slots < pages.sinks[row], heads)
+
+
+def place(
+    pages: Pages, rows: Int[Tensor, "slots"], slots: Int[Tensor, "slots"]
+) -> tuple[Int[Tensor, "slots"], Int[Tensor, "slots"]]:
+    """The block of each slot, and where in it the slot is."""
+    blocks_per_page = pages.page_tokens // BLOCK_POSITIONS
+    blocks = pages.table[rows, slots // pages.page_tokens] * blocks_per_page
+    return blocks + slots % pages.page_tokens // BLOCK_POSITIONS, slots % BLOCK_POSITIONS
+
+
+def attend_row(
+    queries: tuple[Float[Tensor, "tokens heads dim"], Float[Tensor, "tokens heads dim"]],
+    keys: Float[Tensor, "kv_heads positions dim"],
+    values: Float[Tensor, "kv_heads positions dim"],
+    seen: Bool[Tensor, "tokens positions"],
+    are_sinks: Bool[Tensor, "positions"],
+    heads: Heads,
+) -> Float[Tensor, "tokens heads dim"]:
+    shares = attention_shares(queries, keys, seen, are_sinks, heads)
+    return torch.einsum("kgtp,kpd->tkgd", shares, values).flatten(1, 2)
+
+
+def attention_shares(
+    queries: tuple[Float[Tensor, "tokens heads dim"], Float[Tensor, "tokens heads dim"]],
+    keys: Float[Tensor, "kv_heads positions dim"],
+    seen: Bool[Tensor, "tokens positions"],
+    are_sinks: Bool[Tensor, "positions"],
+    heads: Heads,
+) -> Float[Tensor, "kv_heads group tokens positions"]:
+    # Several query heads share one of keys and values.
+    grouped = (q.view(len(q), keys.shape[0], -1, q.shape[-1]) for q in queries)
+    near, far = (torch.einsum("tkgd,kpd->kgtp", q, keys) for q in grouped)
+    scores = softcapped(torch.where(are_sinks, far, near).mul(heads.scale), heads.softcap)
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1)
+
+
+def rotate_queries(
+    q: Float[Tensor, "tokens heads dim"], heads: Heads, pages: Pages, step: Step
+) -> tuple[Float[Tensor, "tokens heads dim"], Float[Tensor, "tokens heads dim"]]:
+    """As they see the window, and as they see the sinks."""
+    near = rotate(q, heads.q_norm, heads.rope, step)
+    if pages.furthest is None:
+        return near, near
+    step = replace(step, positions=step.positions.clamp(max=pages.furthest))
+    return near, rotate(q, heads.q_norm, heads.rope, step)
+
+
+def softcapped(x: Float[Tensor, "*shape"], cap: float | None) -> Float[Tensor, "*shape"]:
+    return x if cap is None else cap * torch.tanh(x / cap)
+
+
+def visible(pages: Pages, row: int, slots: Int[Tensor, "tokens"]) -> Bool[Tensor, "tokens slots"]:
+    """Which of its row's slots, from the first on, each token sees."""
+    held, own = torch.arange(int(slots.max()) + 1, device=slots.device), slots[:, None]
+    seen, window = held <= own, int(pages.windows[row])
+    return seen if window == 0 else seen & ((held < pages.sinks[row]) | (held > own - window))
+
+
+def project_add(
+    residual: Float[Tensor, "tokens hidden"],
+    x: Float[Tensor, "tokens in"],
+    projection: Projection,
+    post_norm: Norm | None,
+) -> Float[Tensor, "tokens hidden"]:
+    y = project(x, projection)
+    return residual + (y if post_norm is None else normalize(y, post_norm))
+
+
+def norm_gate(
+    x: Float[Tensor, "tokens hidden"], norm: Norm | None, gate_up: Projection, activation: Activation
+) -> Float[Tensor, "tokens intermediate"]:
+    gate, up = norm_project(x, norm, gate_up).chunk(2, dim=-1)
+    return _ACTIVATIONS[activation](gate) * up
+
+
+def head(
+    x: Float[Tensor, "tokens hidden"],
+    wanted: Int[Tensor, "wanted"],
+    norm: Norm,
+    projection: Projection,
+    softcap: float | None = None,
+) -> Float[Tensor, "wanted vocab"]:
+    return softcapped(project(normalize(x[wanted], norm), projection).float(), softcap)
+
+
+def choose_tokens(
+    logits: Float[Tensor, "rows vocab"],
+    rows: Rows,
+    history: History | None,
+    positions: Int[Tensor, "rows"],
+    allowed: Int[Tensor, "rows words"] | None = None,
+) -> Int[Tensor, "rows"]:
+    return sampler.choose_tokens(logits, rows, history, positions, allowed)
+
+
+def project(x: Float[Tensor, "*rows in"], projection: Projection) -> Float[Tensor, "*rows out"]:
+    y = torch.cat([F.linear(x, dense(part).to(x.dtype)) for part in projection.parts], dim=-1)
+    return y if projection.bias is None else y + projection.bias.to(y.dtype)
+
+
+def normalize(x: Float[Tensor, "*rows hidden"], norm: Norm) -> Float[Tensor, "*rows hidden"]:
+    wide = x.float()
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+    return (scaled * norm.weight.float()).to(x.dtype)
+
+
+def rotate(
+    x: Float[Tensor, "tokens heads dim"], norm: Norm | None, rope: RopeTable | None, step: Step
+) -> Float[Tensor, "tokens heads dim"]:
+    if norm is not None:
+        x = normalize(x.flatten(1), norm).view_as(x) if len(norm.weight) > x.shape[-1] else normalize(x, norm)
+    if rope is None:
+        return x
+    cos, sin = rope.cos[step.positions, None].to(x.dtype), rope.sin[step.positions, None].to(x.dtype)
+    half = cos.shape[-1]
+    first, second, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
+def dense(weight: Weight) -> Float[Tensor, "out in"]:
+    assert isinstance(weight, StoredWeight)
+    return weight.data if weight.data.is_floating_point() else dequantize(weight.data, weight.type)

@@ -1,0 +1,57 @@
+"""Plain torch on any device that it has: `reference` for every op, nothing captured."""
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from infer.backends import host_memory, reference
+from infer.backends.base import Backend
+
+_KV_TYPE_BY_DTYPE = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+
+
+class TorchBackend(Backend):
+    """What other backends begin with."""
+
+    @property
+    def kernels(self) -> ModuleType:
+        return reference
+
+    def description(self) -> str:
+        if self.computes_on_host:
+            return "plain torch"
+        properties = torch.cuda.get_device_properties(self.device)
+        major, minor = properties.major, properties.minor
+        return f"{properties.name}, sm_{major}{minor}, {properties.total_memory / 2**30:.0f} GiB"
+
+    @property
+    def computes_on_host(self) -> bool:
+        return self.device.type == "cpu"
+
+    def activation_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
+        return torch.float32 if self.computes_on_host else dtype or torch.bfloat16
+
+    def kv_type(self, dtype: torch.dtype | None) -> str:
+        """On a CPU in 16 bits, which cost a mean KL of less than 1e-6, but whole where all is asked for in float32."""
+        if self.computes_on_host and dtype is None:
+            return "f16"
+        return _KV_TYPE_BY_DTYPE[self.activation_dtype(dtype)]
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if self.computes_on_host:
+            return host_memory.zeros(shape, dtype)
+        return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
+
+    def give_back(self, memory: Tensor, first: int, count: int) -> None:
+        if self.computes_on_host:
+            host_memory.give_back(memory, first, count)
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def make(device: torch.device) -> TorchBackend:
+    return TorchBackend(device)

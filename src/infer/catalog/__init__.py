@@ -1,0 +1,1 @@
+"""What models there are, and what is in one."""

@@ -1,0 +1,195 @@
+"""What a model is, from its headers: its network layer by layer, its tokenizer, its defaults, its memory. No torch."""
+
+import json
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from infer.architecture import Architecture, Layer, Rope
+from infer.checkpoint import Checkpoint, open_checkpoint
+from infer.checkpoint.generation_config import defaults_of
+from infer.model.families import make_architecture
+from infer.model.memory import LoadSettings, cache_bytes_per_token, loaded_types, weight_bytes, weights_by_type
+from infer.model.tensors import check_tensors, expected_shapes
+from infer.quantization.kv_formats import KV_TYPES, QUANTIZED, VALUES_PER_SCALE
+from infer.tokenizer import Tokenizer
+from infer.tokenizer.gguf_vocabulary import TokenType
+from infer.tokenizer.value_checks import check_metadata
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers that are the same; `values` are those that not all layers share."""
+
+    layers: tuple[int, ...]
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TokenizerSummary:
+    kind: str
+    pre_tokenizer: str
+    vocab_size: int
+    num_special_tokens: int
+    adds_bos: bool
+    bos: str | None
+    ends: Mapping[int, str]  # the ids that end an answer
+    templates: tuple[str, ...]  # names of the chat templates
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    type: str
+    num_tensors: int
+    num_values: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    kv_type: str
+    bytes_per_1000_tokens: int
+    bytes_per_1000_tokens_beyond_windows: int  # where layers with a window of their own have filled it
+
+
+@dataclass(frozen=True)
+class Explanation:
+    name: str
+    path: str
+    file_format: str
+    file_bytes: int
+    num_parameters: int
+    architecture: Mapping[str, Any]
+    common: Mapping[str, Any]  # what all layers share
+    layer_groups: tuple[LayerGroup, ...]
+    tokenizer: TokenizerSummary
+    sampling_defaults: Mapping[str, Any]
+    weights: tuple[StoredWeights, ...]
+    weight_bytes: int  # in memory
+    cache: tuple[CacheSize, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def explain(model: str | Path) -> Explanation:
+    """Raises what loading the model would: a family, a tensor or a tokenizer that we do not run."""
+    checkpoint = open_checkpoint(model)
+    architecture = make_architecture(checkpoint.config)
+    check_tensors(expected_shapes(architecture), checkpoint.tensors)
+    weights = tuple(StoredWeights(*row) for row in weights_by_type(checkpoint.tensors))
+    common, groups = group_layers(architecture.layers)
+    return Explanation(
+        name=str(model),
+        path=str(checkpoint.path),
+        file_format="safetensors" if checkpoint.path.is_dir() else "GGUF",
+        file_bytes=sum(file.size for file in checkpoint.files),
+        num_parameters=sum(each.num_values for each in weights),
+        architecture={
+            field.name: getattr(architecture, field.name) for field in fields(Architecture) if field.name != "layers"
+        },
+        common=common,
+        layer_groups=groups,
+        tokenizer=_summarize(checkpoint),
+        sampling_defaults=dict(defaults_of(checkpoint)),
+        weights=weights,
+        weight_bytes=weight_bytes(architecture, loaded_types(architecture, checkpoint.tensors, LoadSettings())),
+        cache=tuple(_cache_size(architecture.layers, kv_type) for kv_type in _kv_types(architecture.layers)),
+    )
+
+
+def group_layers(layers: Sequence[Layer]) -> tuple[dict[str, Any], tuple[LayerGroup, ...]]:
+    """What all layers share, and the layers by what they do not, in the order of the first of each."""
+    values = [{field.name: _plain(getattr(layer, field.name)) for field in fields(Layer)} for layer in layers]
+    common = {name: value for name, value in values[0].items() if all(each[name] == value for each in values)}
+    groups: dict[Layer, list[int]] = {}
+    for index, layer in enumerate(layers):
+        groups.setdefault(layer, []).append(index)
+    return common, tuple(
+        LayerGroup(tuple(indices), {name: x for name, x in values[indices[0]].items() if name not in common})
+        for indices in groups.values()
+    )
+
+
+def _plain(value: Any) -> Any:
+    return _rope(value) if isinstance(value, Rope) else value
+
+
+def _rope(rope: Rope) -> dict[str, Any]:
+    """A table of factors as the least and the largest: who wants them all has the file."""
+    found: dict[str, Any] = {"theta": rope.theta, "dim": rope.dim}
+    if rope.frequency_factors is not None:
+        found["frequency_factors"] = [min(rope.frequency_factors), max(rope.frequency_factors)]
+    if rope.attention_factor != 1.0:
+        found["attention_factor"] = rope.attention_factor
+    if rope.long is not None:
+        found["other_beyond"] = rope.long.beyond
+    return found
+
+
+def _kv_types(layers: Sequence[Layer]) -> Iterator[str]:
+    """Those that the network's heads can be stored in."""
+    for kv_type in KV_TYPES:
+        if kv_type not in QUANTIZED or all(layer.head_dim % VALUES_PER_SCALE == 0 for layer in layers):
+            yield kv_type
+
+
+def _cache_size(layers: Sequence[Layer], kv_type: str) -> CacheSize:
+    whole, beyond = cache_bytes_per_token(layers, kv_type)
+    return CacheSize(kv_type, 1000 * whole, 1000 * beyond)
+
+
+def _summarize(checkpoint: Checkpoint) -> TokenizerSummary:
+    metadata = checkpoint.metadata
+    if metadata:
+        check_metadata(metadata)
+        reduced, ids = _without_words(metadata)
+        tokenizer = Tokenizer.from_gguf(reduced)
+        kind, vocab_size = str(metadata.get("tokenizer.ggml.model")), len(metadata["tokenizer.ggml.tokens"])
+        cut = "▁" if kind == "llama" else str(metadata.get("tokenizer.ggml.pre", "default"))
+    else:
+        tokenizer = Tokenizer.from_folder(checkpoint.path)
+        vocab_size = tokenizer.backend.get_vocab_size(with_added_tokens=True)
+        kind, ids = type(tokenizer.backend.model).__name__, range(vocab_size)
+        cut = ", ".join(_pre_tokenizer_names(tokenizer)) or "none"
+    backend = tokenizer.backend
+    return TokenizerSummary(
+        kind=kind,
+        pre_tokenizer=cut,
+        vocab_size=vocab_size,
+        num_special_tokens=len(tokenizer.special_token_ids),
+        adds_bos=tokenizer.adds_bos,
+        bos=None if tokenizer.bos_token_id is None else backend.id_to_token(tokenizer.bos_token_id),
+        ends={ids[index]: str(backend.id_to_token(index)) for index in sorted(tokenizer.eos_token_ids)},
+        templates=tokenizer.chat_template_names,
+    )
+
+
+def _without_words(metadata: Mapping[str, Any]) -> tuple[dict[str, Any], Sequence[int]]:
+    """The metadata of a tokenizer that has only what is no plain word, and the ids that its tokens had: to make the
+    words and merges of a large vocabulary takes seconds, and they say nothing of how a text begins and ends."""
+    is_marked = metadata.get("tokenizer.ggml.model") == "llama"
+    model = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "default"} if is_marked else {}
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", is_marked)
+    reduced = {**metadata, **model, "tokenizer.ggml.merges": [], "tokenizer.ggml.add_bos_token": adds_bos}
+    texts, types = (metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
+    if not isinstance(texts, list) or not isinstance(types, list) or len(texts) != len(types):
+        return reduced, range(len(texts) if isinstance(texts, list) else 0)
+    named = {key: x for key, x in metadata.items() if key.endswith("_token_id") and x in range(len(texts))}
+    kept = {index for index, kind in enumerate(types) if kind != TokenType.NORMAL or texts[index][:1] in ("<", "[")}
+    ids = sorted(kept | set(named.values()))
+    reduced |= {key: bisect_left(ids, token_id) for key, token_id in named.items()}
+    for name, values in (("tokens", texts), ("token_type", types)):
+        reduced[f"tokenizer.ggml.{name}"] = [values[index] for index in ids]
+    return reduced, ids
+
+
+def _pre_tokenizer_names(tokenizer: Tokenizer) -> Iterator[str]:
+    pre_tokenizer = tokenizer.backend.pre_tokenizer
+    if pre_tokenizer is None:
+        return
+    state = json.loads(pre_tokenizer.__getstate__())
+    for part in state.get("pretokenizers", [state]):
+        yield part["type"]

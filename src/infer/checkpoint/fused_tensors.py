@@ -1,0 +1,56 @@
+"""Tensors that hold several of ours, one below the other: q, k and v; gate and up. They are taken apart by rows."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Any
+
+from infer.checkpoint.tensor_info import TensorInfo
+from infer.errors import ModelFormatError
+from infer.quantization.ggml_types import BLOCK_TYPES
+
+_PARTS = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
+
+
+def taken_apart(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> dict[str, TensorInfo]:
+    """The same tensors by our names, without fused ones. ModelFormatError where rows cannot be shared out."""
+    found: dict[str, TensorInfo] = {}
+    for name, info in tensors.items():
+        module, _, kind = name.rpartition(".")
+        fused = next((end for end in _PARTS if module.endswith(f".{end}")), None)
+        if fused is None:
+            found[name] = info
+            continue
+        shares = _shares(config) if fused == "self_attn.qkv_proj" else (1, 1)
+        for part, rows in zip(_PARTS[fused], _rows(info, shares), strict=True):
+            found[f"{module.removesuffix(fused)}{part}.{kind}"] = _between(info, *rows)
+    return found
+
+
+def _shares(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """How many heads' rows are q's, k's and v's."""
+    heads = config.get("num_attention_heads")
+    kv_heads = config.get("num_key_value_heads") or heads
+    if not isinstance(heads, int) or not isinstance(kv_heads, int) or heads < 1 or kv_heads < 1:
+        return (1, 1, 1)  # the family says what is wrong with the config
+    return (heads, kv_heads, kv_heads)
+
+
+def _rows(info: TensorInfo, shares: Sequence[int]) -> list[tuple[int, int]]:
+    total = info.shape[0] if info.shape else 0
+    if not total or total % sum(shares):
+        problem = f"expected rows for {sum(shares)} equal parts, got the shape {info.shape}"
+        raise ModelFormatError(info.path, f"tensor {info.name!r:.80}", problem)
+    ends = [total // sum(shares) * end for end in accumulate(shares, initial=0)]
+    return list(pairwise(ends))
+
+
+def _between(info: TensorInfo, first: int, end: int) -> TensorInfo:
+    kind, columns = BLOCK_TYPES[info.type], info.shape[1:]
+    row_bytes = kind.row_bytes(columns[-1]) * prod(columns[:-1]) if columns else kind.block_bytes
+    shape, num_bytes = (end - first, *columns), (end - first) * row_bytes
+    return replace(info, shape=shape, offset=info.offset + first * row_bytes, num_bytes=num_bytes)

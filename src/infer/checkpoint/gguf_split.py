@@ -1,0 +1,73 @@
+"""A GGUF model in several files, as llama.cpp's gguf-split writes it: naming any of them opens all.
+
+The files are `NAME-00001-of-00003.gguf` and so on. `split.no` (from 0) and `split.count` stand in each, the model's
+own metadata in the first, and `split.tensors.count` says how many tensors all of them hold.
+"""
+
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any, NoReturn, TypeVar
+
+from infer.checkpoint.gguf import GGUFFile, read_gguf
+from infer.checkpoint.tensor_info import TensorInfo
+from infer.errors import ModelError, ModelFormatError
+
+AnyPath = TypeVar("AnyPath", Path, PurePosixPath)
+MAX_PARTS = 1000
+_PART = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+def part_paths(path: AnyPath) -> list[AnyPath]:
+    """All files of the model that a part's name belongs to, in order; [path] where it is no part's name."""
+    match = _PART.fullmatch(path.name)
+    if match is None or int(match["count"]) > MAX_PARTS:
+        return [path]
+    count = int(match["count"])
+    return [path.with_name(f"{match['name']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+
+
+def read_whole_gguf(path: Path) -> GGUFFile:
+    """The file, and those that it is a part of a model with. ModelError that lists the parts that are missing."""
+    named = read_gguf(path)
+    count = named.metadata.get("split.count", 1)
+    if type(count) is not int or count < 0:
+        raise ModelFormatError(path, "split.count", f"expected a number of files, got {count!r:.60}")
+    if count <= 1:
+        return named
+    paths = part_paths(path)
+    if len(paths) != count or path not in paths:
+        raise ModelError(
+            f"{path.name} is one of {count} parts of a model, whose names end in -00001-of-{count:05}.gguf and so on: "
+            "give the files their names back, or join them with llama-gguf-split --merge"
+        )
+    missing = [part.name for part in paths if not part.is_file()]
+    if missing:
+        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        raise ModelError(f"{path.name} is one of {count} parts of a model: {shown} must lie beside it in {path.parent}")
+    return _joined([named if part == path else read_gguf(part) for part in paths])
+
+
+def _joined(parts: list[GGUFFile]) -> GGUFFile:
+    first = parts[0]
+    tensors: dict[str, TensorInfo] = {}
+    for number, part in enumerate(parts):
+        _check(part, "split.count", len(parts))
+        _check(part, "split.no", number)
+        twice = sorted(tensors.keys() & part.tensors.keys())
+        if twice:
+            raise ModelFormatError(part.path, f"tensor {twice[0]!r:.80}", "is in another part of the model, too")
+        tensors |= part.tensors
+    expected = first.metadata.get("split.tensors.count", len(tensors))
+    if expected != len(tensors):
+        _fail(first, "split.tensors.count", f"{expected!r:.60} tensors, the parts hold {len(tensors)}")
+    return GGUFFile(first.path, first.metadata, tensors, tuple(file for part in parts for file in part.files))
+
+
+def _check(part: GGUFFile, key: str, expected: int) -> None:
+    value: Any = part.metadata.get(key)
+    if type(value) is not int or value != expected:
+        _fail(part, key, f"{expected} of a part of this name, got {value!r:.60}")
+
+
+def _fail(part: GGUFFile, key: str, problem: str) -> NoReturn:
+    raise ModelFormatError(part.path, key, f"expected {problem}: the parts are not of one model")

@@ -1,0 +1,104 @@
+"""Makes weights of what lies in a file, undoes what formats do to them, and hands them out by our names.
+
+Two things are undone: llama.cpp's order of the rows of q and k, and Gemma's norms kept as w where 1 + w is meant.
+Values of one axis (norms, biases) come out as float32.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infer.checkpoint.tensor_info import TensorInfo
+from infer.errors import ModelError
+from infer.operands.weights import FileWeight, StoredWeight, UnreadWeight
+from infer.quantization.ggml_blocks import dequantize
+from infer.quantization.ggml_types import BLOCK_TYPES
+
+_DTYPE_BY_TYPE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class LazyWeights(Mapping[str, FileWeight]):
+    """Weights that are made when they are asked for."""
+
+    tensors: Mapping[str, TensorInfo]
+
+    def __getitem__(self, name: str) -> FileWeight:
+        """A matrix still lies in its file, whatever else is read at once. ModelError where that fails."""
+        info = self.tensors[name]
+        if len(info.shape) == 2 and info.num_bytes:
+            return _unread(info)
+        weight = read_weight(info)
+        if len(info.shape) == 1:
+            weight = as_float32(weight, info.added)
+        return in_half_order(weight, info.num_paired_heads) if info.num_paired_heads else weight
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
+def read_weight(info: TensorInfo) -> StoredWeight:
+    """What the file has, a copy of it."""
+    return StoredWeight(info.type, info.shape, _read(info, info.shape, 0, info.num_bytes))
+
+
+def _unread(info: TensorInfo) -> UnreadWeight:
+    num_rows, num_columns = info.shape
+    row_bytes = info.num_bytes // num_rows
+
+    def read(first: int, last: int) -> Tensor:
+        return _read(info, (last - first, num_columns), first * row_bytes, (last - first) * row_bytes)
+
+    if not info.num_paired_heads:
+        return UnreadWeight(info.type, info.shape, read)
+    head_rows = num_rows // info.num_paired_heads
+
+    def read_in_half_order(first: int, last: int) -> Tensor:
+        """By whole heads, the rows that are asked for among them."""
+        first_head, end_head = first // head_rows, -(-last // head_rows)
+        start, end = first_head * head_rows, end_head * head_rows
+        heads = StoredWeight(info.type, (end - start, num_columns), read(start, end))
+        return in_half_order(heads, end_head - first_head).data[first - start : last - start]
+
+    return UnreadWeight(info.type, info.shape, read_in_half_order)
+
+
+def _read(info: TensorInfo, shape: tuple[int, ...], start: int, num_bytes: int) -> Tensor:
+    """`StoredWeight.data` of the tensor's bytes from `start` on."""
+    try:
+        data = np.empty(num_bytes, np.uint8)
+    except MemoryError as error:
+        raise ModelError(f"no memory is left for {num_bytes} bytes of the tensor {info.name!r:.80}") from error
+    info.file.read_into(info.offset + start, data.data)
+    raw, kind = torch.from_numpy(data), BLOCK_TYPES[info.type]
+    if kind.is_float:
+        dtype = _DTYPE_BY_TYPE[info.type]
+        return raw.view(dtype).reshape(shape) if num_bytes else torch.empty(shape, dtype=dtype)
+    return raw.reshape(prod(shape[:-1]), kind.row_bytes(shape[-1]))
+
+
+def in_half_order(weight: StoredWeight, num_heads: int) -> StoredWeight:
+    """Rows of q or k from llama.cpp's order, in which elements that rotate together are neighbours (0, 1), (2, 3) …,
+    to Hugging Face's, in which they are half a head apart. Whole rows move, so block types stay as they are. Copies.
+
+    It is the inverse of `permute` in llama.cpp's convert_hf_to_gguf.py.
+    """
+    data = weight.data
+    pairs = data.reshape(num_heads, -1, 2, *data.shape[1:])
+    return StoredWeight(weight.type, weight.shape, pairs.transpose(1, 2).reshape(data.shape))
+
+
+def as_float32(weight: StoredWeight, added: float = 0.0) -> StoredWeight:
+    """The values, plus a constant, as F32."""
+    values: Tensor = weight.data if weight.data.is_floating_point() else dequantize(weight.data, weight.type)
+    values = values.reshape(weight.shape).to(torch.float32)
+    return StoredWeight("F32", weight.shape, values + added if added else values)

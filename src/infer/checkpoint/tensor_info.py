@@ -1,0 +1,28 @@
+"""Where a tensor lies in a file. Nothing here loads torch: `stored` makes weights of what lies there."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from infer.system.open_file import OpenFile
+
+
+@dataclass(frozen=True, eq=False)
+class TensorInfo:
+    """Where a tensor lies, under its file's name and in its file's type, and what is to be undone to have ours."""
+
+    file: OpenFile = field(repr=False)
+    name: str
+    type: str
+    shape: tuple[int, ...]  # rows first
+    offset: int  # from the start of the file
+    num_bytes: int
+    num_paired_heads: int = 0  # so many heads' rows are in llama.cpp's order; 0: the rows are as they should be
+    added: float = 0.0  # what the stored values lack
+
+    @property
+    def path(self) -> Path:
+        return self.file.path
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.num_bytes

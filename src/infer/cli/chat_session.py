@@ -1,0 +1,216 @@
+"""A conversation with a model: its messages, its parameters, its file.
+
+The messages are what the user sees and changes; the model's session runs only what it has not run before. A turn that
+fails, or that Ctrl-C stops before its first word, leaves the conversation as it was before.
+"""
+
+import json
+import stat
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, final
+
+from infer.cli.model import Model, OnProgress
+from infer.errors import InvalidRequestError
+from infer.outputs import GenerationResult
+from infer.sampling_params import ALIASES, PARAMETER_NAMES, SamplingParams, unknown_parameter
+from infer.system.atomic import replacing
+
+FORMAT = "infer-chat"
+MAX_FILE_BYTES = 64 << 20
+ROLES = ("system", "user", "assistant", "tool")
+OFF = ("none", "off", "null")
+Messages = list[dict[str, str]]
+
+
+@dataclass
+class Statistics:
+    """Sums over the answers of a session."""
+
+    answers: int = 0
+    generated_tokens: int = 0
+    seconds: float = 0.0
+    context_tokens: int = 0
+    last: GenerationResult | None = None
+
+    def add(self, result: GenerationResult) -> None:
+        self.answers += 1
+        self.generated_tokens += result.generated_tokens
+        self.seconds += result.timing.total_time_s
+        self.context_tokens = result.prompt_tokens + result.generated_tokens
+        self.last = result
+
+
+@final
+class ChatSession:
+    """A conversation, its parameters, and what came of it."""
+
+    def __init__(self, model: Model, name: str, params: SamplingParams, *, system: str | None = None) -> None:
+        self.model = model
+        self.memory = model.session()
+        self.name = name
+        self.params = params
+        self.statistics = Statistics()
+        self.messages: Messages = []
+        self.set_system(system or "")
+
+    def set_system(self, text: str) -> None:
+        spoken = [message for message in self.messages if message["role"] != "system"]
+        self.messages = [{"role": "system", "content": text}, *spoken] if text else spoken
+
+    def reset(self) -> None:
+        """Forget what was said; the system message stays."""
+        self.messages = [message for message in self.messages if message["role"] == "system"]
+        self.statistics.context_tokens = 0
+
+    def undo(self) -> bool:
+        """Forget the last question and its answer, if there is one."""
+        asked = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
+        if asked:
+            self.messages = self.messages[: asked[-1]]
+        return bool(asked)
+
+    def set_parameter(self, name: str, text: str) -> None:
+        """Change one of `params`, from its JSON or from plain text. Raises InvalidRequestError, nothing changed."""
+        field_name = ALIASES.get(name.replace("-", "_"), name.replace("-", "_"))
+        if field_name not in PARAMETER_NAMES:
+            raise InvalidRequestError(unknown_parameter(name))
+        value: Any = text
+        if text.lower() in OFF:
+            value = None
+        elif text:
+            try:
+                value = json.loads(text)
+            except ValueError:
+                value = {"true": True, "false": False}.get(text.lower(), text)
+        self.params = SamplingParams.from_mapping(params_to_json(self.params) | {field_name: value})
+
+    def question(self, text: str) -> Messages:
+        """The messages that ask this next."""
+        return [*self.messages, {"role": "user", "content": text}]
+
+    def last_question(self) -> Messages:
+        """The messages that ask the last question again. Raises InvalidRequestError where nothing was asked."""
+        asked = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
+        if not asked:
+            raise InvalidRequestError("there is no question to answer again")
+        return self.messages[: asked[-1] + 1]
+
+    def ask(
+        self,
+        asked: Messages,
+        on_text: Callable[[str], None],
+        *,
+        on_prefill: OnProgress | None = None,
+        cancel: threading.Event | None = None,
+    ) -> GenerationResult:
+        """Answer these messages, which become the conversation; the text goes to `on_text` as it comes.
+
+        An answer that is cancelled after its first word is kept as far as it is.
+        """
+        result = self.memory.answer(
+            asked, self.params, on_token=lambda token_id, piece: on_text(piece), cancel=cancel, on_prefill=on_prefill
+        )
+        if result.error is not None:
+            raise InvalidRequestError(f"the answer ended early: {result.error}")
+        if result.text or result.finish_reason != "abort":
+            self.messages = [*asked, {"role": "assistant", "content": result.text}]
+        self.statistics.add(result)
+        return result
+
+    def answer(self, text: str, on_text: Callable[[str], None]) -> GenerationResult:
+        """Ask this next."""
+        return self.ask(self.question(text), on_text)
+
+    def save(self, path: Path) -> None:
+        """Write the conversation, its parameters and what the model holds of it, or as JSON without the latter. The
+        old file or the new one, never half of it.
+        """
+        record = self._record(self.messages)
+        if not path.parent.is_dir():
+            raise InvalidRequestError(f"{path} cannot be written: there is no folder {path.parent}")
+        if path.is_dir():
+            raise InvalidRequestError(f"{path} cannot be written: it is a folder, name a file in it")
+        if not is_json_name(path):
+            self.memory.save(path, note=record)
+            return
+        content = (json.dumps(record, ensure_ascii=False, indent=2) + "\n").encode("utf-8", "surrogatepass")
+        try:
+            with replacing(path) as file:
+                file.write(content)
+        except OSError as error:
+            raise InvalidRequestError(f"{path} cannot be written: {error.strerror}") from error
+
+    def load(self, path: Path) -> None:
+        """Take over a saved conversation. Raises InvalidRequestError, nothing changed but what the model holds."""
+        if _holds_json(path):
+            record = _read_json(path)
+        else:  # one that was saved from Python has no note
+            record = self.memory.load(path) or self._record(self.memory.messages)
+        if record.get("format") != FORMAT or record.get("version") != 1:
+            raise InvalidRequestError(f"{path} is no conversation saved by /save")
+        messages, params = record.get("messages"), record.get("params")
+        if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+            raise InvalidRequestError(f"{path}: messages must be a list of role ({', '.join(ROLES)}) and content")
+        if not isinstance(params, dict):
+            raise InvalidRequestError(f"{path}: params must be an object")
+        try:
+            self.params = SamplingParams.from_mapping(params)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"{path}: {error}") from error
+        self.messages = [{"role": message["role"], "content": message["content"]} for message in messages]
+        self.statistics.context_tokens = 0
+
+    def _record(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        params = params_to_json(self.params)
+        return {"format": FORMAT, "version": 1, "model": self.name, "messages": messages, "params": params}
+
+
+def is_json_name(path: Path) -> bool:
+    return path.suffix.lower() == ".json"
+
+
+def _holds_json(path: Path) -> bool:
+    """By its name, or as it does not begin as a session's file does: with a length of eight bytes, the last ones 0."""
+    if is_json_name(path) or not path.is_file():
+        return True
+    try:
+        with path.open("rb") as file:
+            return b"\0" not in file.read(8)
+    except OSError as error:
+        raise InvalidRequestError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def params_to_json(params: SamplingParams) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for parameter in fields(params):
+        value = getattr(params, parameter.name)
+        if isinstance(value, Mapping):
+            value = {str(token_id): bias for token_id, bias in value.items()}
+        elif isinstance(value, frozenset | tuple):
+            value = list(value)
+        values[parameter.name] = value
+    return values
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") in ROLES and isinstance(message.get("content"), str)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        status = path.stat()
+        is_ours = stat.S_ISREG(status.st_mode) and status.st_size <= MAX_FILE_BYTES
+        content = path.read_bytes() if is_ours else b""
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InvalidRequestError(f"{path} cannot be read: {reason}") from error
+    try:
+        record = json.loads(content)
+    except (ValueError, RecursionError):
+        record = None
+    if not isinstance(record, dict):
+        raise InvalidRequestError(f"{path} is no conversation saved by /save")
+    return record

@@ -1,0 +1,67 @@
+"""What can be refused before torch is loaded: settings that break a rule, names that mean no model, ids and lengths
+that the model's headers do not allow."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from infer.cli.options import cache_values
+from infer.engine.model_settings import check_settings
+from infer.errors import InvalidRequestError
+from infer.kvcache.settings import CacheSettings
+from infer.sampling_params import CONSTRAINTS, SamplingParams
+from infer.system.cores import check_num_threads
+
+_CACHE_DEFAULTS = CacheSettings()
+_SETTINGS = ("max_seq_len", "threads", "grammar_backend")
+
+
+def check_options(options: Mapping[str, Any], params: Collection[SamplingParams]) -> None:
+    """Raises InvalidRequestError or ModelError. Opens the model's headers only where something asks about them."""
+    settings = CacheSettings(**cache_values(options))
+    if options.get("threads") is not None:
+        check_num_threads(options["threads"])
+    length = options.get("max_seq_len")
+    check_settings({name: options[name] for name in _SETTINGS if options.get(name) is not None})
+    if options["dtype"] != "auto" and options["weights"] != "auto":
+        raise InvalidRequestError("--dtype and --weights contradict each other: give one of them")
+    named = _named_ids(params)
+    if length is None and settings == _CACHE_DEFAULTS and not named:
+        from infer.checkpoint import resolve
+
+        resolve(options["model"])
+    else:
+        _check_headers(options["model"], length, settings, named)
+
+
+def check_grammar(params: SamplingParams) -> None:
+    """What is wrong with a schema, pattern or grammar as a text."""
+    if all(getattr(params, name) is None for name in CONSTRAINTS):
+        return
+    from infer.grammar import grammar_of
+    from infer.grammar.compiler import check
+
+    grammar = grammar_of(params)
+    if grammar is not None:
+        check(grammar)
+
+
+def _named_ids(params: Collection[SamplingParams]) -> list[tuple[str, int]]:
+    names = ("logit_bias", "allowed_token_ids", "stop_token_ids")
+    return [(name, token_id) for each in params for name in names for token_id in getattr(each, name) or ()]
+
+
+def _check_headers(model: str, length: int | None, settings: CacheSettings, named: Collection[tuple[str, int]]) -> None:
+    from infer.checkpoint import open_checkpoint
+    from infer.model.context_length import context_length
+    from infer.model.families import make_architecture
+
+    checkpoint = open_checkpoint(model)
+    architecture = make_architecture(checkpoint.config)
+    settings.check_model(architecture.layers)
+    context_length(length, architecture, settings)
+    vocab_size = min(
+        architecture.vocab_size, len(checkpoint.metadata.get("tokenizer.ggml.tokens") or range(architecture.vocab_size))
+    )
+    for name, token_id in named:
+        if token_id >= vocab_size:
+            raise InvalidRequestError(f"{name}: token ids must be from 0 to {vocab_size - 1}, got {token_id}")

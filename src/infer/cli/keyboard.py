@@ -1,0 +1,61 @@
+"""The keys of a terminal while an answer is written: not shown, so that nothing stands in the text but the text.
+
+What is typed is read by the next prompt. The terminal is as it was on every way out, and while Ctrl-Z has stopped the
+process.
+"""
+
+import os
+import signal
+import sys
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+_LOCAL_FLAGS = 3  # their place in what termios gives
+
+
+@contextmanager
+def keys_unseen(is_terminal: bool) -> Iterator[None]:
+    """Within, stdin's terminal echoes nothing, not even Ctrl-C as ^C. Does nothing where it is no terminal."""
+    try:
+        descriptor = sys.stdin.fileno()
+        before = termios.tcgetattr(descriptor)
+    except (OSError, ValueError, termios.error):
+        is_terminal = False
+    if not is_terminal:
+        yield
+        return
+    unseen = [*before]
+    unseen[_LOCAL_FLAGS] &= ~(termios.ECHO | termios.ECHOCTL)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        """Ctrl-Z: stop with the terminal as it was. After that `go_on` has run as well."""
+        _set(descriptor, before)
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, stop)
+
+    def go_on(number: int, frame: FrameType | None) -> None:
+        _set(descriptor, unseen)
+
+    handlers = {signal.SIGTSTP: stop, signal.SIGCONT: go_on}
+    replaced = {number: signal.getsignal(number) for number in handlers}
+    try:
+        for number, handler in handlers.items():
+            if replaced[number] is not signal.SIG_IGN:
+                signal.signal(number, handler)
+        _set(descriptor, unseen)
+        yield
+    finally:
+        for number, former in replaced.items():
+            signal.signal(number, former)
+        _set(descriptor, before)
+
+
+def _set(descriptor: int, attributes: list[Any]) -> None:
+    """Unless another process has the terminal: then it is that one's, and asking would stop us."""
+    with suppress(OSError, termios.error):
+        if os.tcgetpgrp(descriptor) == os.getpgrp():
+            termios.tcsetattr(descriptor, termios.TCSADRAIN, attributes)

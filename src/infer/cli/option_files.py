@@ -1,0 +1,107 @@
+"""Files that options name: a regular file, a pipe or `-` (stdin), read up to a limit. Devices could be endless."""
+
+import os
+import stat
+import sys
+from pathlib import Path
+
+import click
+
+from infer.errors import InvalidRequestError
+
+MAX_GRAMMAR_BYTES = 1 << 20  # of a schema, a grammar or a template
+MAX_PROMPT_BYTES = 16 << 20
+MAX_PROMPTS_BYTES = 256 << 20  # of a file of many
+_STDIN = "infer.stdin"
+_BLOCK = 1 << 20
+
+
+def read_text(path: Path, what: str, limit: int = MAX_PROMPT_BYTES) -> str:
+    """The file's text, or stdin's for `-`. InvalidRequestError, in one line, for what is no UTF-8 text of at most
+    `limit` bytes in a regular file or a pipe."""
+    if str(path) == "-":
+        _take_stdin(what)
+        return decode(_read_stdin(what, limit), f"{what} {path}")
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise InvalidRequestError(f"{what} {path} cannot be read: {reason}") from error
+    try:
+        return decode(_read_checked(descriptor, f"{what} {path}", limit), f"{what} {path}")
+    except OSError as error:
+        raise InvalidRequestError(f"{what} {path} cannot be read: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
+
+
+def decode(content: bytes, what: str) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"{what} is not UTF-8: byte {error.start} is wrong") from error
+
+
+def _read_checked(descriptor: int, what: str, limit: int) -> bytes:
+    status = os.fstat(descriptor)
+    mode = status.st_mode
+    if stat.S_ISDIR(mode):
+        raise InvalidRequestError(f"{what} cannot be read: it is a folder")
+    if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or os.isatty(descriptor)):
+        raise InvalidRequestError(f"{what} cannot be read: it must be a regular file, a pipe or - for stdin")
+    if status.st_size > limit:
+        raise InvalidRequestError(_too_long(what, limit))
+    first = _first_bytes(descriptor, what, limit) if stat.S_ISFIFO(mode) else b""
+    os.set_blocking(descriptor, True)
+    return _read_up_to(descriptor, what, limit, first)
+
+
+def _first_bytes(descriptor: int, what: str, limit: int) -> bytes:
+    """Of a pipe. Opened without waiting, one that nobody writes to is at its end at once."""
+    try:
+        first = os.read(descriptor, min(limit + 1, _BLOCK))
+    except BlockingIOError:
+        return b""
+    if not first:
+        raise InvalidRequestError(f"{what} cannot be read: it is a pipe that nobody writes to")
+    return first
+
+
+def _read_up_to(descriptor: int, what: str, limit: int, first: bytes = b"") -> bytes:
+    content = bytearray(first)
+    while len(content) <= limit and (block := os.read(descriptor, min(limit + 1 - len(content), _BLOCK))):
+        content += block
+    if len(content) > limit:
+        raise InvalidRequestError(_too_long(what, limit))
+    return bytes(content)
+
+
+def _read_stdin(what: str, limit: int) -> bytes:
+    if sys.stdin is None:  # closed before we began
+        return b""
+    try:
+        content = sys.stdin.buffer.read(limit + 1)
+    except OSError as error:
+        raise InvalidRequestError(f"{what} - cannot be read: {error.strerror}") from error
+    if len(content) > limit:
+        raise InvalidRequestError(_too_long(f"{what} -", limit))
+    return content
+
+
+def _take_stdin(what: str) -> None:
+    """Two options cannot both have it: the second would find it empty."""
+    context = click.get_current_context(silent=True)
+    if context is None:
+        return
+    if _STDIN in context.meta:
+        raise InvalidRequestError(f"{context.meta[_STDIN]} and {what} are both stdin (-): put one into a file")
+    context.meta[_STDIN] = what
+
+
+def is_stdin_taken() -> bool:
+    context = click.get_current_context(silent=True)
+    return context is not None and _STDIN in context.meta
+
+
+def _too_long(what: str, limit: int) -> str:
+    return f"{what} is too long: {limit >> 20} MiB at most"

@@ -1,0 +1,137 @@
+"""What was typed, in our own words: names that other programs use, and what to type instead of what is not there."""
+
+import difflib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import click
+
+ALIASES = {  # taken where the command has the option that they stand for
+    "--max-tokens": "--max-new-tokens",
+    "--num-tokens": "--max-new-tokens",
+    "--num-predict": "--max-new-tokens",
+    "--n-predict": "--max-new-tokens",
+    "--max-completion-tokens": "--max-new-tokens",
+    "--model-path": "--model",
+    "--temp": "--temperature",
+    "--repeat-penalty": "--repetition-penalty",
+    "--repeat-last-n": "--repetition-window",
+    "--ctx-size": "--max-seq-len",
+    "--n-ctx": "--max-seq-len",
+    "--max-model-len": "--max-seq-len",
+    "--system-prompt": "--system",
+    "--file": "--prompt-file",
+    "--num-threads": "--threads",
+    "--num-draft-tokens": "--draft-tokens",
+}
+REPLACED = {  # flags of document 003 that nothing is left to ask for
+    "--zero-copy": "--zero-copy is always so on a CPU: nothing is copied between devices",
+    "--gpu-attn": "--gpu-attn is not needed: attention runs where the model does (--device)",
+}
+_CHAT, _GENERATE = 'infer chat, or infer generate "TEXT"', 'infer generate "TEXT"'
+_DOWNLOAD = "infer generate -m org/repo:Q4_K_M downloads a model when it is first named"
+_LIST, _SHOW, _SPEED = "infer models", "infer explain MODEL", "infer bench"
+INSTEAD = {  # what other programs call their commands → what to type here
+    "run": _CHAT, "repl": _CHAT, "talk": _CHAT, "cli": _CHAT, "start": _CHAT, "interactive": _CHAT,
+    "complete": _GENERATE, "completion": _GENERATE, "prompt": _GENERATE, "ask": _GENERATE, "gen": _GENERATE,
+    "predict": _GENERATE, "answer": _GENERATE,
+    "pull": _DOWNLOAD, "download": _DOWNLOAD, "get": _DOWNLOAD, "fetch": _DOWNLOAD, "install": _DOWNLOAD,
+    "serve": "there is no server yet: from Python, LLM(...).generate_all(prompts) answers many prompts together",
+    "server": "there is no server yet: from Python, LLM(...).generate_all(prompts) answers many prompts together",
+    "list": _LIST, "ls": _LIST, "model": _LIST, "ps": _LIST, "search": _LIST,
+    "show": _SHOW, "info": _SHOW, "inspect": _SHOW, "describe": _SHOW, "metadata": _SHOW,
+    "rm": "infer models --json says where each model lies: delete it there",
+    "remove": "infer models --json says where each model lies: delete it there",
+    "delete": "infer models --json says where each model lies: delete it there",
+    "quantize": "--weights q8 or q4, of generate and chat, quantises float weights at load",
+    "quantise": "--weights q8 or q4, of generate and chat, quantises float weights at load",
+    "convert": "safetensors folders and .gguf files are read as they are: infer chat -m PATH",
+    "create": "safetensors folders and .gguf files are read as they are: infer chat -m PATH",
+    "benchmark": _SPEED, "speed": _SPEED, "perf": _SPEED, "profile": "infer bench --profile",
+    "memory": "infer estimate MODEL", "trace": 'infer sample-trace "TEXT"', "sample": 'infer sample-trace "TEXT"',
+    "embed": "embeddings are not built", "embeddings": "embeddings are not built",
+    "tokenize": "from Python, infer.load_tokenizer(MODEL).encode(TEXT)",
+    "perplexity": "from Python, LLM(MODEL).prompt_logprobs(TEXT)",
+    "eval": "from Python, LLM(MODEL).prompt_logprobs(TEXT)",
+    "help": "infer --help, or infer COMMAND --help", "version": "infer --version",
+}  # fmt: skip
+
+
+def what_to_type(word: str, commands: Collection[str]) -> str:
+    """The message for a first word that is no command."""
+    if word.lower() in INSTEAD:
+        return f"no such command {word!r}; instead: {INSTEAD[word.lower()]}"
+    near = difflib.get_close_matches(word.lower(), commands, n=1)
+    if near:
+        return f"no such command {word!r}: did you mean {near[0]!r}?"
+    from infer.checkpoint.find import INSTALLED_MODELS
+
+    if word in INSTALLED_MODELS or "/" in word or word.lower().endswith(".gguf"):
+        return f"no such command {word!r:.200}; a model is named so: infer chat -m {word:.200}"
+    if " " in word:
+        return f"no such command {word!r:.60}; a prompt is given so: {_GENERATE}"
+    near = difflib.get_close_matches(word.lower(), INSTEAD, n=1)
+    if near:
+        return f"no such command {word!r}; instead: {INSTEAD[near[0]]}"
+    return f"no such command {word!r:.200}: known are {', '.join(sorted(commands))}"
+
+
+class Command(click.Command):
+    """Takes an option under the names that other programs give it too, and `--choice` with several words after it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        known = {name for option in self.params for name in (*option.opts, *option.secondary_opts)}
+        return super().parse_args(ctx, list(_spelled(args, known)))
+
+
+def _spelled(arguments: Sequence[str], known: Collection[str]) -> Iterable[str]:
+    """With `--choice A B` written as `--choice A --choice B`, up to the next option."""
+    is_over, may_be_choice, is_first = False, False, False
+    is_quiet = "-q" in arguments or "--quiet" in arguments
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if is_over or argument == "--":
+            is_over = True
+            yield argument
+        elif is_first:
+            is_first = False
+            yield argument
+        elif argument.startswith("-") and argument != "-":
+            may_be_choice = name == "--choice" and name in known
+            is_first = may_be_choice and not equals
+            if name not in known and ALIASES.get(name) in known:
+                yield ALIASES[name] + equals + value
+            elif name not in known and name in REPLACED:
+                if not is_quiet:
+                    click.echo(f"infer: {REPLACED[name]}", err=True)
+            else:
+                yield argument
+        else:
+            if may_be_choice:
+                yield "--choice"
+            yield argument
+
+
+class Device(click.ParamType):  # type: ignore[type-arg]  # generic in new versions of click alone
+    """cpu, cuda or cuda:N; other names are answered with what there is."""
+
+    name = "device"
+    _ELSEWHERE: Mapping[str, str] = {
+        "opencl": "OpenCL is not built",
+        "vulkan": "Vulkan is not built",
+        "metal": "Metal is not built",
+        "mps": "Metal is not built",
+        "gpu": "a GPU is named cuda",
+        "rocm": "ROCm is not built",
+    }
+
+    def get_metavar(self, *arguments: Any, **named: Any) -> str:
+        return "[cpu|cuda]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        kind, colon, index = str(value).partition(":")
+        if kind in ("cpu", "cuda") and (not colon or index.isdecimal()):
+            return str(value)
+        why = self._ELSEWHERE.get(kind.lower())
+        message = f"{value!r} is not one of 'cpu', 'cuda'" + (f": {why}" if why else "")
+        raise click.BadParameter(message, ctx, param)

@@ -1,0 +1,103 @@
+"""The standard streams of a command, and the end of its process.
+
+A missing stream becomes /dev/null, so that no file that is opened later takes its place. What stderr refuses is lost,
+because nothing can be told about it; what stdout refuses is an OSError with the file name "stdout".
+"""
+
+import atexit
+import errno
+import io
+import os
+import select
+import signal
+import sys
+from contextlib import suppress
+from typing import Any, NoReturn, TextIO, final
+
+STDOUT = "stdout"
+_STREAMS = ((0, "stdin", os.O_RDONLY), (1, "stdout", os.O_WRONLY), (2, "stderr", os.O_WRONLY))
+
+
+@final
+class StandardOutput(io.FileIO):
+    """The file of stdout or stderr. A descriptor that does not block is waited for."""
+
+    def __init__(self, descriptor: int, *, is_lossy: bool) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._is_lossy = is_lossy
+
+    def write(self, content: Any, /) -> int:
+        try:
+            while (count := super().write(content)) is None:  # it would block
+                select.select([], [self], [])
+        except OSError as error:
+            if self._is_lossy:
+                return memoryview(content).nbytes
+            error.filename = STDOUT
+            raise
+        return count
+
+
+def prepare_streams() -> None:
+    """Give this process three streams that can be used; one that a caller has replaced stays as it is."""
+    for descriptor, name, flags in _STREAMS:
+        if getattr(sys, name) is None:
+            _open_nothing(descriptor, name, flags)
+    sys.stdout = _prepared(sys.stdout, 1)
+    sys.stderr = _prepared(sys.stderr, 2)
+
+
+def raise_if_reader_has_gone() -> None:
+    """BrokenPipeError where stdout is a pipe that nobody reads any more, known before anything is written to it."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        is_gone = any(events & select.POLLERR for _, events in poll.poll(0))
+    except (OSError, ValueError):  # no descriptor: a stream of a caller's own
+        return
+    if is_gone:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE), STDOUT)
+
+
+def silence_stdout() -> None:
+    """After the reader has gone: what is still buffered goes nowhere, so that the exit is quiet."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, sys.stdout.fileno())
+    except (OSError, ValueError):
+        sys.stdout = io.StringIO()
+    finally:
+        os.close(nowhere)
+
+
+def end_process(status: int) -> NoReturn:
+    """End at once: helper processes are stopped, and a model's memory goes back without being taken apart."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    atexit._run_exitfuncs()
+    os._exit(status)
+
+
+def _open_nothing(descriptor: int, name: str, flags: int) -> None:
+    nowhere = os.open(os.devnull, flags)
+    try:
+        os.fstat(descriptor)
+    except OSError:  # still free: what is opened later must not be written to as if it were the stream
+        os.dup2(nowhere, descriptor)
+        os.close(nowhere)
+        nowhere = descriptor
+    setattr(sys, name, open(nowhere, "r" if name == "stdin" else "w", encoding="utf-8", closefd=False))  # noqa: SIM115
+
+
+def _prepared(stream: TextIO, descriptor: int) -> TextIO:
+    """A terminal that lacks a character shows a question mark: that must not end an answer."""
+    if not isinstance(stream, io.TextIOWrapper) or stream.fileno() != descriptor:
+        return stream
+    stream.flush()
+    file = io.BufferedWriter(StandardOutput(descriptor, is_lossy=descriptor == 2))
+    return io.TextIOWrapper(
+        file, stream.encoding, "replace", line_buffering=stream.line_buffering, write_through=stream.write_through
+    )

@@ -1,0 +1,41 @@
+"""`infer --version -v`: the machine and what runs on it, as a report of a fault or of a speed needs them."""
+
+import os
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+import infer
+from infer import ops
+from infer.system.available_memory import available_memory_bytes
+from infer.system.cores import num_processors, processor_name
+
+_PACKAGES = ("torch", "numba", "llvmlite", "numpy", "tokenizers", "safetensors", "llguidance", "xgrammar", "triton")
+_VARIABLES = ("INFER_ISA", "INFER_CACHE", "INFER_MODELS", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+
+
+def version_lines() -> Iterator[str]:
+    yield f"infer {infer.__version__}"
+    yield f"Python {platform.python_version()}, {platform.platform()}"
+    yield ", ".join(f"{name} {found}" for name in _PACKAGES if (found := _version(name)))
+    yield f"{processor_name()}, {num_processors()} processors, {_memory()}"
+    yield f"cpu: {ops.backend_of(torch.device('cpu')).description()}"
+    for index in range(torch.cuda.device_count()):
+        yield f"cuda:{index}: {ops.backend_of(torch.device('cuda', index)).description()}"
+    settings = [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
+    if settings:
+        yield " ".join(settings)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _memory() -> str:
+    available = available_memory_bytes()
+    return "memory unknown" if available is None else f"{available / 2**30:.1f} GiB of memory available"

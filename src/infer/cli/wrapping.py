@@ -1,0 +1,94 @@
+"""Words that go to the next line whole, in a text that comes piece by piece.
+
+What is written depends on the text alone, not on its pieces. The model's own line breaks stay; code between fences and
+lines of tables are left as they are.
+"""
+
+from collections.abc import Callable
+from typing import final
+
+from infer.cli.words import display_width
+
+FENCES = ("```", "~~~")
+UNBROKEN = "\xa0\u202f"  # spaces that hold words together
+MIN_WIDTH = 8  # columns; in fewer nothing is wrapped
+TAB = 8
+_JOINER = "\u200d"  # makes one sign of the two beside it
+
+
+@final
+class WordWrap:
+    """`width` gives the terminal's columns; it is asked again for every word, because a window may change."""
+
+    def __init__(self, width: Callable[[], int]) -> None:
+        self._width = width
+        self._column = 0  # after what was given out
+        self._spaces = ""  # between that and the word
+        self._word = ""  # held until it is whole
+        self._is_held = False  # the word is: the first one of a line need not wait
+        self._line = ""  # how the model's line begins, without spaces
+        self._in_code = False
+        self._previous = ""
+
+    def feed(self, text: str) -> str:
+        """What of the text so far can be shown, with line breaks where words would be cut."""
+        return "".join(map(self._take, text))
+
+    def finish(self) -> str:
+        """What is still held."""
+        return self._end_word()
+
+    def _take(self, character: str) -> str:
+        previous, self._previous = self._previous, character
+        if character == "\n":
+            return self._end_line()
+        if len(self._line) < 3 and (self._line or not character.isspace()):
+            self._line += character
+        if self._in_code or self._line.startswith(("|", *FENCES)):
+            return self._end_word() + self._show(character)
+        if character.isspace() and character not in UNBROKEN:
+            shown = self._end_word()
+            self._spaces += character
+            return shown
+        columns = display_width(character)
+        if not self._word and not self._spaces and (columns == 0 or previous == _JOINER):
+            return character  # part of the sign before it
+        if columns == 2:
+            return self._end_word() + self._add(character) + self._end_word()
+        return self._add(character)
+
+    def _add(self, character: str) -> str:
+        """To the word. One that would pass the margin goes to the next line, and need not wait there."""
+        if not self._is_held:
+            return self._show(character)
+        self._word += character
+        width = self._width()
+        if width < MIN_WIDTH or _column_after(self._column, self._spaces + self._word) <= width:
+            return ""
+        word, self._word, self._spaces = self._word, "", ""
+        self._column, self._is_held = 0, False
+        return "\n" + self._show(word)
+
+    def _show(self, text: str) -> str:
+        shown, self._spaces = self._spaces + text, ""
+        column = _column_after(self._column, shown)
+        self._column = column if column <= self._width() else display_width(text)  # the terminal cuts what is longer
+        return shown
+
+    def _end_word(self) -> str:
+        word, self._word = self._word, ""
+        shown = self._show(word) if word else ""
+        self._is_held = self._line != ""
+        return shown
+
+    def _end_line(self) -> str:
+        shown = self._end_word()
+        self._in_code ^= self._line.startswith(FENCES)
+        self._column, self._spaces, self._line, self._is_held = 0, "", "", False
+        return shown + "\n"
+
+
+def _column_after(column: int, text: str) -> int:
+    for character in text:
+        column += TAB - column % TAB if character == "\t" else display_width(character)
+    return column

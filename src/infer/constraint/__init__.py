@@ -1,6 +1,0 @@
-"""Constrained decoding: a JSON schema, a pattern, a grammar or a choice as a mask over the vocabulary."""
-
-from infer.constraint.base import Constraint, Follow, Grammar, grammar_of
-from infer.constraint.compiler import Compiler, make_compiler
-
-__all__ = ["Compiler", "Constraint", "Follow", "Grammar", "grammar_of", "make_compiler"]

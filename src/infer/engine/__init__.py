@@ -1,0 +1,1 @@
+"""Requests being answered: the loop, what one generation has said, masks, streams."""

@@ -1,0 +1,62 @@
+"""What a request must be before the loop takes it: a prompt that fits, ids that exist, a seed that is known."""
+
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import SupportsIndex
+
+from infer.engine.generation import Generation
+from infer.errors import ContextLengthError, InvalidRequestError
+from infer.model.transformer import Transformer
+from infer.sampling_params import SamplingParams
+from infer.tokenizer import Tokenizer
+
+
+def begin(
+    model: Transformer, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams
+) -> Generation:
+    """Check a request against the model and draw a seed where none was given.
+
+    Raises InvalidRequestError for what `check_prompt` refuses and for parameters that name ids outside the vocabulary.
+    """
+    token_ids = check_prompt(model, tokenizer, prompt_token_ids, room=1)
+    vocab_size = vocab_size_of(model, tokenizer)
+    for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+        _check_ids(name, getattr(params, name) or (), vocab_size)
+    if params.seed is None:
+        params = replace(params, seed=secrets.randbits(64))
+    return Generation(tokenizer, token_ids, params, model.max_seq_len, vocab_size)
+
+
+def vocab_size_of(model: Transformer, tokenizer: Tokenizer) -> int:
+    """The ids that can be read and said: either may have rows that the other has not."""
+    return min(model.architecture.vocab_size, tokenizer.vocab_size)
+
+
+def check_prompt(model: Transformer, tokenizer: Tokenizer, token_ids: Sequence[int], *, room: int) -> list[int]:
+    """The prompt, or BOS alone where it is empty and the model has one.
+
+    Raises InvalidRequestError for an empty prompt without BOS or an id outside the vocabulary, ContextLengthError where
+    the context does not hold it and `room` tokens more.
+    """
+    token_ids = list(token_ids)
+    if not token_ids:
+        if tokenizer.bos_token_id is None:
+            raise InvalidRequestError("the prompt is empty and the model has no BOS token to begin with: give it text")
+        token_ids = [tokenizer.bos_token_id]
+    _check_ids("the prompt", token_ids, vocab_size_of(model, tokenizer))
+    if len(token_ids) + room > model.max_seq_len:
+        answer = ", the answer included" if room else ""
+        raise ContextLengthError(
+            f"the prompt has {len(token_ids)} tokens and the context holds {model.max_seq_len}{answer}: "
+            "shorten the prompt, raise max_seq_len or pass overflow='truncate_left'"
+        )
+    return token_ids
+
+
+def _check_ids(source: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if type(token_id) is not int and (isinstance(token_id, bool) or not isinstance(token_id, SupportsIndex)):
+            raise InvalidRequestError(f"{source}: token ids must be whole numbers, got {token_id!r:.60}")
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequestError(f"{source}: token ids must be from 0 to {vocab_size - 1}, got {token_id}")

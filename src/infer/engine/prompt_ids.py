@@ -1,0 +1,175 @@
+"""What may be given as a prompt, and the ids that it is: text, ids or messages, cut on the left where asked for.
+
+A prompt that is far too long is refused before it is tokenized.
+"""
+
+import operator
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from infer.engine.model_settings import Overflow
+from infer.errors import ContextLengthError, InvalidRequestError
+from infer.sampling.defaults import MAX_NEW_TOKENS
+from infer.sampling.keywords import Params
+from infer.sampling_params import SamplingParams
+from infer.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+IdArray = torch.Tensor | npt.NDArray[Any]
+Prompt = str | Sequence[int] | Sequence[Message] | IdArray  # a text, ids, or messages for the model's chat template
+
+_SYSTEM_ROLES = ("system", "developer")
+
+
+class PromptIds(NamedTuple):
+    """`truncated_tokens` more stood on the left. `messages` are those that are left, of a conversation."""
+
+    token_ids: list[int]
+    truncated_tokens: int = 0
+    messages: Sequence[Message] = ()
+
+
+def prompt_ids(prompt: Any, tokenizer: Tokenizer, max_seq_len: int | None, *, add_special: bool = True) -> list[int]:
+    """Raises InvalidRequestError for what is no prompt, ContextLengthError for a text that cannot fit.
+
+    `max_seq_len` None takes texts of any length. `add_special` puts BOS before a text, where the model wants one.
+    """
+    if isinstance(prompt, str):
+        if max_seq_len is not None:
+            check_length_of(prompt, tokenizer, max_seq_len)
+        return tokenizer.encode(prompt, add_special_tokens=add_special)
+    if isinstance(prompt, bytes | bytearray | memoryview):
+        raise InvalidRequestError("a prompt must be a text, ids or messages, got bytes: decode them first")
+    if isinstance(prompt, Mapping):
+        raise InvalidRequestError("a prompt must be a text, ids or messages, got one message: put it into a list")
+    if not isinstance(prompt, Iterable):
+        raise InvalidRequestError(f"a prompt must be a text, ids or messages, got {type(prompt).__name__}")
+    given: list[Any] = _whole_numbers(prompt) if isinstance(prompt, torch.Tensor | np.ndarray) else list(prompt)
+    if any(isinstance(each, Mapping) for each in given):
+        return tokenizer.encode_chat(given)
+    texts = [each for each in given if isinstance(each, str)]
+    if texts:
+        raise InvalidRequestError(
+            f"a prompt must be one text, got a list with {texts[0]!r:.60}: generate_all() answers several prompts"
+        )
+    return [_id_of(each) for each in given]
+
+
+def encode_conversation(tokenizer: Tokenizer, variables: Mapping[str, Any], messages: Prompt) -> list[int]:
+    """Messages rendered with these variables of the template. InvalidRequestError for what is no conversation."""
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
+        raise InvalidRequestError(
+            f"a conversation must be a list of messages, got {messages!r:.60}: [{{'role': 'user', 'content': ...}}]"
+        )
+    given: list[Any] = list(messages)
+    return tokenizer.encode_chat(given, **variables)
+
+
+def pairs_of(prompts: Sequence[Prompt], params: Any) -> Sequence[tuple[Prompt, Params | None]]:
+    """Each prompt with its parameters: one set for all, or one a prompt. Raises InvalidRequestError."""
+    if isinstance(prompts, str | bytes | bytearray | memoryview | Mapping) or not isinstance(prompts, Iterable):
+        raise InvalidRequestError(
+            f"prompts must be a list of prompts, got {type(prompts).__name__}: generate() answers one prompt"
+        )
+    given = list(prompts)
+    if params is None or isinstance(params, SamplingParams | Mapping):
+        return [(prompt, params) for prompt in given]
+    if isinstance(params, str | bytes) or not isinstance(params, Iterable):
+        raise InvalidRequestError(f"params must be one or a list of one a prompt, got {params!r:.80}")
+    each = list(params)
+    if len(each) != len(given):
+        raise InvalidRequestError(f"params must be one or one a prompt: {len(given)} prompts, {len(each)} params")
+    return list(zip(given, each, strict=True))
+
+
+def is_conversation(prompt: Any) -> bool:
+    """Whether it is messages that can be left out one by one."""
+    return isinstance(prompt, Sequence) and not isinstance(prompt, str) and any(isinstance(m, Mapping) for m in prompt)
+
+
+def check_length_of(text: str, tokenizer: Tokenizer, max_seq_len: int) -> None:
+    least = tokenizer.least_num_tokens(text)
+    if least > max_seq_len:
+        raise ContextLengthError(
+            f"the prompt has at least {least} tokens and the context holds {max_seq_len}: shorten the prompt or raise "
+            "max_seq_len"
+        )
+
+
+def fitted(
+    prompt: Prompt,
+    encode: Callable[[Prompt], list[int]],
+    bos_token_id: int | None,
+    max_seq_len: int,
+    params: SamplingParams,
+    overflow: Overflow,
+) -> PromptIds:
+    """The ids of a prompt, of which `overflow="truncate_left"` keeps what leaves room for the answer: of text or ids
+    the last tokens, after BOS where the prompt begins with it; of messages the last turns, after the system message.
+
+    The answer's room is max_new_tokens (512 without a limit), half of the context at most.
+    """
+    token_ids = encode(prompt)
+    messages: list[Any] = list(prompt) if is_conversation(prompt) else []
+    room = params.max_new_tokens or MAX_NEW_TOKENS
+    most = max_seq_len - min(room, max_seq_len // 2)
+    if overflow == "error" or len(token_ids) <= most:
+        return PromptIds(token_ids, 0, messages)
+    if messages:
+        return _last_turns(messages, encode, len(token_ids), most)
+    head = token_ids[:1] if token_ids[0] == bos_token_id else []
+    kept = [*head, *token_ids[len(token_ids) - most + len(head) :]]
+    return PromptIds(kept, len(token_ids) - len(kept))
+
+
+def _last_turns(
+    messages: Sequence[Any], encode: Callable[[Prompt], list[int]], num_tokens: int, most: int
+) -> PromptIds:
+    """System messages stay; the oldest turns, each from a user's message to the next, are left out."""
+    num_system = 0
+    while num_system < len(messages) and messages[num_system].get("role") in _SYSTEM_ROLES:
+        num_system += 1
+    head = list(messages[:num_system])
+    starts = [index for index in range(num_system, len(messages)) if messages[index].get("role") == "user"]
+    starts = starts or [num_system]
+
+    def ids_from(start: int) -> list[int]:
+        return encode([*head, *messages[start:]])
+
+    last = ids_from(starts[-1])
+    if len(last) > most:
+        raise ContextLengthError(
+            f"the last turn alone has {len(last)} tokens with the system message, and {most} fit beside the answer: "
+            "shorten it, raise max_seq_len or lower max_new_tokens"
+        )
+    found = bisect_left(starts[:-1], True, key=lambda start: len(ids_from(start)) <= most)
+    kept = ids_from(starts[found])
+    return PromptIds(kept, num_tokens - len(kept), [*head, *messages[starts[found] :]])
+
+
+def _whole_numbers(ids: IdArray) -> list[int]:
+    is_whole = (
+        not (ids.dtype.is_floating_point or ids.dtype.is_complex)
+        if isinstance(ids, torch.Tensor)
+        else (np.issubdtype(ids.dtype, np.integer))
+    )
+    if ids.ndim != 1:
+        raise InvalidRequestError(f"ids must be a list of one dimension, got shape {tuple(ids.shape)}: take one row")
+    if not is_whole or str(ids.dtype).endswith("bool"):
+        raise InvalidRequestError(f"token ids must be whole numbers, got an array of {ids.dtype}")
+    whole: list[int] = ids.tolist()
+    return whole
+
+
+def _id_of(value: Any) -> int:
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise InvalidRequestError(f"the prompt: token ids must be whole numbers, got {value!r:.60}")

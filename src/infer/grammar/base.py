@@ -1,0 +1,104 @@
+"""What a constraint is to the decode loop: a mask for the next token, moved along by the tokens that were chosen.
+
+Everything is a function of the tokens accepted so far: a constraint that was rolled back is one that never went there.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from infer.errors import ConstraintError
+from infer.sampling_params import SamplingParams
+
+Mask = npt.NDArray[np.int32]
+Follow = Callable[[int, bool], bool]
+GrammarKind = Literal["json_schema", "regex", "grammar", "choice"]
+
+
+class Grammar(NamedTuple):
+    """What the text must be. A choice is its strings as a JSON list."""
+
+    kind: GrammarKind
+    text: str
+
+
+class Constraint(ABC):
+    """One sequence's place in a grammar. Every method may be called from any thread."""
+
+    @abstractmethod
+    def fill(self, mask: Mask) -> None:
+        """Write one row of packed words, one bit per token of the model's vocabulary, the lowest bit first.
+
+        End ids are allowed exactly where the grammar may end. Where `forced` is not empty, its first token is the only
+        one allowed, so that jumping forward and sampling give the same text. At least one bit is set. Raises
+        ConstraintError where the grammar has become too complex to go on.
+        """
+
+    @abstractmethod
+    def accept(self, token_ids: Sequence[int]) -> int:
+        """Move past the longest beginning of `token_ids` that the masks allow; returns its length.
+
+        Nothing is accepted after an end id. Raises ConstraintError as `fill` does.
+        """
+
+    @abstractmethod
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last tokens that were accepted, an end id among them."""
+
+    @property
+    @abstractmethod
+    def num_accepted(self) -> int:
+        """How many tokens it has accepted and not taken back, an end id among them."""
+
+    @abstractmethod
+    def forced(self) -> list[int]:
+        """Tokens that must follow, as the tokenizer would spell the text that must follow; none of them an end id.
+
+        Left out at its end are tokens that could become others by what is written after them. There may be more once
+        these are accepted.
+        """
+
+    @property
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether the text is complete and nothing but an end id may follow."""
+
+    def follower(self, mask: Mask) -> Follow:
+        """For the tokens of a chain: `follow(token_id, is_last)` accepts one that the last mask allows and fills `mask`
+        with what may follow it, unless it is the last.
+
+        False where there is no choice to make: it is done, something is forced, or `fill` would raise; then `mask` is
+        not to be used and no more to be followed. Raises as `accept` does. While it is used nobody else may call.
+
+        What the others say one by one. Between two steps of a chain Python is cold, and each call costs.
+        """
+
+        def follow(token_id: int, is_last: bool) -> bool:
+            self.accept([token_id])
+            if self.done or self.forced():
+                return False
+            try:
+                if not is_last:
+                    self.fill(mask)
+            except ConstraintError:  # which it raises again when it is asked for the mask
+                return False
+            return True
+
+        return follow
+
+
+def grammar_of(params: SamplingParams) -> Grammar | None:
+    """What `json_schema`, `regex`, `grammar` or `choice` ask for; None if nothing is asked."""
+    if params.json_schema is not None:
+        return Grammar("json_schema", str(params.json_schema))
+    if params.regex is not None:
+        return Grammar("regex", params.regex)
+    if params.grammar is not None:
+        return Grammar("grammar", params.grammar)
+    if params.choice is not None:
+        return Grammar("choice", json.dumps(list(params.choice), ensure_ascii=False))
+    return None

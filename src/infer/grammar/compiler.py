@@ -1,0 +1,162 @@
+"""From what a request asks to a constraint: check the text, try it in a process of its own, compile it, keep it.
+
+Whatever a grammar is, it is compiled within its budget or refused with one InvalidRequestError that points into it.
+"""
+
+import importlib.util
+import json
+import re
+import warnings
+from collections import OrderedDict
+from typing import Any, NamedTuple, final
+
+from infer.errors import InvalidRequestError
+from infer.grammar.backend import Backend
+from infer.grammar.base import Constraint, Grammar
+from infer.grammar.lark import check_grammar
+from infer.grammar.llguidance import LlguidanceBackend
+from infer.grammar.matcher import StepwiseConstraint
+from infer.grammar.pattern import check_pattern, encoded, without_anchors
+from infer.grammar.sandbox import trial_of
+from infer.grammar.schema import BuiltSchema, build_schema
+from infer.grammar.vocabulary import Vocabulary
+from infer.grammar.xgrammar import XgrammarBackend
+from infer.system.locks import long_lock
+from infer.tokenizer import Tokenizer
+
+MAX_CACHED = 64  # compiled grammars per compiler
+MAX_CHOICES = 10_000
+MAX_CHOICE_BYTES = 65_536
+
+BACKENDS: dict[str, type[LlguidanceBackend] | type[XgrammarBackend]] = {
+    "llguidance": LlguidanceBackend,
+    "xgrammar": XgrammarBackend,
+}
+
+_LARK_PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
+_SOURCE_PLACE = re.compile(r"\A\[[\d:]+\] \S+:\d+: ")  # of a library's own code
+_COLUMN = re.compile(r"regex parse error:\n {4}.*\n {4}( *)\^.*\nerror: ([^\n]*)")
+
+
+class Checked(NamedTuple):
+    """A grammar as its compiler is to see it; which of its words are ignored, in one line or ""."""
+
+    grammar: Grammar
+    ignored: str = ""
+    schema: BuiltSchema | None = None
+
+
+@final
+class Compiler:
+    """Grammars for one tokenizer and model. Safe to share between threads; compiling lets other threads run."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int | None, backend: str) -> None:
+        self.backend = backend
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._lock = long_lock()  # guards what is below
+        self._loaded: tuple[Backend, Vocabulary] | None = None
+        self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
+
+    def compile(self, grammar: Grammar) -> Constraint:
+        """A constraint at its beginning, whose first mask is known to allow something.
+
+        Raises InvalidRequestError: not well-formed, unsupported, unsatisfiable, or over the budget.
+        """
+        keywords = BACKENDS[self.backend].keywords
+        with self._lock:
+            backend, vocabulary = self._load()
+            compiled = self._compiled.get(grammar)
+        if compiled is None:  # with the lock given back: one slow grammar holds up no other that is known
+            checked = check(grammar, keywords)
+            compiled = self._try_and_compile(backend, checked)
+            if checked.ignored:
+                warnings.warn(checked.ignored, stacklevel=2)
+        with self._lock:
+            self._compiled[grammar] = compiled
+            self._compiled.move_to_end(grammar)
+            if len(self._compiled) > MAX_CACHED:
+                self._compiled.popitem(last=False)
+            matcher = backend.make_matcher(compiled)
+        return StepwiseConstraint(matcher, vocabulary)
+
+    def _load(self) -> tuple[Backend, Vocabulary]:
+        if self._loaded is None:
+            if importlib.util.find_spec(self.backend) is None:
+                raise InvalidRequestError(f"{self.backend} is not installed: pip install {self.backend}")
+            vocabulary = Vocabulary(self._tokenizer, self._vocab_size)
+            self._loaded = BACKENDS[self.backend](vocabulary), vocabulary
+        return self._loaded
+
+    def _try_and_compile(self, backend: Backend, checked: Checked) -> Any:
+        grammar, where = checked.grammar, str(checked.grammar.kind)
+        trial = trial_of(backend.name)
+
+        def problem_of(text: str) -> str:
+            try:
+                return trial.run(backend.source(Grammar(grammar.kind, text)), where)
+            except ValueError as error:  # the library's, of what it reads before it compiles
+                return str(error)
+
+        problem = problem_of(grammar.text)
+        if problem and checked.schema is not None and checked.schema.text != grammar.text:
+            grammar = Grammar(grammar.kind, checked.schema.text)
+            problem = problem_of(grammar.text)
+        if problem and checked.schema is not None:
+            place, problem = checked.schema.place_of(problem, problem_of)
+            where += f" at {place or '/'}"
+        if problem:
+            raise InvalidRequestError(_pointed(problem, where))
+        return backend.compile(backend.source(grammar))
+
+
+def make_compiler(tokenizer: Tokenizer, vocab_size: int | None = None, *, backend: str = "llguidance") -> Compiler:
+    """`vocab_size` is the model's, where it has more ids than the tokenizer: those are never allowed.
+
+    Loads nothing before the first grammar.
+    """
+    if backend not in BACKENDS:
+        raise InvalidRequestError(f"the grammar backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    return Compiler(tokenizer, vocab_size, backend)
+
+
+def check(grammar: Grammar, keywords: Any = None) -> Checked:
+    """Raises InvalidRequestError."""
+    kind, text = grammar
+    if kind == "json_schema":
+        built = build_schema(text, keywords)
+        return Checked(Grammar(kind, built.short_text if keywords is None else built.text), built.ignored, built)
+    if kind == "grammar":
+        found = check_grammar(text, keywords)
+        return Checked(Grammar(kind, found.text), found.ignored)
+    if kind == "regex":
+        check_pattern(text, "regex")  # first, so that columns are those of the text as given
+        check_pattern(without_anchors(text), "regex", allows_anchors=False)
+        return Checked(Grammar(kind, without_anchors(text)))
+    _check_choice(json.loads(text))
+    return Checked(grammar)
+
+
+def _check_choice(texts: list[str]) -> None:
+    if len(texts) > MAX_CHOICES:
+        raise InvalidRequestError(f"choice: there may be {MAX_CHOICES} of them, got {len(texts)}")
+    size = sum(len(encoded(text, f"choice {index}")) for index, text in enumerate(texts))
+    if size > MAX_CHOICE_BYTES:
+        raise InvalidRequestError(f"choice: all together may have {MAX_CHOICE_BYTES} bytes, got {size}")
+
+
+def _pointed(problem: str, where: str) -> str:
+    """A library's message as one line that begins with the place."""
+    if "lookarounds not supported" in problem:
+        problem = "anchors and word boundaries are not supported"
+    column = _COLUMN.search(problem)
+    if where == "regex" and column is not None:
+        return f"regex, column {len(column[1]) + 1}: {column[2]}"
+    place = _LARK_PLACE.match(problem)
+    if where == "grammar" and place is not None:
+        where, problem = f"grammar, line {place[1]}, column {place[2]}", problem[place.end() :]
+    if "NoExtension" in problem:
+        problem = "no text can fulfil it"
+    problem = _SOURCE_PLACE.sub("", problem)
+    lines = [line.strip() for line in problem.splitlines() if line.strip() and "while processing json" not in line]
+    return f"{where}: {'; '.join(lines)[:300]}"

@@ -1,0 +1,157 @@
+"""The five methods over any backend: plans of forced tokens, end ids, and the lock that makes them safe to share."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from threading import Lock
+from typing import final
+
+from infer.errors import ConstraintError
+from infer.grammar.base import Constraint, Follow, Mask
+from infer.grammar.vocabulary import Vocabulary
+
+MAX_FORCED = 64  # tokens in one plan; what follows them is planned when they are written
+
+
+class Matcher(ABC):
+    """A backend's place in a grammar. It never forgets a token that can be rolled back."""
+
+    @abstractmethod
+    def fill(self, mask: Mask) -> None:
+        """The tokens that the grammar allows, end ids included; all of the row is written."""
+
+    @abstractmethod
+    def accept(self, token_id: int) -> bool:
+        """Move past a token that is no end id, or return False and stay."""
+
+    @abstractmethod
+    def rollback(self, num_tokens: int) -> None: ...
+
+    @abstractmethod
+    def forced(self) -> Sequence[int]:
+        """What must follow, in the tokenizer's spelling, settled; no end ids."""
+
+    @abstractmethod
+    def may_end(self) -> bool:
+        """Whether the grammar is fulfilled."""
+
+    @abstractmethod
+    def is_stopped(self) -> bool:
+        """Whether the grammar is fulfilled and no text may follow."""
+
+    def follower(self, mask: Mask) -> Follow:
+        """As a constraint's, for tokens that are no end ids, from a place where nothing is forced."""
+
+        def follow(token_id: int, is_last: bool) -> bool:
+            if not self.accept(token_id):
+                raise ConstraintError(f"the grammar refuses token {token_id}, which its mask allows")
+            if self.forced() or self.is_stopped():
+                return False
+            try:
+                if not is_last:
+                    self.fill(mask)
+            except ConstraintError:
+                return False
+            return True
+
+        return follow
+
+
+@final
+class StepwiseConstraint(Constraint):
+    """A plan is what `forced` returns; there is one for every place, made when the place is reached.
+
+    So the plan depends on the tokens alone, never on who asked when; following it token by token gives the same plan as
+    taking it at once.
+    """
+
+    def __init__(self, matcher: Matcher, vocabulary: Vocabulary) -> None:
+        self._matcher = matcher
+        self._end_ids = vocabulary.end_ids
+        self._lock = Lock()
+        self._has_ended = False
+        self._plans: list[tuple[int, ...]] = [self._plan()]
+        self._is_stopped = matcher.is_stopped()
+
+    def fill(self, mask: Mask) -> None:
+        with self._lock:
+            if self._has_ended:
+                _only(mask, self._end_ids)
+            elif self._plans[-1]:
+                _only(mask, self._plans[-1][:1])
+            else:
+                self._matcher.fill(mask)
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        with self._lock:
+            for index, token_id in enumerate(token_ids):
+                if not self._accept(token_id):
+                    return index
+            return len(token_ids)
+
+    def rollback(self, num_tokens: int) -> None:
+        with self._lock:
+            if not 0 <= num_tokens < len(self._plans):
+                raise ValueError(f"num_tokens must be from 0 to the {len(self._plans) - 1} accepted, got {num_tokens}")
+            if num_tokens:
+                self._matcher.rollback(num_tokens - self._has_ended)
+                self._has_ended = False
+                self._is_stopped = self._matcher.is_stopped()
+                del self._plans[-num_tokens:]
+
+    @property
+    def num_accepted(self) -> int:
+        with self._lock:
+            return len(self._plans) - 1
+
+    def forced(self) -> list[int]:
+        with self._lock:
+            return list(self._plans[-1])
+
+    @property
+    def done(self) -> bool:
+        with self._lock:
+            return self._has_ended or self._is_stopped
+
+    def follower(self, mask: Mask) -> Follow:
+        with self._lock:
+            if self._plans[-1]:
+                return super().follower(mask)
+            plans, end_ids, follow_text = self._plans, self._end_ids, self._matcher.follower(mask)
+
+        def follow(token_id: int, is_last: bool) -> bool:
+            if token_id in end_ids:
+                self._accept(token_id)
+                return False
+            if follow_text(token_id, is_last):
+                plans.append(())
+                return True
+            plans.append(self._plan())
+            self._is_stopped = self._matcher.is_stopped()
+            return False
+
+        return follow
+
+    def _accept(self, token_id: int) -> bool:
+        plan = self._plans[-1]
+        if self._has_ended or (plan and token_id != plan[0]):
+            return False
+        if token_id in self._end_ids:  # the libraries need not know how a text ended
+            self._has_ended = self._matcher.may_end()
+            if self._has_ended:
+                self._plans.append(())
+            return self._has_ended
+        if not self._matcher.accept(token_id):
+            return False
+        self._plans.append(plan[1:] or self._plan())
+        self._is_stopped = self._matcher.is_stopped()
+        return True
+
+    def _plan(self) -> tuple[int, ...]:
+        return tuple(self._matcher.forced()[:MAX_FORCED])
+
+
+def _only(mask: Mask, token_ids: Sequence[int]) -> None:
+    mask[:] = 0
+    words = mask.view("uint32")
+    for token_id in token_ids:
+        words[token_id // 32] |= 1 << token_id % 32

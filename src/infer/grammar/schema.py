@@ -1,0 +1,153 @@
+"""A JSON schema of any draft as one that a grammar's compiler enforces exactly: read, choices written out, checked.
+
+Each message names the place as a JSON pointer.
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from infer.errors import InvalidRequestError
+from infer.grammar.pattern import encoded
+from infer.grammar.schema_builder import Builder, rendered, written_name
+from infer.grammar.schema_choices import TAKES_ANY
+from infer.grammar.schema_node import NOTHING, Node, refuse
+from infer.grammar.schema_reader import ASSERTIONS, Reader
+from infer.grammar.schema_sharing import shared
+from infer.grammar.schema_shortest import children_of, empty_definitions, nodes_of
+
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 64
+MAX_ASKED = 40
+
+_BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[{\]}]', re.DOTALL)  # strings are passed over
+
+
+@dataclass(frozen=True)
+class BuiltSchema:
+    """`ignored` says in one line which words assert nothing, "" where all do."""
+
+    root: Node
+    definitions: Mapping[str, Node]
+    empty: frozenset[str]
+    ignored: str
+
+    @property
+    def text(self) -> str:
+        """For the compiler."""
+        return self.text_of(self.root)
+
+    @property
+    def short_text(self) -> str:
+        """The same with equal parts as one definition, which compilers of few words may not take."""
+        return json.dumps(shared(rendered(self.root, self.definitions, self.empty)))
+
+    def text_of(self, node: Node) -> str:
+        return json.dumps(rendered(node, self.definitions, self.empty))
+
+    def place_of(self, problem: str, problem_of: Callable[[str], str]) -> tuple[str, str]:
+        """The deepest part whose text has a problem, by pointer, and what that is; asks `MAX_ASKED` times at most."""
+        node, seen, num_asked = self.root, {id(self.root)}, 0
+        while True:
+            inner = children_of(node) + ([self.definitions[node["$ref"]]] if "$ref" in node else [])
+            for part in inner:
+                if id(part) in seen or part.is_false or num_asked >= MAX_ASKED:
+                    continue
+                seen.add(id(part))
+                num_asked += 1
+                if found := problem_of(self.text_of(part)):
+                    node, problem = part, found
+                    break
+            else:
+                return node.pointer, problem
+
+
+def build_schema(text: str, keywords: Set[str] | None = None, where: str = "json_schema") -> BuiltSchema:
+    """`keywords` are those that the backend enforces, None for all. Raises InvalidRequestError."""
+    size = len(encoded(text, where))
+    if size > MAX_BYTES:
+        raise InvalidRequestError(f"{where}: a schema may have {MAX_BYTES} bytes, got {size}")
+    raw = _read(text, where)
+    takes_any = _takes_any(raw, where)
+    try:
+        reader = Reader(raw, where)
+        root = reader.read()
+        builder = Builder(reader.definitions, where, takes_any=takes_any)
+        built = builder.build(root)
+    except RecursionError:
+        raise InvalidRequestError(f"{where} at /: nested too deep when its choices are written out") from None
+    nodes = nodes_of([built, *builder.built.values()])
+    for node in nodes if keywords is not None else ():
+        for word in map(written_name, node):
+            if keywords is not None and word not in keywords and word != NOTHING:
+                refuse(where, node.pointer, f"the keyword {word!r} is not supported by this grammar backend")
+    empty = empty_definitions(built, nodes, builder.built, where)
+    return BuiltSchema(built, builder.built, empty, _ignored(reader.ignored, where))
+
+
+def _takes_any(raw: Any, where: str) -> bool:
+    """Takes the word that asks for it out of the schema."""
+    asked = raw.pop(TAKES_ANY, None) if isinstance(raw, dict) else None
+    if asked not in (None, "anyOf"):
+        refuse(where, f"/{TAKES_ANY}", f"must be 'anyOf', got {asked!r:.40}")
+    return asked is not None
+
+
+def _ignored(words: Mapping[str, str], where: str) -> str:
+    if not words:
+        return ""
+    named = []
+    for word in list(words)[:10]:
+        near = difflib.get_close_matches(word, ASSERTIONS, n=1, cutoff=0.8) if len(word) <= 40 else []
+        named.append(f"{word:.40}" + (f" (did you mean {near[0]!r}?)" if near else ""))
+    more = f" and {len(words) - 10} more" if len(words) > 10 else ""
+    return f"{where}: ignored, as they assert nothing: {', '.join(named)}{more}"
+
+
+def _read(text: str, where: str) -> Any:
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r:.80} is there twice")
+        return found
+
+    try:
+        raw = json.loads(text, parse_constant=refuse, object_pairs_hook=unique)
+    except ValueError as error:
+        raise InvalidRequestError(f"{where} is not JSON: {error}") from None
+    except RecursionError:
+        raw = None
+    if raw is None or _is_too_deep(raw):
+        _refuse_depth(text, where)
+    return raw
+
+
+def _is_too_deep(raw: Any) -> bool:
+    level = [raw]
+    for _ in range(MAX_DEPTH + 1):
+        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        if not inner:
+            return False
+        level = list(chain.from_iterable(inner))
+    return True
+
+
+def _refuse_depth(text: str, where: str) -> None:
+    """Names the first bracket that is too deep."""
+    depth = 0
+    for found in _BRACKETS.finditer(text):
+        if found[0] in "[{":
+            depth += 1
+            if depth > MAX_DEPTH:
+                at = found.end()
+                raise InvalidRequestError(f"{where}: brackets may be nested {MAX_DEPTH} deep, not so at {at}")
+        elif found[0] in "]}":
+            depth -= 1

@@ -1,0 +1,85 @@
+"""A schema's pattern (ECMA-262) as llguidance reads patterns (Rust's notation)."""
+
+import re
+
+_PUNCTUATION_KEPT = frozenset("\\.+*?()|[]{}^$#&-~/")
+_COUNT = re.compile(r"\{\d+(?:,\d*)?\}")
+_BRACED = re.compile(r"\\(?:[xu]\{[0-9a-fA-F]+\}|[pP]\{[\w=]+\})")
+_LOOK = re.compile(r"\(\?(?:<?[=!])")
+_NUL = re.compile(r"\\x00-|\\u0000-|\\0-|\x00-")
+
+
+class PatternNotationError(Exception):
+    """`column` counts from 1."""
+
+    def __init__(self, column: int, problem: str) -> None:
+        super().__init__(problem)
+        self.column = column
+
+
+def translated(pattern: str) -> str:
+    """Raises PatternNotationError.
+
+    NUL is in no class that has all but some characters: llguidance 1.9 lets a quote or a backslash through every
+    class that holds all control characters.
+    """
+    found: list[str] = []
+    at, depth = 0, 0
+    while at < len(pattern):
+        character = pattern[at]
+        if character == "\\":
+            piece, at = _escape(pattern, at, in_class=depth > 0)
+        elif depth:
+            piece, at, depth = _in_class(pattern, at)
+        elif character == "[":
+            piece, at, depth = _class_start(pattern, at)
+        elif character == "{" and not _COUNT.match(pattern, at):
+            piece, at = "\\{", at + 1
+        elif _LOOK.match(pattern, at):
+            raise PatternNotationError(at + 1, "look-around is not supported")
+        else:
+            piece, at = character, at + 1
+        found.append(piece)
+    return "".join(found)
+
+
+def _escape(pattern: str, at: int, *, in_class: bool) -> tuple[str, int]:
+    character = pattern[at + 1 : at + 2]
+    if not in_class and character in "bB" and character:
+        raise PatternNotationError(at + 1, "word boundaries are not supported")
+    if (character.isdecimal() and character != "0") or (character == "k" and pattern[at + 2 : at + 3] == "<"):
+        raise PatternNotationError(at + 1, "back references are not supported")
+    if in_class and (nul := _NUL.match(pattern, at)):
+        return "\\x01-", nul.end()
+    if braced := _BRACED.match(pattern, at):
+        return braced[0], braced.end()
+    if character in "sS" and character and not in_class:  # which knows a byte order mark, and no U+0085
+        return ("[\\s\\x{feff}]" if character == "s" else "[^\\s\\x{feff}\\x00]"), at + 2
+    if character == "0":
+        return "\\x00", at + 2
+    if character == "c" and pattern[at + 2 : at + 3].isalpha():
+        return f"\\x{ord(pattern[at + 2]) % 32:02x}", at + 3
+    if character and not character.isalnum() and character not in _PUNCTUATION_KEPT:
+        return character, at + 2
+    return pattern[at : at + 2], at + 2
+
+
+def _class_start(pattern: str, at: int) -> tuple[str, int, int]:
+    if pattern.startswith("[^]", at):
+        return "(?s:.)", at + 3, 0
+    if pattern.startswith("[]", at):
+        raise PatternNotationError(at + 1, "a class that holds nothing matches nothing")
+    if pattern.startswith("[^", at):
+        return "[^\\x00", at + 2, 1
+    return "[", at + 1, 1
+
+
+def _in_class(pattern: str, at: int) -> tuple[str, int, int]:
+    character = pattern[at]
+    if character == "]":
+        return "]", at + 1, 0
+    if nul := _NUL.match(pattern, at):
+        return "\\x01-", nul.end(), 1
+    if character in "[&~" or (character == "-" and pattern.startswith("--", at)):
+        return "\\" + character, at + 1, 1
+    return character, at + 1, 1

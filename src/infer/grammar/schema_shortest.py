@@ -1,0 +1,96 @@
+"""Whether something finite fulfils a schema: no reference that must be followed leads back, or on for too long."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from infer.grammar.horn import Clause, shortest
+from infer.grammar.schema_node import Node, refuse
+
+MAX_SHORTEST = 100_000  # bytes: no context holds more
+_LISTS = ("anyOf", "allOf", "prefixItems")
+_MAPS = ("properties", "patternProperties")
+
+
+def nodes_of(roots: Sequence[Node]) -> list[Node]:
+    """All of them, those inside others too; each once."""
+    found: dict[int, Node] = {}
+    pending = list(roots)
+    while pending:
+        node = pending.pop()
+        if id(node) not in found:
+            found[id(node)] = node
+            pending += children_of(node)
+    return list(found.values())
+
+
+def children_of(node: Node) -> list[Node]:
+    found: list[Node] = []
+    for word, value in node.items():
+        if word in _LISTS:
+            found += value
+        elif word in _MAPS:
+            found += value.values()
+        elif isinstance(value, Node):
+            found.append(value)
+    return found
+
+
+def empty_definitions(root: Node, nodes: Sequence[Node], built: Mapping[str, Node], where: str) -> frozenset[str]:
+    """Those that nothing fulfils. Raises InvalidRequestError with the deepest such place where the root is one."""
+    lengths = shortest([clause for node in nodes for clause in _clauses(node, built)])
+    if id(root) not in lengths:
+        impossible = [node.pointer for node in nodes if id(node) not in lengths and not _is_plainly_false(node)]
+        deepest = max(impossible or [root.pointer], key=lambda pointer: (pointer.count("/"), pointer))
+        refuse(where, deepest, "nothing can fulfil it")
+    if lengths[id(root)] > MAX_SHORTEST:
+        refuse(where, root.pointer, f"nothing shorter than {MAX_SHORTEST} bytes can fulfil it")
+    return frozenset(pointer for pointer, node in built.items() if id(node) not in lengths)
+
+
+def _is_plainly_false(node: Node) -> bool:
+    return node.is_false and bool(node.pointer)
+
+
+def _clauses(node: Node, built: Mapping[str, Node]) -> Iterator[Clause]:
+    if node.is_false:
+        return
+    needed: list[Any] = []
+    length = 0
+    if "$ref" in node:
+        needed.append(id(built[node["$ref"]]))
+    for index, part in enumerate(node.get("allOf", ())):  # as long as the longest of them at least
+        of_part = (id(node), "allOf", index)
+        yield Clause(of_part, (id(part),), times=0)
+        needed.append(of_part)
+    types = node.get("type")
+    if types == ["object"]:
+        length, needs = _of_object(node)
+        needed += needs
+    elif types == ["array"]:
+        least, first = node.get("minItems", 0), node.get("prefixItems", [])
+        length = least
+        needed += [id(item) for item in first[:least]]
+        if least > len(first) and "items" in node:
+            of_items = (id(node), "items")
+            yield Clause(of_items, (id(node["items"]),), times=least - len(first))
+            needed.append(of_items)
+    elif types == ["string"]:
+        length = node.get("minLength", 0)
+    for word in ("anyOf", "enum"):
+        if word in node:
+            head = (id(node), word)
+            needed.append(head)
+            for option in node[word]:
+                yield Clause(head, (id(option),) if word == "anyOf" else ())
+    yield Clause(id(node), needed, length)
+
+
+def _of_object(node: Node) -> tuple[int, list[int]]:
+    properties = node.get("properties", {})
+    needed = []
+    for name in node.get("required", ()):
+        if name in properties:
+            needed.append(id(properties[name]))
+        elif "additionalProperties" in node and not node.get("patternProperties"):
+            needed.append(id(node["additionalProperties"]))
+    return sum(map(len, node.get("required", ()))), needed

@@ -1,1 +1,0 @@
-"""Implementations of `ops`: `reference` (plain torch, the definition), `cpu` (Numba), `gpu` (Triton)."""

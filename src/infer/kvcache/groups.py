@@ -1,0 +1,52 @@
+"""Which layers share page tables, and how many pages each row has of them: sizes that are known before any memory is
+taken. Loads no torch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+from infer.architecture import Layer
+from infer.kvcache.pages import num_pages
+from infer.kvcache.settings import CacheSettings
+
+
+@final
+@dataclass(frozen=True)
+class Group:
+    """Layers whose tokens see the same slots: the first `sinks`, and themselves with the `window` − 1 before them."""
+
+    layers: tuple[int, ...]
+    sinks: int
+    window: int | None  # None: all
+    num_fixed: int  # pages that the sinks lie in
+    pages_per_row: int
+    is_evicting: bool  # whether sinks and window are the policy's and not the model's
+    is_late: bool  # whether they hold only from some moment on; until then all is seen
+    furthest: int | None = None  # position from which later tokens see the sinks; None: no row comes there
+
+
+def make_groups(
+    layers: Sequence[Layer], settings: CacheSettings, capacity: int, step_tokens: int, context: int | None = None
+) -> tuple[Group, ...]:
+    """The groups of a cache for rows of `capacity` tokens that grow by at most `step_tokens` in one step.
+
+    `context` is how many the model was made for; None, or no fewer, and distances are as they are.
+    """
+    indices_by_window: dict[int | None, list[int]] = {}
+    for index, layer in enumerate(layers):
+        indices_by_window.setdefault(layer.window, []).append(index)
+    page_tokens = settings.page_tokens
+    groups = []
+    for own, indices in indices_by_window.items():
+        is_evicting = own is None and settings.evicts
+        sinks = settings.protected_prefix if is_evicting else 0
+        window = settings.eviction_window - sinks if is_evicting else own
+        num_fixed, share = num_pages(sinks, page_tokens), num_pages(capacity, page_tokens)
+        # Two more than the window and a step fill: neither begins where a page does.
+        is_late = is_evicting and settings.is_late
+        if window is not None and not is_late:
+            share = min(share, num_fixed + num_pages(window + step_tokens, page_tokens) + 1)
+        furthest = context - 1 if is_evicting and context is not None and capacity > context else None
+        groups.append(Group(tuple(indices), sinks, window, num_fixed, share, is_evicting, is_late, furthest))
+    return tuple(groups)

@@ -1,0 +1,133 @@
+"""What the rows of one group see and hold, in integers: the rule of visibility and the pages that it needs.
+
+A token's slot is its position less its row's shift. From slot t the slots s ≤ t are seen with s < sinks or
+s > t − window; all of them where the window is 0. A row that was compressed holds what was kept of its prompt in its
+first slots, and goes on behind them only.
+"""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import NamedTuple, Self, final
+
+import numpy as np
+
+from infer.kvcache.groups import Group
+from infer.kvcache.pages import PageTable
+
+_KEY_BYTES = 16
+
+
+class RowState(NamedTuple):
+    """What decides what a row's tokens see. `first` is the lowest slot that the next token may have: of a row that was
+    compressed, or loaded with no more than its last tokens see.
+    """
+
+    shift: int
+    sinks: int
+    window: int
+    first: int
+
+    def seen(self, slot: int) -> tuple[range, range]:
+        """What stands before a token at this slot and is seen by it: sinks, and the window."""
+        first = max(0, slot + 1 - self.window) if self.window else 0
+        return range(min(self.sinks, first)), range(first, slot)
+
+    def seen_from(self, slot: int, end: int) -> list[int]:
+        """The slots before `end` that are seen from `slot` or from a later one."""
+        sinks, window = self.seen(slot)
+        return [*sinks, *range(window.start, end)]
+
+    def cut(self, slot: int) -> Self:
+        """Of a copy of the row that holds what tokens from `slot` on see, and nothing else."""
+        return self if self.seen(slot)[1].start == 0 else self._replace(first=max(self.first, slot))
+
+
+@final
+class GroupRows:
+    """`version` changes with every change of what kernels read: the table, shifts, sinks and windows."""
+
+    def __init__(self, group: Group, num_rows: int, num_slots: int, page_tokens: int) -> None:
+        self.group, self.version = group, 0
+        self.table = PageTable(num_rows, num_slots, page_tokens, group.pages_per_row, group.num_fixed)
+        self.shifts, self.sinks, self.windows, self._firsts = np.zeros((4, num_rows), np.int64)
+        for row in range(num_rows):
+            self.clear(row)
+
+    def clear(self, row: int) -> None:
+        self.table.truncate(row, 0)
+        self.restore(row, self.state_from_start(is_short=False))
+
+    def state_from_start(self, *, is_short: bool) -> RowState:
+        """Of a row that sees all its policy lets it see, or that was short of memory when it grew."""
+        if self.group.is_late and not is_short:
+            return RowState(shift=0, sinks=0, window=0, first=0)
+        return RowState(shift=0, sinks=self.group.sinks, window=self._window, first=0)
+
+    @property
+    def _window(self) -> int:
+        return self.group.window or 0
+
+    def state(self, row: int) -> RowState:
+        columns = (self.shifts, self.sinks, self.windows, self._firsts)
+        return RowState(*(int(column[row]) for column in columns))
+
+    def restore(self, row: int, state: RowState) -> None:
+        self.shifts[row], self.sinks[row], self.windows[row], self._firsts[row] = state
+        self.version += 1
+
+    def slide(self, row: int, length: int) -> list[int]:
+        """From now on only sinks and window are seen: the pages that nobody needs any more, behind `length` slots."""
+        self.restore(row, self.state_from_start(is_short=True))
+        return self.table.drop_unseen(row, self.state(row).seen(length)[1].start)
+
+    def can_compress(self, row: int) -> bool:
+        """Whether the row still sees all of its prompt and is to see less behind it."""
+        return self.group.is_late and not self.windows[row]
+
+    def compress(self, row: int, length: int, num_kept: int) -> None:
+        """The row's `length` slots are now `num_kept`, and what comes behind them slides."""
+        self.table.truncate(row, num_kept)
+        shift = int(self.shifts[row]) + length - num_kept
+        self.restore(row, RowState(shift, self.group.sinks, self._window, num_kept))
+
+    def reserve(self, row: int, start: int, end: int) -> list[tuple[int, int]]:
+        """`PageTable.reserve`, for tokens with the slots [start, end)."""
+        if self.table.is_ready(row, start, end):
+            return self.table.reserve(row, start, end, 0)  # no page is given up for these
+        self.version += 1
+        return self.table.reserve(row, start, end, self.state(row).seen(start)[1].start)
+
+    def can_continue(self, row: int, slot: int) -> bool:
+        """Whether all that a token at this slot sees is there."""
+        return slot >= int(self._firsts[row]) and all(
+            self.table.holds(row, part.start, part.stop) for part in self.state(row).seen(slot)
+        )
+
+    def num_found(self, keys: Sequence[bytes]) -> int:
+        """How many of a row's first pages may be there to adopt: no more are, but windows may lack some of them."""
+        if self.group.window is not None:
+            return len(keys)
+        return next((index for index, key in enumerate(keys) if self.table.pool.find(key) is None), len(keys))
+
+    def has_pages(self, row: int, slot: int, keys: Sequence[bytes]) -> dict[int, bytes] | None:
+        """The keys of the pages that an empty row needs to go on at a slot where a page begins, if all are found."""
+        page_tokens, needed = self.table.page_tokens, {}
+        for part in self.state(row).seen(slot):
+            for index in range(part.start // page_tokens, -(-part.stop // page_tokens) if part else 0):
+                if self.table.pool.find(keys[index]) is None:
+                    return None
+                needed[index] = keys[index]
+        return needed
+
+    def copy(self, row: int, source: "GroupRows", source_row: int) -> None:
+        """The state that decides what is seen; not the pages."""
+        self.restore(row, source.state(source_row))
+
+
+def page_keys(token_ids: Sequence[int], page_tokens: int, known: Sequence[bytes] = ()) -> list[bytes]:
+    """A key for each whole page of tokens, of it and of all before it; `known` are the first of them."""
+    keys = list(known)
+    for start in range(len(keys) * page_tokens, len(token_ids) - page_tokens + 1, page_tokens):
+        ids = np.array(token_ids[start : start + page_tokens], np.int64).tobytes()
+        keys.append(blake2b((keys[-1] if keys else b"") + ids, digest_size=_KEY_BYTES).digest())
+    return keys

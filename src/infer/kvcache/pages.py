@@ -1,0 +1,216 @@
+"""Which page holds which slots of which row: integers only, no torch.
+
+A page is free, or cached (nobody holds it, but its content has a key and may be asked for again), or held by one or
+more rows. A row of `PageTable` holds at most its share of the pool, and the pool is all rows' shares: so a page can
+always be had.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import final
+
+import numpy as np
+
+from infer.errors import InferError
+
+
+@final
+class PagePool:
+    """Counts who holds a page. Free ones are given before cached ones, of these the longest unused first."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._counts = [0] * num_pages
+        self._free = dict.fromkeys(range(num_pages))  # a dict is a set in order
+        self._cached: dict[int, None] = {}
+        self._page_by_key: dict[bytes, int] = {}
+        self._key_by_page: dict[int, bytes] = {}
+
+    @property
+    def num_pages(self) -> int:
+        return len(self._counts)
+
+    @property
+    def num_held(self) -> int:
+        return len(self._counts) - len(self._free) - len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    def take(self, *wished: int) -> int:
+        """A page that nobody holds: the first of the wished that is free, if any is."""
+        page = next((page for page in wished if page in self._free), None)
+        if page is None:
+            page = next(iter(self._free or self._cached), None)
+        if page is None:
+            raise InferError(f"all {len(self._counts)} pages of the cache are held: this is a fault of infer")
+        self._free.pop(page, None)
+        self._cached.pop(page, None)
+        self.forget(page)
+        self._counts[page] = 1
+        return page
+
+    def hold(self, page: int) -> None:
+        """One more holder, of a page that is held or cached."""
+        self._cached.pop(page, None)
+        self._counts[page] += 1
+
+    def release(self, page: int) -> None:
+        self._counts[page] -= 1
+        if self._counts[page] == 0:
+            (self._cached if page in self._key_by_page else self._free)[page] = None
+
+    def is_free(self, page: int) -> bool:
+        return page in self._free
+
+    def is_shared(self, page: int) -> bool:
+        return self._counts[page] > 1
+
+    def remember(self, page: int, key: bytes) -> None:
+        """What a held page contains, unless another page is known to contain it."""
+        if key not in self._page_by_key and page not in self._key_by_page:
+            self._page_by_key[key], self._key_by_page[page] = page, key
+
+    def find(self, key: bytes) -> int | None:
+        return self._page_by_key.get(key)
+
+    def forget(self, page: int) -> None:
+        """The content is about to change."""
+        if (key := self._key_by_page.pop(page, None)) is not None:
+            del self._page_by_key[key]
+
+    def check_integrity(self, holders: Sequence[int]) -> None:
+        """Raises AssertionError unless every page is in exactly one state and held by whom `holders` lists."""
+        counts = [0] * len(self._counts)
+        for page in holders:
+            counts[page] += 1
+        assert counts == self._counts, "a page is held by others than those who count"
+        held = {page for page, count in enumerate(counts) if count}
+        states = [*self._free, *self._cached, *held]
+        assert sorted(states) == list(range(len(counts))), "a page is in two states or in none"
+        assert self._page_by_key == {key: page for page, key in self._key_by_page.items()}, "two pages have one key"
+        assert all(page in self._key_by_page for page in self._cached), "a cached page without a key"
+        assert not any(page in self._key_by_page for page in self._free), "a free page with a key"
+
+
+@final
+class PageTable:
+    """The pages of every row, by the index of the page in the row. `table` is what kernels read.
+
+    The first `num_fixed` pages of a row stay; of the others it holds the newest, as many as its share allows. A page
+    lies at home if it is free: the pages of a row one behind the other, those behind the fixed in a ring. `on_take` is
+    told of each page that is handed out to be written, whose content is then what it was before.
+    """
+
+    def __init__(self, num_rows: int, num_slots: int, page_tokens: int, pages_per_row: int, num_fixed: int = 0) -> None:
+        self.page_tokens, self.pages_per_row, self._num_fixed = page_tokens, pages_per_row, num_fixed
+        self.on_take: Callable[[int], None] = lambda page: None
+        self.pool = PagePool(num_rows * pages_per_row)
+        self.table = np.zeros((num_rows, num_pages(num_slots, page_tokens)), np.int64)
+        self._held: list[dict[int, int]] = [{} for _ in range(num_rows)]
+
+    def reserve(self, row: int, start: int, end: int, first_seen: int) -> list[tuple[int, int]]:
+        """Make slots [start, end) the row's own, to be written: (from, to) of the pages to be copied before.
+
+        No slot before `first_seen` but the fixed ones will be read again: their pages are taken where the share is
+        used up.
+        """
+        held, copies = self._held[row], []
+        for index in range(start // self.page_tokens, num_pages(end, self.page_tokens)):
+            page = held.get(index)
+            if page is None:
+                if len(held) >= self.pages_per_row:
+                    self._drop_oldest(row, first_seen // self.page_tokens)
+                held[index] = self.table[row, index] = self._take(row, index)
+            elif self.pool.is_shared(page):
+                held[index] = self.table[row, index] = self._take(row, index)
+                copies.append((page, held[index]))
+                self.pool.release(page)
+            else:
+                self.pool.forget(page)
+        return copies
+
+    def is_ready(self, row: int, start: int, end: int) -> bool:
+        """Whether the slots [start, end) are the row's own already."""
+        held = self._held[row]
+        indices = range(start // self.page_tokens, num_pages(end, self.page_tokens))
+        return all(index in held and not self.pool.is_shared(held[index]) for index in indices)
+
+    def _take(self, row: int, index: int) -> int:
+        ring = self.pages_per_row - self._num_fixed
+        if index >= self.pages_per_row:
+            index = self._num_fixed + (index - self._num_fixed) % ring
+        before = self._held[row].get(index - 1, -2)
+        page = self.pool.take(row * self.pages_per_row + index, before + 1)
+        self.on_take(page)
+        return page
+
+    def _drop_oldest(self, row: int, first_index: int) -> None:
+        oldest = min((index for index in self._held[row] if self._num_fixed <= index < first_index), default=None)
+        if oldest is None:
+            raise InferError(f"a row needs more than its {self.pages_per_row} pages: this is a fault of infer")
+        self._drop(row, oldest)
+
+    def _drop(self, row: int, index: int) -> None:
+        self.pool.release(self._held[row].pop(index))
+
+    def drop_unseen(self, row: int, first_seen: int) -> list[int]:
+        """Give up the pages before slot `first_seen` but the fixed ones; those that are free now."""
+        first = first_seen // self.page_tokens
+        dropped = {index: page for index, page in self._held[row].items() if self._num_fixed <= index < first}
+        for index in dropped:
+            self._drop(row, index)
+        return [page for page in dropped.values() if self.pool.is_free(page)]
+
+    def truncate(self, row: int, num_slots: int) -> None:
+        kept = num_pages(num_slots, self.page_tokens)
+        for index in [index for index in self._held[row] if index >= kept]:
+            self._drop(row, index)
+
+    def holds(self, row: int, first: int, end: int) -> bool:
+        """Whether the slots [first, end) are all there."""
+        indices = range(first // self.page_tokens, num_pages(end, self.page_tokens))
+        return first >= end or all(index in self._held[row] for index in indices)
+
+    def page_by_index(self, row: int) -> dict[int, int]:
+        """All that the row holds."""
+        return dict(self._held[row])
+
+    def indices(self, slots: Iterable[int]) -> list[int]:
+        """Of the pages that slots lie in."""
+        return sorted({slot // self.page_tokens for slot in slots})
+
+    def hold_new(self, row: int, indices: Iterable[int]) -> None:
+        """Pages with these indices for an empty row."""
+        for index in indices:
+            self._held[row][index] = self.table[row, index] = self._take(row, index)
+
+    def share(self, row: int, source_row: int) -> None:
+        """Replace a row's pages by another's; who writes to one first gets a copy."""
+        self.truncate(row, 0)
+        for index, page in self._held[source_row].items():
+            self._hold(row, index, page)
+
+    def remember(self, row: int, index: int, key: bytes) -> None:
+        if (page := self._held[row].get(index)) is not None:
+            self.pool.remember(page, key)
+
+    def adopt(self, row: int, key_by_index: Mapping[int, bytes]) -> None:
+        """Hold pages that `pool.find` has found, in an empty row."""
+        for index, key in key_by_index.items():
+            page = self.pool.find(key)
+            assert page is not None
+            self._hold(row, index, page)
+
+    def _hold(self, row: int, index: int, page: int) -> None:
+        self.pool.hold(page)
+        self._held[row][index] = self.table[row, index] = page
+
+    def check_integrity(self) -> None:
+        self.pool.check_integrity([page for held in self._held for page in held.values()])
+        for row, held in enumerate(self._held):
+            assert len(held) <= self.pages_per_row, "a row holds more than its share"
+            assert all(self.table[row, index] == page for index, page in held.items()), "the table tells otherwise"
+
+
+def num_pages(num_slots: int, page_tokens: int) -> int:
+    return -(-num_slots // page_tokens)

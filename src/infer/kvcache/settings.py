@@ -1,0 +1,133 @@
+"""What a user may ask of the cache of keys and values: how it stores them, and what it forgets. Loads no torch.
+
+An instance is always valid and never changes; `check_model` says whether a network can have it.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import final, no_type_check
+
+from infer.architecture import Layer
+from infer.errors import InvalidRequestError
+from infer.quantization import kv_formats
+from infer.system.available_memory import available_memory_bytes, total_memory_bytes
+
+KV_TYPES: tuple[str, ...] = ("auto", *kv_formats.KV_TYPES)
+EVICTION_POLICIES = ("none", "sliding", "snapkv")
+SLOTS_PER_BLOCK = 16  # what kernels read at once
+SLOTS_PER_CHUNK = 256  # what attention sums at once
+TILE_SLOTS = 32  # sinks and window do not meet in what kernels read at once, for neighbours that are read together
+OBSERVED_TOKENS = 32  # snapkv: the last of the prompt, which say what of it matters
+
+
+# Its own checks name the rule: those of the tests' hook come too early.
+@no_type_check
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheSettings:
+    """`eviction_window` tokens are kept where a policy evicts, the first `protected_prefix` of the text among them.
+
+    `memory_threshold_mb` None does so from the start; with a number rows keep all until the system has less memory than
+    that available.
+
+    A page is what is handed out, shared and taken back: `page_tokens` tokens. With `reuse_prefixes` what rows of one
+    cache begin with in common is stored once, and found again by later rows; not where a policy evicts.
+    """
+
+    kv_type: str = "auto"  # one of KV_TYPES
+    eviction_policy: str = "none"  # one of EVICTION_POLICIES
+    eviction_window: int = 1024
+    protected_prefix: int = 4
+    memory_threshold_mb: int | None = None
+    page_tokens: int = 64
+    reuse_prefixes: bool = False
+
+    def __post_init__(self) -> None:
+        _check_choice("kv_type", self.kv_type, KV_TYPES)
+        _check_choice("eviction_policy", self.eviction_policy, EVICTION_POLICIES)
+        _check_count("eviction_window", self.eviction_window, 1)
+        _check_count("protected_prefix", self.protected_prefix, 0)
+        _check_count("page_tokens", self.page_tokens, SLOTS_PER_BLOCK)
+        if self.page_tokens % SLOTS_PER_BLOCK or SLOTS_PER_CHUNK % self.page_tokens:
+            raise InvalidRequestError(f"page_tokens must be 16, 32, 64, 128 or 256, got {self.page_tokens}")
+        others, why = self.protected_prefix, f"protected_prefix={self.protected_prefix}"
+        if self.keeps_whole_prompts:
+            others, why = others + OBSERVED_TOKENS, f"{why} and the {OBSERVED_TOKENS} tokens that snapkv looks from"
+        if self.evicts and self.eviction_window <= others:
+            raise InvalidRequestError(
+                f"eviction_window must be larger than {why}, which it includes, got {self.eviction_window}"
+            )
+        self._check_threshold()
+
+    def _check_threshold(self) -> None:
+        threshold, total = self.memory_threshold_mb, total_memory_bytes()
+        if threshold is None:
+            return
+        _check_count("memory_threshold_mb", threshold, 1)
+        if not self.evicts:
+            raise InvalidRequestError(
+                f"memory_threshold_mb={threshold} says when to evict, but eviction_policy is none: set it to sliding "
+                "or snapkv"
+            )
+        if total is None or available_memory_bytes() is None:
+            raise InvalidRequestError(
+                f"memory_threshold_mb={threshold}: this system does not say how much memory is available; leave it out "
+                "to evict from the start"
+            )
+        if threshold * 2**20 > total:
+            raise InvalidRequestError(
+                f"memory_threshold_mb must be below this machine's {total >> 20} MB, got {threshold}"
+            )
+
+    @property
+    def evicts(self) -> bool:
+        return self.eviction_policy != "none"
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a text may be longer than the context that the model was made for: no token sees further back."""
+        return self.eviction_policy == "sliding" and self.memory_threshold_mb is None
+
+    @property
+    def keeps_whole_prompts(self) -> bool:
+        """Whether all of a prompt must lie there before it is known what of it is kept."""
+        return self.eviction_policy == "snapkv"
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a row sees all of its text at first, and sinks and window only from some moment on."""
+        return self.keeps_whole_prompts or self.memory_threshold_mb is not None
+
+    def check_length(self, num_tokens: int, most: int) -> None:
+        """Raises InvalidRequestError where a model made for `most` tokens cannot have a context of so many."""
+        if num_tokens > most and not self.goes_on:
+            raise InvalidRequestError(
+                f"max_seq_len must be from 2 to the model's own {most}, got {num_tokens}: "
+                "eviction_policy sliding goes on beyond"
+            )
+        if num_tokens > most and self.eviction_window > most - TILE_SLOTS:
+            raise InvalidRequestError(
+                f"eviction_window must be at most {most - TILE_SLOTS} where max_seq_len={num_tokens} is beyond the "
+                f"model's own {most}, got {self.eviction_window}"
+            )
+
+    def check_model(self, layers: Sequence[Layer]) -> None:
+        """Raises InvalidRequestError where such a network cannot have these settings."""
+        if self.kv_type != "auto":
+            for head_dim in sorted({layer.head_dim for layer in layers}):
+                kv_formats.check_kv_type(self.kv_type, head_dim)
+        if self.evicts and all(layer.window is not None for layer in layers):
+            raise InvalidRequestError(
+                f"eviction_policy {self.eviction_policy} forgets what layers without a window hold, and every layer "
+                "of this model has its own window: use none"
+            )
+
+
+def _check_choice(name: str, value: object, choices: Collection[str]) -> None:
+    if value not in choices:
+        raise InvalidRequestError(f"{name} must be one of {', '.join(choices)}, got {value!r:.80}")
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidRequestError(f"{name} must be a whole number of at least {least}, got {value!r:.80}")

@@ -1,0 +1,43 @@
+"""How many tokens a context holds: what was asked for, checked, or as many as the model and the memory have room for.
+
+Arithmetic on headers: no torch, nothing allocated.
+"""
+
+from collections.abc import Mapping
+
+from infer.architecture import Architecture
+from infer.checkpoint.tensor_info import TensorInfo
+from infer.errors import InvalidRequestError
+from infer.kvcache.settings import CacheSettings
+from infer.model.memory import LoadSettings, estimate, largest_context
+
+DEFAULT_MAX_SEQ_LEN = 8192  # of a model made for more, unless asked for
+_LEAST, _MULTIPLE = 512, 64  # of a context that was cut to the memory
+
+
+def context_length(max_seq_len: int | None, architecture: Architecture, cache: CacheSettings) -> int:
+    """`max_seq_len`, or the model's own up to the default where it is None. Raises InvalidRequestError."""
+    if max_seq_len is None:
+        return min(architecture.max_positions, DEFAULT_MAX_SEQ_LEN)
+    if isinstance(max_seq_len, bool) or not isinstance(max_seq_len, int) or max_seq_len < 2:
+        raise InvalidRequestError(
+            f"max_seq_len must be from 2 to the model's own {architecture.most_positions}, got {max_seq_len!r:.80}"
+        )
+    cache.check_length(max_seq_len, architecture.most_positions)
+    return max_seq_len
+
+
+def fitting_length(
+    architecture: Architecture,
+    tensors: Mapping[str, TensorInfo],
+    load: LoadSettings,
+    cache: CacheSettings,
+    *,
+    most: int,
+    available: int | None,
+) -> int:
+    """The default context `most`, or the part of it that fits the memory; `most` where no useful part fits."""
+    if available is None or estimate(architecture, tensors, load, cache, num_tokens=most).model <= available:
+        return most
+    fits = largest_context(architecture, tensors, load, cache, available=available, most=most) // _MULTIPLE * _MULTIPLE
+    return fits if fits >= _LEAST else most

@@ -1,0 +1,204 @@
+"""A model's files to the network that runs and its tokenizer, after every setting has been checked."""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from infer import ops
+from infer.architecture import Architecture
+from infer.checkpoint import Checkpoint, open_checkpoint
+from infer.checkpoint.lazy_weights import LazyWeights
+from infer.errors import InvalidRequestError, ModelError
+from infer.kvcache.settings import CacheSettings
+from infer.model.context_length import context_length, fitting_length
+from infer.model.families import make_architecture
+from infer.model.load import FloatsAs, OnProgress, load_transformer
+from infer.model.memory import LoadSettings, check_fits
+from infer.model.model_kernels import kernels_of
+from infer.model.tensors import check_tensors, expected_shapes
+from infer.model.transformer import Transformer
+from infer.ops import Precision
+from infer.system.available_memory import available_memory_bytes, give_back_freed
+from infer.system.cores import check_num_threads
+from infer.tokenizer import Tokenizer
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def load_model(
+    model_id: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    weights: str = "auto",
+    precision: str = "exact",
+    max_seq_len: int | None = None,
+) -> tuple[Transformer, Architecture]:
+    """The network alone, for programs that bring their own loop: `(model, config)`."""
+    checkpoint = open_checkpoint(model_id)
+    tokenizer = load_tokenizer(checkpoint)
+    checkpoint = checkpoint.without_metadata()
+    model = load_checked(checkpoint, tokenizer, device, dtype, weights, precision, max_seq_len, None)
+    return model, model.architecture
+
+
+def load_tokenizer(
+    model: str | Path | Checkpoint, *, chat_template: str | None = None, allow_special: bool = False
+) -> Tokenizer:
+    """The tokenizer of a model, without its weights. `chat_template` stands in place of the model's own.
+
+    With `allow_special` control tokens that are written in a message are control, not text.
+    """
+    checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
+    gguf = checkpoint.metadata
+    tokenizer = Tokenizer.from_gguf(gguf) if gguf else Tokenizer.from_folder(checkpoint.path)
+    tokenizer.allow_special = allow_special
+    if chat_template is not None:
+        tokenizer.replace_chat_template(chat_template)
+    return tokenizer
+
+
+def load_checked(
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer,
+    device: str | torch.device,
+    dtype: str | torch.dtype,
+    weights: str,
+    precision: str,
+    max_seq_len: int | None,
+    on_progress: OnProgress | None,
+    cache: CacheSettings | None = None,
+) -> Transformer:
+    architecture = make_architecture(checkpoint.config)
+    cache = cache or CacheSettings()
+    cache.check_model(architecture.layers)
+    _check_vocabulary(architecture, tokenizer)
+    chosen_dtype = _dtype(dtype)
+    if chosen_dtype is not None and weights != "auto":
+        raise InvalidRequestError(f"dtype={dtype} and weights={weights} contradict each other: give one of them")
+
+    chosen_device, context = _device(device), context_length(max_seq_len, architecture, cache)
+    backend = ops.backend_of(chosen_device)
+    keep_floats_as, chosen_precision = (
+        _choice("weights", weights, get_args(FloatsAs)),
+        _choice("precision", precision, get_args(Precision)),
+    )
+    load = LoadSettings(dtype_name(dtype), weights, precision)
+    check_tensors(expected_shapes(architecture), checkpoint.tensors)
+    with backend.compiling(partial(kernels_of, checkpoint, architecture, load, cache)):
+        if backend.computes_on_host:
+            settings = replace(load, num_threads=backend.num_threads())
+            if max_seq_len is None:
+                context = _fitting(checkpoint, architecture, settings, cache, context)
+            _check_memory(checkpoint, architecture, settings, cache, context)
+        give_back_freed()
+        with backend.threads():
+            model = load_transformer(
+                architecture,
+                LazyWeights(checkpoint.tensors),
+                device=chosen_device,
+                dtype=chosen_dtype,
+                keep_floats_as=keep_floats_as,
+                precision=chosen_precision,
+                max_seq_len=context,
+                on_progress=on_progress,
+            )
+    checkpoint.check_unchanged()
+    give_back_freed()
+    return model
+
+
+def _check_vocabulary(architecture: Architecture, tokenizer: Tokenizer) -> None:
+    """Special tokens of a larger relative (an image token) may lie beyond the embedding: no text encodes to them."""
+    if set(range(architecture.vocab_size, tokenizer.vocab_size)) - tokenizer.special_token_ids:
+        raise ModelError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the embedding only {architecture.vocab_size} rows: "
+            "they are of different models"
+        )
+
+
+def _fitting(
+    checkpoint: Checkpoint, architecture: Architecture, load: LoadSettings, cache: CacheSettings, default: int
+) -> int:
+    """The default context, or as much of it as the memory has room for, which a warning says."""
+    check_tensors(expected_shapes(architecture), checkpoint.tensors)
+    available = available_memory_bytes()
+    found = fitting_length(architecture, checkpoint.tensors, load, cache, most=default, available=available)
+    if found < default:
+        warnings.warn(
+            f"the context is {found:,} tokens, not {default:,}: {(available or 0) // 1_000_000:,} MB of memory are "
+            "available (kv_type q8 or q4 takes less)",
+            stacklevel=5,
+        )
+    return found
+
+
+def _check_memory(
+    checkpoint: Checkpoint, architecture: Architecture, load: LoadSettings, cache: CacheSettings, num_tokens: int
+) -> None:
+    """What does not fit is refused before anything is allocated."""
+    check_tensors(expected_shapes(architecture), checkpoint.tensors)
+    available = available_memory_bytes()
+    name, tensors = checkpoint.path.name, checkpoint.tensors
+    check_fits(name, architecture, tensors, load, cache, num_tokens=num_tokens, available=available)
+
+
+@contextmanager
+def threads_if_loaded(threads: int | None) -> Iterator[None]:
+    """`set_num_threads`, undone where what is within fails."""
+    if threads is None:
+        yield
+        return
+    before = torch.get_num_threads(), ops.backend_of(torch.device("cpu")).num_threads()
+    try:
+        set_num_threads(threads)
+        yield
+    except BaseException:
+        torch.set_num_threads(before[0])
+        ops.set_num_threads(before[1])
+        raise
+
+
+def set_num_threads(threads: int) -> None:
+    """How many threads the process computes with, in our kernels and in torch's."""
+    check_num_threads(threads)
+    torch.set_num_threads(threads)
+    ops.set_num_threads(threads)
+
+
+def _choice(name: str, value: str, choices: Sequence[Any]) -> Any:
+    if value not in choices:
+        raise InvalidRequestError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+    return value
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise InvalidRequestError(f"device must be cpu or cuda, got {device!r:.80}") from None
+    if chosen.type not in ("cpu", "cuda"):
+        raise InvalidRequestError(f"device must be cpu or cuda, got {device!r}")
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidRequestError("device is cuda, but torch sees no CUDA device here: use device='cpu'")
+    return chosen
+
+
+def dtype_name(dtype: str | torch.dtype) -> str:
+    """As `LLM` takes it: "auto", "float32", ... Raises InvalidRequestError."""
+    return "auto" if (chosen := _dtype(dtype)) is None else str(chosen).removeprefix("torch.")
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    if isinstance(dtype, str) and dtype == "auto":
+        return None
+    chosen = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if not isinstance(chosen, torch.dtype) or chosen not in _DTYPES.values():
+        raise InvalidRequestError(f"dtype must be one of auto, {', '.join(_DTYPES)}, got {dtype!r:.80}")
+    return chosen

@@ -1,0 +1,229 @@
+"""What a model takes in memory here, by arithmetic on its headers: no torch, nothing allocated.
+
+Weights are counted as the CPU's kernels hold them, a cache as it is reserved, the workspace as a recorded step has it.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from infer.architecture import Architecture, Layer
+from infer.checkpoint.tensor_info import TensorInfo
+from infer.errors import InvalidRequestError, ModelError
+from infer.kvcache.groups import make_groups
+from infer.kvcache.settings import CacheSettings
+from infer.model.tensors import expected_shapes
+from infer.model.workspace import STEP_TOKENS, workspace_bytes
+from infer.quantization.ggml_types import BLOCK_TYPES
+from infer.quantization.kv_formats import BLOCK_POSITIONS, key_block_bytes, value_block_bytes
+
+# Of a process that has loaded torch and our compiled kernels, and of each token of a vocabulary: measured resident.
+PROCESS_BYTES, VOCABULARY_BYTES = 249_000_000, 400
+ROWS_PER_GROUP, INPUTS_PER_UNIT = 16, 8  # rows that lie side by side; inputs of a float type come in so many
+_TYPE_BY_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """How a model is to be loaded, in the words of `LLM`."""
+
+    dtype: str = "auto"
+    weights: str = "auto"
+    precision: str = "exact"
+    num_threads: int = 1
+
+    @property
+    def kv_type(self) -> str:
+        """What `kv_type="auto"` is on a CPU."""
+        return "f16" if self.dtype == "auto" else "f32"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes. The process is Python with torch and the vocabulary, which a program that asks already has in part."""
+
+    weights: int
+    cache: int
+    workspace: int
+    process: int
+
+    @property
+    def model(self) -> int:
+        """What loading adds to a process."""
+        return self.weights + self.cache + self.workspace
+
+    @property
+    def total(self) -> int:
+        return self.model + self.process
+
+
+def estimate(
+    architecture: Architecture,
+    tensors: Mapping[str, TensorInfo],
+    load: LoadSettings,
+    cache: CacheSettings,
+    *,
+    num_tokens: int,
+    num_rows: int = 1,
+) -> Estimate:
+    """A model whose context holds `num_rows` rows of `num_tokens` tokens."""
+    types = loaded_types(architecture, tensors, load)
+    kv_type = load.kv_type if cache.kv_type == "auto" else cache.kv_type
+    history = num_rows * (8 * architecture.vocab_size + 8 * num_tokens)
+    workspace = workspace_bytes(architecture, types, num_tokens, load.precision, load.num_threads, num_rows)
+    return Estimate(
+        weights=weight_bytes(architecture, types) + rope_bytes(architecture, num_tokens),
+        cache=cache_bytes(architecture.layers, cache, kv_type, num_tokens, num_rows),
+        workspace=workspace + history,
+        process=PROCESS_BYTES + VOCABULARY_BYTES * architecture.vocab_size,
+    )
+
+
+def check_fits(
+    name: str,
+    architecture: Architecture,
+    tensors: Mapping[str, TensorInfo],
+    load: LoadSettings,
+    cache: CacheSettings,
+    *,
+    num_tokens: int,
+    available: int | None,
+) -> None:
+    """Raises ModelError, with the largest context that would fit, where loading would take more than is available.
+
+    `available` None is not known, and nothing is refused.
+    """
+    needed = estimate(architecture, tensors, load, cache, num_tokens=num_tokens)
+    if available is None or needed.model <= available:
+        return
+    most = largest_context(architecture, tensors, load, cache, available=available, most=num_tokens)
+    instead = f"max_seq_len={most} fits" if most > 1 else "take a smaller quantisation of it (or weights='q4')"
+    raise ModelError(
+        f"{name} needs {_megabytes(needed.model)} MB here ({_megabytes(needed.weights)} of weights, "
+        f"{_megabytes(needed.cache)} of cache for {num_tokens:,} tokens, {_megabytes(needed.workspace)} of workspace), "
+        f"and {_megabytes(available)} MB are available: {instead}"
+    )
+
+
+def check_rows_fit(
+    architecture: Architecture,
+    cache: CacheSettings,
+    kv_type: str,
+    *,
+    num_tokens: int,
+    num_rows: int,
+    available: int | None,
+) -> None:
+    """For what is allocated after loading: the cache, the history and the logits of so many rows.
+
+    Raises InvalidRequestError, with the setting that would fit, where they would take more than is available.
+    """
+
+    def needed(tokens: int, rows: int) -> int:
+        each = 12 * architecture.vocab_size + 8 * tokens
+        return cache_bytes(architecture.layers, cache, kv_type, tokens, rows) + rows * each
+
+    if available is None or needed(num_tokens, num_rows) <= available:
+        return
+    rows = available // needed(num_tokens, 1)
+    tokens = bisect_right(range(1, num_tokens), available, key=lambda count: needed(count, 1))
+    instead = f"max_seq_len={tokens} fits" if tokens > 1 else "free some of it"
+    raise InvalidRequestError(
+        f"{num_rows} x {num_tokens:,} tokens of cache need {_megabytes(needed(num_tokens, num_rows))} MB, and "
+        f"{_megabytes(available)} MB are available: {f'batch_size={rows} fits' if rows else instead}"
+    )
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.0f}"
+
+
+def largest_context(
+    architecture: Architecture,
+    tensors: Mapping[str, TensorInfo],
+    load: LoadSettings,
+    cache: CacheSettings,
+    *,
+    available: int,
+    most: int,
+    num_rows: int = 1,
+) -> int:
+    """The most tokens, up to `most`, with which a model takes no more than `available`; 0 if none do."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if estimate(architecture, tensors, load, cache, num_tokens=middle, num_rows=num_rows).model <= available:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def loaded_types(architecture: Architecture, tensors: Mapping[str, TensorInfo], load: LoadSettings) -> dict[str, str]:
+    """The type of each matrix once it is loaded, by name: `model.load` quantises and converts by the same rules."""
+    shapes = expected_shapes(architecture)
+    return {name: _loaded_type(name, tensors[name], load) for name, shape in shapes.items() if len(shape) > 1}
+
+
+def _loaded_type(name: str, info: TensorInfo, load: LoadSettings) -> str:
+    if load.dtype != "auto":
+        return _TYPE_BY_DTYPE[load.dtype]
+    if load.weights == "auto" or not BLOCK_TYPES[info.type].is_float:
+        return info.type
+    if load.weights == "bf16" or info.shape[1] % 32:
+        return "BF16"
+    return "Q4_1" if load.weights == "q4" and name not in _TABLES else "Q8_0"
+
+
+def weight_bytes(architecture: Architecture, types: Mapping[str, str]) -> int:
+    """Matrices as they are packed, norms and biases in float32."""
+    return sum(
+        packed_bytes(types[name], *shape) if name in types else 4 * prod(shape)
+        for name, shape in expected_shapes(architecture).items()
+    )
+
+
+def packed_bytes(type: str, rows: int, columns: int) -> int:
+    kind = BLOCK_TYPES[type]
+    columns += -columns % INPUTS_PER_UNIT if kind.is_float else 0
+    return (rows + -rows % ROWS_PER_GROUP) * (columns // kind.block_size) * kind.packed_bytes
+
+
+def rope_bytes(architecture: Architecture, num_positions: int) -> int:
+    """Cosines and sines, one table for each kind of rotation."""
+    ropes = {layer.rope for layer in architecture.layers if layer.rope is not None}
+    return sum(2 * 4 * num_positions * rope.half for rope in ropes)
+
+
+def cache_bytes(layers: Sequence[Layer], settings: CacheSettings, kv_type: str, num_tokens: int, num_rows: int) -> int:
+    """All pages: what keys and values take once every row has been full."""
+    total = 0
+    for group in make_groups(layers, settings, num_tokens, STEP_TOKENS):
+        num_slots = num_rows * group.pages_per_row * settings.page_tokens
+        total += num_slots * sum(slot_bytes(layers[index], kv_type) for index in group.layers)
+    return total
+
+
+def slot_bytes(layer: Layer, kv_type: str) -> int:
+    """Of one token's keys and values in a layer."""
+    block = key_block_bytes(kv_type, layer.head_dim) + value_block_bytes(kv_type, layer.head_dim)
+    return layer.num_kv_heads * block // BLOCK_POSITIONS
+
+
+def cache_bytes_per_token(layers: Sequence[Layer], kv_type: str) -> tuple[int, int]:
+    """Of a token in all layers, and in those without a window of their own."""
+    whole = [slot_bytes(layer, kv_type) for layer in layers if layer.window is None]
+    return sum(slot_bytes(layer, kv_type) for layer in layers), sum(whole)
+
+
+def weights_by_type(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, int, int, int]]:
+    """As the file stores them, the largest first: type, how many tensors, their values, their bytes."""
+    found: dict[str, list[int]] = {}
+    for info in tensors.values():
+        counts = found.setdefault(info.type, [0, 0, 0])
+        for index, amount in enumerate((1, prod(info.shape), info.num_bytes)):
+            counts[index] += amount
+    for type_, (count, values, num_bytes) in sorted(found.items(), key=lambda item: -item[1][2]):
+        yield type_, count, values, num_bytes

@@ -1,0 +1,65 @@
+"""Which CPU kernels the steps of a model need, from its headers: what a load compiles ahead. No torch.
+
+`backends.cpu.commands` decides; a kernel that this list lacks is compiled when it is first met, in an answer's time.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from infer.architecture import Architecture, Layer
+
+Needed = tuple[str, tuple[str | int, ...], str, str]  # maker, variant, its record's name, what in the model asks for it
+
+_LANES = 16
+_PLANES = {"exact": 2, "fast": 1}
+_SAMPLING = ("scan:make_scan", "narrow:make_narrow", "choose:make_choose")
+_ADVANCING = ("advance", "await_mask", "accept")
+
+
+def needed_kernels(
+    architecture: Architecture, types: Mapping[str, str], kv_type: str, precision: str, isa: str
+) -> Iterator[Needed]:
+    """`types` are those of the loaded matrices, by name (`memory.loaded_types`); `isa` is the instruction set."""
+    for name in ("serve", "run", "close"):
+        yield f".walking:make_{name}", (), "JOB", ""
+    yield ".walking:make_publish", (), "FLAG", ""
+    yield ".walking:make_walk", (), "WALK", ""
+    for name in _SAMPLING:
+        yield f".sample_{name}", (), "SAMPLE", ""
+    for name in _ADVANCING:
+        yield f".sample_advance:make_{name}", (), "SAMPLE", ""
+    yield from _of_weights(architecture, types, precision, isa)
+    yield ".activations:make_normalize", (), "NORMALIZE", ""
+    yield ".matmul:make_store", (), "EPILOGUE", ""
+    if architecture.logit_softcap is not None:
+        yield ".matmul:make_store_capped", (), "EPILOGUE", "capped logits"
+    for index, layer in enumerate(architecture.layers):
+        yield from _of_layer(layer, types, f"model.layers.{index}.mlp.")
+    yield from kernels_of_cache(kv_type)
+    yield ".attention:make_finish", (), "ATTEND", ""
+
+
+def kernels_of_cache(kv_type: str) -> Iterator[Needed]:
+    yield ".rotation:make_rotate", (kv_type,), "ATTEND", f"kv type {kv_type}"
+    yield ".attention:make_attend", (kv_type,), "ATTEND", f"kv type {kv_type}"
+
+
+def _of_weights(architecture: Architecture, types: Mapping[str, str], precision: str, isa: str) -> Iterator[Needed]:
+    table = "model.embed_tokens.weight"
+    yield ".packing:make_embed", (types[table],), "EMBED", f"weights {types[table]}"
+    for type_ in sorted(set(types.values())):
+        yield ".packing:make_pack", (type_,), "PACK", f"weights {type_}"
+    multiplied = {type_ for name, type_ in types.items() if name != table or architecture.tied_embeddings}
+    for type_ in sorted(multiplied):
+        reason = f"weights {type_}" if precision == "exact" else f"precision {precision}"
+        yield ".matmul:make_matmul", (type_, _PLANES[precision], isa), "MATMUL", reason
+
+
+def _of_layer(layer: Layer, types: Mapping[str, str], at: str) -> Iterator[Needed]:
+    if layer.has_post_norms:
+        yield ".activations:make_add_normalized", (), "ADD_NORMALIZED", "post norms"
+    else:
+        yield ".matmul:make_add", (), "EPILOGUE", ""
+    is_paired = types[at + "gate_proj.weight"] == types[at + "up_proj.weight"]
+    is_paired = is_paired and not (layer.has_mlp_bias and layer.intermediate_size % _LANES)
+    maker = "gate" if is_paired else "gate_rows"
+    yield f".matmul:make_{maker}", (layer.activation,), "EPILOGUE", f"activation {layer.activation}"

@@ -1,0 +1,1 @@
+"""What ops take: a step's tokens, and weights."""

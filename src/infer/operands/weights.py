@@ -1,0 +1,189 @@
+"""Weights as `ops` takes them: matrices in the form their file stores, and the small values around them.
+
+`StoredWeight` keeps the file's bytes; `ops.prepare` turns it into what a kernel module wants to read.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
+from jaxtyping import Float
+from torch import Tensor
+
+from infer.quantization.ggml_types import BLOCK_TYPES
+
+
+class Weight(ABC):
+    """A matrix `[out_features, in_features]` in some kernel module's form."""
+
+    @property
+    @abstractmethod
+    def out_features(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def in_features(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int: ...
+
+
+@final
+@dataclass(frozen=True)
+class StoredWeight(Weight):
+    """A tensor as its file stores it: GGML's name of the type, the logical shape, the bytes.
+
+    `data` has the logical shape and a float dtype for F32, F16 and BF16. For block types it is uint8
+    `[rows, bytes of a row]`, and the last axis of `shape` is a multiple of the block.
+    """
+
+    type: str
+    shape: tuple[int, ...]
+    data: Tensor
+
+    @property
+    def out_features(self) -> int:
+        return self.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.numel() * self.data.element_size()
+
+    @property
+    def row_bytes(self) -> int:
+        """What a row takes while it is read."""
+        return self.num_bytes // self.out_features
+
+    def rows(self, first: int, last: int) -> "StoredWeight":
+        """[first, last), as a view."""
+        return StoredWeight(self.type, (last - first, *self.shape[1:]), self.data[first:last])
+
+
+@final
+@dataclass(frozen=True)
+class UnreadWeight(Weight):
+    """A matrix that still lies in its file. Rows are read when they are asked for, so that a large matrix is never
+    there twice. Reading raises ModelError where the file fails.
+    """
+
+    type: str
+    shape: tuple[int, ...]
+    read: Callable[[int, int], Tensor]  # rows [first, last) → their `StoredWeight.data`
+
+    @property
+    def out_features(self) -> int:
+        return self.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.out_features * self.row_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        return BLOCK_TYPES[self.type].row_bytes(self.in_features)
+
+    @property
+    def data(self) -> Tensor:
+        """The whole matrix, read anew."""
+        return self.read(0, self.out_features)
+
+    def rows(self, first: int, last: int) -> StoredWeight:
+        """[first, last), read."""
+        return StoredWeight(self.type, (last - first, *self.shape[1:]), self.read(first, last))
+
+
+FileWeight = StoredWeight | UnreadWeight
+
+
+@final
+@dataclass(frozen=True)
+class ConvertedWeight(Weight):
+    """A stored matrix on its way to another type. Rows are converted when they are asked for, so that a large matrix
+    is never there as a whole in floats.
+    """
+
+    type: str
+    source: FileWeight
+    convert: Callable[[StoredWeight], Tensor]  # some rows of the source → their `StoredWeight.data` in `type`
+
+    @property
+    def out_features(self) -> int:
+        return self.source.out_features
+
+    @property
+    def in_features(self) -> int:
+        return self.source.in_features
+
+    @property
+    def num_bytes(self) -> int:
+        return self.out_features * BLOCK_TYPES[self.type].row_bytes(self.in_features)
+
+    @property
+    def row_bytes(self) -> int:
+        """What a row takes while it is read: six times its floats."""
+        return 24 * self.in_features
+
+    def rows(self, first: int, last: int) -> StoredWeight:
+        """[first, last), converted."""
+        source = self.source.rows(first, last)
+        return StoredWeight(self.type, source.shape, self.convert(source))
+
+
+@final
+@dataclass(frozen=True)
+class Projection:
+    """y = x Wᵀ (+ bias), where W is its parts one below the other (q, k, v; gate, up): each keeps its own type."""
+
+    parts: tuple[Weight, ...]
+    bias: Float[Tensor, "out"] | None = None
+
+    @property
+    def in_features(self) -> int:
+        return self.parts[0].in_features
+
+    @property
+    def out_features(self) -> int:
+        return sum(part.out_features for part in self.parts)
+
+
+@final
+@dataclass(frozen=True)
+class Norm:
+    """RMSNorm (arXiv:1910.07467): x / sqrt(mean(x²) + eps) × weight."""
+
+    weight: Float[Tensor, "hidden"]
+    eps: float
+
+
+@final
+@dataclass(frozen=True)
+class RopeTable:
+    """cos and sin of every position's angles, one pair for each two elements that rotate together (i, i + dim / 2)."""
+
+    cos: Float[Tensor, "positions half"]
+    sin: Float[Tensor, "positions half"]
+
+
+@final
+@dataclass(frozen=True)
+class Heads:
+    """What attention needs to know of a layer besides q, k and v."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    rope: RopeTable | None
+    q_norm: Norm | None  # before rotation: over each head, or over all together if its weight is as long as they are
+    k_norm: Norm | None
+    softcap: float | None = None  # a score s becomes softcap × tanh(s / softcap), before what is not seen is left out

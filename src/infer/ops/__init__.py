@@ -1,0 +1,142 @@
+"""Every kernel's signature. `backend_of` finds the backend that serves a device.
+
+The vocabulary is the fused one: a layer is five calls (norm → qkv; rotate, append, attend; output → residual;
+norm → gate · up; down → residual), with embed before and head after. `backends.reference` says in plain torch what
+each means; every other kernel module exports the same names and agrees with it.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from infer.architecture import Activation
+from infer.backends.base import Backend, Captured, KernelStore, Precision
+from infer.operands.step import Step
+from infer.operands.weights import Heads, Norm, Projection, Weight
+from infer.ops.device import backend_of, set_num_threads, using
+from infer.quantization.kv_layout import LayerCache
+from infer.sampling import sampler
+from infer.sampling.columns import Rows
+from infer.sampling.history import History
+from infer.sampling.sampler import Sampled
+
+__all__ = [
+    "Backend",
+    "Captured",
+    "KernelStore",
+    "Precision",
+    "attend",
+    "attention_weights",
+    "backend_of",
+    "choose_tokens",
+    "embed",
+    "head",
+    "norm_gate",
+    "norm_project",
+    "prepare",
+    "project_add",
+    "sample",
+    "set_num_threads",
+    "using",
+]
+
+
+def prepare(projection: Projection, device: torch.device, precision: Precision = "exact") -> Projection:
+    """The projection in the form that the device's kernels read. May repack; values never change.
+
+    `precision` is that of the activations that quantised weights are multiplied with, where kernels have a choice:
+    "exact" has 16 bits on the CPU, "fast" 8.
+    """
+    prepared: Projection = backend_of(device).kernels.prepare(projection, device, precision)
+    return prepared
+
+
+def embed(table: Weight, token_ids: Int[Tensor, "tokens"], scale: float) -> Float[Tensor, "tokens hidden"]:
+    """Rows of the table, times scale."""
+    x: Tensor = backend_of(token_ids.device).kernels.embed(table, token_ids, scale)
+    return x
+
+
+def norm_project(
+    x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection
+) -> Float[Tensor, "tokens out"]:
+    """project(norm(x))"""
+    y: Tensor = backend_of(x.device).kernels.norm_project(x, norm, projection)
+    return y
+
+
+def attend(
+    qkv: Float[Tensor, "tokens out"],
+    heads: Heads,
+    layer: LayerCache,
+    step: Step,
+) -> Float[Tensor, "tokens heads_dim"]:
+    """softmax(q kᵀ × scale) v over what each token may see, after normalising and rotating q and k.
+
+    qkv is q, k and v side by side. Writes the step's k and v into the cache's layer, at the slot of each token's row
+    and position, before reading it. `kv_layout` says where a slot lies and which of them a token sees.
+    """
+    y: Tensor = backend_of(qkv.device).kernels.attend(qkv, heads, layer, step)
+    return y
+
+
+def attention_weights(
+    qkv: Float[Tensor, "tokens out"], heads: Heads, layer: LayerCache, step: Step
+) -> Float[Tensor, "kv_heads group tokens slots"]:
+    """What the tokens of one row look at, behind `attend`: softmax(q kᵀ × scale), for each head of a group."""
+    weights: Tensor = backend_of(qkv.device).kernels.attention_weights(qkv, heads, layer, step)
+    return weights
+
+
+def project_add(
+    residual: Float[Tensor, "tokens hidden"],
+    x: Float[Tensor, "tokens in"],
+    projection: Projection,
+    post_norm: Norm | None,
+) -> Float[Tensor, "tokens hidden"]:
+    """residual + post_norm(project(x)). The result may share residual's memory: do not use residual afterwards."""
+    y: Tensor = backend_of(x.device).kernels.project_add(residual, x, projection, post_norm)
+    return y
+
+
+def norm_gate(
+    x: Float[Tensor, "tokens hidden"], norm: Norm | None, gate_up: Projection, activation: Activation
+) -> Float[Tensor, "tokens intermediate"]:
+    """activation(gate(norm(x))) × up(norm(x)), where the projection's two parts are gate and up."""
+    y: Tensor = backend_of(x.device).kernels.norm_gate(x, norm, gate_up, activation)
+    return y
+
+
+def head(
+    x: Float[Tensor, "tokens hidden"],
+    wanted: Int[Tensor, "wanted"],
+    norm: Norm,
+    projection: Projection,
+    softcap: float | None = None,
+) -> Float[Tensor, "wanted vocab"]:
+    """float32 logits of the wanted tokens only: project(norm(x[wanted])), or softcap × tanh(that / softcap)."""
+    logits: Tensor = backend_of(x.device).kernels.head(x, wanted, norm, projection, softcap)
+    return logits
+
+
+def choose_tokens(
+    logits: Float[Tensor, "rows vocab"],
+    rows: Rows,
+    history: History | None,
+    positions: Int[Tensor, "rows"],
+    allowed: Int[Tensor, "rows words"] | None = None,
+) -> Int[Tensor, "rows"]:
+    """The token of each row by its parameters, history and noise, or a negative code where the row failed."""
+    token_ids: Tensor = backend_of(logits.device).kernels.choose_tokens(logits, rows, history, positions, allowed)
+    return token_ids
+
+
+def sample(
+    logits: Float[Tensor, "rows vocab"],
+    rows: Rows,
+    history: History | None,
+    positions: Int[Tensor, "rows"],
+    allowed: Int[Tensor, "rows words"] | None = None,
+) -> Sampled:
+    """A token a row by the device's own `choose_tokens`, and log-probabilities where asked for: `sampling.sampler`."""
+    return sampler.sample(logits, rows, history, positions, allowed, choose=choose_tokens)

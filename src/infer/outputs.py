@@ -1,0 +1,259 @@
+"""What a generation gives back: the tokens, the text, why it ended, and where the time went; and how one
+token was sampled. Free of torch."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise, zip_longest
+from typing import Any, Literal
+
+FinishReason = Literal["eos", "stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one token adds to the stream. The text may be empty: half a character, or held back."""
+
+    token_id: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One token's log-probability and rank (1 is the likeliest), and the likeliest alternatives as (id, logprob)."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+_WARM_UP_STEPS = 2  # of an answer: they touch memory and code for the first time
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class GenerationTiming:
+    """Seconds, each measured: the clock is read after every forward and every sampling, also where several steps run
+    without a return to Python, and the device is synchronised around both. A figure without anything measured is None.
+
+    The first token's forward and sampling are the prefill. Of each later token that was sampled `decode_times_s[i]` is
+    its forward, with what Python did before it, and `sampling_times_s[i]` the sampling that followed. A step that
+    verifies drafts gives several tokens: its forward counts with the first, the others have 0. `arrival_times_s` is
+    when each token, forced ones too, reached the caller, from when the request was begun.
+    """
+
+    prefill_time_s: float = 0.0
+    decode_times_s: list[float] = field(default_factory=list)
+    sampling_times_s: list[float] = field(default_factory=list)
+    arrival_times_s: list[float] = field(default_factory=list)
+
+    @property
+    def ttft_s(self) -> float:
+        """From the start of the prefill to the first token sampled."""
+        return self.prefill_time_s
+
+    @property
+    def decode_time_s(self) -> float:
+        return sum(self.decode_times_s, 0.0)
+
+    @property
+    def sampling_time_s(self) -> float:
+        return sum(self.sampling_times_s, 0.0)
+
+    @property
+    def total_time_s(self) -> float:
+        # The grouping keeps total ≥ prefill + decode to the last bit.
+        return (self.prefill_time_s + self.decode_time_s) + self.sampling_time_s
+
+    @property
+    def inter_token_times_s(self) -> list[float]:
+        """Forward and sampling of each token: what passes from one being sampled to the next."""
+        return [sum(pair, 0.0) for pair in zip_longest(self.decode_times_s, self.sampling_times_s, fillvalue=0.0)]
+
+    @property
+    def arrival_gaps_s(self) -> list[float]:
+        """Between the arrivals of two tokens: what a reader sees, where several steps run without a return."""
+        return [after - before for before, after in pairwise(self.arrival_times_s)]
+
+    @property
+    def decode_tokens_per_second(self) -> float | None:
+        """Tokens over the time of their steps, sampling included, without the first two steps where there are more."""
+        times = self.inter_token_times_s
+        first_of_step = [index for index, forward_s in enumerate(self.decode_times_s) if forward_s > 0]
+        settled = times[first_of_step[_WARM_UP_STEPS] :] if len(first_of_step) > _WARM_UP_STEPS else times
+        seconds = sum(settled, 0.0)
+        return len(settled) / seconds if seconds > 0 else None
+
+    @property
+    def inter_token_p50_s(self) -> float | None:
+        return _percentile(self.inter_token_times_s, 50.0)
+
+    @property
+    def inter_token_p95_s(self) -> float | None:
+        return _percentile(self.inter_token_times_s, 95.0)
+
+    @property
+    def inter_token_p99_s(self) -> float | None:
+        return _percentile(self.inter_token_times_s, 99.0)
+
+    def __repr__(self) -> str:
+        return f"GenerationTiming(ttft {1e3 * self.ttft_s:.1f} ms, {len(self.decode_times_s)} steps{_rate(self)})"
+
+    def to_json(self) -> dict[str, Any]:
+        gaps = self.arrival_gaps_s
+        return asdict(self) | {
+            "ttft_s": self.ttft_s,
+            "decode_time_s": self.decode_time_s,
+            "total_time_s": self.total_time_s,
+            "decode_tokens_per_second": self.decode_tokens_per_second,
+            "inter_token_p50_s": self.inter_token_p50_s,
+            "inter_token_p95_s": self.inter_token_p95_s,
+            "inter_token_p99_s": self.inter_token_p99_s,
+            "arrival_gap_p50_s": _percentile(gaps, 50.0),
+            "arrival_gap_p95_s": _percentile(gaps, 95.0),
+            "arrival_gap_p99_s": _percentile(gaps, 99.0),
+        }
+
+
+@dataclass(slots=True, repr=False)
+class GenerationStats:
+    """What the loop did for one generation. A step is one forward; a chain is several without a return to Python."""
+
+    prefill_steps: int = 0  # that only filled the cache
+    single_steps: int = 0  # that gave one token, or verified drafts
+    chains: int = 0
+    chain_tokens: int = 0
+    drafts_proposed: int = 0
+    drafts_accepted: int = 0
+    masks_filled: int = 0
+    tokens_forced: int = 0
+
+    def __repr__(self) -> str:
+        """What is not 0."""
+        return f"GenerationStats({', '.join(f'{name}={count}' for name, count in asdict(self).items() if count)})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class GenerationResult:
+    """One finished sequence. `token_ids` holds every generated token, `text` ends before the stop string."""
+
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    prompt_tokens: int
+    generated_tokens: int
+    timing: GenerationTiming
+    stop_reason: str | int | None = None  # the stop string or id, "max_new_tokens", "context", "grammar", "cancelled"
+    seed: int | None = None  # the seed that gives these tokens again
+    logprobs: list[TokenLogprob] | None = None  # one per generated token, where asked for
+    grammar_complete: bool | None = None  # None without a grammar
+    reused_tokens: int = 0  # prompt tokens that were in the cache already
+    dropped_tokens: int = 0  # tokens in the cache that the prompt does not have: it was trimmed to what they share
+    truncated_tokens: int = 0  # tokens of the prompt that were left out, with overflow="truncate_left"
+    stats: GenerationStats = field(default_factory=GenerationStats)
+    error: str | None = None  # what went wrong, where finish_reason is "error"
+
+    @property
+    def num_samples(self) -> int:
+        """How many tokens were drawn."""
+        return len(self.token_ids)
+
+    def __repr__(self) -> str:
+        """One line; `text` and `timing` have the whole."""
+        reason: str = self.finish_reason
+        if self.error is not None or reason in ("length", "stop"):
+            reason += f": {_shortened(self.stop_reason if self.error is None else self.error)}"
+        num_tokens = len(self.token_ids)
+        return f"GenerationResult({_shortened(repr(self.text))}, {reason}, {num_tokens} tokens{_rate(self.timing)})"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists, dicts, numbers and strings; a log-probability of −inf is None."""
+        record = asdict(self) | {"timing": self.timing.to_json()}
+        if self.logprobs is not None:
+            record["logprobs"] = [_logprob_to_json(entry) for entry in self.logprobs]
+        return record
+
+
+@dataclass(frozen=True, slots=True)
+class TraceStage:
+    """What one step of the sampler did. A step that only bans moves nothing; one that only reweighs removes nothing."""
+
+    name: str  # as in `sampling.sampler.stages`; the first is "raw"
+    value: int | float | None  # of its parameter, where that is one number
+    num_kept: int  # tokens that are still possible after it
+    removed: float  # probability, before the step, of the tokens that it made impossible
+    moved: float  # probability that changed places among the kept ones: their total variation, renormalised before
+    others: float  # probability, after the step, of all tokens that are no candidates
+
+
+@dataclass(frozen=True, slots=True)
+class TraceCandidate:
+    """One token on its way through the stages: entry i of `logits` and `probabilities` is after stage i."""
+
+    token_id: int
+    text: str  # bytes that are no text by themselves as \\x and two digits
+    rank: int  # by raw logit; 1 is the likeliest
+    logits: tuple[float | None, ...]  # None is impossible
+    probabilities: tuple[float, ...]
+    noise: float | None  # None where nothing was drawn: greedy, or dropped
+    score: float | None  # last logit plus noise: the largest of the vocabulary is chosen; None where dropped
+    dropped_by: str | None  # the stage that made it impossible
+
+
+@dataclass(frozen=True, slots=True)
+class SampleTrace:
+    """How one token was sampled. `candidates` come in the order of their raw logits, the chosen one among them."""
+
+    stages: tuple[TraceStage, ...]
+    candidates: tuple[TraceCandidate, ...]
+    token_id: int  # what was chosen
+    position: int  # how many tokens stand before it
+    step: int  # 1 is the first token after the prompt
+    seed: int | None  # None where greedy
+    text_before: str = ""
+
+    @property
+    def chosen(self) -> TraceCandidate:
+        return next(candidate for candidate in self.candidates if candidate.token_id == self.token_id)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists, dicts, numbers and strings."""
+        return asdict(self)
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Linear interpolation between the order statistics, as numpy's default; 0 for no values."""
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def _shortened(value: object) -> str:
+    text = " ".join(str(value).splitlines())
+    return text if len(text) <= 80 else text[:79] + "…"
+
+
+def _rate(timing: GenerationTiming) -> str:
+    rate = timing.decode_tokens_per_second
+    return "" if rate is None else f", {rate:.1f} tok/s"
+
+
+def _percentile(values: Sequence[float], percent: float) -> float | None:
+    return percentile(values, percent) if values else None
+
+
+def _logprob_to_json(entry: TokenLogprob) -> dict[str, Any]:
+    return {
+        "token_id": entry.token_id,
+        "logprob": _finite(entry.logprob),
+        "rank": entry.rank,
+        "top": [{"token_id": token_id, "logprob": _finite(logprob)} for token_id, logprob in entry.top],
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,157 @@
+"""What the bytes of a cache block mean, for every kv type, in plain torch: the definition of correct.
+
+A position's key or value is stored as a few **parts**, tensors that are made of a vector and that it is read from:
+
+    f32, f16, bf16      the vector, rounded
+    keys of q8 and q4   codes [dim / 32, 32] int8, scales [dim / 32] f16: mixed key = scale × code
+    values of q8        the same: value = scale × code
+    values of q4        codes [dim / 32, 16] uint8, scales and minima [dim / 32] f16: value = scale × code + minimum;
+                        a byte holds the codes of elements i (low) and i + 16 (high) of 32
+
+Keys have few large elements, always the same. `mix` spreads each 32 (a Hadamard transform, which is its own inverse),
+and so halves what rounding costs; queries mixed the same way give the same scores (arXiv:2404.00456).
+
+In memory each 32 dimensions of a block are a record: codes of its 16 positions, then its scales, then its minima.
+The codes of keys lie transposed, positions last, so that 16 positions are a vector of the machine; those of values
+lie one position after the other. Floats lie the same way, but all dimensions are one record.
+"""
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from jaxtyping import Float, Int64, Shaped, UInt8
+from torch import Tensor
+
+from infer.quantization.kv_formats import (
+    BLOCK_POSITIONS,
+    QUANTIZED,
+    VALUES_PER_SCALE,
+    key_block_bytes,
+    value_block_bytes,
+)
+
+_FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+Memory = UInt8[Tensor, "*where bytes"]
+Parts = tuple[Shaped[Tensor, "..."], ...]  # [*where, positions, what encode gives of one]
+
+
+@final
+@dataclass(frozen=True)
+class Pages:
+    """Where the slots of each row lie, and what of them a token sees: read whenever a step runs.
+
+    A row's token at position p has the slot p − shift. Slot s lies in page table[row, s // page_tokens], which is
+    page_tokens / 16 blocks one behind the other. From slot t the slots s ≤ t are seen with s < sinks or s > t − window;
+    all of them where the window is 0. Slots s < sinks are seen as from position min(p, furthest) where that is given:
+    a model knows no distance longer than its context.
+    """
+
+    page_tokens: int  # a power of 2
+    table: Int64[Tensor, "rows pages"]
+    shifts: Int64[Tensor, "rows"]
+    sinks: Int64[Tensor, "rows"]
+    windows: Int64[Tensor, "rows"]
+    furthest: int | None = None
+
+
+@final
+@dataclass(frozen=True)
+class LayerCache:
+    """The blocks of a layer, page after page."""
+
+    kv_type: str
+    keys: UInt8[Tensor, "kv_heads blocks key_bytes"]
+    values: UInt8[Tensor, "kv_heads blocks value_bytes"]
+    pages: Pages
+
+
+def mix(x: Float[Tensor, "*where dim"]) -> Float[Tensor, "*where dim"]:
+    """Each 32 elements times the Hadamard matrix / √32; sums of two, 16 apart, then 8, 4, 2, 1."""
+    mixed, apart = x.float().view(*x.shape[:-1], -1, VALUES_PER_SCALE), VALUES_PER_SCALE // 2
+    while apart:
+        first, second = mixed.view(*mixed.shape[:-1], -1, 2, apart).unbind(-2)
+        mixed, apart = torch.stack([first + second, first - second], dim=-2).view(mixed.shape), apart // 2
+    scaled: Tensor = mixed * VALUES_PER_SCALE**-0.5
+    return scaled.flatten(-2)
+
+
+def encode_keys(keys: Float[Tensor, "*where dim"], kv_type: str) -> tuple[Tensor, ...]:
+    """Rounded to the nearest, ties to even; values too."""
+    return _encode_8(mix(keys)) if kv_type in QUANTIZED else (keys.to(_FLOATS[kv_type]),)
+
+
+def encode_values(values: Float[Tensor, "*where dim"], kv_type: str) -> tuple[Tensor, ...]:
+    if kv_type == "q8":
+        return _encode_8(values)
+    return _encode_4(values) if kv_type == "q4" else (values.to(_FLOATS[kv_type]),)
+
+
+def decode_keys(parts: tuple[Tensor, ...], kv_type: str) -> Float[Tensor, "*where dim"]:
+    """float32; values too."""
+    return mix(_decode_8(*parts)) if kv_type in QUANTIZED else parts[0].float()
+
+
+def decode_values(parts: tuple[Tensor, ...], kv_type: str) -> Float[Tensor, "*where dim"]:
+    if kv_type == "q8":
+        return _decode_8(*parts)
+    return _decode_4(*parts) if kv_type == "q4" else parts[0].float()
+
+
+def _encode_8(x: Float[Tensor, "*where dim"]) -> tuple[Tensor, ...]:
+    groups = x.float().view(*x.shape[:-1], -1, VALUES_PER_SCALE)
+    scales = (groups.abs().amax(-1) / 127).half()
+    return _steps(groups, scales).clamp(-127, 127).to(torch.int8), scales
+
+
+def _encode_4(x: Float[Tensor, "*where dim"]) -> tuple[Tensor, ...]:
+    groups = x.float().view(*x.shape[:-1], -1, VALUES_PER_SCALE)
+    least = groups.amin(-1)
+    scales, minima = ((groups.amax(-1) - least) / 15).half(), least.half()
+    codes = _steps(groups - minima.float()[..., None], scales).clamp(0, 15).to(torch.uint8)
+    low, high = codes.chunk(2, dim=-1)
+    return low | high << 4, scales, minima
+
+
+def _steps(x: Float[Tensor, "*where size"], scales: Float[Tensor, "*where"]) -> Float[Tensor, "*where size"]:
+    wide = scales.float()[..., None]
+    return (x / torch.where(wide == 0, 1, wide)).round()
+
+
+def _decode_8(codes: Tensor, scales: Tensor) -> Tensor:
+    return (scales.float()[..., None] * codes).flatten(-2)
+
+
+def _decode_4(codes: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
+    steps = torch.cat([codes & 15, codes >> 4], dim=-1)
+    return (scales.float()[..., None] * steps + minima.float()[..., None]).flatten(-2)
+
+
+def key_parts(blocks: Memory, kv_type: str) -> Parts:
+    """Views of blocks of keys: what is written to them is stored."""
+    if kv_type in QUANTIZED:
+        codes, scales = _records(blocks, key_block_bytes(kv_type, VALUES_PER_SCALE), num_halves=1)
+        lanes_last = codes.view(*codes.shape[:-1], codes.shape[-1] // BLOCK_POSITIONS, BLOCK_POSITIONS)
+        return lanes_last.movedim(-1, -3).view(torch.int8), scales
+    floats = blocks.view(_FLOATS[kv_type])
+    return (floats.view(*floats.shape[:-1], floats.shape[-1] // BLOCK_POSITIONS, BLOCK_POSITIONS).transpose(-1, -2),)
+
+
+def value_parts(blocks: Memory, kv_type: str) -> Parts:
+    """The same of blocks of values."""
+    if kv_type in QUANTIZED:
+        record_bytes = value_block_bytes(kv_type, VALUES_PER_SCALE)
+        codes, *halves = _records(blocks, record_bytes, num_halves=1 if kv_type == "q8" else 2)
+        positions_first = codes.view(*codes.shape[:-1], BLOCK_POSITIONS, codes.shape[-1] // BLOCK_POSITIONS)
+        return positions_first.movedim(-2, -3).view(torch.int8 if kv_type == "q8" else torch.uint8), *halves
+    floats = blocks.view(_FLOATS[kv_type])
+    return (floats.view(*floats.shape[:-1], BLOCK_POSITIONS, floats.shape[-1] // BLOCK_POSITIONS),)
+
+
+def _records(blocks: Memory, record_bytes: int, num_halves: int) -> list[Tensor]:
+    """Codes [*where, records, bytes], then scales and minima [*where, positions, records]."""
+    records = blocks.view(*blocks.shape[:-1], blocks.shape[-1] // record_bytes, record_bytes)
+    codes_bytes = record_bytes - 2 * BLOCK_POSITIONS * num_halves
+    halves = records.view(torch.float16)[..., codes_bytes // 2 :].chunk(num_halves, dim=-1)
+    return [records[..., :codes_bytes], *(half.transpose(-1, -2) for half in halves)]

@@ -1,0 +1,399 @@
+"""Rows of tokens that grow, and what is sampled behind them: from a cache, captured or not, or computed all again.
+
+What a context runs is provisional: `commit` says how many of a part's tokens stay.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+from typing import final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from infer import ops
+from infer.errors import InvalidRequestError
+from infer.kvcache.base import KVCache
+from infer.kvcache.paged import PagedCache
+from infer.kvcache.settings import CacheSettings
+from infer.model.memory import check_rows_fit
+from infer.model.transformer import Transformer
+from infer.operands.step import Masks, Part, Step, StepEnd
+from infer.outputs import TokenLogprob
+from infer.runner.rope_switch import LongRows
+from infer.runner.verify import Drawn, verify
+from infer.sampling.columns import Rows
+from infer.sampling.history import History
+from infer.sampling.sampler import Sampled, log_probabilities
+from infer.speculation.policy import StepTimes
+from infer.system.available_memory import available_memory_bytes
+
+PREFILL_CHUNK = 512  # tokens per forward of a prompt: a cancel is seen between two chunks
+MAX_LINES = 64  # logits of one step: rows and their drafts
+
+
+class Context(ABC):
+    """Rows of tokens, each with its own length. `step_times` is what the loop measured, of each kind of step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._backend = ops.backend_of(device)
+        self.is_sound = True  # False within a step, and after one that an exception left: it must not be used again
+        self.step_times = defaultdict[tuple[int, ...], StepTimes](StepTimes)
+
+    @property
+    @abstractmethod
+    def lengths(self) -> Sequence[int]:
+        """Tokens that each row holds: the next one's position."""
+
+    @abstractmethod
+    def forward(self, parts: Sequence[Part]) -> Float[Tensor, "lines vocab"]:
+        """Run the parts provisionally: the logits of their lines, part after part."""
+
+    @abstractmethod
+    def commit(self, row: int, count: int) -> None:
+        """Keep the first `count` tokens of the row's part."""
+
+    @abstractmethod
+    def truncate(self, row: int, length: int) -> None:
+        """Forget the row's tokens from position `length` on."""
+
+    def forget(self, row: int) -> None:
+        """Empty a row that failed: no other row may begin with what it stored."""
+        self.truncate(row, 0)
+
+    def max_drafts(self, row: int) -> int:
+        """The most drafts that a part of the row may have: its logits must be those of the steps one by one."""
+        return MAX_LINES
+
+    @property
+    def compresses_prompts(self) -> bool:
+        """Whether what a token sees changes where a prompt ends."""
+        return False
+
+    def end_prompt(self, row: int) -> None:
+        """All of the row's prompt is committed, and what stands behind it sampled."""
+        return
+
+    def end_answer(self, row: int) -> None:
+        """What the row holds need serve no further token of this answer."""
+        return
+
+    def chain(
+        self,
+        tokens: Sequence[tuple[int, int]],
+        count: int,
+        rows: Rows,
+        history: History | None,
+        stop_ids: Collection[int],
+        masks: Masks | None = None,
+    ) -> tuple[list[list[int]], list[StepEnd]]:
+        """The tokens sampled after each (row, token), up to `count` or until all met a stop id, and when each step
+        ended. Nothing if it cannot.
+
+        They are committed but for the last, as after any sampling; the last may be the code of a failed row.
+        """
+        return [], []
+
+    def sample(
+        self, parts: Sequence[Part], rows: Rows, history: History | None, masks: Masks | None = None
+    ) -> tuple[list[Drawn], list[StepEnd]]:
+        """Run the parts, entry i of `rows` being part i's, and sample after the wanted ones while drafts are right.
+
+        `history` sees what is sampled. Also when each line of the drafts was sampled.
+        """
+        positions = [self.lengths[part.row] + len(part.token_ids) - part.num_drafts for part in parts]
+        with self._backend.threads(), torch.inference_mode():
+            logits = self.forward(parts)[:, : rows.vocab_size]
+            self._backend.synchronize()
+            forward_ended = time.perf_counter()
+            if masks is not None:
+                masks.wait()
+            drawn, sampled = verify(logits, parts, positions, rows, history, None if masks is None else masks.words)
+        return drawn, [StepEnd(*pair) for pair in pairwise([forward_ended, *sampled])]
+
+
+@final
+class CachedContext(Context):
+    """Runs each token once; keys and values stay in a cache. Captured, a step is a walk over a table."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        capacity: int,
+        *,
+        num_rows: int = 1,
+        capture: bool = True,
+        settings: CacheSettings | None = None,
+        step_tokens: int | None = None,
+    ) -> None:
+        super().__init__(model.device)
+        self._model, self._step_tokens = model, step_tokens or PREFILL_CHUNK
+        self._cache = make_cache(model, capacity, num_rows, settings=settings, step_tokens=self._step_tokens)
+        self._token_ids: list[list[int]] = [[] for _ in range(num_rows)]
+        self._brought: list[Sequence[int]] = [()] * num_rows
+        self._captures = capture
+        self._captured = self._capture(model)
+        self._long: LongRows | None = None
+        self._long_captured: ops.Captured | None = None
+        if model.long is not None:
+            self._long = LongRows(num_rows, model.beyond, self._reread)
+            self._long_captured = self._capture(model.long)
+
+    def _capture(self, model: Transformer) -> ops.Captured | None:
+        if not self._captures:
+            return None
+        self._cache.reserve(0, 1)  # where the recording's own step stands, which is not run
+        captured = self._backend.capture(lambda step: model.forward(step, self._cache), self._step_tokens, MAX_LINES)
+        self._cache.truncate(0, 0)
+        return captured
+
+    @property
+    def cache(self) -> KVCache:
+        return self._cache
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        return self._cache.lengths
+
+    @torch.inference_mode()
+    def extend(self, row: int, token_ids: Sequence[int]) -> None:
+        """Append tokens without asking what follows; an exception leaves whole chunks of them."""
+        with self._backend.threads():
+            for start in range(0, len(token_ids), self._step_tokens):
+                chunk = token_ids[start : start + self._step_tokens]
+                self.forward([Part(row, chunk, is_wanted=False)])
+                self.commit(row, len(chunk))
+
+    @torch.inference_mode()
+    def score(self, row: int, token_ids: Sequence[int], num_top: int, vocab_size: int) -> list[TokenLogprob]:
+        """Append tokens; how likely each but the first was behind those before it, by the raw logits.
+
+        Ids from `vocab_size` on are impossible.
+        """
+        self.is_sound, found = False, list[TokenLogprob]()
+        with self._backend.threads():
+            if self._long is not None:
+                self._long.expect(row, self.lengths[row] + len(token_ids))
+            for start in range(0, len(token_ids), MAX_LINES):
+                chunk = token_ids[start : start + MAX_LINES]
+                logits = self.forward([Part(row, chunk, num_drafts=len(chunk) - 1)])
+                logits[:, vocab_size:] = -torch.inf
+                self.commit(row, len(chunk))
+                next_ids = token_ids[start + 1 : start + 1 + MAX_LINES]
+                following = torch.tensor(next_ids, dtype=torch.int64, device=logits.device)
+                scored = Sampled(following, *log_probabilities(logits[: len(following)], following, num_top))
+                found += [scored.logprob_of(index, num_top) for index in range(len(following))]
+        self.is_sound = True
+        return found
+
+    def forward(self, parts: Sequence[Part]) -> Float[Tensor, "lines vocab"]:
+        starts = self._reserve(parts)
+        if len({self._is_long(part.row) for part in parts}) == 1:
+            return self._run(Step.of_parts(parts, starts), is_long=self._is_long(parts[0].row))
+        # Each part by itself: a row's logits do not depend on its neighbours.
+        return torch.cat([self.forward([part]).clone() for part in parts])
+
+    def commit(self, row: int, count: int) -> None:
+        self._cache.commit_row(row, count)
+        self._token_ids[row] += self._brought[row][:count]
+        self._cache.remember(row, self._token_ids[row])
+        if self._long is not None:
+            self._long.keep(row, count)
+
+    def truncate(self, row: int, length: int) -> None:
+        self._cache.truncate(row, length)
+        del self._token_ids[row][self._cache.lengths[row] :]
+        if self._long is not None:
+            self._long.cut(row, self._cache.lengths[row])
+
+    def forget(self, row: int) -> None:
+        self._cache.forget(row)
+        self.truncate(row, 0)
+
+    def restore(self, row: int, token_ids: Sequence[int]) -> None:
+        """To be told which tokens a row holds that was copied or imported into the cache."""
+        self._token_ids[row] = list(token_ids)
+        if self._long is not None:
+            self._long.restore(row, token_ids)
+
+    def adopt(self, row: int, token_ids: Sequence[int]) -> int:
+        """Give an empty row what other rows have stored for the first of these tokens: how many."""
+        if self._long is not None:  # what is stored for a token depends on how long its row is
+            return 0
+        count = self._cache.adopt(row, token_ids)
+        self._token_ids[row] = list(token_ids[:count])
+        return count
+
+    @property
+    def compresses_prompts(self) -> bool:
+        return self._cache.compresses_prompts
+
+    @torch.inference_mode()
+    def end_prompt(self, row: int) -> None:
+        if not (count := self._cache.end_prompt(row)):
+            return
+        model, token_ids = self._model.for_length(self.lengths[row]), self._token_ids[row]
+        start = self.lengths[row] - count
+        step = Step.of(token_ids[start:], start, row=row).to(model.device)
+        with self._backend.threads():
+            self._cache.truncate(row, start)
+            if self.lengths[row] < start:  # a row that was loaded has of its windows only what comes next sees
+                self._reread(row, token_ids[:start], is_long=self._is_long(row))
+            self._cache.reserve(row, count)
+            with self._cache.observing(row):
+                model.forward(step, self._cache)
+                self._cache.commit_row(row, count)
+
+    def end_answer(self, row: int) -> None:
+        self._cache.end_answer(row)
+        self.truncate(row, self.lengths[row])
+
+    def max_drafts(self, row: int) -> int:
+        return MAX_LINES if self._long is None else min(MAX_LINES, self._long.max_drafts(row))
+
+    def chain(
+        self,
+        tokens: Sequence[tuple[int, int]],
+        count: int,
+        rows: Rows,
+        history: History | None,
+        stop_ids: Collection[int],
+        masks: Masks | None = None,
+    ) -> tuple[list[list[int]], list[StepEnd]]:
+        captured = self._captured
+        if len(tokens) > MAX_LINES:
+            return [], []
+        if self._long is not None:
+            count = min(count, self._long.max_chain([row for row, _ in tokens]))
+            captured = self._long_captured if self._is_long(tokens[0][0]) else captured
+        if captured is None or count < 1:
+            return [], []
+        parts = [Part(row, [token_id]) for row, token_id in tokens]
+        starts = self._reserve(parts, count)
+        by_step, ends = captured.run_chain(parts, starts, count, rows, history, tuple(stop_ids), masks)
+        chains: list[list[int]] = by_step.T.tolist()
+        for (row, token_id), sampled in zip(tokens, chains, strict=True):
+            self._brought[row] = [token_id, *sampled]
+            if self._long is not None:
+                self._long.bring(row, self._brought[row])
+            self.commit(row, len(by_step))
+        return chains, ends
+
+    def sample(
+        self, parts: Sequence[Part], rows: Rows, history: History | None, masks: Masks | None = None
+    ) -> tuple[list[Drawn], list[StepEnd]]:
+        starts, captured = self._reserve(parts), self._captured
+        if self._long is not None:
+            are_long = {self._is_long(part.row) for part in parts}
+            captured = None if len(are_long) > 1 else self._long_captured if are_long == {True} else captured
+        if captured is None or not captured.takes(parts) or any(count is not None for count in rows.num_logprobs):
+            return super().sample(parts, rows, history, masks)
+        found, ends = captured.run_verified(parts, starts, rows, history, masks)
+        return [Drawn(token_ids, []) for token_ids in found], ends
+
+    def profile(self, token_ids: Sequence[int]) -> list[tuple[str, int]]:
+        """Where the time of a step goes: each command's label and cycles. The sequence stays as it is."""
+        if self._captured is None:
+            raise InvalidRequestError("a profile needs steps that are recorded: they are on a CPU, with capture on")
+        self._cache.reserve(0, len(token_ids))
+        return self._captured.profile(Step.of(token_ids, self._cache.lengths[0]))
+
+    def clear(self) -> None:
+        for row in range(len(self.lengths)):
+            self.truncate(row, 0)
+
+    def _run(self, step: Step, *, is_long: bool) -> Float[Tensor, "lines vocab"]:
+        model, captured = self._model, self._captured
+        if is_long and model.long is not None:
+            model, captured = model.long, self._long_captured
+        step = step.to(model.device)
+        return model.forward(step, self._cache) if captured is None else captured.run(step)
+
+    def _is_long(self, row: int) -> bool:
+        return self._long is not None and self._long.is_long(row)
+
+    @torch.inference_mode()
+    def _reread(self, row: int, token_ids: Sequence[int], is_long: bool) -> None:
+        """Put a row's tokens into the cache again."""
+        self._cache.truncate(row, 0)
+        for start in range(0, len(token_ids), self._step_tokens):
+            chunk = token_ids[start : start + self._step_tokens]
+            self._cache.reserve(row, len(chunk))
+            self._run(Step.of(chunk, start, row=row), is_long=is_long)
+            self._cache.commit_row(row, len(chunk))
+
+    def _reserve(self, parts: Sequence[Part], repeats: int = 1) -> list[int]:
+        """Room for the parts, or for so many tokens of a row that has one; their first positions.
+
+        Raises InvalidRequestError where a row would not hold them: kernels write where they are told.
+        """
+        for part in parts:
+            length = self.lengths[part.row] + len(part.token_ids) * repeats
+            if length > self._cache.capacity:
+                raise InvalidRequestError(f"a row holds {self._cache.capacity} tokens, got {length}")
+        for part in parts:
+            num_tokens, self._brought[part.row] = len(part.token_ids) * repeats, part.token_ids
+            if self._long is not None:
+                self._long.bring(part.row, part.token_ids)
+                self._long.reach(part.row, self.lengths[part.row] + num_tokens)
+            self._cache.reserve(part.row, num_tokens)
+        return [self.lengths[part.row] for part in parts]
+
+
+@final
+class RecomputedContext(Context):
+    """Runs the whole row again for every step: slow, and the oracle for every cache. One row."""
+
+    def __init__(self, model: Transformer, settings: CacheSettings | None = None) -> None:
+        super().__init__(model.device)
+        self._model, self._settings, self._token_ids = model, settings, list[int]()
+        self._provisional: Sequence[int] = ()
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        return [len(self._token_ids)]
+
+    def forward(self, parts: Sequence[Part]) -> Float[Tensor, "lines vocab"]:
+        (part,) = parts
+        self._provisional = part.token_ids
+        token_ids = [*self._token_ids, *part.token_ids]
+        cache = make_cache(self._model, len(token_ids), step_tokens=len(token_ids), settings=self._settings)
+        cache.reserve(0, len(token_ids))
+        step = Step.of(token_ids, wanted=range(len(token_ids) - part.num_lines, len(token_ids)))
+        return self._model.for_length(len(token_ids)).forward(step.to(self._model.device), cache)
+
+    def max_drafts(self, row: int) -> int:
+        room = self._model.beyond - len(self._token_ids) - 1
+        return MAX_LINES if self._model.long is None or room < 0 else room
+
+    def commit(self, row: int, count: int) -> None:
+        self._token_ids += self._provisional[:count]
+
+    def truncate(self, row: int, length: int) -> None:
+        del self._token_ids[length:]
+
+
+def make_cache(
+    model: Transformer,
+    capacity: int,
+    num_rows: int = 1,
+    *,
+    settings: CacheSettings | None = None,
+    step_tokens: int = PREFILL_CHUNK,
+) -> PagedCache:
+    """A cache whose rows get up to `step_tokens` in one step.
+
+    Raises InvalidRequestError, nothing allocated, where the memory that is available would not hold all rows full.
+    """
+    settings = settings or CacheSettings()
+    kv_type = model.kv_type if settings.kv_type == "auto" else settings.kv_type
+    if ops.backend_of(model.device).computes_on_host:
+        sizes = {"num_tokens": capacity, "num_rows": num_rows}
+        check_rows_fit(model.architecture, settings, kv_type, **sizes, available=available_memory_bytes())
+    layers, context = model.architecture.layers, model.architecture.most_positions
+    return PagedCache(
+        layers, num_rows, capacity, kv_type, model.device, step_tokens=step_tokens, settings=settings, context=context
+    )

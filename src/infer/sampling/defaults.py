@@ -1,0 +1,57 @@
+"""The one table of sampling defaults, for the command line and the Python interface. Free of torch.
+
+Each value comes from the first of these that names it: the request, the command line, the model's files
+(`generation_config.json`, GGUF's `general.sampling.*`), the card of a packaged model, the neutral values below.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, final
+
+from infer.sampling_params import SamplingParams, without_aliases
+
+MAX_NEW_TOKENS = 512  # of an answer that does not end by itself
+NEUTRAL: Mapping[str, Any] = {"max_new_tokens": MAX_NEW_TOKENS}
+NEUTRAL_CHAT: Mapping[str, Any] = {**NEUTRAL, "temperature": 0.7, "top_p": 0.95}
+PRESETS: Mapping[str, Mapping[str, Any]] = {  # --preset NAME
+    "seed": {
+        "temperature": 0.8,
+        "top_k": 40,
+        "top_p": 0.9,
+        "repetition_penalty": 1.1,
+        "repetition_window": 64,
+    }
+}
+
+
+@final
+class SamplingDefaults(Mapping[str, Any]):
+    """What a model asks for, in the names of SamplingParams: `from_files` goes before `from_card`."""
+
+    __slots__ = ("_merged", "from_card", "from_files")
+
+    def __init__(self, from_files: Mapping[str, Any], from_card: Mapping[str, Any] | None = None) -> None:
+        self.from_files = dict(from_files)
+        self.from_card = {name: value for name, value in (from_card or {}).items() if name not in self.from_files}
+        self._merged = self.from_files | self.from_card
+
+    def __getitem__(self, name: str) -> Any:
+        return self._merged[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._merged)
+
+    def __len__(self) -> int:
+        return len(self._merged)
+
+    def __repr__(self) -> str:
+        return repr(self._merged)
+
+
+def neutral_values(*, is_chat: bool) -> Mapping[str, Any]:
+    """What holds where nobody asks for anything."""
+    return NEUTRAL_CHAT if is_chat else NEUTRAL
+
+
+def default_params(from_model: Mapping[str, Any], *, is_chat: bool, **given: Any) -> SamplingParams:
+    """The parameters of a request that names only `given`. Raises InvalidRequestError for a bad value of those."""
+    return SamplingParams.from_mapping({**neutral_values(is_chat=is_chat), **from_model, **without_aliases(given)})

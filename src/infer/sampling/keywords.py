@@ -1,0 +1,116 @@
+"""How a call says how it is sampled: by `SamplingParams`, by a mapping of its fields, or by keywords. No torch."""
+
+import difflib
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+from infer.errors import InvalidRequestError
+from infer.sampling.defaults import default_params
+from infer.sampling_params import (
+    ALIASES,
+    PARAMETER_NAMES,
+    HasJsonSchema,
+    SamplingParams,
+    UnknownParameterError,
+    values_from,
+)
+
+Params = SamplingParams | Mapping[str, Any]
+
+# Of the calls that take these keywords, and of a chat template: what a misspelt name may have meant.
+_CALLS_TAKE = ("on_token", "cancel", "speculation", "num_draft_tokens", "prefill_chunk", "on_prefill", "overflow")
+_TEMPLATE_TAKES = (
+    *("tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "allow_special"),
+    "enable_thinking",
+)
+
+
+class SamplingKeywords(TypedDict, total=False):
+    """The fields of `SamplingParams`, and the aliases of `max_new_tokens`."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    repetition_window: int | None
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: Mapping[int, float] | None
+    allowed_token_ids: Collection[int] | None
+    max_new_tokens: int | None
+    max_tokens: int | None
+    num_tokens: int | None
+    max_completion_tokens: int | None
+    min_new_tokens: int
+    stop: str | Sequence[str] | None
+    stop_token_ids: Collection[int] | None
+    include_stop_str_in_output: bool
+    ignore_eos: bool
+    seed: int | None
+    logprobs: int | None
+    logprobs_mode: Literal["raw", "processed"]
+    temperature_last: bool
+    json_schema: str | Mapping[str, Any] | HasJsonSchema | None
+    regex: str | None
+    grammar: str | None
+    choice: Sequence[str] | None
+
+
+def params_of(
+    params: Params | None, keywords: Mapping[str, Any], defaults: Mapping[str, Any], *, is_chat: bool
+) -> SamplingParams:
+    """`SamplingParams` exactly as given; a mapping or keywords over the model's own `defaults` (`sampling_defaults`).
+
+    Raises InvalidRequestError for both at once, and for what no parameter can be.
+    """
+    for name in keywords:
+        if name not in PARAMETER_NAMES and name not in ALIASES:
+            raise UnknownParameterError(_unknown(name, _CALLS_TAKE))
+    if params is not None and keywords:
+        raise InvalidRequestError(
+            f"params and {next(iter(keywords))}= are both given: put all of them into params, or give keywords alone"
+        )
+    if isinstance(params, SamplingParams):
+        return params
+    if params is not None and not isinstance(params, Mapping):
+        raise InvalidRequestError(f"params must be SamplingParams or a mapping of its fields, got {params!r:.80}")
+    return default_params(defaults, is_chat=is_chat, **values_from(params or keywords))
+
+
+def split_keywords(keywords: Mapping[str, Any], templates: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Those that are sampled by, and those for a chat template. Raises UnknownParameterError for a name that none of
+    the model's templates mentions and that is near to one that means something.
+    """
+    sampling, variables = {}, {}
+    for name, value in keywords.items():
+        if name in PARAMETER_NAMES or name in ALIASES:
+            sampling[name] = value
+            continue
+        if name not in _TEMPLATE_TAKES and not _mentions(templates, name):
+            known = (*PARAMETER_NAMES, *ALIASES, *_CALLS_TAKE, *_TEMPLATE_TAKES)
+            if difflib.get_close_matches(name, known, n=1, cutoff=0.8):
+                raise UnknownParameterError(_unknown(name, (*_CALLS_TAKE, *_TEMPLATE_TAKES)))
+        variables[name] = value
+    return sampling, variables
+
+
+def refuse_sampling(keywords: Mapping[str, Any], templates: Sequence[str]) -> None:
+    """Where only variables of a chat template are taken."""
+    sampling, _ = split_keywords(keywords, templates)
+    for name in sampling:
+        if not _mentions(templates, name):
+            raise UnknownParameterError(f"{name} says how an answer is sampled: give it to send() or stream()")
+
+
+def _mentions(templates: Sequence[str], name: str) -> bool:
+    return any(re.search(rf"\b{re.escape(name)}\b", template) for template in templates)
+
+
+def _unknown(name: str, others: Sequence[str]) -> str:
+    known = [*PARAMETER_NAMES, *ALIASES, *others]
+    near = difflib.get_close_matches(name, known, n=1)
+    if near:
+        return f"unknown keyword {name!r}: did you mean {ALIASES.get(near[0], near[0])}?"
+    return f"unknown keyword {name!r}: known are {', '.join((*others, *PARAMETER_NAMES))}"

@@ -1,0 +1,389 @@
+"""`Session`: many turns over one cache, of which only what is new is run.
+
+Two lists of ids: what was said, and what the cache holds; a turn keeps what its prompt and the cache share. So
+whatever was done before, an answer is the one that a fresh model gives for the same ids.
+
+A signal's exception may come between any two lines. What was said is replaced whole, what the cache holds is dropped
+where a change of it was left midway, and a call has ended as soon as its `finally` begins: the next call works.
+"""
+
+import copy
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any, Concatenate, NoReturn, ParamSpec, Self, SupportsIndex, TypeVar, Unpack, final
+
+from infer.engine.admission import check_prompt
+from infer.engine.decode import Batch, OnPrefill, OnToken
+from infer.engine.host import Host
+from infer.engine.model_settings import Overflow, Speculation
+from infer.engine.prompt_ids import Message, prompt_ids
+from infer.engine.request_options import RequestOptions, check_callback
+from infer.engine.running import Running
+from infer.engine.stream import Reading, Stream
+from infer.errors import InvalidRequestError
+from infer.outputs import GenerationResult
+from infer.runner.closing import closed
+from infer.sampling.keywords import Params, SamplingKeywords
+from infer.sampling_params import SamplingParams
+from infer.session.session_cache import SessionCache
+from infer.session.session_file import read_session, write_session
+from infer.session.spelling import common_length, keep_spelling
+from infer.session.transcript import Said, copied
+from infer.speculation.ngram import NUM_DRAFT_TOKENS
+from infer.system.locks import long_lock
+
+_Arguments = ParamSpec("_Arguments")
+_Found = TypeVar("_Found")
+Messages = list[dict[str, Any]]
+
+
+def _exclusively(
+    method: "Callable[Concatenate[Session, _Arguments], _Found]",
+) -> "Callable[Concatenate[Session, _Arguments], _Found]":
+    """One call at a time, and none while a stream is open."""
+
+    @wraps(method)
+    def call(session: "Session", /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Found:
+        caller = object()
+        try:
+            session._enter(caller)
+            return method(session, *args, **kwargs)
+        finally:
+            if session._caller is caller:
+                session._caller = None
+                session._end_if_closed()
+
+    return call
+
+
+@final
+class Session:
+    """Made by `LLM.session`. One answer at a time: while a stream is open, every other call is refused.
+
+    A turn that fails, or is stopped before its first word, leaves what was said as it was. `close()`, `with` and being
+    dropped give back what the cache holds.
+    """
+
+    def __init__(self, host: Host, said: Said) -> None:
+        self._opened_host: Host | None = host
+        self._said = said
+        self._cache = SessionCache(host.contexts)
+        self._entering = long_lock()
+        self._caller: object | None = None  # the call, or the answer of the stream, that has the session to itself
+        self._last: _Begun | None = None
+        self._is_closed = False
+        weakref.finalize(self, self._cache.give_back).atexit = False
+        host.open.add(self, Session.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError("a session cannot be copied or pickled: fork() copies it, save() writes it to a file")
+
+    def __repr__(self) -> str:
+        said, state = self._said, ", closed" if self._is_closed else ""
+        return f"Session({len(said.messages)} messages, {len(said.token_ids)} tokens{state})"
+
+    def close(self) -> None:
+        """End the answer under way and give back the cache. For any thread; again does nothing.
+
+        Every later call but those that read `messages` and `token_ids` raises ClosedError.
+        """
+        self._is_closed = True
+        if self._last is not None:
+            self._last.reading.close()
+        if self._caller is None:
+            self._end_if_closed()
+
+    @property
+    def _host(self) -> Host:
+        if (host := self._opened_host) is None:
+            raise closed("session")
+        return host
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All that was said, in the template's own form."""
+        return list(self._said.token_ids)
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        return copy.deepcopy(self._said.messages)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """How many of `token_ids` a next turn need not run again."""
+        return common_length(self._cache.token_ids, self._said.token_ids)
+
+    def send(
+        self,
+        message: str | Message,
+        params: Params | None = None,
+        *,
+        on_token: OnToken | None = None,
+        cancel: threading.Event | None = None,
+        speculation: Speculation | None = None,
+        num_draft_tokens: int = NUM_DRAFT_TOKENS,
+        overflow: Overflow = "error",
+        **sampling: Unpack[SamplingKeywords],
+    ) -> GenerationResult:
+        """The answer to a further message; a text is the user's. Both are messages of the session from then on.
+
+        `result.reused_tokens` of the prompt were in the cache, `result.dropped_tokens` of the cache are not in the
+        prompt: where the template writes the past in another way than it was said, what follows is run again. With
+        `overflow="truncate_left"` the session forgets its oldest turns where they leave no room for the answer.
+        """
+        check_callback("on_token", on_token)
+        options = RequestOptions(
+            cancel=cancel, speculation=speculation, num_draft_tokens=num_draft_tokens, overflow=overflow
+        )
+        begin = partial(self._begin, partial(Said.asked, message=message), params, sampling, options)
+        return self._run(begin, on_token)
+
+    def stream(
+        self,
+        message: str | Message,
+        params: Params | None = None,
+        *,
+        cancel: threading.Event | None = None,
+        speculation: Speculation | None = None,
+        num_draft_tokens: int = NUM_DRAFT_TOKENS,
+        on_prefill: OnPrefill | None = None,
+        overflow: Overflow = "error",
+        **sampling: Unpack[SamplingKeywords],
+    ) -> Stream:
+        """`send`, piece by piece. A stream that is closed early keeps what was said, as a cancelled answer does."""
+        check_callback("on_prefill", on_prefill)
+        options = RequestOptions(
+            cancel=cancel, speculation=speculation, num_draft_tokens=num_draft_tokens, overflow=overflow
+        )
+        return self._begin(partial(Said.asked, message=message), params, sampling, options, on_prefill)
+
+    def answer(
+        self,
+        messages: Sequence[Message],
+        params: Params | None = None,
+        *,
+        on_token: OnToken | None = None,
+        cancel: threading.Event | None = None,
+        speculation: Speculation | None = None,
+        num_draft_tokens: int = NUM_DRAFT_TOKENS,
+        on_prefill: OnPrefill | None = None,
+        overflow: Overflow = "error",
+        **sampling: Unpack[SamplingKeywords],
+    ) -> GenerationResult:
+        """The answer to a whole conversation in place of the session's own: what both share is not run again."""
+        check_callback("on_token", on_token)
+        check_callback("on_prefill", on_prefill)
+        options = RequestOptions(
+            cancel=cancel, speculation=speculation, num_draft_tokens=num_draft_tokens, overflow=overflow
+        )
+
+        def ask(said: Said) -> Messages:
+            return [copied(message) for message in messages]
+
+        return self._run(partial(self._begin, ask, params, sampling, options, on_prefill), on_token)
+
+    def generate(
+        self,
+        params: Params | None = None,
+        *,
+        on_token: OnToken | None = None,
+        cancel: threading.Event | None = None,
+        speculation: Speculation | None = None,
+        num_draft_tokens: int = NUM_DRAFT_TOKENS,
+        overflow: Overflow = "error",
+        **sampling: Unpack[SamplingKeywords],
+    ) -> GenerationResult:
+        """Go on from the ids as they stand, without a template; what is said is part of them, but of no message."""
+        check_callback("on_token", on_token)
+        options = RequestOptions(
+            cancel=cancel, speculation=speculation, num_draft_tokens=num_draft_tokens, overflow=overflow
+        )
+        return self._run(partial(self._begin, lambda said: None, params, sampling, options), on_token)
+
+    @_exclusively
+    def append(self, prompt: str | Sequence[int]) -> None:
+        """Run further ids, so that `generate` begins behind them. A text is encoded; BOS stands only at the start."""
+        before = self._said.token_ids
+        model, tokenizer = self._host.model, self._host.tokenizer
+        new = prompt_ids(prompt, tokenizer, model.max_seq_len, add_special=not before)
+        if not new:
+            return
+        token_ids = check_prompt(model, tokenizer, [*before, *new], room=0)
+        self._cache.extend(token_ids)
+        self._said = self._said.with_tokens(token_ids)
+
+    @_exclusively
+    def rewind(self, count: int) -> None:
+        """Forget the last `count` tokens, and the messages of each turn that they belong to."""
+        length = len(self._said.token_ids)
+        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= length:
+            raise InvalidRequestError(f"rewind takes from 0 to the session's {length} tokens, got {count!r:.80}")
+        said = self._said.shortened(length - count)
+        self._cache.keep_common(said.token_ids)
+        self._said = said
+
+    @_exclusively
+    def fork(self) -> "Session":
+        """A copy that goes its own way."""
+        other = Session(self._host, self._said)
+        other._cache.copy_of(self._cache)
+        return other
+
+    @_exclusively
+    def save(self, path: str | Path, *, note: Mapping[str, Any] | None = None) -> None:
+        """Write ids, messages and cache to a file, and a note of the caller's own, as JSON has it. The old file or the
+        new one stands there, never half of it.
+        """
+        said = self._said
+        num_cached = self._cache.keep_common(said.token_ids)
+        record = said.to_record() | {"num_cached": num_cached, "note": {} if note is None else dict(note)}
+        cache = self._cache.context.cache
+        write_session(
+            Path(path), self._host.fingerprint(cache.kind), said.token_ids, record, partial(cache.export_row, 0)
+        )
+
+    @_exclusively
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Become what was saved; returns the note. Raises InvalidRequestError, nothing changed, for a file that is not
+        whole or not of this model.
+        """
+        cache = self._cache.context.cache
+        saved = read_session(Path(path), self._host.fingerprint(cache.kind), cache.num_bytes)
+        try:
+            said = Said.from_record(saved.token_ids, saved.record)
+            if said.token_ids:
+                check_prompt(self._host.model, self._host.tokenizer, said.token_ids, room=0)
+            num_cached = saved.record.get("num_cached")
+            if type(num_cached) is not int or not 0 <= num_cached <= len(said.token_ids):
+                raise InvalidRequestError(f"num_cached must be in [0, {len(said.token_ids)}], got {num_cached!r:.80}")
+            note = saved.record.get("note", {})
+            if not isinstance(note, dict):
+                raise InvalidRequestError(f"note must be an object, got {note!r:.80}")
+            self._cache.load(saved.tensors, said.token_ids[:num_cached])
+        except InvalidRequestError as error:
+            raise type(error)(f"{path} cannot be loaded: {error}") from error
+        self._said = said
+        return note
+
+    def _render(self, messages: Any) -> list[int]:
+        """What the template makes of them, in the spelling that was said and that the cache holds."""
+        tokenizer = self._host.tokenizer
+        rendered = tokenizer.encode_chat(messages, **self._said.template)
+        return keep_spelling(self._said.token_ids, rendered, tokenizer.token_bytes, tokenizer.special_token_ids)
+
+    def _enter(self, caller: object) -> None:
+        """The session is the caller's now. Raises InvalidRequestError where it is another's, and ClosedError."""
+        last = self._last
+        if last is not None and (last.reading.is_closed or last.stream() is None):
+            last.reading.close()  # an exception may have left its end undone
+        with self._entering:
+            if self._is_closed:
+                raise closed("session")
+            if self._caller is not None:
+                raise InvalidRequestError("the session is answering: read its stream to the end, or close it")
+            self._caller = caller
+
+    def _end_if_closed(self) -> None:
+        """Asked by each caller that leaves and by `close`: the later of the two finds both done."""
+        if self._is_closed:
+            self._cache.give_back()
+            self._opened_host = None
+
+    def _run(self, begin: Callable[[], Stream], on_token: OnToken | None) -> GenerationResult:
+        stream = begin()
+        try:
+            return stream.run(on_token)
+        finally:
+            stream.close()
+
+    def _begin(
+        self,
+        ask: Callable[[Said], Messages | None],
+        params: Params | None,
+        sampling: Mapping[str, Any],
+        options: RequestOptions,
+        on_prefill: OnPrefill | None = None,
+    ) -> Stream:
+        """The answer to the messages that `ask` makes of what was said, or None: to the ids as they stand."""
+        caller = object()
+        try:
+            self._enter(caller)
+            messages = ask(self._said)
+            answer = self._prepare(messages, self._host.sampled_by(messages or (), params, sampling), options)
+            batch = Batch(self._cache.begin_answer(), self._host.model.device)
+            stream = Stream(answer.running, batch, on_prefill=on_prefill, on_end=partial(self._settle, answer))
+            self._last = _Begun(weakref.ref(stream), stream.reading)
+            self._caller = answer
+            return stream
+        finally:
+            if self._caller is caller:
+                self._caller = None
+                self._end_if_closed()
+
+    def _prepare(self, messages: Messages | None, params: SamplingParams, options: RequestOptions) -> "_Answer":
+        host = self._host
+        if messages is None:
+            fitting = host.fit(self._said.token_ids, params, options, _unchanged)
+        else:
+            fitting = host.fit(messages, params, options, self._render)
+            messages = [dict(message) for message in fitting.messages]
+        running = host.begin(fitting, params, options)
+        prompt, num_before = running.generation.prompt_token_ids, len(self._cache.token_ids)
+        running.generation.dropped_tokens = num_before - common_length(self._cache.token_ids, prompt)
+        running.reuse(self._cache.keep_common(prompt, len(prompt) - 1))
+        return _Answer(running, messages)
+
+    def _settle(self, answer: "_Answer") -> None:
+        """However the answer ended: what the cache holds, and whether it counts as said. Again does nothing."""
+        said = self._said
+        try:
+            if self._caller is answer:
+                said = self._said_after(answer)
+        finally:
+            if self._caller is answer:
+                self._said, self._caller = said, None
+                self._end_if_closed()
+
+    def _said_after(self, answer: "_Answer") -> Said:
+        generation, messages = answer.running.generation, answer.messages
+        generation.cancel()
+        result, token_ids = answer.running.result(), generation.history
+        self._cache.end_answer(token_ids)
+        if result.error:
+            self._cache.keep_common(token_ids, generation.reused_tokens)
+            return self._said
+        if messages is None:
+            return self._said.with_tokens(token_ids)
+        if result.finish_reason == "abort" and not result.text:
+            return self._said
+        return self._said.answered(token_ids, [*messages, {"role": "assistant", "content": result.text}])
+
+
+@final
+@dataclass(frozen=True)
+class _Begun:
+    stream: weakref.ref[Stream]  # None once it was dropped
+    reading: Reading
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Answer:
+    """`messages` are what it answers; None where it goes on from the ids as they stood."""
+
+    running: Running
+    messages: Messages | None
+
+
+def _unchanged(prompt: Any) -> list[int]:
+    return list(prompt)

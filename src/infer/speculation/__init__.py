@@ -1,0 +1,1 @@
+"""Guessed tokens: n-gram drafts, and how many are worth a step."""

@@ -1,0 +1,184 @@
+"""How many tokens to draft, by what steps were measured to take and how often guesses were right. Loads no torch."""
+
+from bisect import bisect_right
+from itertools import pairwise
+from math import exp, log
+from typing import final
+
+from infer.speculation.ngram import MAX_MATCH, MAX_NGRAM
+
+_COST_PER_TOKEN = 0.15  # of a step, until it is measured
+_LEAST_PER_TOKEN = 0.04  # no machine's step is cheaper
+_SURPRISE = 0.3  # the most that one step's time may speak against what is known, as a logarithm: it may be held up
+_NUM_TRUSTED = 3  # measurements before which a size is given the benefit of the doubt
+_HALVED_AFTER = 200  # steps, in which what was measured before them is half forgotten
+
+
+@final
+class _Cost:
+    """Of a step of several tokens, in those of one."""
+
+    def __init__(self, cost: float) -> None:
+        self.cost, self.count, self.last = cost, 0, 0
+
+
+@final
+class StepTimes:
+    """How long steps of one token, two, … take: the machine's and the model's, whoever asks for them.
+
+    Two things are learnt apart: the time of a step of one token, which is the machine's pace and changes within
+    moments, and what steps of more tokens cost in those, which stays. So a slow moment that hits all sizes changes no
+    choice. A time that speaks against a size needs others that confirm it, and is forgotten as it gets old.
+    """
+
+    def __init__(self) -> None:
+        self._pace = 0.0  # seconds of a step of one token
+        self._costs: dict[int, _Cost] = {}
+        self._num_steps, self._last_plain = 0, 0
+
+    def learn(self, num_tokens: int, seconds: float) -> None:
+        """Of the whole step: forward, sampling and what waits for them; a chain's is divided by its length."""
+        if seconds <= 0:
+            return
+        self._num_steps += 1
+        if num_tokens == 1:
+            if not self._pace:
+                self._pace = seconds
+            error = log(seconds / self._pace)
+            gain = max(0.3, min(0.8, (self._num_steps - self._last_plain) / 32)) if error > -_SURPRISE else 1.0
+            self._pace *= exp(gain * min(error, _SURPRISE))
+            self._last_plain = self._num_steps
+        elif self._pace:
+            self._learn_cost(num_tokens, seconds)
+
+    def _learn_cost(self, num_tokens: int, seconds: float) -> None:
+        known = self._costs.get(num_tokens)
+        if known is None:
+            known = self._costs[num_tokens] = _Cost(self._between(num_tokens))
+        error = min(log(seconds / (self._pace * known.cost)), _SURPRISE if known.count else 2 * _SURPRISE)
+        gain = max(1 / (known.count + 1), 0.1, min(0.5, (self._num_steps - known.last) / _HALVED_AFTER))
+        if known.count >= _NUM_TRUSTED:
+            self._pace *= exp(0.25 * max(error, -_SURPRISE))
+        known.cost *= exp(gain * error)
+        known.count, known.last = known.count + 1, self._num_steps
+
+    def is_known(self, num_tokens: int) -> bool:
+        return self._pace > 0 if num_tokens == 1 else num_tokens in self._costs
+
+    def seconds(self, num_tokens: int) -> float:
+        """Of a step of that many tokens: measured, or between and beyond what was; in steps where nothing was."""
+        return (self._pace or 1.0) * self._cost(num_tokens)
+
+    def promised(self, num_tokens: int) -> float:
+        """The same, with the benefit of the doubt: less where it was measured seldom, or long ago."""
+        known = self._costs.get(num_tokens)
+        if known is None:
+            return self.seconds(num_tokens)
+        cost = known.cost / (1 + (self._num_steps - known.last) / _HALVED_AFTER)
+        if known.count < _NUM_TRUSTED:
+            cost = min(cost, 1 + _COST_PER_TOKEN * (num_tokens - 1))
+        return (self._pace or 1.0) * max(cost, min(known.cost, 1 + _LEAST_PER_TOKEN * (num_tokens - 1)))
+
+    def _cost(self, num_tokens: int) -> float:
+        known = self._costs.get(num_tokens)
+        return known.cost if known is not None else self._between(num_tokens)
+
+    def _between(self, num_tokens: int) -> float:
+        if num_tokens == 1:
+            return 1.0
+        known = sorted([(1, 1.0), *((tokens, each.cost) for tokens, each in self._costs.items())])
+        for (left, least), (right, most) in pairwise(known):
+            if left < num_tokens < right:
+                return least + (most - least) * (num_tokens - left) / (right - left)
+        last, cost = known[-1]
+        slope = _COST_PER_TOKEN if last == 1 else max(0.0, (cost - 1) / (last - 1))
+        return cost + slope * (num_tokens - last)
+
+
+# What a guess was right with behind so many equal tokens or more, in chat, copying, code and JSON by SmolLM2: where of
+# the last tokens less than the first share was guessed, less than the second, and more.
+_SHARES = (0.2, 0.5)
+_PRIOR_BY_MATCH = {
+    1: (0.12, 0.12, 0.4),
+    2: (0.33, 0.42, 0.6),
+    3: (0.45, 0.7, 0.85),
+    4: (0.5, 0.7, 0.85),
+    6: (0.6, 0.73, 0.8),
+    10: (0.75, 0.82, 0.85),
+    18: (0.9, 0.95, 0.97),
+}
+_RANGES = tuple(_PRIOR_BY_MATCH)
+_RANGE_BY_MATCH = tuple(max(0, bisect_right(_RANGES, match) - 1) for match in range(MAX_MATCH + 1))
+_PRIOR_WEIGHT = 10.0
+_COUNTED = 0.95  # what a guess still weighs after the next one of its kind
+_PLAIN_EVERY = 128  # steps, after which one without a draft is measured anew
+_SHARE_COUNTED = 0.87  # what a token still weighs in the share of guessed ones after the next one
+# The share of tokens that were guessed right, and how many plain ones may follow before the next look for a draft.
+_TOKENS_BETWEEN = ((0.6, 1), (0.35, 2), (0.2, 4), (0.05, 8), (0.02, 16), (0.0, 64))
+
+
+@final
+class DraftPolicy:
+    """How many tokens to draft: those with which a step yields the most tokens per second.
+
+    A draft behind a match of m tokens is right with probability a(m), its next one with a(m + 1), and so on: k drafts
+    give 1 + a(m) + a(m) a(m + 1) + … tokens, in the time of a step of k + 1. a(m) is counted for ranges of m, and apart
+    where many of the last tokens were as guessed, few, or hardly any; what would have been guessed is known for each
+    token that comes, so nothing need be verified to find out that it would pay. k is 1, 3, 7, 15, … or the most: few
+    sizes are soon measured, and kernels take tokens by eights. Where no k beats 1 step at a time by `margin`, it drafts
+    nothing. What it asks for never changes which tokens are accepted.
+    """
+
+    def __init__(self, max_draft_tokens: int = 15, *, margin: float = 0.08) -> None:
+        if max_draft_tokens < 0:
+            raise ValueError(f"max_draft_tokens must be at least 0, got {max_draft_tokens}")
+        sizes = {2**power - 1 for power in range(1, max_draft_tokens.bit_length() + 1)} | {max_draft_tokens}
+        self._sizes = sorted(size for size in sizes if 0 < size <= max_draft_tokens)
+        self._margin = margin
+        self._guessed = [[_PRIOR_WEIGHT] * len(_RANGES) for _ in range(len(_SHARES) + 1)]
+        self._right = [
+            [_PRIOR_WEIGHT * priors[level] for priors in _PRIOR_BY_MATCH.values()] for level in range(len(_SHARES) + 1)
+        ]
+        self._since_plain = 0
+        self._share = 0.3
+
+    def acceptance(self, match: int) -> float:
+        """How often a guess behind so many equal tokens was right where as many were as now, lately."""
+        level, index = bisect_right(_SHARES, self._share), _RANGE_BY_MATCH[min(match, MAX_MATCH)]
+        return self._right[level][index] / self._guessed[level][index]
+
+    def observe(self, match: int, is_right: bool) -> None:
+        """Of each token: behind how many equal ones it would have been guessed (0: it would not), and how."""
+        if match:
+            level, index = bisect_right(_SHARES, self._share), _RANGE_BY_MATCH[match]
+            guessed, right = self._guessed[level], self._right[level]
+            guessed[index] = guessed[index] * _COUNTED + 1
+            right[index] = right[index] * _COUNTED + is_right
+        self._share = self._share * _SHARE_COUNTED + (1 - _SHARE_COUNTED) * (is_right and match > 1)
+
+    def tokens_between(self, times: StepTimes) -> int:
+        """How many tokens may follow without a draft before it is worth looking for one again."""
+        if not times.is_known(1):
+            return 1
+        return next(count for share, count in _TOKENS_BETWEEN if self._share >= share)
+
+    def num_draft_tokens(self, times: StepTimes, match: int = MAX_NGRAM, num_known: int = 1) -> int:
+        """What to ask `propose` for, behind so many tokens that the step has anyway; call it once before each step
+        that could be drafted."""
+        self._since_plain += 1
+        if not self._sizes or not times.is_known(1) or self._since_plain >= _PLAIN_EVERY:
+            self._since_plain = 0
+            return 0  # what a draft is measured against
+        tokens, reached, at = 1.0, 1.0, 0
+        best, speed = 0, (1 + self._margin) / times.seconds(num_known)
+        for size in self._sizes:
+            for index in range(at, size):
+                reached *= self.acceptance(match + index)
+                tokens += reached
+            at = size
+            found = tokens / times.promised(num_known + size)
+            if found > speed:
+                best, speed = size, found
+        if not best:
+            self._since_plain = 0
+        return best

@@ -1,0 +1,130 @@
+"""What the process's control groups (Linux, versions 1 and 2) allow it: processor time and memory.
+
+A limit counts wherever it is set: in the group that the process is in or in any of those above it, as far as they can
+be seen. `root` is the folder that holds `/proc` and `/sys`; other than `/` in tests only.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_ROOT = Path("/")
+_UNLIMITED_BYTES = 1 << 60  # and more: how version 1 writes that there is no limit
+_MOST_BYTES = 1 << 20  # of a file that is read here
+
+
+class _Mount(NamedTuple):
+    """A hierarchy of groups as this process sees it: `top` is the group that lies at `folder`."""
+
+    version: int
+    top: str
+    folder: Path
+
+
+def cpu_quota(root: Path = _ROOT) -> float | None:
+    """How many cores' time the process may use: the smallest quota; None where there is none."""
+    quotas = []
+    for mount, group in _groups("cpu", root):
+        if mount.version == 2:
+            limit, _, period = (_text(group / "cpu.max") or "").strip().partition(" ")
+        else:
+            limit, period = (_text(group / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period"))
+        quota, length = _number(limit), _number(period)
+        if quota is not None and length is not None and quota > 0 and length > 0:
+            quotas.append(quota / length)
+    return min(quotas, default=None)
+
+
+def memory_limit_bytes(root: Path = _ROOT) -> int | None:
+    """The smallest limit of the process's memory; None where there is none."""
+    return min((limit for limit, _ in _memory(root)), default=None)
+
+
+def memory_left_bytes(root: Path = _ROOT) -> int | None:
+    """What may still be taken before the first limit is met, cached files given up; None where there is no limit."""
+    return min((max(0, limit - used) for limit, used in _memory(root)), default=None)
+
+
+def _memory(root: Path) -> Iterator[tuple[int, int]]:
+    """The limit of each group that has one, and what it uses but for the file pages that the system gives up first."""
+    for mount, group in _groups("memory", root):
+        if mount.version == 2:
+            limits = [_number(_text(group / f"memory.{name}")) for name in ("max", "high")]
+            used, cached = _number(_text(group / "memory.current")), "inactive_file"
+        else:
+            limits = [_number(_text(group / "memory.limit_in_bytes"))]
+            used, cached = _number(_text(group / "memory.usage_in_bytes")), "total_inactive_file"
+        known = [limit for limit in limits if limit is not None and 0 <= limit < _UNLIMITED_BYTES]
+        if known:
+            yield min(known), max(0, (used or 0) - _entry(_text(group / "memory.stat"), cached))
+
+
+def _groups(controller: str, root: Path) -> Iterator[tuple[_Mount, Path]]:
+    """The folders of the group that the process is in and of those above it, in each hierarchy with the controller."""
+    path_by_version = _own_paths(controller, root)
+    for mount in _mounts(controller, root):
+        path = path_by_version.get(mount.version)
+        if path is None:
+            continue
+        # Without a namespace of its own a container's files show only what lies below its group.
+        below = path.removeprefix(mount.top) if (path + "/").startswith(mount.top.rstrip("/") + "/") else ""
+        names = [name for name in below.split("/") if name not in ("", ".", "..")]
+        for count in range(len(names), -1, -1):
+            yield mount, mount.folder.joinpath(*names[:count])
+
+
+def _own_paths(controller: str, root: Path) -> dict[int, str]:
+    """By version: the path of the process's group."""
+    found = {}
+    for line in (_text(root / "proc/self/cgroup") or "").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:
+            found[2] = path
+        elif controller in controllers.split(","):
+            found[1] = path
+    return found
+
+
+def _mounts(controller: str, root: Path) -> Iterator[_Mount]:
+    for line in (_text(root / "proc/self/mountinfo") or "").splitlines():
+        before, _, after = line.partition(" - ")
+        fields, kinds = before.split(" "), after.split(" ")
+        if len(fields) < 5 or len(kinds) < 3:
+            continue
+        folder = root / _unescaped(fields[4]).lstrip("/")
+        if kinds[0] == "cgroup2":
+            yield _Mount(2, _unescaped(fields[3]), folder)
+        elif kinds[0] == "cgroup" and controller in kinds[-1].split(","):
+            yield _Mount(1, _unescaped(fields[3]), folder)
+
+
+def _unescaped(text: str) -> str:
+    """The kernel writes blanks in a path as octal numbers."""
+    for code in ("040", "011", "012", "134"):
+        text = text.replace(f"\\{code}", chr(int(code, 8)))
+    return text
+
+
+def _text(path: Path) -> str | None:
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.read(_MOST_BYTES)
+    except OSError:
+        return None
+
+
+def _number(text: str | None) -> int | None:
+    """None for "max" and whatever else is no number."""
+    try:
+        return int(text or "")
+    except ValueError:
+        return None
+
+
+def _entry(text: str | None, name: str) -> int:
+    for line in (text or "").splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
+            return _number(value) or 0
+    return 0

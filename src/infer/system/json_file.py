@@ -1,0 +1,101 @@
+"""JSON and text that a model's folder holds: read with a limit on the size, and refused where a key appears twice."""
+
+import json
+import re
+from collections import Counter
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from infer.errors import ModelError, ModelFormatError
+from infer.system.open_file import OpenFile
+
+MAX_BYTES = 16 << 20
+MAX_TEXT_BYTES = 1 << 20
+MAX_DEPTH = 64
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+_NO_BRACKET = bytes(set(range(256)) - {*_STEPS, ord('"')})
+
+
+def read_json_file(path: Path) -> dict[str, Any]:
+    return parse_json(path, read_whole(path, MAX_BYTES))
+
+
+def read_text_file(path: Path) -> str:
+    try:
+        return read_whole(path, MAX_TEXT_BYTES).decode()
+    except UnicodeDecodeError as error:
+        raise ModelFormatError(path, "text", "is not UTF-8", error.start) from error
+
+
+def read_whole(path: Path, limit: int) -> bytes:
+    """A regular file's bytes; ModelFormatError where they are more than `limit`."""
+    try:
+        if not path.is_file():
+            raise ModelFormatError(path, "file", "is missing" if not path.exists() else "is not a regular file")
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    file = OpenFile(path)
+    if file.size > limit:
+        raise ModelFormatError(path, "file size", f"expected at most {limit} bytes, got {file.size}")
+    return file.read(0, file.size)
+
+
+def parse_json(path: Path, text: bytes, offset: int = 0) -> dict[str, Any]:
+    """The object in `text`, which begins at byte `offset` of the file."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            counts = Counter(name for name, _ in pairs)
+            raise ModelFormatError(path, f"key {counts.most_common(1)[0][0]!r:.80}", "appears twice", offset)
+        return found
+
+    if _depth(text) > MAX_DEPTH:
+        raise ModelFormatError(path, "JSON", f"cannot be read: it is nested more than {MAX_DEPTH} deep", offset)
+    try:
+        value = json.loads(text.decode(), object_pairs_hook=unique)
+    except UnicodeDecodeError as error:
+        raise ModelFormatError(path, "JSON", "is not UTF-8", offset + error.start) from error
+    except json.JSONDecodeError as error:
+        position = len(error.doc[: error.pos].encode())
+        raise ModelFormatError(path, "JSON", error.msg, offset + position) from error
+    except ValueError as error:  # a number of too many digits
+        raise ModelFormatError(path, "JSON", f"cannot be read: {error}", offset) from error
+    if not isinstance(value, dict):
+        raise ModelFormatError(path, "JSON", f"expected an object, got {type(value).__name__}", offset)
+    if _SURROGATE.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ModelFormatError(path, "JSON", "holds a lone surrogate, which is no text", offset) from error
+    return value
+
+
+def _depth(text: bytes) -> int:
+    """Of lists and objects in one another, if the text is JSON."""
+    brackets = (re.sub(rb"\\.", b"", text, flags=re.DOTALL) if b"\\" in text else text).translate(None, _NO_BRACKET)
+    outside_strings = b"".join(brackets.split(b'"')[::2])
+    return max(accumulate(map(_STEPS.__getitem__, outside_strings)), default=0)
+
+
+def inside(folder: Path, name: str) -> Path:
+    """`folder / name`, which must be a regular file that lies in the folder after links are followed.
+
+    A folder of the Hugging Face cache is made of links to its sibling `blobs`: those count as inside.
+    """
+    roots = [folder.resolve()]
+    if roots[0].parent.name == "snapshots":
+        roots.append(roots[0].parent.parent / "blobs")
+    try:
+        path = (folder / name).resolve(strict=True)
+        is_file = path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ModelFormatError(folder, f"file {name!r:.80}", "is missing") from error
+    if not any(path.is_relative_to(root) for root in roots):
+        raise ModelFormatError(folder, f"file {name!r:.80}", "lies outside the model's folder, copy it there")
+    if not is_file:
+        raise ModelFormatError(folder, f"file {name!r:.80}", "is not a regular file")
+    return path

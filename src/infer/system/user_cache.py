@@ -1,0 +1,111 @@
+"""Where this user's cache is, and which of its files may be trusted: no torch.
+
+Code is run from there. So a folder is used only if it is ours or root's and no one else may write to it, a file only if
+it is a regular one under the same rule; links are not followed. What is refused counts as absent.
+"""
+
+import os
+import secrets
+import stat
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+if sys.platform != "win32":
+    import pwd
+
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_FLAGS = 0 if sys.platform == "win32" else os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+def base_folder() -> Path | None:
+    """$INFER_CACHE, else $XDG_CACHE_HOME/infer, else ~/.cache/infer; None for a user without a home folder."""
+    if own := os.environ.get("INFER_CACHE"):
+        return Path(os.path.abspath(own))
+    shared = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(shared):
+        return Path(shared) / "infer"
+    home = _home()
+    return None if home is None else home / ".cache" / "infer"
+
+
+def _home() -> Path | None:
+    """A home that is missing is not made: it may be a volume that is yet to be mounted."""
+    home = os.environ.get("HOME")
+    if not home and sys.platform != "win32":
+        try:
+            home = pwd.getpwuid(os.geteuid()).pw_dir
+        except KeyError:  # a container's user that /etc/passwd does not name
+            return None
+    return Path(home) if home and os.path.isabs(home) and os.path.isdir(home) else None
+
+
+def folder_problem(folder: Path, *, base: Path) -> str | None:
+    """Make `folder` below `base`, or say in one line why it is not to be used. It may be for reading only."""
+    inner = folder.relative_to(base).parts
+    steps = [base, *(base.joinpath(*inner[: count + 1]) for count in range(len(inner)))]
+    try:
+        base.parent.mkdir(parents=True, exist_ok=True)
+        for step in steps:
+            with suppress(FileExistsError):
+                step.mkdir(mode=0o700)
+            if problem := _distrust(step, follows=step == base):
+                return problem
+    except OSError as error:
+        return f"{folder} cannot be made ({error.strerror})"
+    return None
+
+
+def is_writable(folder: Path) -> bool:
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
+def _distrust(folder: Path, *, follows: bool) -> str | None:
+    found = os.stat(folder) if follows else os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode):
+        return f"{folder} is no folder"
+    if sys.platform == "win32":
+        return None
+    if found.st_uid not in (0, os.geteuid()):
+        return f"{folder} belongs to user {found.st_uid}, who could put code there"
+    if found.st_mode & _WRITABLE_BY_OTHERS:
+        return f"{folder} can be written by others, who could put code there (chmod go-w)"
+    return None
+
+
+def read_own(path: Path, most_bytes: int) -> bytes | None:
+    """A file's bytes; None if it is absent, larger, no regular file, or not ours alone to write."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | _FLAGS)
+    except (OSError, ValueError):
+        return None
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > most_bytes:
+            return None
+        if sys.platform != "win32" and (found.st_uid not in (0, os.geteuid()) or found.st_mode & _WRITABLE_BY_OTHERS):
+            return None
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(most_bytes)
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def write_own(path: Path, content: bytes) -> OSError | None:
+    """The file appears whole or not at all. Returns what was in the way: a full disk, a folder for reading only."""
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
+    try:
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
+    except OSError as error:
+        return error
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+        partial.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        return error
+    return None

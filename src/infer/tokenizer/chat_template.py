@@ -1,0 +1,203 @@
+"""Chat templates: conversations to text, rendered as Hugging Face does.
+
+`ChatTemplate.render` gives the text of `transformers`' `apply_chat_template`. `ChatTemplate.render_marked` gives the
+same text cut where a special token's text came from a message: that text must not become a control id.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from infer.errors import InvalidRequestError
+from infer.tokenizer.special_tokens import Piece, SpecialTexts
+from infer.tokenizer.template_process import TemplateRefusalError, render
+
+# Hugging Face's names of a message's reasoning; the first is the one that templates read.
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+_PRIVATE_USE_CHARACTERS = range(0xE000, 0xF8FF)
+_CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # Hugging Face's: it tells where the template put the message's end
+_TAKEN_APART = "a message holds the text of a special token where the chat template takes it apart; remove it"
+_PROBE = ({"role": "user", "content": "Hello"},)
+
+
+class ChatTemplate:
+    """A template with the variables of its tokenizer (`bos_token`, …)."""
+
+    def __init__(self, source: str, variables: Mapping[str, str]) -> None:
+        self.source = source
+        self._variables = dict(variables)
+
+    def check(self) -> None:
+        """Renders a short conversation. Raises InvalidRequestError for a template that can answer none."""
+        try:
+            self.render(_PROBE)
+        except TemplateRefusalError:  # it may want a system message: that is no fault
+            return
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, continue_final_message: bool = False, **variables: Any
+    ) -> str:
+        """`variables`: `add_generation_prompt` (true unless said otherwise), `tools`, `documents`, the template's own.
+
+        With `continue_final_message` the text ends where the last message ends, so that the model goes on with it.
+        """
+        context = _context(messages, continue_final_message, variables)
+        text = self._render(context)
+        return text[: _end_of_final_message(text)] if continue_final_message else text
+
+    def render_marked(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        special_texts: SpecialTexts,
+        *,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> list[Piece]:
+        """The rendered text in pieces; special-token text that a message wrote lies in pieces that are not control.
+
+        Each string that holds such text, or a fragment that could be completed by its neighbour, gets a mark inside it
+        and the template is rendered again: marks say where the text went. If they change what the template writes,
+        the origin cannot be told and the request is an `InvalidRequestError`. So is a string of which a template that
+        removes parts would leave a special token.
+        """
+        context = _context(messages, continue_final_message, variables)
+        text = self._render(context)
+        end = _end_of_final_message(text) if continue_final_message else len(text)
+        strings = list(_strings(context))
+        mark = _unused_character(text + self.source + "".join(strings))
+        pieces = [Piece(text[:end], is_control=True)]
+        if any(map(special_texts.are_hinted_in, strings)):
+            marked = self._render(_map_strings(context, lambda string: special_texts.mark(string, mark)))
+            if marked.replace(mark, "") != text:
+                raise InvalidRequestError(_TAKEN_APART)
+            pieces = special_texts.cut(_beginning_without(marked, mark, end), mark)
+        own = [found for piece in pieces if piece.is_control for found in special_texts.found_in(piece.text)]
+        if any(_is_left_of(string, special) for special in set(own) for string in strings):
+            marked = self._render(_map_strings(context, lambda string: special_texts.mark_beginnings(string, mark)))
+            num_foreign = len(special_texts.found_in(text[:end])) - len(own)
+            if len(special_texts.found_in(marked)) < len(special_texts.found_in(text)) - num_foreign:
+                raise InvalidRequestError(_TAKEN_APART)
+        return pieces
+
+    def _render(self, context: Mapping[str, Any]) -> str:
+        return render(self.source, {**self._variables, **context})
+
+
+def _context(
+    messages: Sequence[Mapping[str, Any]], continue_final_message: bool, variables: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What the template sees: plain JSON values, as Hugging Face prepares them."""
+    if not messages:
+        raise InvalidRequestError("messages must hold at least one message, got none")
+    _check_mappings("messages", messages, "with a role")
+    given = {"add_generation_prompt": not continue_final_message, "tools": None, "documents": None, **variables}
+    for name in ("tools", "documents"):
+        if given[name] is not None:
+            _check_mappings(name, given[name], "such as JSON has")
+    present = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    try:
+        plain = [_with_reasoning_aliases(_plain(message)) for message in present]
+        given = {name: _plain(value) for name, value in given.items()}
+    except RecursionError:
+        raise InvalidRequestError("messages, tools or documents are nested too deeply") from None
+    if continue_final_message:
+        if given["add_generation_prompt"]:
+            raise InvalidRequestError(
+                "continue_final_message and add_generation_prompt contradict each other: give one of them"
+            )
+        _tag_end(plain[-1])
+    return {**given, "messages": plain}
+
+
+def _check_mappings(name: str, values: Any, kind: str) -> None:
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise InvalidRequestError(f"{name} must be a list of mappings {kind}, got {type(values).__name__}")
+    for index, value in enumerate(values):
+        if not isinstance(value, Mapping):
+            raise InvalidRequestError(f"{name}[{index}] must be a mapping {kind}, got {type(value).__name__}")
+
+
+def _tag_end(message: dict[str, Any]) -> None:
+    """Writes the tag behind the message's content, or behind the last text of its parts."""
+    content = message.get("content")
+    if isinstance(content, str):
+        message["content"] = content + _CONTINUE_TAG
+        return
+    parts = [part for part in content or () if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    if not parts:
+        raise InvalidRequestError("continue_final_message needs text in the last message, which has none")
+    parts[-1]["text"] += _CONTINUE_TAG
+
+
+def _end_of_final_message(text: str) -> int:
+    place = text.rfind(_CONTINUE_TAG.rstrip())
+    if place < 0:
+        raise InvalidRequestError("continue_final_message: the chat template leaves the last message out")
+    if text.startswith(_CONTINUE_TAG, place):
+        return place
+    return len(text[:place].rstrip())  # the template strips messages
+
+
+def _is_left_of(string: str, special: str) -> bool:
+    """Whether the string without some of its characters is this text."""
+    characters = iter(string)
+    return all(character in characters for character in special)
+
+
+def _beginning_without(marked: str, mark: str, length: int) -> str:
+    """The beginning that has this length when its marks are taken out."""
+    end = length
+    while (longer := length + marked.count(mark, 0, end)) > end:
+        end = longer
+    return marked[:end]
+
+
+def _with_reasoning_aliases(message: dict[str, Any]) -> dict[str, Any]:
+    reasoning = next((message[name] for name in _REASONING_FIELDS if message.get(name) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _plain(value: Any) -> Any:
+    """JSON types only: a template must not reach the methods of any other object."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    for base in (str, int, float):
+        if isinstance(value, base):
+            return base(value)
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_plain(item) for item in value)
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return f"<{type(value).__name__}>"
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _strings(key)
+            yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)
+
+
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """Keys too: a template that looks a changed one up finds nothing, and the rendered text says so."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {_map_strings(key, change): _map_strings(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_map_strings(item, change) for item in value)
+    return value
+
+
+def _unused_character(text: str) -> str:
+    used = set(text)
+    for code in _PRIVATE_USE_CHARACTERS:
+        if chr(code) not in used:
+            return chr(code)
+    raise InvalidRequestError("the conversation uses every private-use character")

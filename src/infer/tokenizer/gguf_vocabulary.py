@@ -1,0 +1,301 @@
+"""A `tokenizers` backend from the key-values of a GGUF file.
+
+Two dialects: byte-pair encoding with merges (`gpt2`, `gemma4`), and SentencePiece's scores (`llama`), of which merges
+are made. Source: llama.cpp, `src/llama-vocab.cpp`.
+"""
+
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+
+from infer.errors import ModelFormatError, UnsupportedModelError
+from infer.tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer, pre_tokenizer_named
+from infer.tokenizer.value_checks import check_metadata
+
+Integers = npt.NDArray[np.int64]
+Hashes = npt.NDArray[np.uint64]
+
+_SPACE_MARK = "▁"
+_HASH_BASE = 0x9E3779B97F4A7C15
+_HASH_MIX = 0xD6E8FEB86659FD93
+_SLOT_BITS = 22
+_CHUNK = 16_384  # tokens whose arrays stay in a core's cache
+
+
+class TokenType(IntEnum):
+    """`tokenizer.ggml.token_type`."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+# What ends a turn or a text by its name, whatever a file says of it.
+END_NAMES = frozenset(
+    {
+        *("<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|end_of_turn|>", "<end_of_turn>", "<|im_end|>"),
+        *("<|return|>", "<|call|>", "<|END_OF_TURN_TOKEN|>", "<end_of_utterance>", "<turn|>"),
+        *("<|end_of_text|>", "<|endoftext|>", "<eos>"),
+    }
+)
+# What only a template writes: the same, and what begins a turn.
+CONTROL_NAMES = END_NAMES | {
+    *("<|end|>", "<|im_start|>", "<start_of_turn>", "<|turn>", "<|start_header_id|>", "<|end_header_id|>"),
+    *("<|start_of_role|>", "<|end_of_role|>", "<|START_OF_TURN_TOKEN|>", "<|user|>", "<|assistant|>", "<|system|>"),
+}
+_ADDED_TYPES = (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED)
+
+
+class GGUFBackend(NamedTuple):
+    backend: Tokenizer
+    token_texts: list[str]
+    """By id, as the backend knows them: llama.cpp writes user-defined tokens with their spaces in the clear."""
+
+
+def make_gguf_backend(metadata: Mapping[str, Any]) -> GGUFBackend:
+    """Ids are the positions in `tokenizer.ggml.tokens`.
+
+    Raises `UnsupportedModelError` for a tokenizer or pre-tokenizer that we do not know, `ModelFormatError` for
+    metadata that contradict themselves.
+    """
+    check_metadata(metadata)
+    rules = _rules(metadata)
+    texts = _list_of(metadata, "tokenizer.ggml.tokens")
+    types: list[int] = [TokenType.NORMAL] * len(texts)
+    if "tokenizer.ggml.token_type" in metadata:
+        types = _list_of(metadata, "tokenizer.ggml.token_type", len(texts))
+    types = _with_control_names(metadata, texts, types)
+    if rules.marks_spaces:
+        for token_id, token_type in enumerate(types):
+            if token_type == TokenType.USER_DEFINED:
+                texts[token_id] = texts[token_id].replace(" ", _SPACE_MARK)
+    vocabulary = {text: token_id for token_id, text in enumerate(texts)}
+    if metadata["tokenizer.ggml.model"] == "llama":
+        merges = _derive_merges(texts, _list_of(metadata, "tokenizer.ggml.scores", len(texts)), types)
+    else:
+        merges = [_split_merge(merge) for merge in _list_of(metadata, "tokenizer.ggml.merges")]
+    make_backend = _make_marked if rules.marks_spaces else _make_byte_level
+    backend = make_backend(metadata, rules, vocabulary, merges)
+    backend.add_tokens(
+        [
+            AddedToken(text, special=token_type != TokenType.USER_DEFINED, normalized=False)
+            for text, token_type in zip(texts, types, strict=True)
+            if text and token_type in _ADDED_TYPES
+        ]
+    )
+    backend.post_processor = _make_post_processor(backend, metadata, texts, rules.adds_bos)
+    return GGUFBackend(backend, texts)
+
+
+def _rules(metadata: Mapping[str, Any]) -> PreTokenizer:
+    model = metadata.get("tokenizer.ggml.model")
+    if model == "llama":
+        return PreTokenizer(marks_spaces=True, adds_bos=True)
+    if model == "gemma4":
+        return PRE_TOKENIZERS["gemma4"]
+    if model == "gpt2":
+        return pre_tokenizer_named(str(metadata.get("tokenizer.ggml.pre", "default")))
+    raise UnsupportedModelError(f"tokenizer {model!r} is not supported; supported: 'gpt2', 'llama', 'gemma4'")
+
+
+def _with_control_names(metadata: Mapping[str, Any], texts: list[str], types: list[int]) -> list[int]:
+    """Some converters call what begins or ends a turn a normal or user-defined token: it is never text."""
+    ids = {metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
+    mistaken = (TokenType.NORMAL, TokenType.USER_DEFINED)
+    return [
+        TokenType.CONTROL if kind in mistaken and (token_id in ids or text in CONTROL_NAMES) else kind
+        for token_id, (text, kind) in enumerate(zip(texts, types, strict=True))
+    ]
+
+
+def _make_byte_level(
+    metadata: Mapping[str, Any], rules: PreTokenizer, vocabulary: dict[str, int], merges: list[tuple[str, str]]
+) -> Tokenizer:
+    backend = Tokenizer(_make_bpe(vocabulary, merges, ignore_merges=rules.ignore_merges))
+    if rules.composes:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = rules.make()
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _make_marked(
+    metadata: Mapping[str, Any], rules: PreTokenizer, vocabulary: dict[str, int], merges: list[tuple[str, str]]
+) -> Tokenizer:
+    """Spaces are written as ▁, and characters that the vocabulary does not have as bytes."""
+    unknown_id = metadata.get("tokenizer.ggml.unknown_token_id")
+    unknown = next((text for text, token_id in vocabulary.items() if token_id == unknown_id), None)
+    backend = Tokenizer(_make_bpe(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    to_mark = normalizers.Replace(" ", _SPACE_MARK)
+    steps: list[decoders.Decoder] = [
+        decoders.Replace(_SPACE_MARK, " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+    ]
+    if metadata.get("tokenizer.ggml.add_space_prefix", metadata.get("tokenizer.ggml.model") == "llama"):
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE_MARK), to_mark])
+        steps.append(decoders.Strip(" ", 1, 0))
+    else:
+        backend.normalizer = to_mark
+    backend.decoder = decoders.Sequence(steps)
+    return backend
+
+
+def _derive_merges(texts: list[str], scores: Sequence[float], types: list[int]) -> list[tuple[str, str]]:
+    """Every way to make a token from two, best score first, then the longest left part, as Hugging Face sorts them.
+
+    Runs of whitespace and tags that the trainer was given come before all that it learnt; they have no score.
+    """
+    splits = _find_splits(texts)
+    type_of = np.asarray(types)
+    is_given = type_of == TokenType.USER_DEFINED
+    _, rank = np.unique(np.where(is_given, -np.inf, -np.asarray(scores, dtype=np.float64)), return_inverse=True)
+    longest = int(max(splits.left_lengths.max(initial=0), splits.right_lengths.max(initial=0))) + 1
+    # `whole` grows from row to row, so that a stable sort settles the rest.
+    key = (rank[splits.whole] * longest - splits.left_lengths) * longest - splits.right_lengths
+    order = np.argsort(key, kind="stable")
+    order = order[(is_given | (type_of == TokenType.NORMAL))[splits.whole[order]]]
+    lefts = map(texts.__getitem__, splits.left[order].tolist())
+    rights = map(texts.__getitem__, splits.right[order].tolist())
+    return list(zip(lefts, rights, strict=True))
+
+
+class _Splits(NamedTuple):
+    """Row i: token `whole[i]` is token `left[i]` followed by token `right[i]`."""
+
+    whole: Integers
+    left: Integers
+    right: Integers
+    left_lengths: Integers
+    right_lengths: Integers
+
+
+def _find_splits(texts: list[str]) -> _Splits:
+    """All of them, in a few passes over the vocabulary's characters.
+
+    A text's hash is `sum(character × base^place)` modulo 2⁶⁴, so those of all beginnings and ends are differences of
+    running sums. A table with one token for each of a few million slots sorts out most of Gemma's 2 million and finds
+    most of the others; those whose slot another token holds are looked up among the sorted hashes.
+    """
+    lengths = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
+    longest = int(lengths.max(initial=0))
+    powers, inverses = (_powers(base, longest) for base in (_HASH_BASE, pow(_HASH_BASE, -1, 2**64)))
+    starts = range(0, len(texts), _CHUNK)
+    beginnings = [_hash_beginnings(texts[start : start + _CHUNK], start, powers) for start in starts]
+    hashes = np.concatenate([np.zeros(0, np.uint64), *(chunk.hashes for chunk in beginnings)])
+    holder = np.full(2**_SLOT_BITS, -1, dtype=np.int32)
+    holder[_slot(hashes)] = np.arange(len(texts))
+    found: list[tuple[Integers, Integers, Hashes, Hashes]] = []
+    for _, ids, places, heads in beginnings:
+        kept = np.flatnonzero(holder[_slot(heads)] >= 0)
+        ids, places, heads = ids[kept], places[kept], heads[kept]
+        tails = (hashes[ids] - heads) * inverses[places]
+        kept = np.flatnonzero(holder[_slot(tails)] >= 0)
+        found.append((ids[kept], places[kept], heads[kept], tails[kept]))
+    whole, left_lengths = (np.concatenate([np.zeros(0, np.int64), *(chunk[i] for chunk in found)]) for i in (0, 1))
+    wanted = [np.concatenate([np.zeros(0, np.uint64), *(chunk[i] for chunk in found)]) for i in (2, 3)]
+    left, right = (_look_up(of_parts, hashes, holder) for of_parts in wanted)
+    right_lengths = lengths[whole] - left_lengths
+    exact = (hashes[left] == wanted[0]) & (hashes[right] == wanted[1])
+    exact &= (lengths[left] == left_lengths) & (lengths[right] == right_lengths)
+    return _Splits(*(column[exact] for column in (whole, left, right, left_lengths, right_lengths)))
+
+
+class _Beginnings(NamedTuple):
+    """The hashes of some tokens, and of all their beginnings but the whole: `heads[i]` is that of the first `places[i]`
+    characters of token `ids[i]`."""
+
+    hashes: Hashes
+    ids: Integers
+    places: Integers
+    heads: Hashes
+
+
+def _hash_beginnings(texts: list[str], first_id: int, powers: Hashes) -> _Beginnings:
+    lengths = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
+    characters = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+    ends = np.cumsum(lengths)
+    ids = np.repeat(np.arange(len(texts)), lengths)
+    places = np.arange(len(characters)) - (ends - lengths)[ids]
+    mixed = (characters.astype(np.uint64) + np.uint64(1)) * np.uint64(_HASH_MIX)
+    mixed ^= mixed >> np.uint64(32)
+    mixed *= powers[places]
+    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed, dtype=np.uint64)])
+    before = sums[ends - lengths]
+    inner = np.flatnonzero(places + 1 < lengths[ids])
+    heads = sums[inner + 1] - before[ids[inner]]
+    return _Beginnings(sums[ends] - before, ids[inner] + first_id, places[inner] + 1, heads)
+
+
+def _look_up(wanted: Hashes, hashes: Hashes, holder: npt.NDArray[np.int32]) -> Integers:
+    """The token of each hash, if there is one; the slot of each is held by some token."""
+    found = holder[_slot(wanted)].astype(np.int64)
+    others = np.flatnonzero(hashes[found] != wanted)
+    by_hash = np.argsort(hashes)
+    at = np.searchsorted(hashes, wanted[others], sorter=by_hash).clip(max=len(hashes) - 1)
+    found[others] = by_hash[at]
+    return found
+
+
+def _powers(base: int, largest: int) -> Hashes:
+    return np.cumprod(np.array([1] + [base] * largest, dtype=np.uint64), dtype=np.uint64)
+
+
+def _slot(hashes: Hashes) -> Hashes:
+    return (hashes * np.uint64(_HASH_MIX)) >> np.uint64(64 - _SLOT_BITS)
+
+
+def _make_bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> models.BPE:
+    try:
+        return models.BPE(vocabulary, merges, **options)
+    except Exception as error:  # tokenizers raises the bare class
+        raise ModelFormatError("GGUF metadata", "tokenizer.ggml.merges", str(error)) from error
+
+
+def _make_post_processor(
+    backend: Tokenizer, metadata: Mapping[str, Any], texts: list[str], adds_bos: bool
+) -> processors.TemplateProcessing:
+    """BOS before and EOS after, as `add_bos_token` and `add_eos_token` ask."""
+    wanted: list[str | None] = []
+    for name, default in (("bos", adds_bos), ("eos", False)):
+        token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if token_id is None or not metadata.get(f"tokenizer.ggml.add_{name}_token", default):
+            wanted.append(None)
+        elif 0 <= token_id < len(texts):
+            wanted.append(texts[token_id])
+        else:
+            raise ModelFormatError("GGUF metadata", f"tokenizer.ggml.{name}_token_id", f"{token_id} is not an id")
+    return make_bos_eos_processor(backend, *wanted)
+
+
+def make_bos_eos_processor(backend: Tokenizer, bos: str | None, eos: str | None) -> processors.TemplateProcessing:
+    """Puts `bos` before a text and `eos` after it, where they are given."""
+    pieces = [piece for piece in (bos, "$A", eos) if piece is not None]
+    special_tokens = [(text, backend.token_to_id(text)) for text in dict.fromkeys((bos, eos)) if text is not None]
+    for text, token_id in special_tokens:
+        if token_id is None:
+            raise ModelFormatError("tokenizer", "bos or eos token", f"{text!r:.80} is not in the vocabulary")
+    return processors.TemplateProcessing(single=pieces, pair=None, special_tokens=special_tokens)
+
+
+def _split_merge(merge: str) -> tuple[str, str]:
+    space = merge.find(" ", 1)  # a token may begin with one
+    if space < 0:
+        raise ModelFormatError("GGUF metadata", "tokenizer.ggml.merges", f"{merge!r} is not two tokens")
+    return merge[:space], merge[space + 1 :]
+
+
+def _list_of(metadata: Mapping[str, Any], key: str, length: int | None = None) -> list[Any]:
+    if metadata.get(key) is None:
+        raise ModelFormatError("GGUF metadata", key, "missing")
+    items = list(metadata[key])
+    if length is not None and len(items) != length:
+        raise ModelFormatError("GGUF metadata", key, f"has {len(items)} items, expected {length}")
+    return items

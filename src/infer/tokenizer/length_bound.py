@@ -1,0 +1,84 @@
+"""How few tokens a text can be: its bytes over those of the longest token, where nothing takes text away before.
+
+What a text loses on its way to the model of the tokenizer is known for the steps below only: with any other there is
+no bound.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import tokenizers
+from tokenizers.models import BPE
+
+Bound = Callable[[str], int]
+
+_NFC_SHRINKS = 3  # UTF-8 bytes over those of its composed form, at most (Unicode Standard Annex #15, 9.1)
+_BYTE_NAMES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def make_length_bound(backend: tokenizers.Tokenizer, token_bytes: Sequence[bytes]) -> Bound:
+    """`token_bytes` by id. 0 for every text where there is no bound."""
+    shrinks, has_byte_level = _shrinking(backend.normalizer), _keeps_all(backend.pre_tokenizer)
+    longest = max(map(len, token_bytes), default=0)
+    unread = None if has_byte_level is None else _unread(backend, has_byte_level, token_bytes)
+    if shrinks is None or unread is None or not longest:
+        return lambda text: 0
+    swallows_spaces = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
+
+    def bound(text: str) -> int:
+        seen = "".join(text.split()) if swallows_spaces else text
+        return -(-len(seen.encode("utf-8", errors="replace").translate(None, unread)) // (longest * shrinks))
+
+    return bound
+
+
+def _steps(part: Any) -> Iterator[Mapping[str, Any]]:
+    waiting = [] if part is None else [json.loads(part.__getstate__())]
+    while waiting:
+        step = waiting.pop()
+        yield step
+        waiting += [inner for name in ("normalizers", "pretokenizers") for inner in step.get(name, ())]
+
+
+def _shrinking(normalizer: Any) -> int | None:
+    """By how much the bytes of a text may become fewer; None where it is not known."""
+    shrinks = 1
+    for step in _steps(normalizer):
+        match step:
+            case {"type": "NFC"}:
+                shrinks *= _NFC_SHRINKS
+            case {"type": "Replace", "pattern": {"String": " "}, "content": str(content)} if content:
+                pass
+            case {"type": "Sequence" | "Prepend"}:
+                pass
+            case _:
+                return None
+    return shrinks
+
+
+def _keeps_all(pre_tokenizer: Any) -> bool | None:
+    """Whether text becomes letters that stand for bytes; None where some of it may be left out."""
+    has_byte_level = False
+    for step in _steps(pre_tokenizer):
+        match step:
+            case {"type": "ByteLevel"}:
+                has_byte_level = True
+            case {"type": "Split" | "Punctuation", "behavior": str(behavior)} if behavior != "Removed":
+                pass
+            case {"type": "Sequence" | "Digits" | "Metaspace"}:
+                pass
+            case _:
+                return None
+    return has_byte_level
+
+
+def _unread(backend: tokenizers.Tokenizer, has_byte_level: bool, token_bytes: Sequence[bytes]) -> bytes | None:
+    """The bytes that no token has, and that are dropped; None where it is whole characters."""
+    if not isinstance(backend.model, BPE):
+        return None
+    if has_byte_level:
+        known = {token[0] for token in token_bytes if len(token) == 1}
+        return bytes(byte for byte in range(256) if byte not in known)
+    is_whole = backend.model.byte_fallback and all(backend.token_to_id(name) is not None for name in _BYTE_NAMES)
+    return b"" if is_whole else None

@@ -1,0 +1,119 @@
+"""Stop strings found in streamed text, wherever the pieces are cut.
+
+Invariant: what is held back is the longest end of the text that is a proper prefix of some stop string; so the text
+shown never holds a part of a stop string that is cut from it. Time is linear in the text, however many stop strings
+there are: they are one automaton (Aho, Corasick 1975), of which only the states that a text comes to are made.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from infer.errors import InvalidRequestError
+
+
+class StopResult(NamedTuple):
+    text: str
+    """What may be shown now."""
+    matched: str | None
+    """The stop string that ended the text, if one did."""
+
+
+class StopStrings:
+    """Finds the stop string that completes first in the text; of those that complete there, the longest.
+
+    Once one has matched, the text is over: later text is dropped. `include` shows the stop string itself.
+    """
+
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        if isinstance(stops, str):
+            stops = [stops]
+        if not all(stops):
+            raise InvalidRequestError("stop must hold non-empty strings, got ''; remove it")
+        self._automaton = _Automaton(stops)
+        self._state = self._automaton.root
+        self._include = include
+        self._held = ""
+        self._matched: str | None = None
+
+    @property
+    def matched(self) -> str | None:
+        return self._matched
+
+    def push(self, text: str) -> StopResult:
+        if self._matched is not None or not self._automaton.stops:
+            return StopResult("" if self._automaton.stops else text, self._matched)
+        num_held = len(self._held)
+        text = self._held + text
+        for end in range(num_held + 1, len(text) + 1):
+            self._state = self._automaton.after(self._state, text[end - 1])
+            if (matched := self._state.match) is not None:
+                self._matched = matched
+                self._held = ""
+                return StopResult(text[: end if self._include else end - len(matched)], matched)
+        num_shown = len(text) - self._state.depth
+        self._held = text[num_shown:]
+        return StopResult(text[:num_shown], None)
+
+    def flush(self) -> str:
+        """The text held back, now that no more will come."""
+        held, self._held = self._held, ""
+        self._state = self._automaton.root
+        return held
+
+
+class _State:
+    """A text of `depth` characters that the stop strings [low, high) begin with.
+
+    `shorter` is the longest end of it that is a state too, `match` the longest stop string that ends it.
+    """
+
+    __slots__ = ("after", "depth", "high", "low", "match", "shorter")
+
+    def __init__(self, low: int, high: int, depth: int) -> None:
+        self.low, self.high, self.depth = low, high, depth
+        self.after: dict[str, _State | None] = {}  # by the next character, as far as it was asked for
+        self.shorter: _State = self
+        self.match: str | None = None
+
+
+class _Automaton:
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops = sorted(set(stops))
+        self.root = _State(0, len(self.stops), 0)
+
+    def after(self, state: _State, character: str) -> _State:
+        """The longest end of the state's text and the character that is a state."""
+        made: list[_State] = []  # of which the shorter ones are not known yet, the longest first
+        while True:
+            if character in state.after:
+                longer = state.after[character]
+                if longer is not None:
+                    break
+            elif (longer := self._longer(state, character)) is not None:
+                made.append(longer)
+            if state is self.root:
+                longer = self.root
+                break
+            state = state.shorter
+        for each in reversed(made):
+            each.shorter = longer
+            each.match = each.match or longer.match
+            longer = each
+        return longer
+
+    def _longer(self, state: _State, character: str) -> _State | None:
+        depth = state.depth
+
+        def next_character(stop: str) -> str:
+            return stop[depth : depth + 1]
+
+        low = bisect_left(self.stops, character, state.low, state.high, key=next_character)
+        high = bisect_right(self.stops, character, low, state.high, key=next_character)
+        longer = None
+        if low < high:
+            longer = _State(low, high, depth + 1)
+            if len(self.stops[low]) == depth + 1:
+                longer.match = self.stops[low]
+        state.after[character] = longer
+        return longer

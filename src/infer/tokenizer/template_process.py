@@ -1,0 +1,61 @@
+"""Chat templates rendered in a process of their own.
+
+Jinja's sandbox stops code, not bombs: `2 ** (2 ** 33)`, nested loops and strings that double are a few characters of a
+file that anybody may have written. No list of forbidden operations is complete; ending the process is.
+"""
+
+import signal
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from infer.errors import InvalidRequestError
+from infer.system.child_process import Child, ChildError
+
+RENDER_SECONDS = 2.0  # of a processor
+MEMORY_BYTES = 1 << 30
+MAX_CHARACTERS = 1 << 24
+_WAIT_SECONDS = 120.0  # for a process that waits for a processor
+
+
+class TemplateRefusalError(InvalidRequestError):
+    """The template refuses the conversation in its own words."""
+
+
+@cache
+def _child() -> Child:
+    return Child(Path(__file__).with_name("template_child.py"), str(RENDER_SECONDS), str(MEMORY_BYTES))
+
+
+def start_rendering() -> None:
+    """Lets the process start while a model is loaded."""
+    _child().start()
+
+
+def render(source: str, variables: Mapping[str, Any]) -> str:
+    """The text, of at most `MAX_CHARACTERS`. Raises InvalidRequestError that points at the template's line."""
+    try:
+        answer = _child().ask([source, variables, MAX_CHARACTERS], _WAIT_SECONDS)
+    except ChildError as error:
+        problem = f"takes more than {RENDER_SECONDS:g} s" if error.signal == signal.SIGPROF else "makes Python crash"
+        raise InvalidRequestError(f"the chat template {problem}: it cannot be used") from None
+    except (TypeError, ValueError, RecursionError) as error:  # JSON has no word for a tuple as a key, nor 5,000 digits
+        raise InvalidRequestError(f"the conversation cannot be given to a chat template: {error}") from None
+    except TimeoutError:
+        raise InvalidRequestError(f"the chat template was not rendered within {_WAIT_SECONDS:g} s") from None
+    if "text" in answer:
+        return str(answer["text"])
+    where = "" if answer["line"] is None else f", line {answer['line']},"
+    message = " ".join(answer["error"].split())
+    match answer["kind"]:
+        case "complaint":
+            raise TemplateRefusalError(f"the chat template{where} rejects the conversation: {message}")
+        case "syntax":
+            raise InvalidRequestError(f"the chat template{where} is not valid: {message}")
+        case "memory":
+            raise InvalidRequestError(f"the chat template takes more than {MEMORY_BYTES >> 20} MiB: it cannot be used")
+        case "length":
+            raise InvalidRequestError(f"the chat template writes more than {MAX_CHARACTERS:,} characters")
+        case _:
+            raise InvalidRequestError(f"the chat template{where} fails on the conversation: {message}")

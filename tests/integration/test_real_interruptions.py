@@ -1,0 +1,41 @@
+"""Alarms that raise in the midst of generations of a real model: the next one gives the same tokens."""
+
+import subprocess
+from pathlib import Path
+
+from watched import LIMIT_SECONDS, python_command
+
+SCRIPT = """
+import random, signal, sys
+from infer import LLM, SamplingParams, ops
+
+class StopError(Exception): pass
+
+def stop(number, frame): raise StopError
+
+ops.set_num_threads(2)
+llm = LLM(sys.argv[1], max_seq_len=512)
+params = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
+prompt = "The history of Rome begins"
+expected = llm.generate(prompt, params).token_ids
+signal.signal(signal.SIGALRM, stop)
+draw, num_stopped = random.Random(1), 0
+for _ in range(60):
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, draw.uniform(0.002, 0.03))
+            llm.generate(prompt, params)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except StopError:
+        num_stopped += 1
+    assert llm.generate(prompt, params).token_ids == expected, num_stopped
+print(num_stopped)
+"""
+
+
+def test_after_an_alarm_the_next_generation_gives_the_same_tokens(smollm2_path: Path) -> None:
+    command = python_command(SCRIPT, str(smollm2_path))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS + 30, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout) > 0

@@ -1,0 +1,55 @@
+"""A device is a folder and a line in `ops.device`: shown with one of the tests' own."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fake_backend import NUM_CALLS, FakeBackend
+from infer import LLM, SamplingParams, ops
+from infer.ops import device
+from infer.ops.device import backend_of
+from test_session import make_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(device.MODULE_BY_NAME, "fake", "fake_backend")
+
+
+@pytest.mark.usefixtures("fake")
+def test_a_model_runs_on_a_backend_that_it_has_never_heard_of(tmp_path: Path) -> None:
+    folder, params = make_model(tmp_path), SamplingParams(temperature=0, max_new_tokens=12)
+    expected = LLM(folder).generate("hello", params)
+    with ops.using("fake"):
+        assert isinstance(backend_of(CPU), FakeBackend)
+        NUM_CALLS.clear()
+        llm = LLM(folder)
+        found = llm.generate("hello", params, speculation="ngram")
+        session = llm.session()
+        session.append("hello")
+        assert session.generate(params).token_ids == found.token_ids
+    assert found.token_ids == expected.token_ids
+    assert set(NUM_CALLS) >= {"prepare", "embed", "norm_project", "attend", "project_add", "norm_gate", "head"}
+
+
+def test_one_backend_serves_a_device() -> None:
+    assert backend_of(CPU) is backend_of(torch.device("cpu"))
+    with ops.using("reference"):
+        assert backend_of(CPU) is not backend_of(torch.device("meta"))
+    assert backend_of(CPU).kernels.__name__ == "infer.backends.cpu.operations"
+
+
+def test_what_a_backend_has_not_is_done_without(tmp_path: Path) -> None:
+    """No captures, no compiling, no threads of its own."""
+    with ops.using("reference"):
+        backend = backend_of(CPU)
+        assert backend.capture(lambda step: step.tokens, 1, 1) is None
+        assert backend.kernel_store(lambda name: []) is None
+        assert backend.num_threads() == torch.get_num_threads()
+        with backend.threads(), backend.compiling(lambda name: []):
+            memory = backend.zeros((2, 3), torch.float32)
+        backend.give_back(memory, 0, 3)
+        assert not memory.any()

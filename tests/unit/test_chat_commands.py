@@ -1,0 +1,157 @@
+"""Claims about the chat's commands: answering again, leaving, what is shown of a conversation, and its files."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fake_cli import FakeModel
+from infer.cli.chat_commands import BY_NAME, COMMANDS, Leave, Question, is_command, run_command
+from infer.cli.chat_session import ChatSession
+from infer.errors import InvalidRequestError
+from infer.outputs import GenerationResult
+from infer.sampling_params import SamplingParams
+
+
+@pytest.fixture
+def session() -> ChatSession:
+    return ChatSession(FakeModel(), "fake", SamplingParams(temperature=0.7))
+
+
+def ask(session: ChatSession, *texts: str) -> None:
+    for text in texts:
+        session.answer(text, lambda piece: None)
+
+
+def retry(session: ChatSession) -> Question:
+    asked = run_command(session, "/retry")
+    assert isinstance(asked, Question)
+    return asked
+
+
+def test_retry_asks_the_last_question_again_and_takes_the_place_of_its_answer(session: ChatSession) -> None:
+    run_command(session, "/system be brief")
+    ask(session, "one", "two")
+    messages = session.messages
+    asked = retry(session)
+    assert (asked.messages, asked.remark) == (messages[:-1], "")
+    shown: list[str] = []
+    session.ask(asked.messages, shown.append)
+    assert session.messages == messages
+    assert "".join(shown) == messages[-1]["content"] == "echo: [be brief] 4 two "
+
+
+def test_a_retry_that_fails_or_is_stopped_keeps_the_old_answer(
+    session: ChatSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(session, "one")
+    messages = session.messages
+
+    def fail(*arguments: Any, **options: Any) -> GenerationResult:
+        raise InvalidRequestError("no")
+
+    def stop(*arguments: Any, **options: Any) -> GenerationResult:
+        result = FakeModel().generate("x")
+        return GenerationResult([], "", "abort", 3, 0, result.timing)
+
+    monkeypatch.setattr(session.memory, "answer", fail)
+    with pytest.raises(InvalidRequestError):
+        session.ask(retry(session).messages, lambda text: None)
+    assert session.messages == messages
+    monkeypatch.setattr(session.memory, "answer", stop)
+    session.ask(retry(session).messages, lambda text: None)
+    assert session.messages == messages
+
+
+@pytest.mark.parametrize(("setting", "told"), [("seed 4", "seed 4 is set"), ("temperature 0", "temperature is 0")])
+def test_a_retry_that_gives_the_same_answer_says_so(session: ChatSession, setting: str, told: str) -> None:
+    ask(session, "one")
+    run_command(session, f"/set {setting}")
+    assert told in retry(session).remark
+
+
+def test_nothing_to_answer_again_is_an_error(session: ChatSession) -> None:
+    with pytest.raises(InvalidRequestError, match="no question"):
+        run_command(session, "/retry")
+    assert run_command(session, "/undo") == "(nothing was asked)"
+
+
+@pytest.mark.parametrize("name", ["/quit", "/exit", "/bye", "/q"])
+def test_every_word_for_leaving_leaves(session: ChatSession, name: str) -> None:
+    with pytest.raises(Leave):
+        run_command(session, name)
+
+
+def test_clear_is_reset(session: ChatSession) -> None:
+    ask(session, "one")
+    assert run_command(session, "/clear") == "(a new conversation)"
+    assert session.messages == []
+
+
+def test_help_lists_every_name(session: ChatSession) -> None:
+    told = run_command(session, "/help")
+    assert isinstance(told, str)
+    assert set(BY_NAME) <= set(re.findall(r"/[a-z?]+", told))
+    assert all(command.meaning in told for command in COMMANDS)
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("/rerty", "/retry"), ("/exti", "/exit"), ("/histroy", "/history")])
+def test_a_near_miss_is_answered_with_what_was_meant(session: ChatSession, typed: str, meant: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"did you mean {meant}"):
+        run_command(session, typed)
+
+
+def test_a_pasted_block_and_two_slashes_are_messages() -> None:
+    assert is_command("/help")
+    assert not is_command("/usr/bin\n/bin")
+    assert not is_command("//help")
+
+
+def test_history_shows_the_conversation(session: ChatSession) -> None:
+    assert run_command(session, "/history") == "(no messages yet)"
+    run_command(session, "/system be brief")
+    ask(session, "one")
+    assert run_command(session, "/history") == "[system] be brief\n> one\necho: [be brief] 2 one "
+
+
+def test_after_a_load_the_last_two_turns_are_shown_in_short(session: ChatSession, tmp_path: Path) -> None:
+    ask(session, "first", "second\nline", "third " * 100_000)
+    run_command(session, f"/save {tmp_path / 'talk.json'}")
+    told = run_command(session, f"/load {tmp_path / 'talk.json'}")
+    assert isinstance(told, str)
+    loaded, *turns = told.split("\n")
+    assert loaded.startswith("(loaded 6 messages from ")
+    assert turns[:2] == ["> second line", "echo: 3 second line"]
+    assert [turn[:14] for turn in turns[2:]] == ["> third third ", "echo: 5 third "]
+    assert all(len(turn) == 160 and turn.endswith("…") for turn in turns[2:])
+
+
+def test_a_save_makes_no_folders(session: ChatSession, tmp_path: Path) -> None:
+    for name in ("new/talk", "new/talk.json"):
+        with pytest.raises(InvalidRequestError, match=r"cannot be written: there is no folder .*new$"):
+            run_command(session, f"/save {tmp_path / name}")
+    for name in (tmp_path, f"{tmp_path}/"):
+        with pytest.raises(InvalidRequestError, match="it is a folder"):
+            run_command(session, f"/save {name}")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["none", "none.json", "folder", "folder.json", "/dev/zero", "text", "bad.json", "a\0b"]
+)
+def test_a_file_that_cannot_be_loaded_is_named_once(session: ChatSession, tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "text").write_text("hello")
+    (tmp_path / "bad.json").write_text('{"format": "infer-chat", "version": 1, "messages": [], "params": {"top_p": 5}}')
+    with pytest.raises(InvalidRequestError) as caught:
+        run_command(session, f"/load {tmp_path / name}")
+    told = str(caught.value)
+    assert told.count(str(tmp_path / name).replace("\0", r"\x00")) == 1
+    assert "no JSON" not in told
+
+
+def test_a_home_that_nobody_has_is_an_error(session: ChatSession) -> None:
+    with pytest.raises(InvalidRequestError, match="~nobody-here/x"):
+        run_command(session, "/save ~nobody-here/x")

@@ -1,0 +1,265 @@
+"""Claims about the chat at a terminal: what a person sees and types, signals, and a terminal left as it was."""
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from watched import python_command
+
+PROGRAM = str(Path(__file__).with_name("fake_cli.py"))
+# The child makes the terminal its own, so that Ctrl-C reaches it as from a keyboard.
+OWN_TERMINAL = (
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execvp(sys.argv[1], sys.argv[1:])"
+)
+CHAT = [sys.executable, PROGRAM, "chat"]
+UNSEEN = termios.ECHO | termios.ECHOCTL
+CTRL_C, CTRL_D, CTRL_Z = b"\x03", b"\x04", b"\x1a"
+
+
+class Terminal:
+    """A terminal with a program in it, which is read up to each text that is waited for."""
+
+    def __init__(self, descriptor: int, process: subprocess.Popen[bytes]) -> None:
+        self.descriptor, self.process = descriptor, process
+        self.unread, self.shown = b"", ""
+
+    def until(self, awaited: str) -> str:
+        """What was shown since the last time, up to the text."""
+        for _ in range(200):
+            if awaited.encode() in self.unread:
+                break
+            if select.select([self.descriptor], [], [], 0.2)[0]:
+                self.unread += os.read(self.descriptor, 4096)
+        assert awaited.encode() in self.unread, self.shown + self.unread.decode(errors="replace")
+        shown, _, self.unread = self.unread.partition(awaited.encode())
+        self.shown += (text := shown.decode(errors="replace") + awaited)
+        return text
+
+    def type(self, keys: bytes) -> None:
+        os.write(self.descriptor, keys)
+
+    def local_flags(self) -> int:
+        flags: int = termios.tcgetattr(self.descriptor)[3]
+        return flags
+
+    def leave(self) -> str:
+        """The rest of what was shown; the program has ended well."""
+        self.type(b"/quit\r")
+        rest = self.until("/quit\r\n")
+        assert self.process.wait(timeout=20) == 0
+        return rest
+
+
+@contextmanager
+def terminal(command: list[str], columns: int = 80, **environment: str) -> Iterator[Terminal]:
+    parent, child = pty.openpty()
+    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    inherited = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    process = subprocess.Popen(
+        python_command(OWN_TERMINAL, *command),
+        stdin=child,
+        stdout=child,
+        stderr=child,
+        start_new_session=True,
+        env=inherited | {"TERM": "xterm", "PS1": "$ "} | environment,
+    )
+    os.close(child)
+    try:
+        yield Terminal(parent, process)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(parent)
+
+
+def plain(text: str) -> str:
+    """Without what moves the cursor or sets colours."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", text)
+
+
+def test_the_header_says_what_there_is() -> None:
+    with terminal(CHAT) as screen:
+        assert "smollm2, context 100 tokens. /help lists commands, Ctrl-D leaves." in screen.until("> ")
+        screen.type(CTRL_D)
+        assert screen.process.wait(timeout=20) == 0
+
+
+# Pasting
+
+
+@pytest.mark.parametrize("pasted", [b"one\rtwo\r three", b"/one\rtwo\r three", b'"""one\\\rtwo\r three'])
+def test_a_pasted_block_is_one_message(pasted: bytes) -> None:
+    with terminal(CHAT) as screen:
+        screen.until("\x1b[?2004h")
+        screen.type(b"\x1b[200~" + pasted + b"\x1b[201~")
+        screen.until("three")
+        screen.type(b"\r")
+        answer = plain(screen.until("tokens/sec"))
+        assert "echo: 1 " + pasted.decode().replace("\r", "\n") in answer
+        screen.type(b"next\r")
+        screen.until("echo: 3 next")
+        screen.leave()
+
+
+@pytest.mark.parametrize("term", ["dumb", ""])
+def test_where_a_paste_has_no_marks_its_lines_are_still_one_message(term: str) -> None:
+    with terminal(CHAT, TERM=term) as screen:
+        assert "\x1b" not in screen.until("> ")
+        screen.type(b"one\rtwo\r three\r")
+        assert "echo: 1 one\ntwo\n three" in plain(screen.until("tokens/sec"))
+        screen.until("> ")
+        screen.type(b"/undo\r/history\r")
+        screen.until("(no messages yet)")
+        screen.leave()
+
+
+# What an answer looks like
+
+
+def test_words_go_to_the_next_line_whole() -> None:
+    with terminal(CHAT, columns=24) as screen:
+        screen.until("> ")
+        screen.type(b"words that fill more than a line\r")
+        screen.until("\x1b[K\r\x1b[K")
+        answer = screen.until("9 tokens")
+        assert answer.startswith("echo: 1 words that fill\r\nmore than a line\r\n")
+
+
+def test_a_piped_answer_is_not_wrapped() -> None:
+    text = "a line of many words " * 20
+    done = subprocess.run(CHAT, input=text + "\n", capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == f"echo: 1 {text} \n"
+
+
+def test_a_sign_stands_until_the_first_word_and_leaves_no_trace() -> None:
+    with terminal(CHAT) as screen:
+        screen.until("> ")
+        screen.type(b"read\r")
+        shown = screen.until("echo: 1 read")
+        assert "\r\x1b[2m…\x1b[22m\x1b[K\r\x1b[2m… ██████████           50 %\x1b[22m\x1b[K\r\x1b[Kecho: 1 read" in shown
+        assert "…" not in screen.leave()
+    with terminal(CHAT, NO_COLOR="1") as screen:
+        screen.until("> ")
+        screen.type(b"read\r")
+        assert "\r…\x1b[K\r… ██████████           50 %\x1b[K\r\x1b[Kecho: 1 read" in screen.until("echo: 1 read")
+        assert "\x1b[2m" not in screen.shown
+
+
+def test_quiet_shows_nothing_but_text() -> None:
+    with terminal([*CHAT, "-q"]) as screen:
+        assert plain(screen.until("> ")) == "> "
+        screen.type(b"one\r")
+        assert plain(screen.until("\x1b[?2004h> ")) == "one\necho: 1 one\n> "
+        screen.leave()
+
+
+# Signals
+
+
+def test_ctrl_c_stops_the_answer_and_prints_no_sign_of_itself() -> None:
+    with terminal(CHAT) as screen:
+        screen.until("> ")
+        screen.type(b"slow\r")
+        screen.until("echo: 1 slow")
+        assert screen.local_flags() & UNSEEN == 0
+        screen.type(CTRL_C)
+        screen.until("(stopped)")
+        screen.until("> ")
+        screen.type(b"two\r")
+        screen.until("echo: 3 two")
+        screen.until("> ")
+        screen.type(b"half a thought")
+        screen.until("half a thought")
+        screen.type(CTRL_C)
+        screen.until("(Ctrl-D or /quit leaves)")
+        screen.until("> ")
+        screen.leave()
+        assert "^C" not in screen.shown
+        assert screen.local_flags() & UNSEEN == UNSEEN
+
+
+def test_what_is_typed_during_an_answer_is_the_next_message_and_not_in_the_text() -> None:
+    with terminal(CHAT) as screen:
+        screen.until("> ")
+        screen.type(b"slow\r")
+        screen.until("echo: 1 slow")
+        screen.type(b"typed early")
+        assert screen.until("echo: 1 slow echo: 1 slow").count("typed") == 0
+        screen.process.send_signal(signal.SIGINT)  # Ctrl-C itself would drop what was typed
+        screen.until("(stopped)")
+        screen.until("> ")
+        screen.type(b"\r")
+        screen.until("echo: 3 typed early")
+        screen.leave()
+
+
+@pytest.mark.parametrize("when", ["at the prompt", "in an answer"])
+def test_sigterm_ends_the_chat_with_the_terminal_as_it_was(when: str) -> None:
+    with terminal(CHAT) as screen:
+        screen.until("> ")
+        if when == "in an answer":
+            screen.type(b"slow\r")
+            screen.until("echo: 1 slow")
+        screen.process.send_signal(signal.SIGTERM)
+        assert screen.process.wait(timeout=20) == 143
+        assert screen.local_flags() & UNSEEN == UNSEEN
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("question", ["slow\n", "one\n"])
+def test_without_a_terminal_a_signal_ends_the_chat(number: signal.Signals, status: int, question: str) -> None:
+    process = subprocess.Popen([*CHAT, "-q"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(question.encode())
+    process.stdin.flush()
+    begin = os.read(process.stdout.fileno(), 100)
+    process.send_signal(number)
+    rest, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (status, b"")
+    assert (begin + rest).startswith(b"echo: 1 "[: len(begin)])
+    assert (begin + rest).endswith(b"\n")
+
+
+def test_ctrl_z_gives_the_terminal_back_and_fg_goes_on() -> None:
+    with terminal(["bash", "--norc", "--noprofile", "-i"]) as screen:
+        screen.until("$ ")
+        screen.type(" ".join(CHAT).encode() + b"\r")
+        screen.until("Ctrl-D leaves.")
+        screen.until("> ")
+        screen.type(b"slow")
+        screen.until("slow")
+        screen.type(CTRL_Z)
+        screen.until("Stopped")
+        screen.until("$ ")
+        screen.type(b"fg\r")
+        screen.until("> slow")  # what was typed is there again
+        screen.type(b"\r")
+        screen.until("echo: 1 slow")
+        screen.type(CTRL_Z)
+        screen.until("Stopped")
+        screen.until("$ ")
+        screen.type(b"stty -a\r")
+        assert {"echo", "echoctl"} <= set(screen.until("flusho").split())
+        screen.type(b"fg\r")
+        screen.until("echo: 1 slow")
+        screen.until("echo: 1 slow")
+        assert screen.local_flags() & UNSEEN == 0
+        screen.type(CTRL_C)
+        screen.until("(stopped)")
+        screen.until("> ")
+        screen.type(b"/bye\r")
+        screen.until("$ ")
+        assert "^" not in screen.shown.partition("(stopped)")[0].partition("Stopped")[0]

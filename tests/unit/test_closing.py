@@ -1,0 +1,376 @@
+"""What ends early: streams that any thread closes, sessions and models that are closed, contexts that are idle."""
+
+import asyncio
+import copy
+import gc
+import os
+import pickle
+import subprocess
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer import LLM, GenerationResult, InvalidRequestError, SamplingParams, Session, Stream
+from infer.errors import ClosedError, InferError
+from infer.runner.context_pool import MAX_IDLE
+from test_session import make_model
+from watched import python_command
+
+LONG = SamplingParams(temperature=0, max_new_tokens=60, ignore_eos=True)
+SHORT = replace(LONG, max_new_tokens=5)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(folder, capture=False)
+
+
+def in_thread(call: Callable[[], Any]) -> Any:
+    """What it gives or raises, in another thread."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+class Reader:
+    """A thread that reads a stream and is held within the step that gives its third piece."""
+
+    def __init__(self, stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stream, self.error = stream, None
+        self.is_within, self.may_go = threading.Event(), threading.Event()
+        self.pieces: list[Any] = []
+        accept = stream._running.accept
+
+        def held_accept(token_id: int) -> Any:
+            if len(stream._running.generation.token_ids) == 2:
+                self.is_within.set()
+                self.may_go.wait()
+            return accept(token_id)
+
+        monkeypatch.setattr(stream._running, "accept", held_accept)
+        self.thread = threading.Thread(target=self._read)
+        self.thread.start()
+        self.is_within.wait()
+
+    def _read(self) -> None:
+        try:
+            self.pieces += list(self.stream)
+        except BaseException as error:
+            self.error = error
+
+
+def close_while_read(stream: Stream, close: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> Reader:
+    """`close` is called in this thread while another one is within a step."""
+    reader = Reader(stream, monkeypatch)
+    must_wait = stream.reading._must_wait
+
+    def let_go() -> bool:
+        is_waiting = must_wait()
+        reader.may_go.set()
+        return is_waiting
+
+    monkeypatch.setattr(stream.reading, "_must_wait", let_go)
+    close()
+    reader.thread.join()
+    return reader
+
+
+def test_a_stream_that_another_thread_closes_ends_for_its_reader_and_frees_the_session(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = llm.session()
+    stream = session.stream("hello", LONG)
+    reader = close_while_read(stream, stream.close, monkeypatch)
+    assert reader.error is None
+    assert 2 <= len(reader.pieces) <= 3
+    assert (stream.result.finish_reason, stream.result.stop_reason) == ("abort", "cancelled")
+    assert session.messages[-1] == {"role": "assistant", "content": stream.result.text}
+    expected = llm.generate(session._render([*session.messages, {"role": "user", "content": "go on"}]), SHORT)
+    assert session.send("go on", SHORT).token_ids == expected.token_ids
+
+
+def test_a_stream_that_another_thread_closes_gives_its_context_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm._opened.contexts._idle.clear()
+    stream = llm.stream("hello", LONG)
+    close_while_read(stream, stream.close, monkeypatch)
+    assert llm._opened.contexts.num_idle == 1
+    assert list(stream) == []
+    assert llm.generate("hello", SHORT).token_ids == llm.generate("hello", LONG).token_ids[:5]
+
+
+@pytest.mark.parametrize("num_read", [0, 1, 3])
+def test_a_stream_that_nobody_reads_is_closed_by_any_thread_and_again(llm: LLM, num_read: int) -> None:
+    session = llm.session()
+    stream = session.stream("hello", LONG)
+    for _ in range(num_read):
+        next(stream)
+    for _ in range(2):
+        assert in_thread(stream.close) is None
+    assert list(stream) == []
+    assert len(stream.result.token_ids) == num_read
+    assert session.send("go on", SHORT).generated_tokens == 5
+
+
+def test_a_stream_is_read_by_one_thread_at_a_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = llm.stream("hello", LONG)
+    reader = Reader(stream, monkeypatch)
+    with pytest.raises(InvalidRequestError, match="another thread is reading the stream"):
+        next(stream)
+    reader.may_go.set()
+    reader.thread.join()
+    assert (reader.error, len(reader.pieces)) == (None, 60)
+    assert stream.result.token_ids == llm.generate("hello", LONG).token_ids
+
+
+def test_a_callback_may_close_what_it_is_called_by(llm: LLM) -> None:
+    session = llm.session()
+    stream = session.stream("hello", LONG)
+    seen: list[int] = []
+
+    def on_token(token_id: int, text: str) -> None:
+        seen.append(token_id)
+        if len(seen) == 4:
+            stream.close()
+
+    assert stream.run(on_token).token_ids == seen
+    assert len(seen) == 4
+    assert session.send("go on", SHORT).generated_tokens == 5
+
+
+@pytest.mark.parametrize("closes_elsewhere", [False, True])
+def test_a_callback_of_the_step_itself_may_close_the_stream(llm: LLM, closes_elsewhere: bool) -> None:
+    """Which gives back what it holds only once the step has ended: nobody waits for ever."""
+    contexts = llm._opened.contexts
+    contexts._idle.clear()
+    opened: list[Stream] = []
+
+    def on_prefill(done: int, total: int) -> None:
+        assert done < total
+        if closes_elsewhere:
+            assert in_thread(opened[0].close) is None
+        else:
+            opened[0].close()
+            with pytest.raises(InvalidRequestError, match="by a callback of its own step"):
+                next(opened[0])
+        assert contexts.num_idle == 0
+
+    opened.append(llm.stream([5] * 40, LONG, prefill_chunk=8, on_prefill=on_prefill))
+    assert list(opened[0]) == []
+    assert opened[0].result.finish_reason == "abort"
+    assert contexts.num_idle == 1
+
+
+def test_what_a_callback_raises_gives_everything_back(llm: LLM) -> None:
+    llm._opened.contexts._idle.clear()
+
+    def fail(*values: object) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError):
+        llm.generate("hello", LONG, on_token=fail)
+    with pytest.raises(KeyError):
+        llm.generate([5] * 40, LONG, prefill_chunk=8, on_prefill=fail)
+    assert llm._opened.contexts.num_idle == 1
+
+
+def test_with_closes_a_stream(llm: LLM) -> None:
+    with llm.stream("hello", LONG) as stream:
+        assert repr(stream) == "Stream(open, 0 tokens)"
+        next(stream)
+    assert list(stream) == []
+    assert repr(stream) == "Stream(abort, 1 tokens)"
+
+
+def test_a_program_that_ends_with_open_streams_ends_quietly(folder: Path) -> None:
+    code = f"""
+import threading
+from infer import LLM, SamplingParams
+llm = LLM({str(folder)!r}, capture=False)
+long = SamplingParams(temperature=0, max_new_tokens=60, ignore_eos=True)
+streams = [llm.stream("hello", long), llm.session().stream("hello", long)]
+for stream in streams:
+    next(stream)
+print("end")
+"""
+    done = subprocess.run(python_command(code, options=("-W", "error")), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+
+
+def test_a_stream_is_read_by_async_for(llm: LLM) -> None:
+    async def read() -> list[int]:
+        return [piece.token_id async for piece in llm.astream("hello", LONG, speculation="ngram")]
+
+    async def leave() -> None:
+        async for _ in llm.astream("hello", temperature=0, max_tokens=60):
+            break
+
+    assert asyncio.run(read()) == llm.generate("hello", LONG).token_ids
+    asyncio.run(leave())
+
+
+# Contexts that are idle
+
+
+def test_a_burst_of_answers_leaves_few_contexts(llm: LLM) -> None:
+    streams = [llm.stream("hello", LONG) for _ in range(6)]
+    sessions = [llm.session() for _ in range(6)]
+    for stream in streams:
+        next(stream)
+    for session in sessions:
+        session.append("hello")
+    contexts = [weakref.ref(stream.reading._on_end.args[0][0]) for stream in streams]  # type: ignore[union-attr]
+    contexts += [weakref.ref(session._cache.context) for session in sessions]
+    assert len(set(contexts)) == 12
+    for stream in streams:
+        stream.close()
+    sessions[0].close()
+    del stream, session, streams, sessions
+    gc.collect()
+    assert llm._opened.contexts.num_idle == MAX_IDLE
+    assert sum(context() is not None for context in contexts) == MAX_IDLE
+
+
+# Models and sessions that are closed
+
+
+def test_a_closed_model_refuses_every_call_in_one_line(folder: Path) -> None:
+    llm = LLM(folder, capture=False)
+    session, stream = llm.session(system="be brief"), llm.stream("hello", LONG)
+    session.send("hello", SHORT)
+    said = session.messages
+    open_stream = session.stream("hello", LONG)
+    next(open_stream)
+    model, context = weakref.ref(llm.model), weakref.ref(session._cache.context)
+    with llm as same:
+        assert same is llm
+    llm.close()
+    assert model() is context() is None, "their memory is the system's again"
+    assert stream.result.finish_reason == open_stream.result.finish_reason == "abort"
+    assert repr(llm).endswith(", closed)")
+    assert repr(session).endswith(", closed)")
+    assert session.messages[: len(said)] == said
+    of_model: list[Callable[[], object]] = [
+        lambda: llm.generate("a"),
+        lambda: llm.stream("a"),
+        lambda: llm.generate_all(["a"]),
+        lambda: llm.chat([{"role": "user", "content": "a"}]),
+        lambda: llm.session(),
+        lambda: llm.load_session("a"),
+        lambda: llm.prompt_logprobs("a"),
+        lambda: llm.sample_trace("a"),
+        lambda: llm.logits([1]),
+        lambda: llm.__enter__(),
+        lambda: llm.model,
+        lambda: llm.tokenizer,
+        lambda: llm.max_seq_len,
+        lambda: llm.can_chat,
+    ]
+    of_session: list[Callable[[], object]] = [
+        lambda: session.send("a"),
+        lambda: session.stream("a"),
+        lambda: session.answer(said),
+        lambda: session.generate(),
+        lambda: session.append("a"),
+        lambda: session.rewind(0),
+        lambda: session.fork(),
+        lambda: session.save("a"),
+        lambda: session.load("a"),
+    ]
+    for call, what in [*((call, "model") for call in of_model), *((call, "session") for call in of_session)]:
+        with pytest.raises(ClosedError, match=f"^the {what} is closed: ") as caught:
+            call()
+        assert isinstance(caught.value, InferError)
+        assert "\n" not in str(caught.value)
+
+
+def test_answers_under_way_end_when_their_model_is_closed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(folder, capture=False)
+    stream = llm.session().stream("hello", LONG)
+    reader = close_while_read(stream, llm.close, monkeypatch)
+    assert reader.error is None
+    assert stream.result.finish_reason == "abort"
+    llm = LLM(folder, capture=False)
+    found: list[GenerationResult] = []
+
+    def on_progress(done: int, total: int) -> None:
+        llm.close()
+
+    found += llm.generate_all(["hello"] * 3, LONG, batch_size=2, on_progress=on_progress)
+    assert [result.finish_reason for result in found] == ["abort"] * 3
+
+
+def test_a_callback_may_close_the_model(folder: Path) -> None:
+    llm = LLM(folder, capture=False)
+    result = llm.generate("hello", LONG, on_token=lambda token_id, text: llm.close())
+    assert (result.finish_reason, len(result.token_ids)) == ("abort", 1)
+    llm = LLM(folder, capture=False)
+    result = llm.generate([5] * 40, LONG, prefill_chunk=8, on_prefill=lambda done, total: llm.close())
+    assert (result.finish_reason, result.token_ids) == ("abort", [])
+    with pytest.raises(ClosedError):
+        llm.generate("hello")
+
+
+def test_a_closed_session_gives_its_context_back(llm: LLM) -> None:
+    llm._opened.contexts._idle.clear()
+    with llm.session() as session:
+        session.append("hello")
+        assert llm._opened.contexts.num_idle == 0
+    assert llm._opened.contexts.num_idle == 1
+    session.close()
+    assert llm._opened.contexts.num_idle == 1
+    kept = llm.session()
+    stream = kept.stream("hello", LONG)
+    next(stream)
+    kept.close()
+    assert stream.result.finish_reason == "abort"
+    assert len(kept.messages) == 2
+
+
+def test_models_sessions_and_streams_are_not_copied(llm: LLM) -> None:
+    for thing, instead in (
+        (llm, "load it again"),
+        (llm.session(), r"fork\(\) copies it"),
+        (llm.stream("a"), "under way"),
+    ):
+        for way in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=instead):
+                way(thing)
+
+
+def test_a_forked_child_does_not_wait_for_a_reader_that_it_does_not_have(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = llm.stream("hello", LONG)
+    reader = Reader(stream, monkeypatch)
+    pid = os.fork()
+    if pid == 0:
+        stream.close()
+        os._exit(7)
+    reader.may_go.set()
+    reader.thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert len(reader.pieces) == 60
+
+
+def test_sessions_are_shown_in_a_line(llm: LLM) -> None:
+    session: Session = llm.session(system="be brief")
+    assert repr(session) == "Session(1 messages, 0 tokens)"

@@ -1,0 +1,51 @@
+"""Claims about the context where nothing is asked for: the model's own, up to the default, as far as memory goes."""
+
+import pytest
+
+from infer import LLM
+from infer.checkpoint import open_checkpoint
+from infer.errors import InvalidRequestError, ModelError
+from infer.kvcache.settings import CacheSettings
+from infer.model import from_checkpoint
+from infer.model.context_length import DEFAULT_MAX_SEQ_LEN, context_length, fitting_length
+from infer.model.families import make_architecture
+from infer.model.memory import LoadSettings, estimate
+
+SETTINGS, LOAD = CacheSettings(), LoadSettings()
+
+
+def test_the_default_is_the_models_own_up_to_a_limit() -> None:
+    architecture = make_architecture(open_checkpoint("smollm2").config)
+    assert context_length(None, architecture, SETTINGS) == DEFAULT_MAX_SEQ_LEN == 8192
+    assert context_length(99, architecture, SETTINGS) == 99
+    for wrong in (1, 0, -5, 8193):
+        with pytest.raises(InvalidRequestError, match="max_seq_len must be"):
+            context_length(wrong, architecture, SETTINGS)
+
+
+def test_where_memory_is_short_the_default_is_the_part_that_fits() -> None:
+    checkpoint = open_checkpoint("smollm2")
+    architecture = make_architecture(checkpoint.config)
+
+    def fits(available: int | None) -> int:
+        return fitting_length(architecture, checkpoint.tensors, LOAD, SETTINGS, most=8192, available=available)
+
+    whole = estimate(architecture, checkpoint.tensors, LOAD, SETTINGS, num_tokens=8192).model
+    assert fits(None) == fits(whole) == 8192
+    part = fits(whole - 50_000_000)
+    assert 512 <= part < 8192
+    assert part % 64 == 0
+    assert estimate(architecture, checkpoint.tensors, LOAD, SETTINGS, num_tokens=part).model <= whole - 50_000_000
+    assert fits(1_000_000) == 8192  # no useful part: refused with the figures of the whole
+
+
+def test_a_cut_is_a_warning_and_what_was_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = open_checkpoint("smollm2")
+    architecture, load = make_architecture(checkpoint.config), LoadSettings(num_threads=1)
+    room = estimate(architecture, checkpoint.tensors, load, SETTINGS, num_tokens=2048).model + 100_000
+    monkeypatch.setattr(from_checkpoint, "available_memory_bytes", lambda: room)
+    with pytest.warns(UserWarning, match=r"the context is [\d,]+ tokens, not 8,192: \d+ MB of memory are available"):
+        llm = LLM("smollm2", threads=1)
+    assert 512 <= llm.max_seq_len <= 2112
+    with pytest.raises(ModelError, match=r"max_seq_len=\d+ fits"):
+        LLM("smollm2", threads=1, max_seq_len=4096)

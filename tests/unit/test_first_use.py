@@ -1,0 +1,150 @@
+"""A machine without kernels: they are compiled without torch, by a Numba that takes shortcuts, from the very start."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from infer.backends.cpu import compiled, compiler, images, kernel_cache, records
+from infer.backends.cpu.compilation import Answer, Request
+from infer.backends.cpu.compiled import Kernel
+from infer.backends.cpu.isa import instruction_set
+from infer.checkpoint import open_checkpoint
+from infer.kvcache.settings import CacheSettings
+from infer.model.families import make_architecture
+from infer.model.memory import LoadSettings
+from infer.model.model_kernels import compiling_ahead, kernels_of
+from infer.model.needed_kernels import Needed
+from infer.system import cores
+from tiny import TINY, make_tiny
+
+MAKE_ALL = """
+import json, sys
+import infer.backends.cpu.compile_child
+from infer.backends.cpu.compiled import Kernel
+for maker, variant in json.loads(sys.argv[1]):
+    Kernel(maker, tuple(variant)).make()
+print(sorted({"torch", "jaxtyping"} & set(sys.modules)))
+"""
+NORMALIZE = Kernel(".activations:make_normalize")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    make_tiny(TINY[0], folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def needed(folder: Path) -> list[Needed]:
+    checkpoint = open_checkpoint(str(folder))
+    architecture = make_architecture(checkpoint.config)
+    return list(kernels_of(checkpoint, architecture, LoadSettings(), CacheSettings(), instruction_set()))
+
+
+class NoCompilation:
+    """Takes requests and answers none, so that whoever needs a kernel looks elsewhere."""
+
+    begun: ClassVar[list[set[str]]] = []
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.file_names = {request.file_name for request in requests}
+        self.begun.append(self.file_names)
+
+    def take(self, file_name: str) -> Answer | None:
+        return None
+
+    def finish(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
+    """What would have been compiled; whatever is asked for is there at once."""
+    monkeypatch.setattr(NoCompilation, "begun", [])
+    monkeypatch.setattr(compiled, "Compilation", NoCompilation)
+    monkeypatch.setattr(compiled, "compiled_address", lambda *named: 1)
+    monkeypatch.setattr(compiled, "_address_by_kernel", {})
+    monkeypatch.setattr(kernel_cache, "is_kept", lambda name: False)
+    monkeypatch.setattr(kernel_cache, "is_empty", lambda: True)
+    return NoCompilation.begun
+
+
+def test_what_compiles_kernels_loads_no_torch(needed: list[Needed]) -> None:
+    kernels = json.dumps([(maker, variant) for maker, variant, *_ in needed])
+    done = subprocess.run([sys.executable, "-c", MAKE_ALL, kernels], capture_output=True, text=True, check=False)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_kernels_begun_ahead_are_those_of_the_load_and_not_begun_twice(
+    begun: list[set[str]], folder: Path, needed: list[Needed]
+) -> None:
+    with compiling_ahead(str(folder), "cpu", LoadSettings(), CacheSettings()):
+        assert begun == [{request.file_name for request in compiled.missing(needed)}]
+        with compiled.compiling(needed):
+            pass
+    assert len(begun) == 1
+    with compiled.compiling(needed):
+        assert begun[1:] == begun[:1]  # what nobody took is given up
+
+
+def test_what_the_load_needs_beyond_them_is_begun_by_it(
+    begun: list[set[str]], folder: Path, needed: list[Needed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "_WORTH_SECONDS", 0.1)
+    with (
+        compiling_ahead(str(folder), "cpu", LoadSettings(), CacheSettings()),
+        compiled.compiling([*needed, (".matmul:make_gate", ("relu",), "EPILOGUE", "")]),
+    ):
+        assert begun[1:] == [{"matmul.gate_relu"}]
+
+
+@pytest.mark.parametrize("unlike", ["kept", "cuda", "refused"])
+def test_nothing_is_begun_ahead_where_it_may_be_in_vain(
+    unlike: str, begun: list[set[str]], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_cache, "is_empty", lambda: unlike != "kept")
+    model, device = (str(tmp_path) if unlike == "refused" else str(folder)), "cuda" if unlike == "cuda" else "cpu"
+    with compiling_ahead(model, device, LoadSettings(), CacheSettings()):
+        pass
+    assert begun == []
+
+
+def test_a_cache_is_empty_until_it_holds_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_cache, "cache_folder", lambda: tmp_path)
+    kernel_cache.write("target-features", b"avx2")
+    assert kernel_cache.is_empty()
+    kernel_cache.write("matmul.add", b"code")
+    assert not kernel_cache.is_empty()
+
+
+def image() -> bytes:
+    code = compiler.compile_command(NORMALIZE.label, NORMALIZE.make, records.NORMALIZE)
+    assert code.object_code is not None
+    made = images.try_make(code.object_code, code.symbol)
+    assert made is not None
+    return made
+
+
+@pytest.mark.skipif(not images.are_used_here(), reason="hardware: Linux on x86-64 only")
+def test_shortcuts_change_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = image()
+    with monkeypatch.context() as patched:
+        patched.setattr(compiler, "shortcuts", nullcontext)
+        assert image() == short
+
+
+def test_processors_are_those_the_process_may_use_within_its_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "_allowed", lambda: {0, 1, 2, 3})
+    for quota, expected in ((None, 4), (2.5, 2), (9.0, 4), (0.5, 1)):
+        monkeypatch.setattr(cores, "cpu_quota", lambda quota=quota: quota)
+        assert cores.num_processors() == expected

@@ -1,0 +1,118 @@
+"""Kernels in the cache that carry a right digest and are not what we wrote: each counts as absent, none ends us."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer.backends.cpu import images
+from watched import python_command
+
+is_image_machine = sys.platform == "linux" and os.uname().machine == "x86_64"
+pytestmark = pytest.mark.skipif(not is_image_machine, reason="hardware: Linux on x86-64 only")
+
+LOAD = """
+import sys
+from infer.backends.cpu import compiled, isa
+from infer.backends.cpu.compiled import Kernel
+print(compiled._try_load(Kernel(".walking:make_publish")))
+try:
+    isa.target_features()
+    print("known")
+except Exception as error:
+    print(repr(error))
+"""
+HEADER: dict[str, Any] = {"entry": 0, "size": 16, "relative": [], "symbols": {}}
+
+
+def image(code: bytes = bytes(16), **changes: Any) -> bytes:
+    return images.MAGIC + json.dumps(HEADER | changes).encode() + b"\n" + code
+
+
+FORGERIES = {
+    "empty": b"",
+    "random": os.urandom(300),
+    "magic alone": images.MAGIC,
+    "no JSON": images.MAGIC + b"{\n" + bytes(16),
+    "a list": images.MAGIC + b"[]\n" + bytes(16),
+    "deep": images.MAGIC + b"[" * 100_000 + b"\n",
+    "short": image(bytes(8)),
+    "long": image(bytes(1 << 16)),
+    "no code": image(b"", size=0),
+    "huge": image(size=1 << 60),
+    "a text for a number": image(size="16"),
+    "true for a number": image(entry=True),
+    "a fraction": image(entry=1.0),
+    "an entry before": image(entry=-1),
+    "an entry behind": image(entry=16),
+    "a place before": image(relative=[-8]),
+    "a place at the end": image(relative=[9]),
+    "a place far off": image(symbols={"abort": [1 << 40]}),
+    "places that are none": image(relative="0"),
+    "symbols that are none": image(symbols=[]),
+    "a symbol with a NUL": image(symbols={"a\0b": [0]}),
+    "an unknown symbol": image(symbols={"no_such_symbol": [0]}),
+    "another field": image(more=1),
+    "an object file that is none": b"symbol\n" + b"\x7fELF" + os.urandom(200),
+    "not UTF-8": b"\xff\xfe\n" + b"\x7fELF",
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_no_forged_image_is_loaded(name: str) -> None:
+    content = FORGERIES[name]
+    if content.startswith(images.MAGIC):
+        assert images.try_load(content) is None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("cache")
+    base.chmod(0o700)
+    code = "from infer.backends.cpu import kernel_cache; print(kernel_cache.cache_folder())"
+    return Path(run(code, base).strip())
+
+
+def run(code: str, base: Path) -> str:
+    environment = {**os.environ, "INFER_CACHE": str(base)}
+    done = subprocess.run(python_command(code), env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    return done.stdout
+
+
+def put(path: Path, content: bytes) -> None:
+    path.unlink(missing_ok=True)
+    path.write_bytes(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
+    path.chmod(0o600)
+
+
+@pytest.mark.parametrize("name", ["empty", "random", "short", "a place far off", "an object file that is none"])
+def test_a_process_goes_on_beside_forged_files(folder: Path, name: str) -> None:
+    for file in ("walking.publish", "target-features"):
+        put(folder / file, FORGERIES[name])
+    assert run(LOAD, folder.parents[1]) == "None\nknown\n"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_a_process_goes_on_beside_what_is_no_file(folder: Path, make: Callable[[Path], None]) -> None:
+    path = folder / "walking.publish"
+    path.unlink(missing_ok=True)
+    make(path)
+    assert run(LOAD, folder.parents[1]) == "None\nknown\n"
+    path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def test_nothing_is_loaded_from_a_folder_that_others_may_write_to(folder: Path) -> None:
+    """An image of one byte, a trap, which an older version ran."""
+    put(folder / "walking.publish", image(b"\xcc" * 16))
+    folder.chmod(0o777)
+    try:
+        assert run(LOAD, folder.parents[1]) == "None\nknown\n"
+    finally:
+        folder.chmod(0o700)

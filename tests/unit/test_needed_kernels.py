@@ -1,0 +1,204 @@
+"""A load compiles what its steps need, ahead and by several processes; no prompt waits for a compiler."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import import_module
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer.backends.cpu import compiled, kernel_cache, threads
+from infer.backends.cpu.backend import CpuBackend
+from infer.backends.cpu.compilation import Compilation, Request
+from infer.backends.cpu.compiled import Kernel, Needed
+from infer.backends.cpu.threads import CurrentTeam, Team
+from infer.checkpoint import open_checkpoint
+from infer.cli.compile import run_compile
+from infer.errors import InferError
+from infer.kvcache.settings import CacheSettings
+from infer.model import from_checkpoint
+from infer.model.from_checkpoint import load_checked
+from infer.operands.step import Part
+from infer.ops import KernelStore
+from infer.runner.context import CachedContext
+from infer.sampling.columns import Rows
+from infer.sampling_params import SamplingParams
+from infer.system.status_line import silence
+from infer.tokenizer import Tokenizer
+from tiny import TINY, Tiny, make_tiny
+from watched import python_command
+
+ADD = Request(".matmul:make_add", (), "EPILOGUE", "add", "matmul.add")
+RELU = Request(".matmul:make_gate", ("relu",), "EPILOGUE", "gate_relu", "matmul.gate_relu", "activation relu")
+SETTINGS: dict[str, dict[str, str]] = {
+    "as stored": {},
+    "q8, fast": {"weights": "q8", "precision": "fast"},
+    "q4, kv q8": {"weights": "q4", "kv_type": "q8"},
+    "float16": {"dtype": "float16"},
+}
+CASES = [pytest.param(tiny, each, id=f"{tiny.name}, {each}") for tiny, each in zip(TINY, cycle(SETTINGS), strict=False)]
+
+
+@pytest.fixture
+def dry(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Needed], set[Kernel]]:
+    """Nothing is compiled and nothing walked: what a load announced, and what was asked for."""
+    announced, asked = list[Needed](), set[Kernel]()
+
+    @contextmanager
+    def compiling(needed: Iterable[Needed]) -> Iterator[None]:
+        announced.extend(needed)
+        yield
+
+    def compiled_address(maker: str, arguments: Any, *variant: str | int) -> int:
+        asked.add(Kernel(maker, variant))
+        return 0
+
+    import_module("infer.backends.cpu.capture.forward")  # loads the modules that know it
+    real = compiled.compiled_address
+    for module in list(sys.modules.values()):
+        if vars(module).get("compiled_address") is real:
+            monkeypatch.setattr(module, "compiled_address", compiled_address)
+    monkeypatch.setattr(compiled, "compiling", compiling)
+    monkeypatch.setattr(threads, "_current", CurrentTeam())
+    monkeypatch.setattr(Team, "run", lambda self, walk, state, num_threads=None: None)
+    return announced, asked
+
+
+@pytest.mark.parametrize(("tiny", "setting"), CASES)
+def test_a_load_announces_exactly_the_kernels_of_its_steps(
+    dry: tuple[list[Needed], set[Kernel]], tiny: Tiny, setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announced, asked = dry
+    make_tiny(tiny, tmp_path)
+    monkeypatch.setattr(from_checkpoint, "_check_vocabulary", lambda architecture, tokenizer: None)
+    tokenizer = object.__new__(Tokenizer)
+    chosen = {"dtype": "auto", "weights": "auto", "precision": "exact"} | SETTINGS[setting]
+    cache = CacheSettings(kv_type=chosen.pop("kv_type", "auto") if tiny.config.hidden_size % 128 == 0 else "auto")
+    chosen.pop("kv_type", None)
+    model = load_checked(
+        open_checkpoint(tmp_path), tokenizer, "cpu", **chosen, max_seq_len=64, on_progress=None, cache=cache
+    )
+    captured = CachedContext(model, 64, settings=cache)._captured
+    assert captured is not None
+    rows = Rows.pack([SamplingParams(temperature=0)], 8)
+    captured.run_chain([Part(0, [1])], [0], 1, rows)
+    captured.run_verified([Part(0, [1])], [0], rows)
+    listed = {Kernel(maker, variant) for maker, variant, *_ in announced}
+    assert listed == asked | {Kernel(".walking:make_publish")}  # of grammars alone
+
+
+def finished(requests: list[Request]) -> dict[str, Any]:
+    compilation = Compilation(requests)
+    try:
+        compilation.finish()
+        return {request.label: compilation.take(request.file_name) for request in requests}
+    finally:
+        compilation.close()
+
+
+def test_processes_compile_what_a_thread_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_cache, "cache_folder", lambda: tmp_path)
+    for label, answer in finished([ADD, RELU]).items():
+        assert answer is not None, label
+        assert compiled._load(answer.symbol.encode() + b"\n" + answer.object_code)
+    assert list(tmp_path.iterdir()) == []  # who asked keeps them
+
+
+def test_what_cannot_be_compiled_apart_is_left_to_who_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = replace_maker(ADD, ".matmul:make_nothing")
+    answers = finished([broken, RELU._replace(file_name="another")])
+    assert answers["add"] is None
+    monkeypatch.setattr(sys, "executable", "/no/python")
+    assert finished([RELU]) == {"gate_relu": None}
+
+
+def replace_maker(request: Request, maker: str) -> Request:
+    return request._replace(maker=maker)
+
+
+def test_the_first_line_says_how_many_for_what_and_how_long(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/python")
+    monkeypatch.setattr(kernel_cache, "trouble", lambda: None)
+    finished([RELU])
+    assert re.fullmatch(
+        r"infer: compiling 1 CPU kernel for activation relu: about 5 s, once per machine and model type\n",
+        capsys.readouterr().err,
+    )
+    monkeypatch.setattr(kernel_cache, "trouble", lambda: "/folder cannot be written")
+    finished([RELU, ADD])
+    assert capsys.readouterr().err == (
+        "infer: compiling 2 CPU kernels: about 5 s, "
+        "for this process only: /folder cannot be written (set INFER_CACHE)\n"
+    )
+    silence()
+    try:
+        finished([RELU])
+    finally:
+        silence(False)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_fork_does_not_wait_for_its_parents_compilation() -> None:
+    code = """
+import os
+from infer.backends.cpu import compiled
+from infer.backends.cpu.compilation import Compilation
+from test_needed_kernels import ADD
+compilation = Compilation([ADD])
+child = os.fork()
+if child == 0:
+    os._exit(0 if compilation.take(ADD.file_name) is None else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert compilation.take(ADD.file_name) is not None
+compilation.close()
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
+    done = subprocess.run(python_command(code), env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("missing", "trouble", "said"),
+    [
+        ([], None, "all 9 CPU kernels are there, in /kept"),
+        ([], "/kept cannot be written", "all 9 CPU kernels are there, in /kept"),
+        (["add"], None, "1 of 9 CPU kernels compiled for avx2 in 0 s, in /kept"),
+        (["add"], "/kept cannot be written", "cannot be kept: /kept cannot be written; set INFER_CACHE"),
+    ],
+)
+def test_compile_says_what_it_did_or_why_not(
+    missing: list[str],
+    trouble: str | None,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make_tiny(TINY[0], tmp_path)
+    capsys.readouterr()
+    counts = []
+
+    def compiling(backend: CpuBackend, needed: Callable[[str], Iterable[Needed]]) -> AbstractContextManager[None]:
+        counts.append(len({each[:2] for each in needed("avx2")}))
+        return nullcontext()
+
+    monkeypatch.setattr(
+        CpuBackend, "kernel_store", lambda backend, needed: KernelStore("avx2", missing, 9, Path("/kept"), trouble)
+    )
+    monkeypatch.setattr(CpuBackend, "compiling", compiling)
+    if missing and trouble:
+        with pytest.raises(InferError, match=said):
+            run_compile(str(tmp_path), is_all=False)
+        return
+    for is_all in (False, True):
+        run_compile(str(tmp_path), is_all=is_all)
+    assert capsys.readouterr().out == f"{tmp_path}: {said}\n" * 2
+    assert counts == sorted(set(counts))  # of all settings there are more

@@ -1,0 +1,81 @@
+"""A loop of one's own that reserves nothing, or too little, is refused: kernels write where they are told."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from infer import InvalidRequestError
+from infer.kvcache.base import KVCache
+from infer.operands.step import Step
+from infer.runner.context import make_cache
+from path_cases import Case as Request
+from path_cases import World, by_definition, make_world
+from test_loop_edges import LONG, prompt_of
+
+PROMPT = list(prompt_of(5))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_world("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def cache(world: World) -> Iterator[KVCache]:
+    with torch.inference_mode():
+        yield make_cache(world.model, 100, num_rows=2)
+
+
+def run(world: World, cache: KVCache, token_ids: list[int], start: int, row: int = 0) -> int:
+    logits = world.model.forward(Step.of(token_ids, start, row=row), cache)
+    return int(logits[0, : world.tokenizer.vocab_size].argmax())
+
+
+def test_a_step_of_positions_that_are_not_reserved_is_refused_and_nothing_is_written(
+    world: World, cache: KVCache
+) -> None:
+    for num_reserved in (0, 4):
+        cache.reserve(0, num_reserved)
+        with pytest.raises(InvalidRequestError, match=r"row 0 may get the positions \[0, \d\), got \d: call cache.res"):
+            run(world, cache, PROMPT, 0)
+    assert cache.lengths == [0, 0]
+
+
+def test_what_one_row_reserved_is_not_another_rows(world: World, cache: KVCache) -> None:
+    cache.reserve(0, 5)
+    with pytest.raises(InvalidRequestError, match=r"row 1 may get the positions \[0, 0\), got 0"):
+        run(world, cache, PROMPT, 0, row=1)
+    with pytest.raises(InvalidRequestError, match=r"a step's rows must be in \[0, 2\), got 2"):
+        run(world, cache, PROMPT, 0, row=2)
+
+
+def test_a_loop_that_forgets_to_reserve_or_to_commit_is_refused_at_once(world: World, cache: KVCache) -> None:
+    cache.reserve(0, 5)
+    pending = run(world, cache, PROMPT, 0)
+    cache.commit([5, 0])
+    with pytest.raises(InvalidRequestError, match=r"\[5, 5\), got 5: call cache.reserve"):
+        run(world, cache, [pending], 5)
+    cache.reserve(0, 1)
+    for position in (4, 6):
+        with pytest.raises(InvalidRequestError, match=rf"\[5, 6\), got {position}"):
+            run(world, cache, [pending], position)
+
+
+def test_more_than_the_capacity_is_refused(world: World, cache: KVCache) -> None:
+    with pytest.raises(InvalidRequestError, match="a row holds 100 tokens, got 101"):
+        cache.reserve(1, 101)
+    cache.reserve(1, 100)
+    with pytest.raises(InvalidRequestError, match=r"\[0, 100\), got 100"):
+        run(world, cache, [1] * 101, 0, row=1)
+
+
+def test_a_loop_that_reserves_samples_what_generate_samples(world: World, cache: KVCache) -> None:
+    expected = by_definition(world, Request("", tuple(PROMPT), LONG)).token_ids
+    sampled, pending = list[int](), PROMPT
+    while len(sampled) < len(expected):
+        cache.reserve(0, len(pending))
+        sampled.append(run(world, cache, pending, cache.lengths[0]))
+        cache.commit([len(pending), 0])
+        pending = sampled[-1:]
+    assert sampled == expected

@@ -1,0 +1,201 @@
+"""What one row's grammar, text or drafts raise ends that row alone: the others' tokens are the same."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer import LLM, SamplingParams
+from infer.engine.decode import Batch, run_all
+from infer.engine.running import Running
+from infer.engine.stream import Stream
+from infer.kvcache.settings import CacheSettings
+from infer.runner.context import CachedContext
+from path_cases import Case, Outcome, Way, World, by_definition, make_context, make_running, make_world
+
+LONG = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
+BOUND = SamplingParams(regex="abc abc[ab ]{20}", temperature=0.9, seed=1)
+WAYS = [Way("none", chain=16), Way("none", chain=1, capture=False), Way("right"), Way("half", 7, 1)]
+PROMPT = tuple(b"abc abcab c" * 3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("llama")
+
+
+@pytest.fixture(scope="module")
+def world(folder: Path) -> World:
+    return make_world("llama", folder)
+
+
+class Faulty:
+    """Another object's stand-in: one of its methods raises from its n-th call on."""
+
+    def __init__(self, real: Any, name: str, num_right: int) -> None:
+        self._real, self._name, self._left = real, name, num_right
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._real, name)
+        if name != self._name:
+            return found
+        self._left -= 1
+        if self._left < 0:
+            raise ZeroDivisionError("planted\nin two lines")
+        return found
+
+
+FAULTS = {
+    "the grammar's next token": ("constraint", "accept"),
+    "the grammar's mask": ("constraint", "fill"),
+    "the grammar's forced tokens": ("constraint", "forced"),
+    "the grammar in a chain": ("constraint", "follower"),
+    "the grammar taking back": ("constraint", "rollback"),
+    "the text": ("detokenizer", "push"),
+    "the end of the text": ("detokenizer", "flush"),
+    "the drafts": ("draft", "propose"),
+    "the drafts that follow": ("draft", "follow"),
+    "the policy": ("policy", "num_draft_tokens"),
+}
+
+
+def plant(running: Running, place: str, name: str, num_right: int) -> None:
+    part: Any = running
+    if place == "constraint":
+        part.constraint = Faulty(running.constraint, name, num_right)
+    elif place == "detokenizer":
+        part.generation._detokenizer = Faulty(running.generation._detokenizer, name, num_right)
+    elif place == "draft":
+        part._draft = Faulty(part._draft, name, num_right)
+    else:
+        part._policy = Faulty(part._policy, name, num_right)
+
+
+def check_failed(running: Running, expected: Sequence[int]) -> bool:
+    """Whether the fault was met: where the way never comes to it, the answer is whole."""
+    result = running.result()
+    assert running.result().text == result.text, "asking again changes nothing"
+    if result.error is None:
+        assert result.token_ids == list(expected)
+        return False
+    assert (result.finish_reason, result.stop_reason) == ("error", "internal")
+    assert "ZeroDivisionError: planted" in result.error
+    assert "\n" not in result.error
+    assert result.token_ids == list(expected[: len(result.token_ids)])
+    return True
+
+
+@pytest.mark.parametrize("num_right", [0, 3])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("way", WAYS[::2], ids=str)
+def test_a_fault_in_one_row_costs_no_other_row_a_token(world: World, way: Way, fault: str, num_right: int) -> None:
+    place, name = FAULTS[fault]
+    cases = [Case(str(i), PROMPT[: 5 + 7 * i], params) for i, params in enumerate([LONG, BOUND, BOUND, LONG, LONG])]
+    cases[3] = replace(cases[3], params=replace(LONG, temperature=0.8, seed=3, repetition_penalty=1.2))
+    expected = [by_definition(world, case) for case in cases]
+    waiting = [make_running(world, case, way, outcome.token_ids) for case, outcome in zip(cases, expected, strict=True)]
+    if getattr(waiting[1], {"constraint": "constraint", "detokenizer": "generation"}.get(place, "_draft")) is None:
+        return  # it has no drafts
+    plant(waiting[1], place, name, num_right)
+    options = {"prefill_chunk": way.chunk, "chain": way.chain, "capture": way.capture}
+    results = run_all(
+        world.model,
+        waiting,
+        3,
+        lambda done, total: None,
+        settings=CacheSettings(reuse_prefixes=True, page_tokens=16),
+        **options,  # type: ignore[arg-type]
+    )
+    has_failed = check_failed(waiting[1], expected[1].token_ids)
+    assert has_failed or name in ("flush", "rollback", "follower", "fill", "forced", "propose", "num_draft_tokens")
+    results.pop(1)
+    expected.pop(1)
+    assert [Outcome.of(result) for result in results] == expected
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_after_a_fault_alone_the_context_serves_the_next_answer(world: World, way: Way, fault: str) -> None:
+    place, name = FAULTS[fault]
+    case = Case("", PROMPT[:9], BOUND)
+    expected = by_definition(world, case)
+    context = make_context(world, way)
+    running = make_running(world, case, way, expected.token_ids)
+    if place in ("draft", "policy") and way.drafts == "none":
+        return
+    plant(running, place, name, 2)
+    Stream(running, Batch(context, world.model.device, prefill_chunk=way.chunk, chain=way.chain)).run()
+    assert context.is_sound
+    if check_failed(running, expected.token_ids) and name != "flush":
+        assert context.lengths[0] == 0
+    context.truncate(0, 0)
+    again = make_running(world, case, way, expected.token_ids)
+    result = Stream(again, Batch(context, world.model.device, prefill_chunk=way.chunk, chain=way.chain)).run()
+    assert Outcome.of(result) == expected
+
+
+def test_what_a_failed_row_stored_is_nobodys_prefix(world: World) -> None:
+    settings = CacheSettings(reuse_prefixes=True, page_tokens=16)
+    context = CachedContext(world.model, 100, settings=settings)
+    for has_fault in (False, True):
+        running = make_running(world, Case("", PROMPT, LONG), Way())
+        if has_fault:
+            plant(running, "detokenizer", "push", 5)
+        context.truncate(0, 0)
+        running.reuse(context.adopt(0, running.generation.prompt_token_ids))
+        Stream(running, Batch(context, world.model.device)).run()
+        assert running.has_fault == has_fault
+        context.truncate(0, 0)
+        assert context.adopt(0, PROMPT) == (0 if has_fault else 32)
+    context.truncate(0, 0)
+    context.cache.check_integrity()  # type: ignore[attr-defined]  # it is a paged one
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_ends_the_call_all_the_same(world: World, error: type[BaseException]) -> None:
+    running = make_running(world, Case("", PROMPT, LONG), Way())
+
+    def stop(token_id: int) -> None:
+        raise error
+
+    running.accept = stop  # type: ignore[method-assign,assignment]
+    with pytest.raises(error):
+        run_all(world.model, [running], 1, lambda done, total: None)
+
+
+def test_what_a_callback_of_the_user_raises_ends_the_call(folder: Path, world: World) -> None:
+    llm = LLM(folder)
+
+    def fail(*values: object) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        llm.generate("abc", LONG, on_token=fail)
+    with pytest.raises(KeyError, match="mine"):
+        llm.generate_all(["abc", "ab"], LONG, on_result=fail)
+    with pytest.raises(KeyError, match="mine"):
+        llm.generate_all(["abc", "ab"], LONG, on_progress=fail)
+
+
+def test_a_session_whose_answer_had_a_fault_goes_on(
+    folder: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(folder)
+    session, fresh = llm.session(), llm.session()
+    for each in (session, fresh):
+        each.append("abc ab")
+    accept, calls = Running.accept, list[int]()
+
+    def fail(running: Running, token_id: int) -> Any:
+        calls.append(token_id)
+        if len(calls) == 5:
+            raise ZeroDivisionError
+        return accept(running, token_id)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Running, "accept", fail)
+        assert session.generate(LONG).stop_reason == "internal"
+    assert session.token_ids == fresh.token_ids
+    assert session.generate(LONG).token_ids == fresh.generate(LONG).token_ids

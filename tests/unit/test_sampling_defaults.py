@@ -1,0 +1,92 @@
+"""Claims about the one table of defaults: which value wins, for the Python interface as for the command line."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gguf_files import write_model
+from infer import LLM, SamplingParams
+from infer.checkpoint import open_checkpoint, resolve
+from infer.checkpoint.find import INSTALLED_MODELS
+from infer.checkpoint.generation_config import defaults_of
+from infer.engine.admission import begin
+from infer.sampling.defaults import PRESETS, SamplingDefaults, default_params
+from test_llm import folder  # noqa: F401  # a fixture
+
+
+def test_files_go_before_the_card_and_the_card_before_neutral_values() -> None:
+    found = SamplingDefaults({"temperature": 0.6}, {"temperature": 0.2, "top_p": 0.9})
+    assert dict(found) == {"temperature": 0.6, "top_p": 0.9}
+    assert (found.from_files, found.from_card) == ({"temperature": 0.6}, {"top_p": 0.9})
+    assert default_params(found, is_chat=True) == SamplingParams(temperature=0.6, top_p=0.9, max_new_tokens=512)
+    assert default_params({}, is_chat=True) == SamplingParams(temperature=0.7, top_p=0.95, max_new_tokens=512)
+    assert default_params({}, is_chat=False) == SamplingParams(max_new_tokens=512)
+    assert default_params(found, is_chat=True, temperature=0, max_tokens=3).temperature == 0
+
+
+def test_no_default_but_the_seeds_punishes_repetition() -> None:
+    tables: list[dict[str, Any]] = [dict(model.sampling) for model in INSTALLED_MODELS.values()]
+    for values in (*tables, {}):
+        for is_chat in (False, True):
+            assert default_params(values, is_chat=is_chat).repetition_penalty == 1.0
+    assert PRESETS["seed"]["repetition_penalty"] == 1.1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", "hot"), ("temperature", float("nan")), ("temperature", 3), ("top_p", 0), ("top_p", 1.5),
+        ("top_k", -2), ("top_k", 1.5), ("min_p", 1), ("repetition_penalty", 0), ("repetition_penalty", [1]),
+    ],
+)  # fmt: skip
+def test_a_bad_value_in_a_models_file_is_named_and_ignored(
+    name: str,
+    value: Any,
+    tmp_path: Path,
+    folder: Path,  # noqa: F811
+) -> None:
+    copy = tmp_path / "model"
+    shutil.copytree(folder, copy)
+    (copy / "generation_config.json").write_text(json.dumps({"min_p": 0.1, "top_k": 5} | {name: value}))
+    with pytest.warns(UserWarning, match=rf"\Amodel/generation_config.json: {name} must be .*: ignored\Z"):
+        found = defaults_of(open_checkpoint(copy))
+    assert name not in found
+    with pytest.warns(UserWarning, match=name):
+        assert LLM(copy).generate("a").finish_reason in ("length", "eos")
+
+
+def test_a_bad_value_in_a_gguf_file_is_named_with_its_key(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", extend=lambda writer: writer.add_string("general.sampling.temp", "hot"))
+    with pytest.warns(UserWarning, match=r"m.gguf, general.sampling.temp: temperature must be in \[0, 2\], got 'hot'"):
+        assert dict(defaults_of(open_checkpoint(path))) == {}
+
+
+def test_a_call_without_parameters_takes_the_table(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    llm = LLM(folder, chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    seen: list[SamplingParams] = []
+
+    def watch(model: Any, tokenizer: Any, prompt: Any, params: SamplingParams, *others: Any, **named: Any) -> Any:
+        seen.append(params)
+        return begin(model, tokenizer, prompt, params, *others, **named)
+
+    monkeypatch.setattr("infer.engine.host.begin", watch)
+    message = {"role": "user", "content": "ab"}
+    llm.generate("ab")
+    llm.generate([message])
+    llm.chat([message])
+    llm.session().send("ab")
+    llm.session().answer([message])
+    llm.generate_all(["ab"])
+    llm.generate("ab", top_k=3)
+    values = [(params.temperature, params.top_k, params.top_p, params.max_new_tokens) for params in seen]
+    plain, chat = (0.6, 20, 1.0, 512), (0.6, 20, 0.95, 512)
+    assert values == [plain, chat, chat, chat, chat, plain, (0.6, 3, 1.0, 512)]
+
+
+def test_an_installed_models_card_is_found_by_its_file() -> None:
+    found = defaults_of(open_checkpoint(resolve("smollm2")))
+    assert found.from_card == {"temperature": 0.2, "top_p": 0.9}
+    assert found.from_files == {}

@@ -1,0 +1,205 @@
+"""Claims about the edge of the process: its three streams, Ctrl-C before there is a command, and its end."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infer.cli import main
+from infer.cli.terminal import Spinner
+from shapes import SOURCE
+
+FAKE = [sys.executable, str(Path(__file__).with_name("fake_cli.py"))]
+COMMANDS = (["generate", "-q", "--prompt", "a"], ["--help"], ["models"], ["chat"], ["sample-trace", "a"])
+# Where a module of this name is looked for, the process gets a signal, as from a keyboard at that moment.
+INTERRUPTED = """
+import os, runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+sys.argv = ["infer", "generate", "--prompt", "a"]
+{start}
+"""
+STARTS = {
+    "python -m infer": "runpy.run_module('infer', run_name='__main__')",
+    "script": "from infer.__main__ import run; run()",
+}
+
+
+def shell(arguments: list[str], redirections: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    """The fake command in a shell of its own, which closes or fills its streams."""
+    command = ["bash", "-o", "pipefail", "-c", f'"$@" {redirections}', "bash", *FAKE, *arguments]
+    return subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=60)
+
+
+@pytest.mark.parametrize("arguments", COMMANDS, ids=lambda arguments: arguments[0])
+def test_a_full_stdout_is_one_line_and_status_1(arguments: list[str]) -> None:
+    done = shell(arguments, ">/dev/full", "hello\n")
+    assert (done.returncode, done.stderr) == (1, "infer: stdout: No space left on device\n")
+
+
+@pytest.mark.parametrize("arguments", COMMANDS, ids=lambda arguments: arguments[0])
+def test_a_reader_that_has_gone_is_status_141(arguments: list[str]) -> None:
+    gone = "| true"
+    wait = 'sleep 0.5; echo hello | "$@"' if arguments == ["chat"] else '"$@"'
+    command = ["bash", "-o", "pipefail", "-c", f"{{ {wait}; }} {gone}", "bash", *FAKE, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "2>/dev/full", "2</dev/null"])
+def test_what_stderr_refuses_is_lost_and_nothing_else(closed: str) -> None:
+    done = shell(["generate", "--prompt", "a"], closed)
+    assert (done.returncode, done.stdout) == (0, "echo: a \n")
+    done = shell(["generate", "--prompt", "broken"], closed)
+    assert (done.returncode, done.stdout) == (1, "")
+    done = shell(["generate", "--top-p", "7"], closed)
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_a_missing_stdin_is_empty_and_a_missing_stdout_takes_the_text() -> None:
+    assert shell(["chat"], "<&-").returncode == 0
+    assert shell(["generate", "-q", "--prompts-file", "-"], "<&-").stderr.endswith("holds no prompt\n")
+    done = shell(["chat"], ">&-", "hello\n")
+    assert (done.returncode, "own failure" in done.stderr) == (0, False)
+    assert shell(["generate", "--prompt", "a"], "<&- >&- 2>&-").returncode == 0
+
+
+def test_no_file_takes_the_place_of_a_missing_stream(tmp_path: Path) -> None:
+    program = """
+import os
+from infer.cli.streams import prepare_streams
+prepare_streams()
+first = os.open("file", os.O_CREAT | os.O_WRONLY)
+assert first > 2, first
+print("text")
+"""
+    command = ["bash", "-c", '"$@" <&- >&- 2>&-', "bash", sys.executable, "-c", program]
+    assert subprocess.run(command, cwd=tmp_path, check=False, timeout=60).returncode == 0
+    assert (tmp_path / "file").read_bytes() == b""
+
+
+def test_a_stdout_that_does_not_block_is_waited_for() -> None:
+    program = """
+import os
+from infer.cli.streams import prepare_streams
+os.set_blocking(1, False)
+prepare_streams()
+print("x" * 1_000_000)
+"""
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", '"$@" | { sleep 0.2; wc -c; }', "bash", sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "1000001", "")
+
+
+def test_progress_ends_where_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stream:
+        monkeypatch.setattr("sys.stdout", stream)
+        Spinner("measuring").progress(1, 2)
+        os.close(reader)
+        with pytest.raises(BrokenPipeError):
+            Spinner("measuring").progress(1, 2)
+
+
+# Ctrl-C before there is a command
+
+
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+@pytest.mark.parametrize("module", ["infer.cli", "click", "infer.cli.commands", "infer.sampling_params"])
+def test_ctrl_c_during_the_first_imports_is_quiet(module: str, start: str) -> None:
+    program = INTERRUPTED.format(module=module, start=start)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_little_is_imported_before_ctrl_c_has_a_handler() -> None:
+    program = "import infer.__main__, sys; print(*sys.modules)"
+    environment = os.environ | {"PYTHONPATH": str(SOURCE.parent)}
+    done = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True, env=environment)
+    assert {"re", "typing", "pathlib", "click", "infer.cli"} & set(done.stdout.split()) == set()
+    assert "infer.__main__" in done.stdout
+
+
+def test_a_process_that_ignores_ctrl_c_goes_on_ignoring_it() -> None:
+    program = INTERRUPTED.format(module="click", start=STARTS["script"]).replace("default_int_handler", "SIG_IGN", 1)
+    program = program.replace('"generate", "--prompt", "a"', '"--version"')
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("infer ")
+
+
+# The end
+
+
+def test_the_process_ends_without_taking_its_memory_apart() -> None:
+    program = """
+import atexit, sys
+from infer.cli.streams import end_process
+class Heavy:
+    def __del__(self):
+        print("taken apart")
+kept = Heavy()
+atexit.register(print, "helpers stopped")
+end_process(7)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (7, "helpers stopped\n")
+
+
+# What the machine refuses
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (MemoryError(), "out of memory: "),
+        (OSError(12, "Cannot allocate memory"), "out of memory: "),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "out of memory: "),
+        (OSError(24, "Too many open files", "x.py"), "too many open files: this process may have "),
+        (RuntimeError("can't start new thread"), "no more threads: "),
+        (OSError(28, "No space left on device", "talk.json"), "talk.json: No space left on device"),
+    ],
+)
+def test_what_the_machine_refuses_is_no_failure_of_ours(
+    error: Exception, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**options: object) -> None:
+        raise error
+
+    monkeypatch.setattr("infer.cli.models.run_models", refuse)
+    assert main(["models"]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f"infer: {line}")
+    assert told.count("\n") == 1
+    assert "our own failure" not in told
+
+
+def test_few_files_and_little_memory_are_one_line() -> None:
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_{0}, ({1}, {1})); {2}"
+    for name, limit, told in (("NOFILE", 8, "too many open files: "), ("AS", 300_000_000, "out of memory: ")):
+        start = f"import sys; sys.argv = ['infer', 'generate', '--prompt', 'a']; {STARTS['script']}"
+        program = limited.format(name, limit, start)
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+        assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+        assert done.stderr.startswith(f"infer: {told}")
+
+
+def test_sigterm_during_the_command_is_143() -> None:
+    process = subprocess.Popen([*FAKE, "generate", "--prompt", "slow"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.read(4)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (143, b"")

@@ -1,0 +1,72 @@
+"""torch's number of threads while ours work: one, in the threads that generate, and what it was afterwards."""
+
+import threading
+from collections.abc import Generator
+
+import pytest
+import torch
+
+from infer import ops
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def two_threads() -> Generator[None, None, None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_whoever_leaves_last_every_thread_has_its_own_number_again() -> None:
+    entered, left = threading.Event(), threading.Event()
+    seen = list[int]()
+
+    def other() -> None:
+        torch.set_num_threads(2)
+        seen.append(torch.get_num_threads())
+        with ops.backend_of(CPU).threads():
+            seen.append(torch.get_num_threads())
+            entered.set()
+            left.wait()
+        seen.append(torch.get_num_threads())
+
+    thread = threading.Thread(target=other)
+    with ops.backend_of(CPU).threads():
+        assert torch.get_num_threads() == 1
+        with ops.backend_of(CPU).threads():
+            assert torch.get_num_threads() == 1
+        thread.start()
+        entered.wait()
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 2
+    left.set()
+    thread.join()
+    assert seen == [2, 1, 2]
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_thread_that_begins_beside_a_generation_keeps_torchs_threads() -> None:
+    """Though torch gives a new thread the number that was last set in any."""
+    seen = list[int]()
+
+    def new() -> None:
+        with ops.backend_of(CPU).threads():
+            seen.append(torch.get_num_threads())
+        seen.append(torch.get_num_threads())
+
+    with ops.backend_of(CPU).threads():
+        thread = threading.Thread(target=new)
+        thread.start()
+        thread.join()
+    assert seen == [1, 2]
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_what_is_raised_within_gives_the_threads_back() -> None:
+    with pytest.raises(KeyError), ops.backend_of(CPU).threads():
+        raise KeyError
+    assert torch.get_num_threads() == 2

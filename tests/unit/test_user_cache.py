@@ -1,0 +1,167 @@
+"""What lies in the cache is run: who may have written it, and what is refused."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from infer.checkpoint.find import cache_folder
+from infer.errors import ModelError
+from infer.system.user_cache import base_folder, folder_problem, read_own, write_own
+from watched import python_command
+
+needs_users = pytest.mark.skipif(sys.platform == "win32", reason="hardware: a POSIX system only")
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="hardware: needs root, who can give files away")
+
+
+def test_a_new_folder_is_ours_alone_at_every_step(tmp_path: Path) -> None:
+    base = tmp_path / "cache"
+    assert folder_problem(base / "kernels" / "0", base=base) is None
+    for folder in (base, base / "kernels", base / "kernels" / "0"):
+        assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@needs_users
+@pytest.mark.parametrize("inner", ["", "kernels", "kernels/0"])
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o702])
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path, inner: str, mode: int) -> None:
+    base = tmp_path / "cache"
+    (base / "kernels" / "0").mkdir(parents=True, mode=0o700)
+    for folder in (base, base / "kernels", base / "kernels" / "0"):
+        folder.chmod(0o700)
+    (base / inner).chmod(mode)
+    assert "can be written by others" in str(folder_problem(base / "kernels" / "0", base=base))
+
+
+@needs_root
+def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+    base = tmp_path / "cache"
+    (base / "kernels").mkdir(parents=True, mode=0o700)
+    os.chown(base / "kernels", 12345, 12345)
+    base.chmod(0o700)
+    assert "belongs to user 12345" in str(folder_problem(base / "kernels" / "0", base=base))
+
+
+@needs_users
+def test_a_link_below_the_base_is_no_folder(tmp_path: Path) -> None:
+    base, elsewhere = tmp_path / "cache", tmp_path / "elsewhere"
+    base.mkdir(mode=0o700)
+    elsewhere.mkdir(mode=0o700)
+    (base / "kernels").symlink_to(elsewhere)
+    assert "is no folder" in str(folder_problem(base / "kernels" / "0", base=base))
+    assert list(elsewhere.iterdir()) == []
+
+
+def _pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _folder(path: Path) -> None:
+    path.mkdir()
+
+
+def _endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def _link(path: Path) -> None:
+    (path.parent / "target").write_bytes(b"content")
+    path.symlink_to("target")
+
+
+def _open_to_all(path: Path) -> None:
+    path.write_bytes(b"content")
+    path.chmod(0o666)
+
+
+def _large(path: Path) -> None:
+    path.write_bytes(bytes(101))
+    path.chmod(0o600)
+
+
+@needs_users
+@pytest.mark.parametrize("make", [_pipe, _folder, _endless, _link, _open_to_all, _large])
+def test_what_is_no_file_of_ours_counts_as_absent_at_once(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "kernel")
+    assert read_own(tmp_path / "kernel", 100) is None
+
+
+@needs_root
+def test_a_file_of_another_user_counts_as_absent(tmp_path: Path) -> None:
+    assert write_own(tmp_path / "kernel", b"content") is None
+    assert read_own(tmp_path / "kernel", 100) == b"content"
+    os.chown(tmp_path / "kernel", 12345, 12345)
+    assert read_own(tmp_path / "kernel", 100) is None
+
+
+def test_a_file_is_replaced_whole_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+    for content in (b"first", b"second"):
+        assert write_own(tmp_path / "kernel", content) is None
+        assert read_own(tmp_path / "kernel", 100) == content
+    assert [path.name for path in tmp_path.iterdir()] == ["kernel"]
+    assert (tmp_path / "kernel").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    assert "No space left" in str(write_own(tmp_path / "kernel", b"content"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_base_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("INFER_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert base_folder() == cache_folder() == tmp_path / ".cache" / "infer"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which its specification tells us to ignore
+    assert base_folder() == tmp_path / ".cache" / "infer"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/shared")
+    assert base_folder() == Path("/shared/infer")
+    monkeypatch.setenv("INFER_CACHE", "/own")
+    assert base_folder() == Path("/own")
+
+
+@needs_users
+def test_a_user_without_a_home_has_no_cache_and_none_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pwd
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.delenv("INFER_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "absent"))
+    assert base_folder() is None
+    assert list(tmp_path.iterdir()) == []
+    for home in ("", None):
+        monkeypatch.delenv("HOME", raising=False)
+        if home is not None:
+            monkeypatch.setenv("HOME", home)
+        assert base_folder() is None
+    with pytest.raises(ModelError, match=r"no home folder .* set INFER_CACHE"):
+        cache_folder()
+
+
+@needs_users
+def test_kernels_run_without_a_home(tmp_path: Path) -> None:
+    """A container's user whom /etc/passwd does not name: nothing is kept, which one line says."""
+    code = """
+import pwd
+def unknown(uid):
+    raise KeyError(uid)
+pwd.getpwuid = unknown
+from infer.backends.cpu.isa import instruction_set
+from infer.backends.cpu import kernel_cache
+print(instruction_set() != "", kernel_cache.cache_folder(), kernel_cache.trouble())
+"""
+    environment = {name: value for name, value in os.environ.items() if name not in ("INFER_CACHE", "XDG_CACHE_HOME")}
+    environment["HOME"] = str(tmp_path / "absent")
+    done = subprocess.run(python_command(code), env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "True None there is no home folder to keep them in\n"), done.stderr

@@ -1,0 +1,24 @@
+"""Commands for Python in a process of its own: one that hangs says where on stderr, and ends with status 1."""
+
+import sys
+
+LIMIT_SECONDS = 150
+_WATCH = "import faulthandler; faulthandler.dump_traceback_later({seconds}, exit=True)\n"
+_RUN_SCRIPT = """
+import os, runpy, sys
+del sys.argv[0]
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def python_command(
+    code: str, *arguments: object, options: tuple[str, ...] = (), seconds: float = LIMIT_SECONDS
+) -> list[str]:
+    """`python OPTIONS -c CODE ARGUMENTS`."""
+    return [sys.executable, *options, "-c", _WATCH.format(seconds=seconds) + code, *map(str, arguments)]
+
+
+def script_command(script: object, *arguments: object) -> list[str]:
+    """`python SCRIPT ARGUMENTS`."""
+    return python_command(_RUN_SCRIPT, script, *arguments)

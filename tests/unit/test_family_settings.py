@@ -112,6 +112,8 @@ def test_what_published_configs_leave_out_is_what_transformers_has_by_default() 
         ("llama", {"attention_bias": "yes"}, "attention_bias must be true or false, got 'yes'"),
         ("llama", {"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads=3"),
         ("llama", {"head_dim": 15}, "15 elements of a head cannot rotate in pairs"),
+        ("llama", {"head_dim": 2**31}, "head_dim must be a whole number from 1 to 65536, got 2147483648"),
+        ("llama", {"hidden_size": 2**31, "num_attention_heads": 4}, "hidden_size / num_attention_heads must be"),
         ("llama", {"hidden_size": 66}, "hidden_size=66 must be a multiple of num_attention_heads=4"),
         ("llama", {"rope_theta": 0}, "rope_theta must be a number above 0, got 0"),
         ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number above 0, got nan"),

@@ -15,7 +15,7 @@ from infer.model.families.table import FAMILIES, OFF_IF_NULL, OPTIONAL, Family
 
 __all__ = ["FAMILIES", "make_architecture"]
 
-_MAX_LAYERS = 1024
+_MAX_LAYERS, _MAX_HEAD_DIM = 1024, 2**16
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -120,8 +120,9 @@ def _layer(config: Config, family: Family, kind: str) -> Layer:
 
 def _head_dim(config: Config) -> int:
     if config.get("head_dim") is not None:
-        return count(config, "head_dim")
+        return count(config, "head_dim", maximum=_MAX_HEAD_DIM)
     hidden_size, num_heads = count(config, "hidden_size"), count(config, "num_attention_heads")
     if hidden_size % num_heads:
         raise ModelError(f"hidden_size={hidden_size} must be a multiple of num_attention_heads={num_heads}")
-    return hidden_size // num_heads
+    head_dim = {"hidden_size / num_attention_heads": hidden_size // num_heads}
+    return count(head_dim, *head_dim, maximum=_MAX_HEAD_DIM)

@@ -78,7 +78,7 @@ class InferSource(LogitsSource):
         self._cache.reserve(0, len(token_ids))
         with backend_of(self._model.device).threads():
             logits = self._model.forward(Step.of(token_ids, start, wanted=range(len(token_ids))), self._cache)
-        self._cache.commit([len(token_ids)])
+        self._cache.commit(0, len(token_ids))
         return logits
 
 

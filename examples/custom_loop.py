@@ -19,7 +19,7 @@ def main(model_id: str = "smollm2", new_tokens: str = "24") -> None:
     for _ in range(int(new_tokens)):
         cache.reserve(0, len(pending))
         logits = model.forward(Step.of(pending, cache.lengths[0]), cache)
-        cache.commit([len(pending)])
+        cache.commit(0, len(pending))
         pending = [int(logits[0].argmax())]
         token_ids += pending
     print(tokenizer.decode(token_ids))

@@ -32,6 +32,10 @@ class ClosedError(InvalidRequestError):
     """A model or a session is used after `close()`."""
 
 
+class OutOfPagesError(InferError):
+    """The cache has too few free pages for what a sequence needs next: it can go on once others have ended."""
+
+
 class ModelError(InferError):
     """The model cannot be used as it is."""
 

@@ -37,7 +37,7 @@ def test_a_row_that_needs_more_than_its_share_is_a_fault() -> None:
 def test_who_writes_a_shared_page_gets_a_copy() -> None:
     table = PageTable(2, 64, PAGE, 4)
     table.reserve(0, 0, 40, 0)
-    table.share(1, 0)
+    table.share(1, 0, 40)
     assert table.reserve(1, 40, 41, 0) == [(2, 6)]
     assert table.table.tolist() == [[0, 1, 2, 0], [0, 1, 6, 0]]
     assert table.reserve(0, 40, 41, 0) == []
@@ -112,7 +112,7 @@ class Tables(RuleBasedStateMachine):
     @rule(row=rows, source=rows)
     def fork(self, row: int, source: int) -> None:
         if row != source:
-            self.table.share(row, source)
+            self.table.share(row, source, self.lengths[source])
             self.lengths[row], self.expected[row] = self.lengths[source], list(self.expected[source])
 
     @rule(row=rows)

@@ -60,7 +60,7 @@ def test_a_cache_that_forgets_says_what_is_said_without_one(
         result = run_alone(world, case, way, expected[case.name].token_ids, context)
         assert Outcome.of(result) == expected[case.name], case.name
         context.cache.check_integrity()
-    tables = [rows.table for rows in context.cache._groups]
+    tables = [rows.table for rows in context.cache.groups]
     assert any(table.pages_per_row < CONTEXT // 16 for table in tables)
 
 

@@ -68,7 +68,7 @@ def chunked_logits(model: Transformer, token_ids: Sequence[int], chunk: int) -> 
     for start in range(0, len(token_ids), chunk):
         ids = token_ids[start : start + chunk]
         pieces.append(captured.run(Step.of(ids, start, wanted=range(len(ids)))).clone())
-        cache.commit([len(ids)])
+        cache.commit(0, len(ids))
     return torch.cat(pieces)
 
 
@@ -106,7 +106,8 @@ def test_ragged_rows_equal_each_row_alone(pair: tuple[Any, Transformer]) -> None
         ]
         with torch.inference_mode():
             logits = model.forward(Step.join(steps), cache)
-        cache.commit(takes)
+        for row, take in enumerate(takes):
+            cache.commit(row, take)
         for row, part in enumerate(logits.split(takes)):
             collected[row].append(part)
             done[row] += takes[row]
@@ -129,10 +130,10 @@ def test_what_was_not_committed_leaves_no_trace(pair: tuple[Any, Transformer]) -
     with torch.inference_mode():
         model.forward(Step.of(token_ids), plain)
         model.forward(Step.of(token_ids), drafted)
-        plain.commit([40])
-        drafted.commit([40])
+        plain.commit(0, 40)
+        drafted.commit(0, 40)
         model.forward(Step.of(drafts, 40), drafted)
-        drafted.commit([0])
+        drafted.commit(0, 0)
         ids = random_ids(5, seed=3)
         after_plain = model.forward(Step.of(ids, 40, wanted=range(5)), plain)
         after_drafted = model.forward(Step.of(ids, 40, wanted=range(5)), drafted)

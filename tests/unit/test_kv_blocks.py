@@ -186,7 +186,7 @@ def test_a_row_goes_from_cache_to_cache(kv_type: str) -> None:
     qkv = make_qkv(heads, 41)
     for layer in range(2):
         cache.attend(layer, qkv[:40], heads, Step.of([1] * 40, row=1))
-    cache.commit([0, 37])
+    cache.commit(1, 37)
     tensors = {name: tensor.clone() for name, tensor in cache.export_row(1)}
     stored = [tensor for name, tensor in tensors.items() if name != "states"]
     assert sum(tensor.numel() * tensor.element_size() for tensor in stored) == (

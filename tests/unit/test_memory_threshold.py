@@ -85,9 +85,9 @@ def test_a_session_that_slid_for_want_of_memory_is_saved_and_loaded(
     loaded = llm.load_session(tmp_path / "saved")
     cache = loaded._cache.context.cache
     assert loaded.num_cached_tokens == 110
-    state = session._cache.context.cache._groups[0].state(0)
-    assert cache._groups[0].state(0)._replace(first=0) == state
-    assert cache._groups[0].windows[0] == WINDOW - PREFIX
+    state = session._cache.context.cache.groups[0].state(0)
+    assert cache.groups[0].state(0)._replace(first=0) == state
+    assert cache.groups[0].windows[0] == WINDOW - PREFIX
     cache.check_integrity()
     wanted, found = session.generate(PLAIN), loaded.generate(PLAIN)
     assert (found.token_ids, found.reused_tokens) == (wanted.token_ids, wanted.reused_tokens)
@@ -111,20 +111,20 @@ def test_what_is_forgotten_goes_back_to_the_system(folder: Path, monkeypatch: py
     cache = context.cache
     cache._lengths[0] = 0  # the rest is not run: the model knows fewer positions than a page of the system holds
     cache.reserve(0, 2000)
-    for layer in cache._layers:
+    for layer in cache.memory.layers:
         layer.keys.fill_(1)
         layer.values.fill_(1)
-    cache.commit([1500, 0])
-    assert len(cache._groups[0].table.page_by_index(0)) == 8
+    cache.commit(0, 1500)
+    assert len(cache.groups[0].table.page_by_index(0)) == 8
     cache.check_integrity()
     set_available(monkeypatch, 0)
-    cache.commit([300, 0])
+    cache.commit(0, 300)
     cache.check_integrity()
-    assert sorted(cache._groups[0].table.page_by_index(0)) == [0, 6, 7]  # the prefix, the window, what is reserved
-    keys = cache._layers[0].keys[:, : 8 * 16]
+    assert sorted(cache.groups[0].table.page_by_index(0)) == [0, 6, 7]  # the prefix, the window, what is reserved
+    keys = cache.memory.layers[0].keys[:, : 8 * 16]
     assert keys[:, 16 : 6 * 16].count_nonzero() < keys[:, 16 : 6 * 16].numel() / 2
     assert keys[:, :16].all()
     assert keys[:, 6 * 16 :].all()
-    assert cache._layers[0].keys[:, 8 * 16 :].all(), "another row's pages"
+    assert cache.memory.layers[0].keys[:, 8 * 16 :].all(), "another row's pages"
     cache.truncate(0, 0)
-    assert cache._groups[0].can_compress(0)
+    assert cache.groups[0].can_compress(0)

@@ -64,7 +64,7 @@ class Machine(RuleBasedStateMachine):
             sinks, window = (0, WINDOW) if layer else policy
             assert (found - expected(token_ids, layer, sinks, window)[start:]).abs().max() < 1e-5
         kept = min(kept, len(new))
-        self.cache.commit([kept if index == row else 0 for index in range(NUM_ROWS)])
+        self.cache.commit(row, kept)
         self.expected[row] = token_ids[: start + kept]
 
     @rule(row=rows, count=st.integers(0, 40))
@@ -136,14 +136,14 @@ def grow(cache: PagedCache, row: int, count: int) -> None:
     for start in range(0, count, STEP):
         size = min(STEP, count - start)
         cache.reserve(row, size)
-        cache.commit([size if index == row else 0 for index in range(NUM_ROWS)])
+        cache.commit(row, size)
         cache.check_integrity()
 
 
 def test_a_long_row_holds_what_its_windows_need() -> None:
     cache = PagedCache(LAYERS, NUM_ROWS, 100_000, "f16", torch.device("cpu"), step_tokens=STEP, settings=SLIDING)
     grow(cache, 0, 9_000)
-    full, windowed = (rows.table for rows in cache._groups)
+    full, windowed = (rows.table for rows in cache.groups)
     assert full.pool.num_held <= 1 + -(-(35 + STEP) // 16) + 1
     assert windowed.pool.num_held <= -(-(WINDOW + STEP) // 16) + 1
     assert cache.num_bytes == NUM_ROWS * (full.pages_per_row + windowed.pages_per_row) * 16 * 2 * 2 * DIM
@@ -162,7 +162,7 @@ def test_a_row_cut_back_further_than_its_windows_reach_is_empty() -> None:
 def test_a_fork_takes_no_page_until_one_of_the_two_goes_on() -> None:
     cache = make_cache(NO_EVICTION)
     grow(cache, 0, 40)
-    table = cache._groups[0].table
+    table = cache.groups[0].table
     cache.copy_row(1, cache, 0)
     assert table.pool.num_held == 3
     grow(cache, 1, 1)
@@ -177,7 +177,7 @@ def test_a_shared_beginning_is_stored_once() -> None:
     cache.remember(0, token_ids)
     assert cache.adopt(1, token_ids) == 48  # its last token is computed again, and the page that it is in
     assert cache.adopt(2, [*token_ids[:40], 11]) == 32
-    assert cache._groups[0].table.pool.num_held == 4
+    assert cache.groups[0].table.pool.num_held == 4
     cache.truncate(0, 0)
     cache.truncate(1, 0)
     assert cache.adopt(1, [*token_ids, 1]) == 64

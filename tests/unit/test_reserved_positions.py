@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from infer import InvalidRequestError
-from infer.kvcache.base import KVCache
+from infer.kvcache.paged import PagedCache
 from infer.operands.step import Step
 from infer.runner.context import make_cache
 from path_cases import Case as Request
@@ -22,18 +22,18 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 @pytest.fixture
-def cache(world: World) -> Iterator[KVCache]:
+def cache(world: World) -> Iterator[PagedCache]:
     with torch.inference_mode():
         yield make_cache(world.model, 100, num_rows=2)
 
 
-def run(world: World, cache: KVCache, token_ids: list[int], start: int, row: int = 0) -> int:
+def run(world: World, cache: PagedCache, token_ids: list[int], start: int, row: int = 0) -> int:
     logits = world.model.forward(Step.of(token_ids, start, row=row), cache)
     return int(logits[0, : world.tokenizer.vocab_size].argmax())
 
 
 def test_a_step_of_positions_that_are_not_reserved_is_refused_and_nothing_is_written(
-    world: World, cache: KVCache
+    world: World, cache: PagedCache
 ) -> None:
     for num_reserved in (0, 4):
         cache.reserve(0, num_reserved)
@@ -42,7 +42,7 @@ def test_a_step_of_positions_that_are_not_reserved_is_refused_and_nothing_is_wri
     assert cache.lengths == [0, 0]
 
 
-def test_what_one_row_reserved_is_not_another_rows(world: World, cache: KVCache) -> None:
+def test_what_one_row_reserved_is_not_another_rows(world: World, cache: PagedCache) -> None:
     cache.reserve(0, 5)
     with pytest.raises(InvalidRequestError, match=r"row 1 may get the positions \[0, 0\), got 0"):
         run(world, cache, PROMPT, 0, row=1)
@@ -50,10 +50,10 @@ def test_what_one_row_reserved_is_not_another_rows(world: World, cache: KVCache)
         run(world, cache, PROMPT, 0, row=2)
 
 
-def test_a_loop_that_forgets_to_reserve_or_to_commit_is_refused_at_once(world: World, cache: KVCache) -> None:
+def test_a_loop_that_forgets_to_reserve_or_to_commit_is_refused_at_once(world: World, cache: PagedCache) -> None:
     cache.reserve(0, 5)
     pending = run(world, cache, PROMPT, 0)
-    cache.commit([5, 0])
+    cache.commit(0, 5)
     with pytest.raises(InvalidRequestError, match=r"\[5, 5\), got 5: call cache.reserve"):
         run(world, cache, [pending], 5)
     cache.reserve(0, 1)
@@ -62,7 +62,7 @@ def test_a_loop_that_forgets_to_reserve_or_to_commit_is_refused_at_once(world: W
             run(world, cache, [pending], position)
 
 
-def test_more_than_the_capacity_is_refused(world: World, cache: KVCache) -> None:
+def test_more_than_the_capacity_is_refused(world: World, cache: PagedCache) -> None:
     with pytest.raises(InvalidRequestError, match="a row holds 100 tokens, got 101"):
         cache.reserve(1, 101)
     cache.reserve(1, 100)
@@ -70,12 +70,12 @@ def test_more_than_the_capacity_is_refused(world: World, cache: KVCache) -> None
         run(world, cache, [1] * 101, 0, row=1)
 
 
-def test_a_loop_that_reserves_samples_what_generate_samples(world: World, cache: KVCache) -> None:
+def test_a_loop_that_reserves_samples_what_generate_samples(world: World, cache: PagedCache) -> None:
     expected = by_definition(world, Request("", tuple(PROMPT), LONG)).token_ids
     sampled, pending = list[int](), PROMPT
     while len(sampled) < len(expected):
         cache.reserve(0, len(pending))
         sampled.append(run(world, cache, pending, cache.lengths[0]))
-        cache.commit([len(pending), 0])
+        cache.commit(0, len(pending))
         pending = sampled[-1:]
     assert sampled == expected

@@ -60,7 +60,7 @@ def test_what_is_kept_lies_there_to_the_bit_and_is_all_that_the_next_token_sees(
         context.extend(0, prompt)
     kept.end_prompt(0)
     kept.cache.check_integrity()
-    (rows,) = (rows for rows in kept.cache._groups if rows.group.is_evicting)
+    (rows,) = (rows for rows in kept.cache.groups if rows.group.is_evicting)
     assert rows.state(0) == (len(prompt) - WINDOW, PREFIX, WINDOW - PREFIX, WINDOW)
     selections = set()
     for layer in rows.group.layers:
@@ -79,8 +79,8 @@ def test_what_is_kept_lies_there_to_the_bit_and_is_all_that_the_next_token_sees(
 def stored(context: CachedContext, layer: int, num_slots: int) -> tuple[Tensor, Tensor]:
     """Keys and values of the first slots, [kv_heads, slots, dim] each."""
     cache = context.cache
-    memory, (rows,) = cache._layers[layer], (rows for rows in cache._groups if layer in rows.group.layers)
-    where = cache._place(rows, 0, torch.arange(num_slots))
+    memory, (rows,) = cache.memory.layers[layer], (rows for rows in cache.groups if layer in rows.group.layers)
+    where = cache.memory.place(rows, 0, torch.arange(num_slots))
     keys, values = key_parts(memory.keys, "f16"), value_parts(memory.values, "f16")
     return decode_keys((keys[0][:, *where],), "f16"), decode_values((values[0][:, *where],), "f16")
 

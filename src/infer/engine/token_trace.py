@@ -31,7 +31,7 @@ def logits_of(
         step = Step.of(chunk, start, wanted=range(max(first - start, 0), len(chunk))).to(model.device)
         cache.reserve(0, len(chunk))
         chunks.append(model.forward(step, cache))
-        cache.commit([len(chunk)])
+        cache.commit(0, len(chunk))
     return torch.cat(chunks)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import final
 
 from infer.architecture import Layer
+from infer.errors import InvalidRequestError
 from infer.kvcache.pages import num_pages
 from infer.kvcache.settings import CacheSettings
 
@@ -50,3 +51,20 @@ def make_groups(
         furthest = context - 1 if is_evicting and context is not None and capacity > context else None
         groups.append(Group(tuple(indices), sinks, window, num_fixed, share, is_evicting, is_late, furthest))
     return tuple(groups)
+
+
+def pool_sizes(groups: Sequence[Group], num_rows: int, pool_pages: int | None, capacity: int) -> list[int]:
+    """How many pages the pool of each group has: enough for all rows full, and no more than `pool_pages` if given.
+
+    Raises InvalidRequestError where a row of `capacity` tokens would not fit.
+    """
+    full = [num_rows * group.pages_per_row for group in groups]
+    least = max(group.pages_per_row for group in groups)
+    if pool_pages is None:
+        return full
+    if pool_pages < least:
+        raise InvalidRequestError(
+            f"pool_pages must be at least {least}, the pages of one sequence of {capacity:,} tokens, got {pool_pages}: "
+            "give the cache more, or set a smaller max_seq_len"
+        )
+    return [min(count, pool_pages) for count in full]

@@ -2,7 +2,7 @@
 
 A token's slot is its position less its row's shift. From slot t the slots s ≤ t are seen with s < sinks or
 s > t − window; all of them where the window is 0. A row that was compressed holds what was kept of its prompt in its
-first slots, and goes on behind them only.
+first slots, and goes on after them only.
 """
 
 from collections.abc import Sequence
@@ -46,9 +46,10 @@ class RowState(NamedTuple):
 class GroupRows:
     """`version` changes with every change of what kernels read: the table, shifts, sinks and windows."""
 
-    def __init__(self, group: Group, num_rows: int, num_slots: int, page_tokens: int) -> None:
+    def __init__(self, group: Group, num_rows: int, num_slots: int, page_tokens: int, pool_pages: int) -> None:
         self.group, self.version = group, 0
-        self.table = PageTable(num_rows, num_slots, page_tokens, group.pages_per_row, group.num_fixed)
+        shape = (num_rows, num_slots, page_tokens, group.pages_per_row, group.num_fixed)
+        self.table = PageTable(*shape, pool_pages=pool_pages)
         self.shifts, self.sinks, self.windows, self._firsts = np.zeros((4, num_rows), np.int64)
         for row in range(num_rows):
             self.clear(row)
@@ -75,17 +76,21 @@ class GroupRows:
         self.shifts[row], self.sinks[row], self.windows[row], self._firsts[row] = state
         self.version += 1
 
-    def slide(self, row: int, length: int) -> list[int]:
-        """From now on only sinks and window are seen: the pages that nobody needs any more, behind `length` slots."""
+    def slide(self, row: int, length: int) -> None:
+        """From now on tokens after `length` slots see sinks and window only: other pages are given up."""
         self.restore(row, self.state_from_start(is_short=True))
-        return self.table.drop_unseen(row, self.state(row).seen(length)[1].start)
+        self.table.drop_unseen(row, self._first_seen(row, length))
+
+    def _first_seen(self, row: int, slot: int) -> int:
+        """Of the window of a token at this slot."""
+        return self.state(row).seen(slot)[1].start
 
     def can_compress(self, row: int) -> bool:
-        """Whether the row still sees all of its prompt and is to see less behind it."""
+        """Whether the row still sees all of its prompt and is to see less after it."""
         return self.group.is_late and not self.windows[row]
 
     def compress(self, row: int, length: int, num_kept: int) -> None:
-        """The row's `length` slots are now `num_kept`, and what comes behind them slides."""
+        """The row's `length` slots are now `num_kept`, and what comes after them slides."""
         self.table.truncate(row, num_kept)
         shift = int(self.shifts[row]) + length - num_kept
         self.restore(row, RowState(shift, self.group.sinks, self._window, num_kept))
@@ -95,7 +100,13 @@ class GroupRows:
         if self.table.is_ready(row, start, end):
             return self.table.reserve(row, start, end, 0)  # no page is given up for these
         self.version += 1
-        return self.table.reserve(row, start, end, self.state(row).seen(start)[1].start)
+        return self.table.reserve(row, start, end, self._first_seen(row, start))
+
+    def pages_needed(self, row: int, start: int, end: int) -> int:
+        """`PageTable.num_needed`, for tokens with the slots [start, end)."""
+        if self.table.is_ready(row, start, end):
+            return 0
+        return self.table.num_needed(row, start, end, self._first_seen(row, start))
 
     def can_continue(self, row: int, slot: int) -> bool:
         """Whether all that a token at this slot sees is there."""
@@ -119,9 +130,11 @@ class GroupRows:
                 needed[index] = keys[index]
         return needed
 
-    def copy(self, row: int, source: "GroupRows", source_row: int) -> None:
-        """The state that decides what is seen; not the pages."""
-        self.restore(row, source.state(source_row))
+    def share(self, row: int, source_row: int, length: int) -> None:
+        """Replace a row by the first `length` positions of another: pages are shared until one of the two writes."""
+        state = self.state(source_row)
+        self.table.share(row, source_row, length - state.shift)
+        self.restore(row, state)
 
 
 def page_keys(token_ids: Sequence[int], page_tokens: int, known: Sequence[bytes] = ()) -> list[bytes]:

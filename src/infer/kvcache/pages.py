@@ -1,8 +1,8 @@
 """Which page holds which slots of which row: integers only, no torch.
 
 A page is free, or cached (nobody holds it, but its content has a key and may be asked for again), or held by one or
-more rows. A row of `PageTable` holds at most its share of the pool, and the pool is all rows' shares: so a page can
-always be had.
+more rows. A row of `PageTable` holds at most its share of pages. A pool of fewer than all rows' shares can run out:
+ask `num_needed` before `reserve`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,7 +10,7 @@ from typing import final
 
 import numpy as np
 
-from infer.errors import InferError
+from infer.errors import InferError, OutOfPagesError
 
 
 @final
@@ -23,6 +23,7 @@ class PagePool:
         self._cached: dict[int, None] = {}
         self._page_by_key: dict[bytes, int] = {}
         self._key_by_page: dict[int, bytes] = {}
+        self._written = set[int]()  # since `forget_written`: their memory is taken from the system
 
     @property
     def num_pages(self) -> int:
@@ -36,17 +37,23 @@ class PagePool:
     def num_cached(self) -> int:
         return len(self._cached)
 
+    @property
+    def num_available(self) -> int:
+        """Pages that `take` can give: free and cached ones."""
+        return len(self._free) + len(self._cached)
+
     def take(self, *wished: int) -> int:
-        """A page that nobody holds: the first of the wished that is free, if any is."""
+        """A page that nobody holds: the first of the wished that is free, if any is. Raises OutOfPagesError."""
         page = next((page for page in wished if page in self._free), None)
         if page is None:
             page = next(iter(self._free or self._cached), None)
         if page is None:
-            raise InferError(f"all {len(self._counts)} pages of the cache are held: this is a fault of infer")
+            raise OutOfPagesError(f"all {len(self._counts)} pages of the cache are held")
         self._free.pop(page, None)
         self._cached.pop(page, None)
         self.forget(page)
         self._counts[page] = 1
+        self._written.add(page)
         return page
 
     def hold(self, page: int) -> None:
@@ -59,8 +66,11 @@ class PagePool:
         if self._counts[page] == 0:
             (self._cached if page in self._key_by_page else self._free)[page] = None
 
-    def is_free(self, page: int) -> bool:
-        return page in self._free
+    def forget_written(self) -> list[int]:
+        """The free pages that were handed out since the last call, in ascending order."""
+        pages = sorted(self._written & self._free.keys())
+        self._written.difference_update(pages)
+        return pages
 
     def is_shared(self, page: int) -> bool:
         return self._counts[page] > 1
@@ -97,37 +107,60 @@ class PageTable:
     """The pages of every row, by the index of the page in the row. `table` is what kernels read.
 
     The first `num_fixed` pages of a row stay; of the others it holds the newest, as many as its share allows. A page
-    lies at home if it is free: the pages of a row one behind the other, those behind the fixed in a ring. `on_take` is
+    lies at home if it is free: the pages of a row one after the other, those after the fixed in a ring. `on_take` is
     told of each page that is handed out to be written, whose content is then what it was before.
     """
 
-    def __init__(self, num_rows: int, num_slots: int, page_tokens: int, pages_per_row: int, num_fixed: int = 0) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        num_slots: int,
+        page_tokens: int,
+        pages_per_row: int,
+        num_fixed: int = 0,
+        *,
+        pool_pages: int | None = None,
+    ) -> None:
         self.page_tokens, self.pages_per_row, self._num_fixed = page_tokens, pages_per_row, num_fixed
         self.on_take: Callable[[int], None] = lambda page: None
-        self.pool = PagePool(num_rows * pages_per_row)
+        self.pool = PagePool(num_rows * pages_per_row if pool_pages is None else pool_pages)
         self.table = np.zeros((num_rows, num_pages(num_slots, page_tokens)), np.int64)
         self._held: list[dict[int, int]] = [{} for _ in range(num_rows)]
 
     def reserve(self, row: int, start: int, end: int, first_seen: int) -> list[tuple[int, int]]:
         """Make slots [start, end) the row's own, to be written: (from, to) of the pages to be copied before.
 
-        No slot before `first_seen` but the fixed ones will be read again: their pages are taken where the share is
-        used up.
+        No slot before `first_seen` but the fixed ones will be read again: their pages are given up where the share or
+        the pool is used up. Raises OutOfPagesError, with a part of the pages taken, where the pool has fewer than
+        `num_needed`.
         """
         held, copies = self._held[row], []
         for index in range(start // self.page_tokens, num_pages(end, self.page_tokens)):
             page = held.get(index)
-            if page is None:
-                if len(held) >= self.pages_per_row:
-                    self._drop_oldest(row, first_seen // self.page_tokens)
-                held[index] = self.table[row, index] = self._take(row, index)
-            elif self.pool.is_shared(page):
-                held[index] = self.table[row, index] = self._take(row, index)
+            if page is not None and not self.pool.is_shared(page):
+                self.pool.forget(page)
+                continue
+            self._make_room(row, first_seen, num_new=int(page is None))
+            held[index] = self.table[row, index] = self._take(row, index)
+            if page is not None:
                 copies.append((page, held[index]))
                 self.pool.release(page)
-            else:
-                self.pool.forget(page)
         return copies
+
+    def num_needed(self, row: int, start: int, end: int, first_seen: int) -> int:
+        """How many pages `reserve` takes from the pool, beyond those that the row itself can give up for them."""
+        held = self._held[row]
+        indices = range(start // self.page_tokens, num_pages(end, self.page_tokens))
+        num_taken = sum(index not in held or self.pool.is_shared(held[index]) for index in indices)
+        return max(0, num_taken - self._num_exclusive(row, self._unseen(row, first_seen))) if num_taken else 0
+
+    def num_missing(self, row: int, count: int) -> int:
+        """How many pages `hold_new` of so many takes from the pool, beyond those that the row gives up when emptied."""
+        return max(0, count - self._num_exclusive(row, self._held[row]))
+
+    def _num_exclusive(self, row: int, indices: Iterable[int]) -> int:
+        """How many of these pages of the row no other row holds."""
+        return sum(not self.pool.is_shared(self._held[row][index]) for index in indices)
 
     def is_ready(self, row: int, start: int, end: int) -> bool:
         """Whether the slots [start, end) are the row's own already."""
@@ -144,22 +177,26 @@ class PageTable:
         self.on_take(page)
         return page
 
-    def _drop_oldest(self, row: int, first_index: int) -> None:
-        oldest = min((index for index in self._held[row] if self._num_fixed <= index < first_index), default=None)
-        if oldest is None:
+    def _make_room(self, row: int, first_seen: int, *, num_new: int) -> None:
+        """Give up pages that are not seen any more, the oldest first, where the share or the pool is used up."""
+        for index in sorted(self._unseen(row, first_seen)):
+            if len(self._held[row]) + num_new <= self.pages_per_row and self.pool.num_available:
+                return
+            self._drop(row, index)
+        if len(self._held[row]) + num_new > self.pages_per_row:
             raise InferError(f"a row needs more than its {self.pages_per_row} pages: this is a fault of infer")
-        self._drop(row, oldest)
+
+    def _unseen(self, row: int, first_seen: int) -> list[int]:
+        """The row's pages before slot `first_seen` but the fixed ones."""
+        return [index for index in self._held[row] if self._num_fixed <= index < first_seen // self.page_tokens]
 
     def _drop(self, row: int, index: int) -> None:
         self.pool.release(self._held[row].pop(index))
 
-    def drop_unseen(self, row: int, first_seen: int) -> list[int]:
-        """Give up the pages before slot `first_seen` but the fixed ones; those that are free now."""
-        first = first_seen // self.page_tokens
-        dropped = {index: page for index, page in self._held[row].items() if self._num_fixed <= index < first}
-        for index in dropped:
+    def drop_unseen(self, row: int, first_seen: int) -> None:
+        """Give up the pages before slot `first_seen` but the fixed ones."""
+        for index in self._unseen(row, first_seen):
             self._drop(row, index)
-        return [page for page in dropped.values() if self.pool.is_free(page)]
 
     def truncate(self, row: int, num_slots: int) -> None:
         kept = num_pages(num_slots, self.page_tokens)
@@ -171,9 +208,12 @@ class PageTable:
         indices = range(first // self.page_tokens, num_pages(end, self.page_tokens))
         return first >= end or all(index in self._held[row] for index in indices)
 
-    def page_by_index(self, row: int) -> dict[int, int]:
-        """All that the row holds."""
-        return dict(self._held[row])
+    def page_by_index(self, row: int, num_slots: int | None = None) -> dict[int, int]:
+        """What the row holds of its first slots; None: of all."""
+        if num_slots is None:
+            return dict(self._held[row])
+        kept = num_pages(num_slots, self.page_tokens)
+        return {index: page for index, page in self._held[row].items() if index < kept}
 
     def indices(self, slots: Iterable[int]) -> list[int]:
         """Of the pages that slots lie in."""
@@ -184,10 +224,10 @@ class PageTable:
         for index in indices:
             self._held[row][index] = self.table[row, index] = self._take(row, index)
 
-    def share(self, row: int, source_row: int) -> None:
-        """Replace a row's pages by another's; who writes to one first gets a copy."""
+    def share(self, row: int, source_row: int, num_slots: int) -> None:
+        """Replace a row's pages by those of another's first slots; who writes to one first gets a copy."""
         self.truncate(row, 0)
-        for index, page in self._held[source_row].items():
+        for index, page in self.page_by_index(source_row, num_slots).items():
             self._hold(row, index, page)
 
     def remember(self, row: int, index: int, key: bytes) -> None:
@@ -209,6 +249,7 @@ class PageTable:
         self.pool.check_integrity([page for held in self._held for page in held.values()])
         for row, held in enumerate(self._held):
             assert len(held) <= self.pages_per_row, "a row holds more than its share"
+            assert len(set(held.values())) == len(held), "a row holds a page twice"
             assert all(self.table[row, index] == page for index, page in held.items()), "the table tells otherwise"
 
 

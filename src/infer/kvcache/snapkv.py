@@ -1,11 +1,83 @@
-"""Which of a prompt's tokens are kept: those that its last tokens look at (SnapKV, arXiv:2404.14469)."""
+"""SnapKV (arXiv:2404.14469): of a long prompt stays what its last tokens look at."""
+
+from collections.abc import Callable, Sequence
+from typing import final
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from infer import ops
+from infer.kvcache.page_rows import GroupRows
+from infer.kvcache.paged import PagedCache
+from infer.kvcache.settings import OBSERVED_TOKENS
+from infer.operands.step import Step
+from infer.operands.weights import Heads
+
 POOLED = 7  # neighbours that are kept for each other's sake
+
+
+@final
+class PromptCompression:
+    """Of a cache whose policy is snapkv."""
+
+    def __init__(self, cache: PagedCache) -> None:
+        self._cache = cache
+        self._chosen: dict[int, Int64[Tensor, "kv_heads kept"]] = {}  # by layer
+
+    def after_prompt(self, row: int, token_ids: Sequence[int], forward: Callable[[Step], object]) -> None:
+        """Of a prompt that is committed keep the first tokens, the last, and those that the last look at.
+
+        `token_ids` are the row's. A prompt no longer than the window is kept whole; of another the last tokens are run
+        again, `forward` being a step over the cache, op by op. Raises OutOfPagesError where pages are shared with
+        another row and cannot be copied; of a row that was loaded some tokens may be lost then: `lengths` says it.
+        """
+        cache, length, settings = self._cache, self._cache.lengths[row], self._cache.settings
+        late = [rows for rows in cache.groups if rows.can_compress(row)]
+        if not late or (settings.memory_threshold_mb is not None and not cache.is_short_of_memory()):
+            return
+        num_kept = min(length, settings.eviction_window)
+        if num_kept < length:
+            self._observe(row, token_ids[:length], late, forward)
+        for rows in late:
+            if not rows.can_compress(row):  # what was run again was a page, and for want of memory the row slides
+                continue
+            if num_kept < length:
+                cache.memory.keep_slots(rows, row, self._chosen)
+            rows.compress(row, length, num_kept)
+        self._chosen.clear()
+        cache.memory.publish()
+
+    def _observe(
+        self, row: int, token_ids: Sequence[int], late: Sequence[GroupRows], forward: Callable[[Step], object]
+    ) -> None:
+        """Run the last tokens again and note what they look at."""
+        cache, start = self._cache, len(token_ids) - OBSERVED_TOKENS
+        kept = [(rows, 0, cache.settings.eviction_window) for rows in late]
+        cache.make_own(row, kept + [(rows, start, len(token_ids)) for rows in cache.groups])
+        cache.truncate(row, start)
+        # Of a row that was loaded, windows hold only what comes next sees: then all is run again.
+        for first in range(cache.lengths[row], start, cache.step_tokens):
+            self._run(row, token_ids[first : min(first + cache.step_tokens, start)], forward)
+        cache.observer = self._note
+        try:
+            self._run(row, token_ids[start:], forward)
+        finally:
+            cache.observer = None
+
+    def _run(self, row: int, token_ids: Sequence[int], forward: Callable[[Step], object]) -> None:
+        cache = self._cache
+        cache.reserve(row, len(token_ids))
+        forward(Step.of(token_ids, cache.lengths[row], row=row))
+        cache.commit(row, len(token_ids))
+
+    def _note(self, layer: int, qkv: Float[Tensor, "tokens out"], heads: Heads, step: Step) -> None:
+        cache = self._cache
+        if any(layer in rows.group.layers for rows in cache.groups if rows.group.is_late):
+            weights = ops.attention_weights(qkv, heads, cache.memory.layers[layer], step)
+            prefix, window = cache.settings.protected_prefix, cache.settings.eviction_window
+            self._chosen[layer] = choose_slots(weights, prefix, window)
 
 
 def choose_slots(

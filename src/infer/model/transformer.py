@@ -12,7 +12,7 @@ from torch import Tensor
 
 from infer import ops
 from infer.architecture import Activation, Architecture
-from infer.kvcache.base import KVCache
+from infer.kvcache.paged import PagedCache
 from infer.operands.step import Step
 from infer.operands.weights import Heads, Norm, Projection
 
@@ -53,7 +53,7 @@ class Transformer:
         """Which of the two runs a sequence of so many tokens, from its first to its last."""
         return self if self.long is None or length <= self.beyond else self.long
 
-    def forward(self, step: Step, cache: KVCache) -> Float[Tensor, "wanted vocab"]:
+    def forward(self, step: Step, cache: PagedCache) -> Float[Tensor, "wanted vocab"]:
         """float32 logits of the wanted tokens. Appends the step's keys and values to the cache provisionally."""
         x = ops.embed(self.embedding.parts[0], step.tokens, self.architecture.embedding_scale).to(self.dtype)
         for layer, block in enumerate(self.blocks):

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from infer import ops
 from infer.errors import InvalidRequestError
-from infer.kvcache.base import KVCache
 from infer.kvcache.paged import PagedCache
 from infer.kvcache.settings import CacheSettings
+from infer.kvcache.snapkv import PromptCompression
 from infer.model.memory import check_rows_fit
 from infer.model.transformer import Transformer
 from infer.operands.step import Masks, Part, Step, StepEnd
@@ -132,6 +132,7 @@ class CachedContext(Context):
         super().__init__(model.device)
         self._model, self._step_tokens = model, step_tokens or PREFILL_CHUNK
         self._cache = make_cache(model, capacity, num_rows, settings=settings, step_tokens=self._step_tokens)
+        self._compression = PromptCompression(self._cache) if self._cache.settings.keeps_whole_prompts else None
         self._token_ids: list[list[int]] = [[] for _ in range(num_rows)]
         self._brought: list[Sequence[int]] = [()] * num_rows
         self._captures = capture
@@ -151,7 +152,7 @@ class CachedContext(Context):
         return captured
 
     @property
-    def cache(self) -> KVCache:
+    def cache(self) -> PagedCache:
         return self._cache
 
     @property
@@ -197,7 +198,7 @@ class CachedContext(Context):
         return torch.cat([self.forward([part]).clone() for part in parts])
 
     def commit(self, row: int, count: int) -> None:
-        self._cache.commit_row(row, count)
+        self._cache.commit(row, count)
         self._token_ids[row] += self._brought[row][:count]
         self._cache.remember(row, self._token_ids[row])
         if self._long is not None:
@@ -229,23 +230,16 @@ class CachedContext(Context):
 
     @property
     def compresses_prompts(self) -> bool:
-        return self._cache.compresses_prompts
+        return self._compression is not None
 
     @torch.inference_mode()
     def end_prompt(self, row: int) -> None:
-        if not (count := self._cache.end_prompt(row)):
-            return
-        model, token_ids = self._model.for_length(self.lengths[row]), self._token_ids[row]
-        start = self.lengths[row] - count
-        step = Step.of(token_ids[start:], start, row=row).to(model.device)
-        with self._backend.threads():
-            self._cache.truncate(row, start)
-            if self.lengths[row] < start:  # a row that was loaded has of its windows only what comes next sees
-                self._reread(row, token_ids[:start], is_long=self._is_long(row))
-            self._cache.reserve(row, count)
-            with self._cache.observing(row):
-                model.forward(step, self._cache)
-                self._cache.commit_row(row, count)
+        if self._compression is not None:
+            model = self._model.for_length(self.lengths[row])
+            with self._backend.threads():
+                self._compression.after_prompt(
+                    row, self._token_ids[row], lambda step: model.forward(step.to(model.device), self._cache)
+                )
 
     def end_answer(self, row: int) -> None:
         self._cache.end_answer(row)
@@ -323,7 +317,7 @@ class CachedContext(Context):
             chunk = token_ids[start : start + self._step_tokens]
             self._cache.reserve(row, len(chunk))
             self._run(Step.of(chunk, start, row=row), is_long=is_long)
-            self._cache.commit_row(row, len(chunk))
+            self._cache.commit(row, len(chunk))
 
     def _reserve(self, parts: Sequence[Part], repeats: int = 1) -> list[int]:
         """Room for the parts, or for so many tokens of a row that has one; their first positions.

@@ -102,11 +102,11 @@ class GroupRows:
         self.version += 1
         return self.table.reserve(row, start, end, self._first_seen(row, start))
 
-    def pages_needed(self, row: int, start: int, end: int) -> int:
+    def pages_needed(self, row: int, start: int, end: int, *, is_scarce: bool) -> int:
         """`PageTable.num_needed`, for tokens with the slots [start, end)."""
         if self.table.is_ready(row, start, end):
             return 0
-        return self.table.num_needed(row, start, end, self._first_seen(row, start))
+        return self.table.num_needed(row, start, end, self._first_seen(row, start), is_scarce=is_scarce)
 
     def can_continue(self, row: int, slot: int) -> bool:
         """Whether all that a token at this slot sees is there."""

@@ -32,6 +32,7 @@ from infer.system.available_memory import available_memory_bytes
 SPARE_TOKENS = 64  # of a row that is saved, how many of the last may be taken back without reading all of it again
 _STATES = "states"  # the tensor of a saved row that is not keys or values
 
+Positions = tuple[GroupRows, int, int]  # [start, end) in the layers of a group
 Observer = Callable[[int, Tensor, Heads, Step], None]  # what `attend` was called with, after it
 
 
@@ -102,17 +103,26 @@ class PagedCache:
         return [rows.table.pool.num_available for rows in self.groups]
 
     def pages_needed(self, row: int, num_tokens: int) -> Sequence[int]:
-        """Those that `reserve` would take of `free_pages`, copies of shared ones among them."""
-        starts = [self._lengths[row] - int(rows.shifts[row]) for rows in self.groups]
-        return [
-            rows.pages_needed(row, start, start + num_tokens) for rows, start in zip(self.groups, starts, strict=True)
-        ]
+        """Those that `reserve` takes of `free_pages`, copies of shared ones among them. Where this is more than are
+        free, a row with a window may do with fewer: see `can_reserve`."""
+        return self._pages_needed(row, self._next(row, num_tokens), is_scarce=False)
 
     def can_reserve(self, row: int, num_tokens: int) -> bool:
         """Whether `reserve` would not raise."""
-        fits = self._lengths[row] + num_tokens <= self.capacity
-        needed = zip(self.pages_needed(row, num_tokens), self.free_pages, strict=True)
-        return fits and all(count <= free for count, free in needed)
+        least = self._pages_needed(row, self._next(row, num_tokens), is_scarce=True)
+        has_pages = all(count <= free for count, free in zip(least, self.free_pages, strict=True))
+        return has_pages and self._lengths[row] + num_tokens <= self.capacity
+
+    def _next(self, row: int, num_tokens: int) -> list[Positions]:
+        """Of a row's next tokens."""
+        return [(rows, self._lengths[row], self._lengths[row] + num_tokens) for rows in self.groups]
+
+    def _pages_needed(self, row: int, positions: Sequence[Positions], *, is_scarce: bool) -> list[int]:
+        needed = dict.fromkeys(self.groups, 0)
+        for rows, start, end in positions:
+            shift = int(rows.shifts[row])
+            needed[rows] += rows.pages_needed(row, start - shift, end - shift, is_scarce=is_scarce)
+        return list(needed.values())
 
     def _check_free(self, needed: Sequence[int]) -> None:
         for free, total, count in zip(self.free_pages, self.pool_pages, needed, strict=True):
@@ -133,25 +143,22 @@ class PagedCache:
         Raises, nothing changed, InvalidRequestError where the row would hold more than `capacity`, and
         OutOfPagesError where the pools have too few pages left.
         """
-        length = self._lengths[row]
-        end = length + num_tokens
+        end = self._lengths[row] + num_tokens
         if end > self.capacity:
             raise InvalidRequestError(f"a row holds {self.capacity} tokens, got {end}")
-        self.make_own(row, [(rows, length, end) for rows in self.groups])
+        self.make_own(row, self._next(row, num_tokens))
         self._reserved[row] = max(self._reserved[row], end)
         self.memory.publish()
 
-    def make_own(self, row: int, ranges: Sequence[tuple[GroupRows, int, int]]) -> None:
-        """Make positions of a row, [start, end) of a group, its own, to be written: copies of what others share.
+    def make_own(self, row: int, positions: Sequence[Positions]) -> None:
+        """Make positions of a row its own, to be written: of pages that others share it gets copies.
 
         Raises OutOfPagesError, nothing changed.
         """
-        slots = [(rows, start - int(rows.shifts[row]), end - int(rows.shifts[row])) for rows, start, end in ranges]
-        self._check_free(
-            [sum(rows.pages_needed(row, *own) for each, *own in slots if each is rows) for rows in self.groups]
-        )
-        for rows, start, end in slots:
-            if copies := rows.reserve(row, start, end):
+        self._check_free(self._pages_needed(row, positions, is_scarce=True))
+        for rows, start, end in positions:
+            shift = int(rows.shifts[row])
+            if copies := rows.reserve(row, start - shift, end - shift):
                 sources, targets = zip(*copies, strict=True)
                 self.memory.copy_pages(rows, targets, self.memory, sources)
 

@@ -2,7 +2,7 @@
 
 A page is free, or cached (nobody holds it, but its content has a key and may be asked for again), or held by one or
 more rows. A row of `PageTable` holds at most its share of pages. A pool of fewer than all rows' shares can run out:
-ask `num_needed` before `reserve`.
+`num_needed` tells before `reserve`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -131,7 +131,7 @@ class PageTable:
         """Make slots [start, end) the row's own, to be written: (from, to) of the pages to be copied before.
 
         No slot before `first_seen` but the fixed ones will be read again: their pages are given up where the share or
-        the pool is used up. Raises OutOfPagesError, with a part of the pages taken, where the pool has fewer than
+        the pool is used up. Raises OutOfPagesError, a part of the pages taken, where the pool has fewer than
         `num_needed`.
         """
         held, copies = self._held[row], []
@@ -147,12 +147,18 @@ class PageTable:
                 self.pool.release(page)
         return copies
 
-    def num_needed(self, row: int, start: int, end: int, first_seen: int) -> int:
-        """How many pages `reserve` takes from the pool, beyond those that the row itself can give up for them."""
+    def num_needed(self, row: int, start: int, end: int, first_seen: int, *, is_scarce: bool) -> int:
+        """How many pages `reserve` takes from the pool, less those that the row gives up for them.
+
+        With `is_scarce` the row gives up all that are not seen: the fewest pages with which `reserve` succeeds.
+        """
         held = self._held[row]
         indices = range(start // self.page_tokens, num_pages(end, self.page_tokens))
-        num_taken = sum(index not in held or self.pool.is_shared(held[index]) for index in indices)
-        return max(0, num_taken - self._num_exclusive(row, self._unseen(row, first_seen))) if num_taken else 0
+        num_new = sum(index not in held for index in indices)
+        num_copies = sum(index in held and self.pool.is_shared(held[index]) for index in indices)
+        unseen = sorted(self._unseen(row, first_seen))
+        dropped = unseen if is_scarce else unseen[: max(0, len(held) + num_new - self.pages_per_row)]
+        return max(0, num_new + num_copies - self._num_exclusive(row, dropped))
 
     def num_missing(self, row: int, count: int) -> int:
         """How many pages `hold_new` of so many takes from the pool, beyond those that the row gives up when emptied."""

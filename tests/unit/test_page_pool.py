@@ -1,0 +1,361 @@
+"""A pool that can run out: what is refused changes nothing, what is shared is copied when written, what is free goes
+back to the system."""
+
+import random
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from extent import usual_or_all
+from infer import LLM
+from infer.architecture import Layer
+from infer.errors import InvalidRequestError, OutOfPagesError
+from infer.kvcache import paged
+from infer.kvcache.paged import PagedCache
+from infer.kvcache.settings import CacheSettings
+from infer.kvcache.snapkv import PromptCompression
+from infer.operands.step import Part, Step
+from infer.quantization.kv_layout import key_parts, value_parts
+from infer.runner.context import CachedContext, make_cache
+from path_cases import CONTEXT, EOS, make_folder
+
+CPU = torch.device("cpu")
+DIM, PAGE, STEP, WINDOW, CAPACITY, NUM_ROWS = 8, 16, 24, 40, 200, 5
+WHOLE = Layer(1, 1, DIM, 16, None, 1.0)
+WINDOWED = Layer(1, 1, DIM, 16, None, 1.0, WINDOW)
+PREFIXES = CacheSettings(page_tokens=PAGE, reuse_prefixes=True)
+SLIDING = CacheSettings(page_tokens=PAGE, eviction_policy="sliding", eviction_window=40, protected_prefix=5)
+LATE = replace(SLIDING, memory_threshold_mb=1)
+SNAPKV = CacheSettings(page_tokens=PAGE, eviction_policy="snapkv", eviction_window=48, protected_prefix=3)
+
+
+def make(
+    settings: CacheSettings = PREFIXES,
+    pool_pages: int | None = None,
+    layers: tuple[Layer, ...] = (WHOLE, WINDOWED),
+    capacity: int = CAPACITY,
+) -> PagedCache:
+    sizes = {"step_tokens": STEP, "pool_pages": pool_pages}
+    return PagedCache(layers, NUM_ROWS, capacity, "f32", CPU, settings=settings, **sizes)
+
+
+def grow(cache: PagedCache, row: int, count: int) -> None:
+    for start in range(0, count, STEP):
+        size = min(STEP, count - start)
+        cache.reserve(row, size)
+        cache.commit(row, size)
+
+
+def parts_of(cache: PagedCache, index: int) -> list[Tensor]:
+    layer = cache.memory.layers[index]
+    return [*key_parts(layer.keys, "f32"), *value_parts(layer.values, "f32")]
+
+
+class Model:
+    """What each row should hold: the number that was written for each (layer, position), in a plain dict."""
+
+    def __init__(self, cache: PagedCache, seed: int) -> None:
+        self.cache, self.random = cache, random.Random(seed)
+        self.token_ids: list[list[int]] = [[] for _ in range(NUM_ROWS)]
+        self.written: list[dict[tuple[int, int], float]] = [{} for _ in range(NUM_ROWS)]
+        self.parts = [[part.numpy() for part in parts_of(cache, index)] for index in range(len(cache.memory.layers))]
+        self.num_refused = 0
+
+    def append(self, row: int) -> None:
+        """Reserve, write provisionally, and commit a part of it."""
+        cache, start = self.cache, len(self.token_ids[row])
+        count = self.random.randint(1, min(STEP, cache.capacity - start) or 1)
+        needed, free = cache.pages_needed(row, count), cache.free_pages
+        if not cache.can_reserve(row, count):
+            before = snapshot(cache)
+            with pytest.raises(InvalidRequestError if start + count > cache.capacity else OutOfPagesError):
+                cache.reserve(row, count)
+            assert snapshot(cache) == before
+            self.num_refused += start + count <= cache.capacity
+            return
+        cache.reserve(row, count)
+        taken = [old - new for old, new in zip(free, cache.free_pages, strict=True)]
+        assert all(each == most or most > own for each, most, own in zip(taken, needed, free, strict=True))
+        first = self.random.randrange(3)  # few different tokens: rows begin alike by chance
+        new = [(first + index) % 3 for index in range(count)]
+        for rows in cache.groups:
+            blocks, lanes = cache.memory.place(rows, row, torch.arange(start, start + count) - int(rows.shifts[row]))
+            for index in rows.group.layers:
+                values = [self.content(row, new[: at + 1]) + index / 4 for at in range(count)]
+                self.written[row] |= {(index, start + at): value for at, value in enumerate(values)}
+                for part in self.parts[index]:
+                    part[:, blocks, lanes] = np.array(values, np.float32)[:, None]
+        kept = self.random.choice([count, count, count // 2, 0])
+        cache.commit(row, kept)
+        self.token_ids[row] += new[:kept]
+
+    def content(self, row: int, new: list[int]) -> int:
+        """Of a token and all those before it: what rows share is equal only if they are."""
+        return hash((*self.token_ids[row], *new)) % (1 << 20)
+
+    def truncate(self, row: int) -> None:
+        length = self.random.randint(0, len(self.token_ids[row]))
+        self.cache.truncate(row, length)
+        assert self.cache.lengths[row] in (length, 0)
+        del self.token_ids[row][self.cache.lengths[row] :]
+
+    def fork(self, row: int) -> None:
+        source, before = self.random.randrange(NUM_ROWS), self.cache.free_pages
+        self.cache.copy_row(row, self.cache, source)
+        self.token_ids[row], self.written[row] = list(self.token_ids[source]), dict(self.written[source])
+        assert all(new >= old for old, new in zip(before, self.cache.free_pages, strict=True)), "a fork took a page"
+
+    def remember(self, row: int) -> None:
+        self.cache.remember(row, self.token_ids[row])
+
+    def adopt(self, row: int) -> None:
+        source = self.random.randrange(NUM_ROWS)
+        wanted = [*self.token_ids[source], 1]
+        self.cache.truncate(row, 0)
+        count = self.cache.adopt(row, wanted)
+        written = {key: value for key, value in self.written[source].items() if key[1] < count}
+        self.token_ids[row], self.written[row] = wanted[:count], written
+
+    def clear(self, row: int) -> None:
+        self.cache.truncate(row, 0)
+        self.token_ids[row] = []
+
+    def give_back(self, row: int) -> None:
+        self.cache.give_back_free()
+
+    def check(self) -> None:
+        self.cache.check_integrity()
+        assert list(self.cache.lengths) == [len(token_ids) for token_ids in self.token_ids]
+        for rows in self.cache.groups:
+            for row, token_ids in enumerate(self.token_ids):
+                state = rows.state(row)
+                slots = np.array(state.seen_from(len(token_ids), len(token_ids)), np.int64)
+                pages, at = rows.table.table[row, slots // PAGE], slots % PAGE
+                for index in rows.group.layers:
+                    expected = np.array([self.written[row][index, slot] for slot in slots.tolist()], np.float32)
+                    for part in self.parts[index]:
+                        assert (part[0, pages, at] == expected[:, None]).all(), (row, index)
+
+
+def snapshot(cache: PagedCache) -> tuple[object, ...]:
+    held = [[rows.table.page_by_index(row) for row in range(NUM_ROWS)] for rows in cache.groups]
+    return list(cache.lengths), cache.free_pages, held, [rows.table.table.tolist() for rows in cache.groups]
+
+
+@pytest.mark.parametrize("settings", [PREFIXES, SLIDING, LATE], ids=["prefixes", "sliding", "late"])
+@pytest.mark.parametrize("layers", [(WHOLE, WINDOWED), (WINDOWED,)], ids=["both", "windows"])
+def test_random_traces_with_too_few_pages_store_what_was_written(
+    settings: CacheSettings, layers: tuple[Layer, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INFER_POISON", "1")
+    if settings.evicts and WHOLE not in layers:
+        layers = (WHOLE,)
+    num_refused = 0
+    for seed in range(usual_or_all(50, 300)):
+        cache = make(settings, 7 + seed % 4, layers, capacity=7 * PAGE)
+        model = Model(cache, seed)
+        monkeypatch.setattr(paged, "available_memory_bytes", partial(model.random.choice, [0, *[1 << 40] * 5]))
+        verbs = [model.append] * 9 + [model.truncate, model.fork, model.remember, model.adopt, model.clear]
+        for _ in range(60):
+            model.random.choice([*verbs, model.give_back])(model.random.randrange(NUM_ROWS))
+            model.check()
+        num_refused += model.num_refused
+    assert num_refused > 100
+
+
+def test_a_pool_has_the_pages_that_are_asked_for_and_no_more_than_rows_can_use() -> None:
+    full, windowed = 13, 5  # pages of 200 tokens; of a window, a step and one
+    assert make().pool_pages == [5 * full, 5 * windowed]
+    assert make(pool_pages=40).pool_pages == [40, 25]
+    assert make(pool_pages=20).pool_pages == [20, 20]
+    assert make(pool_pages=1000).pool_pages == [5 * full, 5 * windowed]
+    assert make(pool_pages=full).num_bytes == (full + full) * PAGE * 2 * 4 * DIM
+    with pytest.raises(
+        InvalidRequestError, match="pool_pages must be at least 13, the pages of one sequence of 200 tokens, got 12: "
+    ):
+        make(pool_pages=12)
+
+
+def test_a_refused_reserve_changes_no_group() -> None:
+    cache = make(pool_pages=14)
+    grow(cache, 0, 150)
+    for row in (1, 2):
+        grow(cache, row, 32)
+    before = snapshot(cache)
+    assert cache.free_pages == [0, 14 - 5 - 4]
+    assert cache.pages_needed(1, STEP) == [2, 2]
+    assert not cache.can_reserve(1, 1)
+    with pytest.raises(OutOfPagesError, match=r"the cache has 0 of its 14 pages left where 1 are needed: wait"):
+        cache.reserve(1, 1)
+    assert snapshot(cache) == before
+    cache.check_integrity()
+    cache.truncate(0, 0)
+    assert cache.can_reserve(1, 1)
+    cache.reserve(1, 1)
+
+
+def test_a_copy_of_a_shared_page_is_counted_and_can_be_refused() -> None:
+    cache = make(pool_pages=13, layers=(WHOLE,))
+    grow(cache, 0, 12 * PAGE - 4)
+    cache.copy_row(1, cache, 0)
+    cache.copy_row(2, cache, 0)
+    assert cache.free_pages == [1]
+    assert cache.pages_needed(1, 1) == [1]
+    cache.reserve(1, 1)
+    assert cache.pages_needed(2, 1) == [1]
+    with pytest.raises(OutOfPagesError):
+        cache.reserve(2, 1)
+    cache.truncate(1, 0)
+    cache.truncate(0, 0)
+    assert cache.pages_needed(2, 1) == [0]  # nobody shares it any more
+    cache.reserve(2, 1)
+    cache.check_integrity()
+
+
+def test_a_row_gives_up_what_its_window_has_passed_before_it_is_refused() -> None:
+    cache = make(pool_pages=5, layers=(WINDOWED,))
+    grow(cache, 0, 4 * PAGE)
+    grow(cache, 1, PAGE)
+    assert cache.free_pages == [0]
+    assert cache.pages_needed(0, 1) == [1]
+    assert not cache.can_reserve(0, PAGE + 1)
+    assert cache.can_reserve(0, 1)  # the window has passed the first page
+    cache.reserve(0, 1)
+    cache.commit(0, 1)
+    assert sorted(cache.groups[0].table.page_by_index(0)) == [1, 2, 3, 4]
+    assert not cache.can_reserve(1, 1)
+    cache.check_integrity()
+
+
+def test_rows_from_elsewhere_are_refused_whole() -> None:
+    other = make()
+    grow(other, 0, 100)
+    saved = {name: tensor.clone() for name, tensor in other.export_row(0)}
+    cache = make(pool_pages=14)
+    grow(cache, 0, 130)
+    grow(cache, 1, 20)
+    before = snapshot(cache)
+    with pytest.raises(OutOfPagesError):
+        cache.import_row(1, saved, 100)
+    with pytest.raises(OutOfPagesError):
+        cache.copy_row(1, other, 0)
+    assert snapshot(cache) == before
+    cache.import_row(0, saved, 100)  # its own pages are enough
+    cache.copy_row(0, other, 0)
+    cache.check_integrity()
+
+
+def test_what_a_fork_reserved_and_never_committed_is_not_shared() -> None:
+    cache = make(layers=(WHOLE,))
+    grow(cache, 0, 2 * PAGE)
+    cache.reserve(0, STEP)
+    cache.copy_row(1, cache, 0)
+    assert cache.pages_needed(0, STEP) == [0]
+    assert cache.pages_needed(1, STEP) == [2]
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="hardware: a system that tells what is resident")
+def test_what_is_free_goes_back_to_the_system_and_what_is_held_or_cached_stays() -> None:
+    settings = CacheSettings(page_tokens=256, reuse_prefixes=True)
+    layers = [Layer(1, 4, 64, 16, None, 1.0)] * 2
+    cache = PagedCache(layers, 4, 4096, "f32", CPU, step_tokens=4096, settings=settings)
+    for row in range(3):
+        cache.reserve(row, 2048)
+        cache.commit(row, 2048)
+    for layer in cache.memory.layers:
+        layer.keys[:, : 3 * 4096 // 16] = 1
+        layer.values[:, : 3 * 4096 // 16] = 1
+    cache.remember(1, [7] * 2048)
+    for row in (0, 1):
+        cache.truncate(row, 0)
+    assert cache.give_back_free() == 2048 * 2 * 2 * 4 * 64 * 4
+    assert cache.give_back_free() == 0  # once is enough
+    keys = cache.memory.layers[0].keys
+    assert not keys[:, : 2048 // 16].any()
+    assert keys[:, 4096 // 16 : (4096 + 2048) // 16].all(), "cached"
+    assert keys[:, 8192 // 16 : (8192 + 2048) // 16].all(), "held"
+    cache.check_integrity()
+
+
+def test_consecutive_pages_are_given_back_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make(layers=(WHOLE,))
+    for row in (0, 1, 3):
+        grow(cache, row, CAPACITY)
+    for row in (0, 1, 3):
+        cache.truncate(row, 0)
+    calls: list[tuple[int, int]] = []
+    backend = cache.memory._backend
+    monkeypatch.setattr(backend, "give_back", lambda memory, first, count: calls.append((first, count)))
+    cache.give_back_free()
+    assert calls == [(0, 26), (0, 26), (39, 13), (39, 13)]
+
+
+@pytest.fixture(scope="module", params=["llama", "windows"])
+def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return LLM(make_folder(request.param, tmp_path_factory.mktemp(request.param)))
+
+
+@torch.inference_mode()
+def test_forks_of_a_prompt_that_snapkv_compresses_do_not_see_each_other(llm: LLM) -> None:
+    """The first of them copies what it moves its slots into; one that cannot is left as it was."""
+    model, prompt = llm.model, [(7 * index + index * index // 9) % EOS for index in range(100)]
+    alone = CachedContext(model, CONTEXT, settings=SNAPKV)
+    alone.extend(0, prompt)
+    whole = alone.forward([Part(0, [5])]).clone()
+    alone.end_prompt(0)
+    expected = alone.forward([Part(0, [5])]).clone()
+
+    sizes = {"step_tokens": 512, "pool_pages": 7 + 6}  # those of the prompt, and what is copied of them
+    cache = PagedCache(model.architecture.layers, 3, CONTEXT, model.kv_type, CPU, settings=SNAPKV, **sizes)
+    compression = PromptCompression(cache)
+
+    def forward(row: int, token_ids: list[int]) -> Tensor:
+        cache.reserve(row, len(token_ids))
+        return model.forward(Step.of(token_ids, cache.lengths[row], row=row), cache)
+
+    forward(0, prompt)
+    cache.commit(0, len(prompt))
+    cache.copy_row(1, cache, 0)
+    cache.reserve(2, 1)
+    before = [rows.table.page_by_index(1) for rows in cache.groups]
+    with pytest.raises(OutOfPagesError):
+        compression.after_prompt(1, prompt, lambda step: model.forward(step, cache))
+    assert before == [rows.table.page_by_index(1) for rows in cache.groups]
+    assert cache.lengths[1] == len(prompt)
+    cache.truncate(2, 0)
+    compression.after_prompt(1, prompt, lambda step: model.forward(step, cache))
+    cache.check_integrity()
+    assert forward(1, [5]).equal(expected)
+    assert forward(0, [5]).equal(whole)
+
+
+@torch.inference_mode()
+def test_forks_say_what_rows_alone_say(llm: LLM) -> None:
+    """In a pool with as many pages as they take, whichever goes on first."""
+    model, prompt = llm.model, [(5 * index) % EOS for index in range(70)]
+    settings = CacheSettings(page_tokens=PAGE)
+    layers = model.architecture.layers
+    cache = PagedCache(layers, 3, 112, model.kv_type, CPU, step_tokens=112, settings=settings, pool_pages=10)
+
+    def extend(cache: PagedCache, row: int, token_ids: list[int]) -> Tensor:
+        cache.reserve(row, len(token_ids))
+        logits = model.forward(Step.of(token_ids, cache.lengths[row], row=row), cache)
+        cache.commit(row, len(token_ids))
+        return logits.clone()
+
+    extend(cache, 0, prompt)
+    for row in (1, 2):
+        cache.copy_row(row, cache, 0)
+    tails = [[(3 * index + row) % EOS for index in range(20)] for row in range(3)]
+    found = {row: extend(cache, row, tails[row]) for row in (1, 0, 2)}
+    cache.check_integrity()
+    assert min(cache.free_pages) == 0
+    for row, tail in enumerate(tails):
+        alone = make_cache(model, 112)
+        extend(alone, 0, prompt)
+        assert found[row].equal(extend(alone, 0, tail))

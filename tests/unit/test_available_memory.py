@@ -122,3 +122,18 @@ def test_a_row_that_does_not_fit_is_refused_with_the_length_that_would(
     set_available(monkeypatch, 10)
     with pytest.raises(InvalidRequestError, match="free some of it"):
         make_cache(llm.model, 400)
+
+
+def test_a_pool_that_does_not_fit_is_refused_with_the_pages_that_would(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_available(monkeypatch, 4 * row_bytes(llm, 400))
+    with pytest.raises(
+        InvalidRequestError, match=r"5 x 400 tokens of cache in 40 pages need .* available: pool_pages=\d\d fits"
+    ) as error:
+        make_cache(llm.model, 400, 5, pool_pages=40)
+    pages = int(str(error.value).rpartition("pool_pages=")[2].split()[0])
+    assert 20 < pages < 35
+    make_cache(llm.model, 400, 5, pool_pages=pages)
+    with pytest.raises(InvalidRequestError, match=f"pool_pages={pages} fits"):
+        make_cache(llm.model, 400, 5, pool_pages=pages + 1)

@@ -21,7 +21,7 @@ from infer.backends.cpu.threads import set_num_threads, team
 from infer.checkpoint import Checkpoint, open_checkpoint
 from infer.checkpoint.lazy_weights import LazyWeights
 from infer.cli import main
-from infer.errors import ModelError
+from infer.errors import InvalidRequestError, ModelError
 from infer.kvcache.settings import CacheSettings
 from infer.model.families import make_architecture
 from infer.model.from_checkpoint import load_model
@@ -139,13 +139,31 @@ def test_a_recorded_step_takes_what_was_said(name: str, weights: str, capacity: 
     ids=lambda settings: f"{settings.kv_type}-{settings.eviction_policy}-{settings.page_tokens}",
 )
 @pytest.mark.parametrize(("num_tokens", "num_rows"), [(1, 1), (1000, 1), (4097, 3)])
-def test_a_cache_takes_what_was_said(settings: CacheSettings, num_tokens: int, num_rows: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("pool_pages", [None, 300])
+def test_a_cache_takes_what_was_said(
+    settings: CacheSettings, num_tokens: int, num_rows: int, pool_pages: int | None, tmp_path: Path
+) -> None:
     _, model = load_tiny("gemma3", "auto", tmp_path)
-    cache = make_cache(model, num_tokens, num_rows, settings=settings)
+    cache = make_cache(model, num_tokens, num_rows, settings=settings, pool_pages=pool_pages)
     load = LoadSettings()
     assert load.kv_type == model.kv_type
     kv_type = load.kv_type if settings.kv_type == "auto" else settings.kv_type
-    assert cache_bytes(model.architecture.layers, settings, kv_type, num_tokens, num_rows) == cache.num_bytes
+    layers = model.architecture.layers
+    assert cache_bytes(layers, settings, kv_type, num_tokens, num_rows, pool_pages) == cache.num_bytes
+
+
+def test_a_context_is_no_longer_than_the_pool() -> None:
+    checkpoint = open_checkpoint("smollm2")
+    architecture = make_architecture(checkpoint.config)
+    sizes = {"available": 10**12, "most": 8192, "num_rows": 64, "pool_pages": 30}
+    assert largest_context(architecture, checkpoint.tensors, LoadSettings(), CacheSettings(), **sizes) == 30 * 64
+    one, pool = (
+        estimate(architecture, checkpoint.tensors, LoadSettings(), CacheSettings(), num_tokens=1920, **rows).cache
+        for rows in ({"num_rows": 1}, {"num_rows": 64, "pool_pages": 30})
+    )
+    assert one == pool
+    with pytest.raises(InvalidRequestError, match=r"at least 30, the pages of one sequence of 1,920 tokens, got 29"):
+        cache_bytes(architecture.layers, CacheSettings(), "f16", 1920, 64, 29)
 
 
 LOAD = """
@@ -264,14 +282,26 @@ def run_estimate(*arguments: str) -> dict[str, Any]:
 
 def test_the_command_counts_what_its_options_say() -> None:
     found = run_estimate(
-        *("smollm2", "--max-seq-len", "4096", "--batch", "3", "--kv-type", "q8", "--threads", "2"),
+        *(
+            "smollm2",
+            "--max-seq-len",
+            "4096",
+            "--batch",
+            "3",
+            "--pool-pages",
+            "20",
+            "--kv-type",
+            "q8",
+            "--threads",
+            "2",
+        ),
         *("--eviction-policy", "sliding", "--eviction-window", "500", "--precision", "fast"),
     )
     checkpoint = open_checkpoint("smollm2")
     cache = CacheSettings(kv_type="q8", eviction_policy="sliding", eviction_window=500)
     load = LoadSettings(precision="fast", num_threads=2)
     architecture = make_architecture(checkpoint.config)
-    expected = estimate(architecture, checkpoint.tensors, load, cache, num_tokens=4096, num_rows=3)
+    expected = estimate(architecture, checkpoint.tensors, load, cache, num_tokens=4096, num_rows=3, pool_pages=20)
     names = ("weights", "cache", "workspace", "process", "total")
     keys = ("weight_bytes", "cache_bytes", "workspace_bytes", "process_bytes", "total_bytes")
     assert [found[key] for key in keys] == [getattr(expected, name) for name in names]

@@ -272,6 +272,7 @@ def explain(context: click.Context, /, **options: Any) -> None:
     help="Tokens of a row.  [default: the model's own, at most 8192]",
 )
 @click.option("--batch", type=AT_LEAST_1, default=1, show_default=True, help="Rows of the cache.")
+@click.option("--pool-pages", type=AT_LEAST_1, help="Pages of 64 tokens that the rows share.  [default: all rows full]")
 @cache_options
 @number_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of lines.")

@@ -29,7 +29,8 @@ def run_estimate(options: Mapping[str, Any]) -> None:
     num_tokens, own = context_length(options["max_seq_len"], architecture, cache), architecture.most_positions
     threads = default_num_threads() if options["threads"] is None else check_num_threads(options["threads"])
     load = LoadSettings(options["dtype"], options["weights"], options["precision"], threads)
-    found = estimate(architecture, tensors, load, cache, num_tokens=num_tokens, num_rows=options["batch"])
+    rows = {"num_rows": options["batch"], "pool_pages": options["pool_pages"]}
+    found = estimate(architecture, tensors, load, cache, num_tokens=num_tokens, **rows)
     available = available_memory_bytes()
     rest = 0 if available is None else available - found.process
     most = max(own, num_tokens)
@@ -37,6 +38,7 @@ def run_estimate(options: Mapping[str, Any]) -> None:
         "model": options["model"],
         "max_seq_len": num_tokens,
         "batch": options["batch"],
+        "pool_pages": options["pool_pages"],
         "kv_type": load.kv_type if cache.kv_type == "auto" else cache.kv_type,
         "weight_bytes": found.weights,
         "cache_bytes": found.cache,
@@ -47,16 +49,17 @@ def run_estimate(options: Mapping[str, Any]) -> None:
         "fits": None if available is None else found.total <= available,
         "largest_context": None
         if available is None
-        else largest_context(architecture, tensors, load, cache, available=rest, most=most, num_rows=options["batch"]),
+        else largest_context(architecture, tensors, load, cache, available=rest, most=most, **rows),
     }
     click.echo(json.dumps(report, ensure_ascii=False) if options["as_json"] else "\n".join(lines(report)))
 
 
 def lines(report: Mapping[str, Any]) -> Iterator[str]:
     rows = f"{report['batch']} row{'' if report['batch'] == 1 else 's'}"
+    pool = "" if report["pool_pages"] is None else f" in {report['pool_pages']:,} pages"
     remarks = {
         "weights": "as packed, with the tables of rotation",
-        "cache": f"{rows} of {report['max_seq_len']:,} tokens, {report['kv_type']}",
+        "cache": f"{rows} of {report['max_seq_len']:,} tokens{pool}, {report['kv_type']}",
         "workspace": "of a step of 512 tokens",
         "process": "Python, torch and the vocabulary",
     }

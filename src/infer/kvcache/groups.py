@@ -53,16 +53,20 @@ def make_groups(
     return tuple(groups)
 
 
+def most_pages(groups: Sequence[Group]) -> int:
+    """Pages that a full row has of the group of which it has most."""
+    return max(group.pages_per_row for group in groups)
+
+
 def pool_sizes(groups: Sequence[Group], num_rows: int, pool_pages: int | None, capacity: int) -> list[int]:
     """How many pages the pool of each group has: enough for all rows full, and no more than `pool_pages` if given.
 
     Raises InvalidRequestError where a row of `capacity` tokens would not fit.
     """
     full = [num_rows * group.pages_per_row for group in groups]
-    least = max(group.pages_per_row for group in groups)
     if pool_pages is None:
         return full
-    if pool_pages < least:
+    if pool_pages < (least := most_pages(groups)):
         raise InvalidRequestError(
             f"pool_pages must be at least {least}, the pages of one sequence of {capacity:,} tokens, got {pool_pages}: "
             "give the cache more, or set a smaller max_seq_len"

@@ -11,7 +11,7 @@ from math import prod
 from infer.architecture import Architecture, Layer
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import InvalidRequestError, ModelError
-from infer.kvcache.groups import make_groups
+from infer.kvcache.groups import make_groups, most_pages, pool_sizes
 from infer.kvcache.settings import CacheSettings
 from infer.model.tensors import expected_shapes
 from infer.model.workspace import STEP_TOKENS, workspace_bytes
@@ -67,15 +67,19 @@ def estimate(
     *,
     num_tokens: int,
     num_rows: int = 1,
+    pool_pages: int | None = None,
 ) -> Estimate:
-    """A model whose context holds `num_rows` rows of `num_tokens` tokens."""
+    """A model with a cache of `num_rows` rows of `num_tokens` tokens, in `pool_pages` pages (None: all rows full).
+
+    Raises InvalidRequestError where so few pages do not hold one row.
+    """
     types = loaded_types(architecture, tensors, load)
     kv_type = load.kv_type if cache.kv_type == "auto" else cache.kv_type
     history = num_rows * (8 * architecture.vocab_size + 8 * num_tokens)
     workspace = workspace_bytes(architecture, types, num_tokens, load.precision, load.num_threads, num_rows)
     return Estimate(
         weights=weight_bytes(architecture, types) + rope_bytes(architecture, num_tokens),
-        cache=cache_bytes(architecture.layers, cache, kv_type, num_tokens, num_rows),
+        cache=cache_bytes(architecture.layers, cache, kv_type, num_tokens, num_rows, pool_pages),
         workspace=workspace + history,
         process=PROCESS_BYTES + VOCABULARY_BYTES * architecture.vocab_size,
     )
@@ -89,16 +93,19 @@ def check_fits(
     cache: CacheSettings,
     *,
     num_tokens: int,
+    num_rows: int = 1,
+    pool_pages: int | None = None,
     available: int | None,
 ) -> None:
     """Raises ModelError, with the largest context that would fit, where loading would take more than is available.
 
     `available` None is not known, and nothing is refused.
     """
-    needed = estimate(architecture, tensors, load, cache, num_tokens=num_tokens)
+    model = (architecture, tensors, load, cache)
+    needed = estimate(*model, num_tokens=num_tokens, num_rows=num_rows, pool_pages=pool_pages)
     if available is None or needed.model <= available:
         return
-    most = largest_context(architecture, tensors, load, cache, available=available, most=num_tokens)
+    most = largest_context(*model, available=available, most=num_tokens, num_rows=num_rows, pool_pages=pool_pages)
     instead = f"max_seq_len={most} fits" if most > 1 else "take a smaller quantisation of it (or weights='q4')"
     raise ModelError(
         f"{name} needs {_megabytes(needed.model)} MB here ({_megabytes(needed.weights)} of weights, "
@@ -114,6 +121,7 @@ def check_rows_fit(
     *,
     num_tokens: int,
     num_rows: int,
+    pool_pages: int | None = None,
     available: int | None,
 ) -> None:
     """For what is allocated after loading: the cache, the history and the logits of so many rows.
@@ -121,18 +129,28 @@ def check_rows_fit(
     Raises InvalidRequestError, with the setting that would fit, where they would take more than is available.
     """
 
-    def needed(tokens: int, rows: int) -> int:
+    def needed(tokens: int, rows: int, pages: int | None = None) -> int:
         each = 12 * architecture.vocab_size + 8 * tokens
-        return cache_bytes(architecture.layers, cache, kv_type, tokens, rows) + rows * each
+        return cache_bytes(architecture.layers, cache, kv_type, tokens, rows, pages) + rows * each
 
-    if available is None or needed(num_tokens, num_rows) <= available:
+    total = needed(num_tokens, num_rows, pool_pages)
+    if available is None or total <= available:
         return
     rows = available // needed(num_tokens, 1)
     tokens = bisect_right(range(1, num_tokens), available, key=lambda count: needed(count, 1))
     instead = f"max_seq_len={tokens} fits" if tokens > 1 else "free some of it"
+    if rows:
+        instead = f"batch_size={rows} fits"
+    what = f"{num_rows} x {num_tokens:,} tokens of cache"
+    if pool_pages is not None:
+        what += f" in {pool_pages:,} pages"
+        least = most_pages(make_groups(architecture.layers, cache, num_tokens, STEP_TOKENS))
+        fitting = bisect_right(
+            range(least, pool_pages), available, key=lambda count: needed(num_tokens, num_rows, count)
+        )
+        instead = f"pool_pages={least + fitting - 1} fits" if fitting else instead
     raise InvalidRequestError(
-        f"{num_rows} x {num_tokens:,} tokens of cache need {_megabytes(needed(num_tokens, num_rows))} MB, and "
-        f"{_megabytes(available)} MB are available: {f'batch_size={rows} fits' if rows else instead}"
+        f"{what} need {_megabytes(total)} MB, and {_megabytes(available)} MB are available: {instead}"
     )
 
 
@@ -149,12 +167,22 @@ def largest_context(
     available: int,
     most: int,
     num_rows: int = 1,
+    pool_pages: int | None = None,
 ) -> int:
-    """The most tokens, up to `most`, with which a model takes no more than `available`; 0 if none do."""
+    """The most tokens, up to `most`, with which a model takes no more than `available` and a row no more than the pool;
+    0 if none do."""
+
+    def fits(count: int) -> bool:
+        groups = make_groups(architecture.layers, cache, count, STEP_TOKENS)
+        if pool_pages is not None and most_pages(groups) > pool_pages:
+            return False
+        sizes = estimate(architecture, tensors, load, cache, num_tokens=count, num_rows=num_rows, pool_pages=pool_pages)
+        return sizes.model <= available
+
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
-        if estimate(architecture, tensors, load, cache, num_tokens=middle, num_rows=num_rows).model <= available:
+        if fits(middle):
             low = middle
         else:
             high = middle - 1
@@ -197,12 +225,19 @@ def rope_bytes(architecture: Architecture, num_positions: int) -> int:
     return sum(2 * 4 * num_positions * rope.half for rope in ropes)
 
 
-def cache_bytes(layers: Sequence[Layer], settings: CacheSettings, kv_type: str, num_tokens: int, num_rows: int) -> int:
-    """All pages: what keys and values take once every row has been full."""
-    total = 0
-    for group in make_groups(layers, settings, num_tokens, STEP_TOKENS):
-        num_slots = num_rows * group.pages_per_row * settings.page_tokens
-        total += num_slots * sum(slot_bytes(layers[index], kv_type) for index in group.layers)
+def cache_bytes(
+    layers: Sequence[Layer],
+    settings: CacheSettings,
+    kv_type: str,
+    num_tokens: int,
+    num_rows: int,
+    pool_pages: int | None = None,
+) -> int:
+    """All pages: what keys and values take once every page of the pools has been written."""
+    groups, total = make_groups(layers, settings, num_tokens, STEP_TOKENS), 0
+    for group, num_pages in zip(groups, pool_sizes(groups, num_rows, pool_pages, num_tokens), strict=True):
+        per_token = sum(slot_bytes(layers[index], kv_type) for index in group.layers)
+        total += num_pages * settings.page_tokens * per_token
     return total
 
 

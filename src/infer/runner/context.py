@@ -377,17 +377,32 @@ def make_cache(
     *,
     settings: CacheSettings | None = None,
     step_tokens: int = PREFILL_CHUNK,
+    pool_pages: int | None = None,
 ) -> PagedCache:
-    """A cache whose rows get up to `step_tokens` in one step.
+    """A cache whose rows get up to `step_tokens` in one step, with pages for all rows full or `pool_pages` of them.
 
-    Raises InvalidRequestError, nothing allocated, where the memory that is available would not hold all rows full.
+    Raises InvalidRequestError, nothing allocated, where the memory that is available would not hold all pages.
     """
     settings = settings or CacheSettings()
     kv_type = model.kv_type if settings.kv_type == "auto" else settings.kv_type
     if ops.backend_of(model.device).computes_on_host:
-        sizes = {"num_tokens": capacity, "num_rows": num_rows}
-        check_rows_fit(model.architecture, settings, kv_type, **sizes, available=available_memory_bytes())
-    layers, context = model.architecture.layers, model.architecture.most_positions
+        check_rows_fit(
+            model.architecture,
+            settings,
+            kv_type,
+            num_tokens=capacity,
+            num_rows=num_rows,
+            pool_pages=pool_pages,
+            available=available_memory_bytes(),
+        )
     return PagedCache(
-        layers, num_rows, capacity, kv_type, model.device, step_tokens=step_tokens, settings=settings, context=context
+        model.architecture.layers,
+        num_rows,
+        capacity,
+        kv_type,
+        model.device,
+        step_tokens=step_tokens,
+        settings=settings,
+        context=model.architecture.most_positions,
+        pool_pages=pool_pages,
     )

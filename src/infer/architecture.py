@@ -32,14 +32,16 @@ class Rope:
     def half(self) -> int:
         return (self.dim + 1) // 2
 
-    def stretched(self, num_positions: int) -> "Rope":
-        """What turns the pairs of a long sequence, in a context of so many positions."""
-        if self.long is None:
-            return self
+    def sets(self, num_positions: int) -> tuple["Rope", ...]:
+        """What turns the pairs in a context of so many positions: of short sequences, and of long ones where they
+        differ.
+        """
+        if self.long is None or num_positions <= self.long.beyond:
+            return (self,)
         theta, growth = self.theta, self.long.growth
         if growth is not None:
             theta *= (growth * num_positions / self.long.beyond - growth + 1) ** (self.dim / (self.dim - 2))
-        return replace(self, theta=theta, frequency_factors=self.long.frequency_factors, long=None)
+        return self, replace(self, theta=theta, frequency_factors=self.long.frequency_factors, long=None)
 
 
 @dataclass(frozen=True)

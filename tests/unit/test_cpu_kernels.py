@@ -252,7 +252,7 @@ def test_fast_precision_is_near_and_cheaper_than_exact() -> None:
 
 def make_heads(num_heads: int, kv_heads: int, dim: int, rotated: int, normed: bool) -> Heads:
     angles = torch.arange(1100)[:, None] / 50.0 ** torch.linspace(0, 1, max(rotated // 2, 1))
-    rope = RopeTable(angles.cos(), angles.sin()) if rotated else None
+    rope = RopeTable(angles.cos()[None], angles.sin()[None]) if rotated else None
     norm = Norm(torch.rand(dim) + 0.5, 1e-5) if normed else None
     return Heads(num_heads, kv_heads, dim, dim**-0.5, rope, norm, norm)
 

@@ -24,7 +24,7 @@ NUM_HEADS, KV_HEADS, DIM = 6, 2, 32
 LENGTH, FURTHEST = 400, 99
 THETAS = 50.0 ** -torch.linspace(0, 1, DIM // 2)
 ANGLES = torch.arange(LENGTH)[:, None] * THETAS
-HEADS = Heads(NUM_HEADS, KV_HEADS, DIM, DIM**-0.5, RopeTable(ANGLES.cos(), ANGLES.sin()), None, None)
+HEADS = Heads(NUM_HEADS, KV_HEADS, DIM, DIM**-0.5, RopeTable(ANGLES.cos()[None], ANGLES.sin()[None]), None, None)
 
 # How a row's tokens come. The first who see the sinks from too far away are alone, a few, or in the midst of many.
 WAYS = [

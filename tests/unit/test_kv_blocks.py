@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 CAPACITY = 640
 SHAPES = [(3, 3, 32), (9, 3, 64), (7, 1, 96), (8, 2, 128), (4, 1, 256)]  # groups of 1, 3, 7, 4
 ANGLES = torch.arange(1100)[:, None] / 50.0 ** torch.linspace(0, 1, 16)
-ROPE = RopeTable(ANGLES.cos(), ANGLES.sin())
+ROPE = RopeTable(ANGLES.cos()[None], ANGLES.sin()[None])
 INFINITY_AND_NAN = {"q8": 0x7E, "q4": 0x7E, "f16": 0x7E, "bf16": 0x7F, "f32": 0x7F}  # a byte; all of them: not finite
 
 

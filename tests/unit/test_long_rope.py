@@ -1,6 +1,7 @@
 """Two sets of rope factors: a sequence has the one that its length asks for, whatever way it came to its tokens."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,11 @@ import infer.engine.running
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from infer import LLM, SamplingParams
 from infer.errors import InvalidRequestError
+from infer.kvcache.paged import PagedCache
+from infer.model.transformer import Transformer
+from infer.operands.step import Part, Step
+from infer.runner.context import CachedContext
+from infer.sampling.columns import Rows
 from path_cases import Always
 from tiny import LONGROPE, Tiny, make_tiny
 
@@ -92,6 +98,59 @@ def test_rows_on_both_sides_of_the_border_do_not_disturb_each_other(pair: tuple[
     alone = [llm.generate(prompt, GREEDY).token_ids for prompt in prompts]
     together = llm.generate_all(prompts, GREEDY, batch_size=4)
     assert [result.token_ids for result in together] == alone
+
+
+def context_of(llm: LLM, lengths: Sequence[int], **options: Any) -> CachedContext:
+    context = CachedContext(llm.model, 128, num_rows=len(lengths), **options)
+    for row, length in enumerate(lengths):
+        context.extend(row, random_ids(length, seed=length))
+    return context
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_rows_on_both_sides_of_the_border_take_one_step(
+    pair: tuple[Any, LLM], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, llm = pair
+    parts = [Part(row, random_ids(count, seed=row), num_drafts=count - 1) for row in range(2)]
+    alone = [
+        context_of(llm, [length]).forward([replace(part, row=0)]) for length, part in zip((10, 100), parts, strict=True)
+    ]
+    context, steps, forward = context_of(llm, [10, 100], capture=False), list[Step](), Transformer.forward
+
+    def counted(model: Transformer, step: Step, cache: PagedCache) -> Tensor:
+        steps.append(step)
+        return forward(model, step, cache)
+
+    monkeypatch.setattr(Transformer, "forward", counted)
+    assert torch.equal(context.forward(parts), torch.cat(alone))
+    assert len(steps) == 1
+    assert torch.equal(context_of(llm, [10, 100]).forward(parts), torch.cat(alone))
+
+
+def test_rows_on_both_sides_of_the_border_share_a_chain_up_to_it(pair: tuple[Any, LLM]) -> None:
+    _, llm = pair
+
+    def chain(lengths: Sequence[int], count: int) -> list[list[int]]:
+        rows = Rows.pack([GREEDY] * len(lengths), VOCAB_SIZE)
+        return context_of(llm, lengths).chain([(row, 5) for row in range(len(lengths))], count, rows, None, ())[0]
+
+    assert chain([BEYOND - 10, 100], 10) == chain([BEYOND - 10], 10) + chain([100], 10)
+    assert [len(tokens) for tokens in chain([BEYOND - 10, 100], 20)] == [10, 10]
+
+
+def test_only_an_empty_row_changes_its_factors(pair: tuple[Any, LLM]) -> None:
+    _, llm = pair
+    cache = context_of(llm, [3, 100]).cache
+    with pytest.raises(InvalidRequestError, match=r"only an empty row .*, row 0 has tokens"):
+        cache.set_rope(0, is_long=True)
+    cache.copy_row(0, cache, 1)
+    assert cache.is_long(0)
+    cache.truncate(0, 0)
+    assert cache.is_long(0)
+    cache.set_rope(0, is_long=False)
+    assert not cache.is_long(0)
+    assert cache.is_long(1)
 
 
 def test_a_session_goes_back_and_forth_over_the_border(pair: tuple[Any, LLM], tmp_path: Path) -> None:

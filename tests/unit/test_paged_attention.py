@@ -18,7 +18,7 @@ from infer.quantization.kv_layout import LayerCache, Pages
 NUM_HEADS, KV_HEADS, DIM = 6, 2, 32
 CAPACITY = 1000
 ANGLES = torch.arange(1100)[:, None] / 50.0 ** torch.linspace(0, 1, DIM // 2)
-HEADS = Heads(NUM_HEADS, KV_HEADS, DIM, DIM**-0.5, RopeTable(ANGLES.cos(), ANGLES.sin()), None, None)
+HEADS = Heads(NUM_HEADS, KV_HEADS, DIM, DIM**-0.5, RopeTable(ANGLES.cos()[None], ANGLES.sin()[None]), None, None)
 
 # How the tokens of a row come: alone, a few, and more than a chunk at once.
 SIZES = [300, 1, 3, 1, 200, 4, 1, 90, 1, 5, 1]
@@ -34,7 +34,8 @@ def make_layer(
     order = torch.arange(num_pages)
     if seed is not None:
         order = torch.randperm(2 * num_pages, generator=torch.manual_seed(seed))[:num_pages]
-    pages = Pages(page_tokens, order[None].contiguous(), *(torch.tensor([value]) for value in (shift, sinks, window)))
+    columns = (torch.tensor([value]) for value in (shift, sinks, window, 0))
+    pages = Pages(page_tokens, order[None].contiguous(), *columns)
     shape = (KV_HEADS, 2 * num_pages * num_blocks(page_tokens))
     keys, values = (
         torch.full((*shape, size("f32", DIM) // 4), torch.nan).view(torch.uint8)
@@ -140,7 +141,8 @@ def test_a_few_tokens_of_several_rows_are_shared_out_and_change_no_bit(num_threa
     layer = make_layer(64)
     table = torch.arange(len(kept) * layer.pages.table.shape[1]).view(len(kept), -1)
     sinks, windows = (torch.tensor(values) for values in zip(*kept, strict=True))
-    pages = Pages(64, table, torch.zeros(len(kept), dtype=torch.int64), sinks, windows)
+    none = torch.zeros(len(kept), dtype=torch.int64)
+    pages = Pages(64, table, none, sinks, windows, none)
     layer = LayerCache("f32", *(blocks.repeat(1, 2, 1) for blocks in (layer.keys, layer.values)), pages)
     alone = [attend_all(make_layer(64, sinks=sink, window=window), [LENGTH]) for sink, window in kept]
     before = ops.backend_of(torch.device("cpu")).num_threads()

@@ -83,7 +83,7 @@ def attend(
     q, k, v = torch.split(qkv.view(len(qkv), -1, heads.head_dim), counts, dim=1)
     pages, kv_type = layer.pages, layer.kv_type
     q, far = rotate_queries(q, heads, pages, step)
-    k = rotate(k, heads.k_norm, heads.rope, step)
+    k = rotate(k, heads.k_norm, heads.rope, pages, step)
     slots = step.positions - pages.shifts[step.rows]
     all_keys, all_values = key_parts(layer.keys, kv_type), value_parts(layer.values, kv_type)
     for parts, new in ((all_keys, encode_keys(k, kv_type)), (all_values, encode_values(v, kv_type))):
@@ -155,11 +155,11 @@ def rotate_queries(
     q: Float[Tensor, "tokens heads dim"], heads: Heads, pages: Pages, step: Step
 ) -> tuple[Float[Tensor, "tokens heads dim"], Float[Tensor, "tokens heads dim"]]:
     """As they see the window, and as they see the sinks."""
-    near = rotate(q, heads.q_norm, heads.rope, step)
+    near = rotate(q, heads.q_norm, heads.rope, pages, step)
     if pages.furthest is None:
         return near, near
     step = replace(step, positions=step.positions.clamp(max=pages.furthest))
-    return near, rotate(q, heads.q_norm, heads.rope, step)
+    return near, rotate(q, heads.q_norm, heads.rope, pages, step)
 
 
 def softcapped(x: Float[Tensor, "*shape"], cap: float | None) -> Float[Tensor, "*shape"]:
@@ -222,13 +222,14 @@ def normalize(x: Float[Tensor, "*rows hidden"], norm: Norm) -> Float[Tensor, "*r
 
 
 def rotate(
-    x: Float[Tensor, "tokens heads dim"], norm: Norm | None, rope: RopeTable | None, step: Step
+    x: Float[Tensor, "tokens heads dim"], norm: Norm | None, rope: RopeTable | None, pages: Pages, step: Step
 ) -> Float[Tensor, "tokens heads dim"]:
     if norm is not None:
         x = normalize(x.flatten(1), norm).view_as(x) if len(norm.weight) > x.shape[-1] else normalize(x, norm)
     if rope is None:
         return x
-    cos, sin = rope.cos[step.positions, None].to(x.dtype), rope.sin[step.positions, None].to(x.dtype)
+    sets = pages.rope_sets[step.rows].clamp(max=len(rope.cos) - 1)
+    cos, sin = (table[sets, step.positions, None].to(x.dtype) for table in (rope.cos, rope.sin))
     half = cos.shape[-1]
     first, second, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)

@@ -22,8 +22,8 @@ def logits_of(
     model: Transformer, token_ids: list[int], settings: CacheSettings, *, last: int | None
 ) -> Float[Tensor, "tokens vocab"]:
     """float32 logits after every token, or after the last few."""
-    model = model.for_length(len(token_ids))
     cache = make_cache(model, len(token_ids), settings=settings)
+    cache.set_rope(0, is_long=model.is_long(len(token_ids)))
     first = 0 if last is None else max(len(token_ids) - last, 0)
     chunks = []
     for start in range(0, len(token_ids), PREFILL_CHUNK):

@@ -37,7 +37,9 @@ class PageMemory:
     ) -> None:
         self._groups, self._kv_type, self._page_tokens, self._device = groups, kv_type, page_tokens, device
         self._backend = ops.backend_of(device)
-        self._tables = [_tables_of(rows, device) for rows in groups]
+        self.rope_sets = np.zeros(len(groups[0].shifts), np.int64)
+        rope_sets = torch.tensor(self.rope_sets, device=device)  # one for all groups
+        self._tables = [_tables_of(rows, rope_sets) for rows in groups]
         self._published = [rows.version for rows in groups]
         self.layers = self._make_layers(layers)
 
@@ -60,6 +62,12 @@ class PageMemory:
     def num_bytes(self) -> int:
         """What keys and values take when every page has been written."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
+
+    def set_rope(self, row: int, index: int) -> None:
+        """Which of its two sets of rope factors a model has for the row. Published at once."""
+        if self.rope_sets[row] != index:
+            self.rope_sets[row] = index
+            _copy_array(self.rope_sets, self._tables[0].rope_sets)
 
     def publish(self) -> None:
         """Let kernels see the tables and windows as they are now."""
@@ -148,10 +156,10 @@ class PageMemory:
             assert (tables.table.cpu().numpy() == rows.table.table).all(), "kernels read another table"
 
 
-def _tables_of(rows: GroupRows, device: torch.device) -> Pages:
+def _tables_of(rows: GroupRows, rope_sets: Int64[Tensor, "rows"]) -> Pages:
     arrays = (rows.table.table, rows.shifts, rows.sinks, rows.windows)
-    table, shifts, sinks, windows = (torch.tensor(array, device=device) for array in arrays)
-    return Pages(rows.table.page_tokens, table, shifts, sinks, windows, rows.group.furthest)
+    table, shifts, sinks, windows = (torch.tensor(array, device=rope_sets.device) for array in arrays)
+    return Pages(rows.table.page_tokens, table, shifts, sinks, windows, rope_sets, rows.group.furthest)
 
 
 def _copy_array(array: npt.NDArray[np.int64], tensor: Int64[Tensor, "*shape"]) -> None:

@@ -137,6 +137,19 @@ class PagedCache:
         asked for again: how many bytes of keys and values were written there."""
         return self.memory.give_back_free()
 
+    def is_long(self, row: int) -> bool:
+        """Whether its positions turn by the rope factors of long sequences."""
+        return bool(self.memory.rope_sets[row])
+
+    def set_rope(self, row: int, *, is_long: bool) -> None:
+        """Choose the rope factors of an empty row; it keeps them when it is emptied again.
+
+        Raises InvalidRequestError, nothing changed, for a row that has tokens.
+        """
+        if self._lengths[row]:
+            raise InvalidRequestError(f"only an empty row gets other rope factors, row {row} has tokens")
+        self.memory.set_rope(row, int(is_long))
+
     def reserve(self, row: int, num_tokens: int) -> None:
         """Make room for a row's next tokens. Before the step, or the multi-step, that attends with them.
 
@@ -242,8 +255,9 @@ class PagedCache:
         return self.settings.reuse_prefixes and not self.settings.evicts
 
     def remember(self, row: int, token_ids: Sequence[int]) -> None:
-        """These are the row's committed tokens: other rows that begin with them may share what is stored."""
-        if not self._shares:
+        """These are the row's committed tokens: other rows that begin with them may share what is stored, unless it is
+        long."""
+        if not self._shares or self.is_long(row):
             return
         known = len(self._keys[row])
         self._keys[row] = page_keys(token_ids, self.settings.page_tokens, self._keys[row])
@@ -260,8 +274,8 @@ class PagedCache:
 
     def adopt(self, row: int, token_ids: Sequence[int]) -> int:
         """Give an empty row what is stored for the first of these tokens; how many, and never the last. Takes no free
-        page but cached ones."""
-        if not self._shares or self._lengths[row]:
+        page but cached ones. A row that is long gets nothing."""
+        if not self._shares or self._lengths[row] or self.is_long(row):
             return 0
         page_tokens = self.settings.page_tokens
         keys = page_keys(token_ids[:-1], page_tokens)
@@ -316,8 +330,8 @@ class PagedCache:
             for name, part in self.memory.parts(rows):
                 yield name, part[:, *where]
 
-    def import_row(self, row: int, tensors: Mapping[str, Tensor], length: int) -> None:
-        """Replace a row by `length` tokens that a cache of this kind exported.
+    def import_row(self, row: int, tensors: Mapping[str, Tensor], length: int, *, is_long: bool = False) -> None:
+        """Replace a row by `length` tokens that a cache of this kind exported, of a row that `is_long`.
 
         Raises, nothing changed, InvalidRequestError where they are not what `length` tokens store or do not fit, and
         OutOfPagesError where the pools have too few pages left.
@@ -339,6 +353,7 @@ class PagedCache:
         for rows, state, new in zip(self.groups, states, indices, strict=True):
             rows.restore(row, state)
             rows.table.hold_new(row, new)
+        self.memory.set_rope(row, int(is_long))
         self.memory.publish()
         for rows, seen in zip(self.groups, slots, strict=True):
             blocks, lanes = self.memory.place(rows, row, torch.tensor(seen, dtype=torch.int64))
@@ -388,6 +403,7 @@ class PagedCache:
                 rows.share(row, source_row, length)
         self._lengths[row] = self._reserved[row] = length
         self._keys[row] = list(source._keys[source_row])
+        self.memory.set_rope(row, int(source.is_long(source_row)))
         self.memory.publish()
 
     def _copy_from(self, row: int, source: Self, source_row: int, length: int) -> None:

@@ -2,7 +2,7 @@
 
 import errno
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -56,7 +56,8 @@ def load_transformer(
         blocks.append(maker.block(index, layer, rope_tables))
         if on_progress is not None:
             on_progress(index + 1, len(architecture.layers))
-    model = Transformer(
+    beyond = min((long.beyond for long in architecture.long_ropes), default=positions)
+    return Transformer(
         architecture=architecture,
         embedding=embedding,
         blocks=tuple(blocks),
@@ -66,21 +67,8 @@ def load_transformer(
         device=device,
         dtype=ops.backend_of(device).activation_dtype(dtype),
         kv_type=ops.backend_of(device).kv_type(dtype),
+        rope_border=beyond if beyond < positions else None,
     )
-    beyond = min((long.beyond for long in architecture.long_ropes), default=positions)
-    return _with_long(model, beyond) if beyond < positions else model
-
-
-def _with_long(model: Transformer, beyond: int) -> Transformer:
-    """The model beside one for sequences of more than `beyond` tokens: the same weights, other rope tables."""
-    layers, positions = model.architecture.layers, model.max_seq_len
-    ropes = {layer.rope for layer in layers if layer.rope is not None}
-    tables = {rope: make_rope_table(rope.stretched(positions), positions, model.device) for rope in ropes}
-    blocks = tuple(
-        block if layer.rope is None else replace(block, heads=replace(block.heads, rope=tables[layer.rope]))
-        for block, layer in zip(model.blocks, layers, strict=True)
-    )
-    return replace(model, beyond=beyond, long=replace(model, blocks=blocks))
 
 
 @dataclass(frozen=True)

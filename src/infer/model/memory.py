@@ -222,7 +222,7 @@ def packed_bytes(type: str, rows: int, columns: int) -> int:
 def rope_bytes(architecture: Architecture, num_positions: int) -> int:
     """Cosines and sines, one table for each kind of rotation."""
     ropes = {layer.rope for layer in architecture.layers if layer.rope is not None}
-    return sum(2 * 4 * num_positions * rope.half for rope in ropes)
+    return sum(2 * 4 * num_positions * rope.half * len(rope.sets(num_positions)) for rope in ropes)
 
 
 def cache_bytes(

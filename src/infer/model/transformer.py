@@ -46,12 +46,11 @@ class Transformer:
     device: torch.device
     dtype: torch.dtype  # of the residual stream
     kv_type: str  # how its keys and values are stored where nothing else is asked for
-    beyond: int = 0  # sequences of more tokens are for `long`, where there is one
-    long: "Transformer | None" = None
+    rope_border: int | None = None  # sequences of more tokens turn by the second set of rope factors; None: one set
 
-    def for_length(self, length: int) -> "Transformer":
-        """Which of the two runs a sequence of so many tokens, from its first to its last."""
-        return self if self.long is None or length <= self.beyond else self.long
+    def is_long(self, length: int) -> bool:
+        """Whether a sequence of so many tokens turns by the second set, from its first to its last."""
+        return self.rope_border is not None and length > self.rope_border
 
     def forward(self, step: Step, cache: PagedCache) -> Float[Tensor, "wanted vocab"]:
         """float32 logits of the wanted tokens. Appends the step's keys and values to the cache provisionally."""

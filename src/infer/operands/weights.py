@@ -168,10 +168,13 @@ class Norm:
 @final
 @dataclass(frozen=True)
 class RopeTable:
-    """cos and sin of every position's angles, one pair for each two elements that rotate together (i, i + dim / 2)."""
+    """cos and sin of every position's angles, one pair for each two elements that rotate together (i, i + dim / 2).
 
-    cos: Float[Tensor, "positions half"]
-    sin: Float[Tensor, "positions half"]
+    A second set, where there is one, is for the rows that `Pages.rope_sets` names; otherwise all rows have the first.
+    """
+
+    cos: Float[Tensor, "sets positions half"]
+    sin: Float[Tensor, "sets positions half"]
 
 
 @final

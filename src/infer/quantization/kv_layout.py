@@ -45,7 +45,8 @@ class Pages:
     A row's token at position p has the slot p − shift. Slot s lies in page table[row, s // page_tokens], which is
     page_tokens / 16 blocks one behind the other. From slot t the slots s ≤ t are seen with s < sinks or s > t − window;
     all of them where the window is 0. Slots s < sinks are seen as from position min(p, furthest) where that is given:
-    a model knows no distance longer than its context.
+    a model knows no distance longer than its context. `rope_sets` is 1 for rows whose positions turn by the second set
+    of a `RopeTable` that has two, otherwise 0.
     """
 
     page_tokens: int  # a power of 2
@@ -53,6 +54,7 @@ class Pages:
     shifts: Int64[Tensor, "rows"]
     sinks: Int64[Tensor, "rows"]
     windows: Int64[Tensor, "rows"]
+    rope_sets: Int64[Tensor, "rows"]
     furthest: int | None = None
 
 

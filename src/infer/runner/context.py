@@ -6,7 +6,7 @@ What a context runs is provisional: `commit` says how many of a part's tokens st
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import final
 
@@ -135,19 +135,16 @@ class CachedContext(Context):
         self._compression = PromptCompression(self._cache) if self._cache.settings.keeps_whole_prompts else None
         self._token_ids: list[list[int]] = [[] for _ in range(num_rows)]
         self._brought: list[Sequence[int]] = [()] * num_rows
-        self._captures = capture
-        self._captured = self._capture(model)
+        self._captured = self._capture() if capture else None
         self._long: LongRows | None = None
-        self._long_captured: ops.Captured | None = None
-        if model.long is not None:
-            self._long = LongRows(num_rows, model.beyond, self._reread)
-            self._long_captured = self._capture(model.long)
+        if model.rope_border is not None:
+            self._long = LongRows(self._cache, model.rope_border, self._reread)
 
-    def _capture(self, model: Transformer) -> ops.Captured | None:
-        if not self._captures:
-            return None
+    def _capture(self) -> ops.Captured | None:
         self._cache.reserve(0, 1)  # where the recording's own step stands, which is not run
-        captured = self._backend.capture(lambda step: model.forward(step, self._cache), self._step_tokens, MAX_LINES)
+        captured = self._backend.capture(
+            lambda step: self._model.forward(step, self._cache), self._step_tokens, MAX_LINES
+        )
         self._cache.truncate(0, 0)
         return captured
 
@@ -191,11 +188,7 @@ class CachedContext(Context):
         return found
 
     def forward(self, parts: Sequence[Part]) -> Float[Tensor, "lines vocab"]:
-        starts = self._reserve(parts)
-        if len({self._is_long(part.row) for part in parts}) == 1:
-            return self._run(Step.of_parts(parts, starts), is_long=self._is_long(parts[0].row))
-        # Each part by itself: a row's logits do not depend on its neighbours.
-        return torch.cat([self.forward([part]).clone() for part in parts])
+        return self._run(Step.of_parts(parts, self._reserve(parts)))
 
     def commit(self, row: int, count: int) -> None:
         self._cache.commit(row, count)
@@ -214,8 +207,16 @@ class CachedContext(Context):
         self._cache.forget(row)
         self.truncate(row, 0)
 
+    def import_row(self, row: int, tensors: Mapping[str, Tensor], token_ids: Sequence[int]) -> None:
+        """Replace a row by what was exported of these tokens.
+
+        Raises InvalidRequestError, nothing changed, where it does not fit.
+        """
+        self._cache.import_row(row, tensors, len(token_ids), is_long=self._model.is_long(len(token_ids)))
+        self.restore(row, token_ids)
+
     def restore(self, row: int, token_ids: Sequence[int]) -> None:
-        """To be told which tokens a row holds that was copied or imported into the cache."""
+        """To be told which tokens a row holds that was copied into the cache."""
         self._token_ids[row] = list(token_ids)
         if self._long is not None:
             self._long.restore(row, token_ids)
@@ -235,10 +236,11 @@ class CachedContext(Context):
     @torch.inference_mode()
     def end_prompt(self, row: int) -> None:
         if self._compression is not None:
-            model = self._model.for_length(self.lengths[row])
             with self._backend.threads():
                 self._compression.after_prompt(
-                    row, self._token_ids[row], lambda step: model.forward(step.to(model.device), self._cache)
+                    row,
+                    self._token_ids[row],
+                    lambda step: self._model.forward(step.to(self._model.device), self._cache),
                 )
 
     def end_answer(self, row: int) -> None:
@@ -258,12 +260,11 @@ class CachedContext(Context):
         masks: Masks | None = None,
     ) -> tuple[list[list[int]], list[StepEnd]]:
         captured = self._captured
-        if len(tokens) > MAX_LINES:
+        if captured is None or len(tokens) > MAX_LINES:
             return [], []
         if self._long is not None:
             count = min(count, self._long.max_chain([row for row, _ in tokens]))
-            captured = self._long_captured if self._is_long(tokens[0][0]) else captured
-        if captured is None or count < 1:
+        if count < 1:
             return [], []
         parts = [Part(row, [token_id]) for row, token_id in tokens]
         starts = self._reserve(parts, count)
@@ -280,9 +281,6 @@ class CachedContext(Context):
         self, parts: Sequence[Part], rows: Rows, history: History | None, masks: Masks | None = None
     ) -> tuple[list[Drawn], list[StepEnd]]:
         starts, captured = self._reserve(parts), self._captured
-        if self._long is not None:
-            are_long = {self._is_long(part.row) for part in parts}
-            captured = None if len(are_long) > 1 else self._long_captured if are_long == {True} else captured
         if captured is None or not captured.takes(parts) or any(count is not None for count in rows.num_logprobs):
             return super().sample(parts, rows, history, masks)
         found, ends = captured.run_verified(parts, starts, rows, history, masks)
@@ -299,24 +297,17 @@ class CachedContext(Context):
         for row in range(len(self.lengths)):
             self.truncate(row, 0)
 
-    def _run(self, step: Step, *, is_long: bool) -> Float[Tensor, "lines vocab"]:
-        model, captured = self._model, self._captured
-        if is_long and model.long is not None:
-            model, captured = model.long, self._long_captured
-        step = step.to(model.device)
-        return model.forward(step, self._cache) if captured is None else captured.run(step)
-
-    def _is_long(self, row: int) -> bool:
-        return self._long is not None and self._long.is_long(row)
+    def _run(self, step: Step) -> Float[Tensor, "lines vocab"]:
+        step = step.to(self._model.device)
+        return self._model.forward(step, self._cache) if self._captured is None else self._captured.run(step)
 
     @torch.inference_mode()
-    def _reread(self, row: int, token_ids: Sequence[int], is_long: bool) -> None:
-        """Put a row's tokens into the cache again."""
-        self._cache.truncate(row, 0)
+    def _reread(self, row: int, token_ids: Sequence[int]) -> None:
+        """Put an emptied row's tokens into the cache again."""
         for start in range(0, len(token_ids), self._step_tokens):
             chunk = token_ids[start : start + self._step_tokens]
             self._cache.reserve(row, len(chunk))
-            self._run(Step.of(chunk, start, row=row), is_long=is_long)
+            self._run(Step.of(chunk, start, row=row))
             self._cache.commit(row, len(chunk))
 
     def _reserve(self, parts: Sequence[Part], repeats: int = 1) -> list[int]:
@@ -355,13 +346,14 @@ class RecomputedContext(Context):
         self._provisional = part.token_ids
         token_ids = [*self._token_ids, *part.token_ids]
         cache = make_cache(self._model, len(token_ids), step_tokens=len(token_ids), settings=self._settings)
+        cache.set_rope(0, is_long=self._model.is_long(len(token_ids)))
         cache.reserve(0, len(token_ids))
         step = Step.of(token_ids, wanted=range(len(token_ids) - part.num_lines, len(token_ids)))
-        return self._model.for_length(len(token_ids)).forward(step.to(self._model.device), cache)
+        return self._model.forward(step.to(self._model.device), cache)
 
     def max_drafts(self, row: int) -> int:
-        room = self._model.beyond - len(self._token_ids) - 1
-        return MAX_LINES if self._model.long is None or room < 0 else room
+        border, length = self._model.rope_border, len(self._token_ids) + 1
+        return MAX_LINES if border is None or self._model.is_long(length) else border - length
 
     def commit(self, row: int, count: int) -> None:
         self._token_ids += self._provisional[:count]

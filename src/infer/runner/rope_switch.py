@@ -7,42 +7,39 @@ read again with the other set: whatever way it came to its tokens, what follows 
 from collections.abc import Callable, Sequence
 from typing import final
 
+from infer.kvcache.paged import PagedCache
+
 _MANY = 1 << 30
 
-Reread = Callable[[int, Sequence[int], bool], None]  # (row, its tokens, with the long set)
+Reread = Callable[[int, Sequence[int]], None]  # (row, its tokens) → the cache of the emptied row
 
 
 @final
 class LongRows:
-    """Keeps each row's tokens, which a cache cannot tell. `reread` replaces what the cache has of a row."""
+    """Keeps each row's tokens, which a cache cannot tell. `reread` runs them again in a row that was emptied."""
 
-    def __init__(self, num_rows: int, beyond: int, reread: Reread) -> None:
-        self._beyond, self._reread = beyond, reread
-        self._token_ids: list[list[int]] = [[] for _ in range(num_rows)]
-        self._brought: list[Sequence[int]] = [()] * num_rows
-        self._is_long = [False] * num_rows
-        self._least = [0] * num_rows
-
-    def is_long(self, row: int) -> bool:
-        return self._is_long[row]
+    def __init__(self, cache: PagedCache, border: int, reread: Reread) -> None:
+        self._cache, self._border, self._reread = cache, border, reread
+        self._token_ids: list[list[int]] = [[] for _ in cache.lengths]
+        self._brought: list[Sequence[int]] = [()] * len(cache.lengths)
+        self._least = [0] * len(cache.lengths)
 
     def max_drafts(self, row: int) -> int:
         """As many as stay on this side of the border, where the token before them does."""
-        room = self._beyond - len(self._token_ids[row]) - 1
-        return room if room >= 0 and not self._is_long[row] else _MANY
+        room = self._border - len(self._token_ids[row]) - 1
+        return room if room >= 0 and not self._cache.is_long(row) else _MANY
 
     def max_chain(self, rows: Sequence[int]) -> int:
-        """How many tokens the rows can take together; 0 where they are on different sides of the border."""
+        """How many tokens each row can take before one of them passes the border."""
         for row in rows:
             self.reach(row, len(self._token_ids[row]) + 1)
-        if len({self._is_long[row] for row in rows}) > 1:
-            return 0
-        return _MANY if self._is_long[rows[0]] else min(self._beyond - len(self._token_ids[row]) for row in rows)
+        rooms = [self._border - len(self._token_ids[row]) for row in rows if not self._cache.is_long(row)]
+        return min(rooms, default=_MANY)
 
     def reach(self, row: int, length: int) -> None:
         """The row is about to be `length` tokens long."""
-        is_long = max(length, self._least[row]) > self._beyond
-        if is_long != self._is_long[row]:
+        is_long = max(length, self._least[row]) > self._border
+        if is_long != self._cache.is_long(row):
             self._use(row, is_long=is_long)
 
     def expect(self, row: int, length: int) -> None:
@@ -61,15 +58,14 @@ class LongRows:
     def cut(self, row: int, length: int) -> None:
         del self._token_ids[row][length:]
         self._least[row] = 0
-        if length <= self._beyond and self._is_long[row]:
+        if length <= self._border and self._cache.is_long(row):
             self._use(row, is_long=False)
 
     def restore(self, row: int, token_ids: Sequence[int]) -> None:
-        """What a cache that was filled by another context holds."""
-        self._token_ids[row], self._is_long[row] = list(token_ids), len(token_ids) > self._beyond
-        self._least[row] = 0
+        """What a row holds that was copied or imported into the cache."""
+        self._token_ids[row], self._least[row] = list(token_ids), 0
 
     def _use(self, row: int, *, is_long: bool) -> None:
-        self._is_long[row] = is_long
-        if self._token_ids[row]:
-            self._reread(row, self._token_ids[row], is_long)
+        self._cache.truncate(row, 0)
+        self._cache.set_rope(row, is_long=is_long)
+        self._reread(row, self._token_ids[row])

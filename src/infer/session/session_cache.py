@@ -105,10 +105,9 @@ class SessionCache:
         context = self.context
         self._is_whole = False
         try:
-            context.cache.import_row(0, tensors, len(token_ids))
+            context.import_row(0, tensors, token_ids)
         except InvalidRequestError:
             self._is_whole = True
             raise
-        context.restore(0, token_ids)
         self._token_ids = list(token_ids)
         self._is_whole = True

@@ -152,7 +152,8 @@ def _attend_arguments(heads: Heads, layer: LayerCache) -> Arguments:
         _check_rows(heads.rope.cos)
         _check_rows(heads.rope.sin)
         arguments["cos"], arguments["sin"] = heads.rope.cos.data_ptr(), heads.rope.sin.data_ptr()
-        arguments["half"] = heads.rope.cos.shape[1]
+        arguments["half"] = heads.rope.cos.shape[2]
+        arguments["set_bytes"] = heads.rope.cos[0].nbytes if len(heads.rope.cos) > 1 else 0
     arguments["keys"], arguments["values"] = keys.data_ptr(), values.data_ptr()
     arguments["key_stride"], arguments["value_stride"] = keys.stride(0), values.stride(0)
     pages = layer.pages
@@ -163,6 +164,7 @@ def _attend_arguments(heads: Heads, layer: LayerCache) -> Arguments:
         ("shifts", pages.shifts),
         ("sinks", pages.sinks),
         ("windows", pages.windows),
+        ("rope_sets", pages.rope_sets),
     ):
         if values.dtype != torch.int64 or not values.is_contiguous():
             raise InvalidRequestError(f"the {name} of a cache must be contiguous int64, got {values.dtype}")

@@ -77,8 +77,9 @@ ATTEND = np.dtype(
         ("softcap", np.float32),  # 0: none
         ("norms", np.int64, 2),  # their weights, or 0
         ("norm_strides", np.int64, 2),  # bytes of weight from head to head; 0: a head is normalised by itself
-        ("cos", np.int64),  # f32 [positions, half], or 0
+        ("cos", np.int64),  # f32 [sets, positions, half], or 0
         ("sin", np.int64),
+        ("set_bytes", np.int64),  # from set to set; 0: there is one
         ("half", np.int64),
         ("keys", np.int64),
         ("values", np.int64),
@@ -90,6 +91,7 @@ ATTEND = np.dtype(
         ("shifts", np.int64),  # int64 [rows] each
         ("sinks", np.int64),
         ("windows", np.int64),
+        ("rope_sets", np.int64),
         ("furthest", np.int64),  # sinks are seen as from there by those behind it, or −1
         ("queries", np.int64),  # f32, as above
         ("far_bytes", np.int64),  # further on lie those that are for the sinks; 0: they are the same

@@ -74,7 +74,8 @@ def _of_token(args, state, token):  # type: ignore[no-untyped-def]
     """(its position, its first head, its cosines and sines)."""
     position = load_i64(state.positions + 8 * token)
     x = args.qkv + 4 * args.dim * (args.num_heads + 2 * args.num_kv_heads) * token
-    at = 4 * args.half * position
+    row = load_i64(state.rows + 8 * token)
+    at = 4 * args.half * position + args.set_bytes * load_i64(args.rope_sets + 8 * row)
     return position, x, 0 if args.cos == 0 else args.cos + at, args.sin + at
 
 

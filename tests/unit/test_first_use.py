@@ -14,12 +14,12 @@ from infer.backends.cpu import compiled, compiler, images, kernel_cache, records
 from infer.backends.cpu.compilation import Answer, Request
 from infer.backends.cpu.compiled import Kernel
 from infer.backends.cpu.isa import instruction_set
+from infer.backends.cpu.needed_kernels import Needed
 from infer.checkpoint import open_checkpoint
 from infer.kvcache.settings import CacheSettings
 from infer.model.families import make_architecture
 from infer.model.memory import LoadSettings
 from infer.model.model_kernels import compiling_ahead, kernels_of
-from infer.model.needed_kernels import Needed
 from infer.system import cores
 from tiny import TINY, make_tiny
 

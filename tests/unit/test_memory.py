@@ -18,6 +18,8 @@ from infer.backends.cpu.capture.forward import CapturedForward
 from infer.backends.cpu.isa import instruction_set
 from infer.backends.cpu.records import MAX_THREADS
 from infer.backends.cpu.threads import set_num_threads, team
+from infer.backends.cpu.workspace import step_buffers
+from infer.backends.memory_rules import StepSizes
 from infer.checkpoint import Checkpoint, open_checkpoint
 from infer.checkpoint.lazy_weights import LazyWeights
 from infer.cli import main
@@ -27,6 +29,8 @@ from infer.model.families import make_architecture
 from infer.model.from_checkpoint import load_model
 from infer.model.load import load_transformer
 from infer.model.memory import (
+    STEP_LOGITS,
+    STEP_TOKENS,
     LoadSettings,
     cache_bytes,
     estimate,
@@ -36,7 +40,6 @@ from infer.model.memory import (
     weight_bytes,
 )
 from infer.model.transformer import Transformer
-from infer.model.workspace import STEP_LINES, STEP_TOKENS, step_buffers
 from infer.operands.weights import Projection
 from infer.runner.context import MAX_LINES, PREFILL_CHUNK, make_cache
 from tiny import ONE_EACH, TINY, make_tiny
@@ -109,14 +112,15 @@ def test_a_recorded_step_takes_what_was_said(name: str, weights: str, capacity: 
     cache = make_cache(model, capacity, settings=CacheSettings(eviction_policy="sliding" if is_beyond else "none"))
     cache.reserve(0, 1)
     captured = CapturedForward(lambda step: model.forward(step, cache), PREFILL_CHUNK, MAX_LINES)
-    assert (STEP_TOKENS, STEP_LINES) == (PREFILL_CHUNK, MAX_LINES)
+    assert (STEP_TOKENS, STEP_LOGITS) == (PREFILL_CHUNK, MAX_LINES)
     held: dict[str, int] = {}
     for (role, *_), tensor in captured._recording._workspace.items():
         role = "quantized" if role.startswith("quantized") else role
         held[role] = held.get(role, 0) + tensor.nbytes
     said: dict[str, int] = {}
     types = loaded_types(model.architecture, checkpoint.tensors, LoadSettings(weights=weights))
-    buffers = step_buffers(model.architecture, types, capacity, "exact", team().num_threads)
+    sizes = StepSizes(capacity, STEP_TOKENS, STEP_LOGITS, "exact", team().num_threads)
+    buffers = step_buffers(model.architecture, types, sizes, STEP_LOGITS)
     for (role, _), size in buffers.items():
         role = "quantized" if role.startswith("quantized") else role
         said[role] = said.get(role, 0) + size

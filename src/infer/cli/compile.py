@@ -7,13 +7,13 @@ import click
 import torch
 
 from infer import ops
+from infer.backends.cpu.needed_kernels import Needed
 from infer.checkpoint import open_checkpoint
 from infer.errors import InferError
 from infer.kvcache.settings import CacheSettings
 from infer.model.families import make_architecture
 from infer.model.memory import LoadSettings
 from infer.model.model_kernels import kernels_of
-from infer.model.needed_kernels import Needed
 from infer.model.tensors import check_tensors, expected_shapes
 from infer.quantization.kv_formats import KV_TYPES
 

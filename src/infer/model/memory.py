@@ -1,6 +1,7 @@
 """What a model takes in memory here, by arithmetic on its headers: no torch, nothing allocated.
 
-Weights are counted as the CPU's kernels hold them, a cache as it is reserved, the workspace as a recorded step has it.
+Weights and the buffers of a step are counted by the backend's own rules (`backends.memory_rules`), a cache as it is
+reserved.
 """
 
 from bisect import bisect_right
@@ -9,18 +10,18 @@ from dataclasses import dataclass
 from math import prod
 
 from infer.architecture import Architecture, Layer
+from infer.backends.memory_rules import StepSizes, memory_rules
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import InvalidRequestError, ModelError
 from infer.kvcache.groups import make_groups, most_pages, pool_sizes
 from infer.kvcache.settings import CacheSettings
 from infer.model.tensors import expected_shapes
-from infer.model.workspace import STEP_TOKENS, workspace_bytes
 from infer.quantization.ggml_types import BLOCK_TYPES
 from infer.quantization.kv_formats import BLOCK_POSITIONS, key_block_bytes, value_block_bytes
 
 # Of a process that has loaded torch and our compiled kernels, and of each token of a vocabulary: measured resident.
 PROCESS_BYTES, VOCABULARY_BYTES = 249_000_000, 400
-ROWS_PER_GROUP, INPUTS_PER_UNIT = 16, 8  # rows that lie side by side; inputs of a float type come in so many
+STEP_TOKENS, STEP_LOGITS = 512, 64  # the most of a step
 _TYPE_BY_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 
@@ -76,11 +77,11 @@ def estimate(
     types = loaded_types(architecture, tensors, load)
     kv_type = load.kv_type if cache.kv_type == "auto" else cache.kv_type
     history = num_rows * (8 * architecture.vocab_size + 8 * num_tokens)
-    workspace = workspace_bytes(architecture, types, num_tokens, load.precision, load.num_threads, num_rows)
+    sizes = StepSizes(num_tokens, STEP_TOKENS, STEP_LOGITS, load.precision, load.num_threads)
     return Estimate(
         weights=weight_bytes(architecture, types) + rope_bytes(architecture, num_tokens),
         cache=cache_bytes(architecture.layers, cache, kv_type, num_tokens, num_rows, pool_pages),
-        workspace=workspace + history,
+        workspace=memory_rules().step_bytes(architecture, types, sizes, num_rows) + history,
         process=PROCESS_BYTES + VOCABULARY_BYTES * architecture.vocab_size,
     )
 
@@ -206,17 +207,12 @@ def _loaded_type(name: str, info: TensorInfo, load: LoadSettings) -> str:
 
 
 def weight_bytes(architecture: Architecture, types: Mapping[str, str]) -> int:
-    """Matrices as they are packed, norms and biases in float32."""
+    """Matrices as the kernels hold them, norms and biases in float32."""
+    rules = memory_rules()
     return sum(
-        packed_bytes(types[name], *shape) if name in types else 4 * prod(shape)
+        rules.matrix_bytes(types[name], *shape) if name in types else 4 * prod(shape)
         for name, shape in expected_shapes(architecture).items()
     )
-
-
-def packed_bytes(type: str, rows: int, columns: int) -> int:
-    kind = BLOCK_TYPES[type]
-    columns += -columns % INPUTS_PER_UNIT if kind.is_float else 0
-    return (rows + -rows % ROWS_PER_GROUP) * (columns // kind.block_size) * kind.packed_bytes
 
 
 def rope_bytes(architecture: Architecture, num_positions: int) -> int:

@@ -6,12 +6,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from infer.architecture import Architecture
 from infer.backends.cpu import compiled, kernel_cache
 from infer.backends.cpu.isa import instruction_set
+from infer.backends.cpu.needed_kernels import Needed, needed_kernels
 from infer.checkpoint import Checkpoint, open_checkpoint
 from infer.errors import InferError
 from infer.kvcache.settings import CacheSettings
 from infer.model.families import make_architecture
 from infer.model.memory import LoadSettings, loaded_types
-from infer.model.needed_kernels import Needed, needed_kernels
 from infer.model.tensors import check_tensors, expected_shapes
 
 

@@ -11,7 +11,6 @@ class BlockType:
     ggml_id: int
     block_size: int
     block_bytes: int
-    packed_bytes: int  # of a block in the CPU kernels' form, where small scales lie as bytes
 
     @property
     def is_float(self) -> bool:
@@ -25,22 +24,22 @@ class BlockType:
 BLOCK_TYPES: dict[str, BlockType] = {
     kind.name: kind
     for kind in (
-        BlockType("F32", 0, 1, 4, 4),
-        BlockType("F16", 1, 1, 2, 2),
-        BlockType("BF16", 30, 1, 2, 2),
-        BlockType("Q4_0", 2, 32, 18, 18),
-        BlockType("Q4_1", 3, 32, 20, 20),
-        BlockType("Q5_0", 6, 32, 22, 22),
-        BlockType("Q5_1", 7, 32, 24, 24),
-        BlockType("Q8_0", 8, 32, 34, 34),
-        BlockType("Q2_K", 10, 256, 84, 100),
-        BlockType("Q3_K", 11, 256, 110, 114),
-        BlockType("Q4_K", 12, 256, 144, 148),
-        BlockType("Q5_K", 13, 256, 176, 180),
-        BlockType("Q6_K", 14, 256, 210, 210),
-        BlockType("IQ4_NL", 20, 32, 18, 18),
-        BlockType("IQ4_XS", 23, 256, 136, 138),
-        BlockType("MXFP4", 39, 32, 17, 17),
+        BlockType("F32", 0, 1, 4),
+        BlockType("F16", 1, 1, 2),
+        BlockType("BF16", 30, 1, 2),
+        BlockType("Q4_0", 2, 32, 18),
+        BlockType("Q4_1", 3, 32, 20),
+        BlockType("Q5_0", 6, 32, 22),
+        BlockType("Q5_1", 7, 32, 24),
+        BlockType("Q8_0", 8, 32, 34),
+        BlockType("Q2_K", 10, 256, 84),
+        BlockType("Q3_K", 11, 256, 110),
+        BlockType("Q4_K", 12, 256, 144),
+        BlockType("Q5_K", 13, 256, 176),
+        BlockType("Q6_K", 14, 256, 210),
+        BlockType("IQ4_NL", 20, 32, 18),
+        BlockType("IQ4_XS", 23, 256, 136),
+        BlockType("MXFP4", 39, 32, 17),
     )
 }
 IQ4_VALUES = (

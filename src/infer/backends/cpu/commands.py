@@ -16,6 +16,7 @@ from infer.backends.cpu.records import (
     CHUNK,
     EMBED,
     EPILOGUE,
+    GROUPS_PER_THREAD,
     MATMUL,
     MAX_HEAD_DIM,
     NORMALIZE,
@@ -28,7 +29,6 @@ from infer.quantization.kv_formats import check_kv_type, key_block_bytes, value_
 from infer.quantization.kv_layout import LayerCache
 
 _CACHED_ACTIVATIONS = 1 << 19  # bytes of activations that should stay in a core's cache while weights stream by
-_GROUPS_PER_THREAD = 8  # from here on, threads share out pairs of groups, which a tile does at once
 
 
 def embed(run: Run, table: Weight, scale: float) -> Tensor:
@@ -257,7 +257,7 @@ def _matmul(
     arguments = np.zeros(1, MATMUL)
     arguments["first_weights"], arguments["second_weights"] = weight.data_at(), second_weights
     arguments["group_bytes"], arguments["num_groups"] = weight.group_bytes, num_groups
-    pairs = num_groups % 2 == 0 if second_weights else num_groups >= _GROUPS_PER_THREAD * run.num_threads
+    pairs = num_groups % 2 == 0 if second_weights else num_groups >= GROUPS_PER_THREAD * run.num_threads
     arguments["groups_per_unit"] = 2 if pairs else 1
     arguments["num_records"], arguments["of_wanted"] = num_records, of_wanted
     arguments["activations"], arguments["private_bytes"] = source

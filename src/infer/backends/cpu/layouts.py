@@ -27,6 +27,7 @@ SPARE_TOKENS = 3  # that a tile may read behind them
 BLOCK = 32  # inputs of a record of a block type, and of a block of quantised activations
 PLANE_BYTES = BLOCK + 8  # from one int8 plane of an activation record to the next
 SCALE_AT = BLOCK  # where in an activation record its scale stands, and s ΣA behind it
+PLANES = {"exact": 2, "fast": 1}  # int8 planes of quantised activations, by their precision
 UNIT = 8  # inputs of a record of a float type
 QUADS_BYTES = 8 * 64  # of a record of a block type, once each value is a byte
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from infer.backends.cpu.compiled import compiled_address
-from infer.backends.cpu.layouts import LANES, LAYOUTS
+from infer.backends.cpu.layouts import LANES, LAYOUTS, PLANES
 from infer.backends.cpu.packed_weight import PackedWeight, allocate
 from infer.backends.cpu.records import PACK
 from infer.backends.cpu.state import STATE
@@ -22,7 +22,6 @@ from infer.operands.weights import ConvertedWeight, Projection, StoredWeight, Un
 
 Source = StoredWeight | UnreadWeight | ConvertedWeight
 Precision = Literal["exact", "fast"]
-PLANES: dict[str, int] = {"exact": 2, "fast": 1}
 _BYTES_AT_ONCE = 4 << 20
 
 

@@ -63,6 +63,7 @@ ADD_NORMALIZED = np.dtype(
 # attention
 
 CHUNK = 256  # slots that give one partial result
+GROUPS_PER_THREAD = 8  # from here on, threads share out pairs of groups, which a tile does at once
 SPLIT_TOKENS = 16  # up to this many tokens, the chunks are shared out; beyond, the tokens are
 MAX_HEAD_DIM = 512
 

@@ -1,16 +1,15 @@
 """Which CPU kernels the steps of a model need, from its headers: what a load compiles ahead. No torch.
 
-`backends.cpu.commands` decides; a kernel that this list lacks is compiled when it is first met, in an answer's time.
+`commands` decides; a kernel that this list lacks is compiled when it is first met, in an answer's time.
 """
 
 from collections.abc import Iterator, Mapping
 
 from infer.architecture import Architecture, Layer
+from infer.backends.cpu.layouts import LANES, PLANES
 
 Needed = tuple[str, tuple[str | int, ...], str, str]  # maker, variant, its record's name, what in the model asks for it
 
-_LANES = 16
-_PLANES = {"exact": 2, "fast": 1}
 _SAMPLING = ("scan:make_scan", "narrow:make_narrow", "choose:make_choose")
 _ADVANCING = ("advance", "await_mask", "accept")
 
@@ -51,7 +50,7 @@ def _of_weights(architecture: Architecture, types: Mapping[str, str], precision:
     multiplied = {type_ for name, type_ in types.items() if name != table or architecture.tied_embeddings}
     for type_ in sorted(multiplied):
         reason = f"weights {type_}" if precision == "exact" else f"precision {precision}"
-        yield ".matmul:make_matmul", (type_, _PLANES[precision], isa), "MATMUL", reason
+        yield ".matmul:make_matmul", (type_, PLANES[precision], isa), "MATMUL", reason
 
 
 def _of_layer(layer: Layer, types: Mapping[str, str], at: str) -> Iterator[Needed]:
@@ -60,6 +59,6 @@ def _of_layer(layer: Layer, types: Mapping[str, str], at: str) -> Iterator[Neede
     else:
         yield ".matmul:make_add", (), "EPILOGUE", ""
     is_paired = types[at + "gate_proj.weight"] == types[at + "up_proj.weight"]
-    is_paired = is_paired and not (layer.has_mlp_bias and layer.intermediate_size % _LANES)
+    is_paired = is_paired and not (layer.has_mlp_bias and layer.intermediate_size % LANES)
     maker = "gate" if is_paired else "gate_rows"
     yield f".matmul:make_{maker}", (layer.activation,), "EPILOGUE", f"activation {layer.activation}"

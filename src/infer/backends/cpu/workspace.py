@@ -1,0 +1,117 @@
+"""What matrices and a recorded step's buffers take, by the rules of `packing` and `commands`: no torch.
+
+A buffer is known by its role and its size, and layers share it, as in `recording`. Scratch is counted for the threads
+that run, logits for the lines that are used: what is there for others is never touched, and so is no memory yet.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import final
+
+from infer.architecture import Architecture, Layer
+from infer.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, PLANES, SPARE_TOKENS
+from infer.backends.cpu.records import CHUNK, GROUPS_PER_THREAD, MAX_THREADS, SPLIT_TOKENS
+from infer.backends.memory_rules import StepSizes
+
+Buffers = dict[tuple[str, int], int]  # role and size → bytes
+
+
+def matrix_bytes(type: str, rows: int, columns: int) -> int:
+    """As it is packed: groups of rows, the last of them filled up."""
+    return -(-rows // LANES) * LAYOUTS[type].group_bytes(columns)
+
+
+def step_bytes(architecture: Architecture, types: Mapping[str, str], sizes: StepSizes, num_logits: int) -> int:
+    return sum(step_buffers(architecture, types, sizes, num_logits).values())
+
+
+def step_buffers(architecture: Architecture, types: Mapping[str, str], sizes: StepSizes, num_logits: int) -> Buffers:
+    step = _Step(sizes)
+    hidden, vocab = architecture.hidden_size, architecture.vocab_size
+    step.floats("x", sizes.tokens, hidden)
+    for index, layer in enumerate(architecture.layers):
+        is_beyond = sizes.context > architecture.most_positions and layer.window is None and layer.rope is not None
+        _add_layer(step, layer, hidden, types, f"model.layers.{index}.", 2 if is_beyond else 1)
+    head = types["model.embed_tokens.weight" if architecture.tied_embeddings else "lm_head.weight"]
+    step.project([head], [vocab], hidden, tokens=sizes.logits)
+    step.floats("logits", min(num_logits, sizes.logits), vocab)
+    return step.buffers
+
+
+def _add_layer(step: "_Step", layer: Layer, hidden: int, types: Mapping[str, str], at: str, query_sets: int) -> None:
+    tokens = step.sizes.tokens
+    wide, narrow, inner = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim, layer.intermediate_size
+    qkv = [types[f"{at}self_attn.{which}_proj.weight"] for which in "qkv"]
+    step.floats("projected", tokens, wide + 2 * narrow)
+    step.project(qkv, [wide, narrow, narrow], hidden)
+    step.floats("attended", tokens, wide)
+    step.floats("queries", query_sets * tokens, wide)
+    chunks = -(-step.sizes.context // CHUNK)
+    step.floats("partials", min(tokens, SPLIT_TOKENS) * layer.num_heads * chunks, layer.head_dim + LANES)
+    step.project([types[at + "self_attn.o_proj.weight"]], [hidden], wide, made_by="attended")
+    if layer.has_post_norms:
+        step.floats("before post norm", tokens, hidden)
+    gate, up = (types[f"{at}mlp.{which}_proj.weight"] for which in ("gate", "up"))
+    step.floats("hidden", tokens, inner)
+    is_paired = gate == up and not (layer.has_mlp_bias and inner % LANES)
+    if is_paired:
+        step.activations([gate], hidden, tokens)
+        step.unpacked(gate, inner, hidden, is_pair=True)
+    else:
+        step.floats("gate and up", tokens, 2 * inner)
+        step.project([gate, up], [inner, inner], hidden)
+    step.project([types[at + "mlp.down_proj.weight"]], [hidden], inner, made_by="hidden" if is_paired else None)
+
+
+@final
+class _Step:
+    def __init__(self, sizes: StepSizes) -> None:
+        self.sizes = sizes
+        self.buffers: Buffers = {}
+
+    def add(self, role: str, size: int) -> None:
+        self.buffers[role, size] = size
+
+    def floats(self, role: str, count: int, features: int) -> None:
+        self.add(role, 4 * count * features)
+
+    def project(
+        self, types: Sequence[str], rows: Sequence[int], inputs: int, *, tokens: int | None = None,
+        made_by: str | None = None,
+    ) -> None:  # fmt: skip
+        """`made_by` is the buffer that x is, if what writes it can quantise it on the way."""
+        tokens = tokens or self.sizes.tokens
+        if made_by is not None and inputs % BLOCK == 0 and not LAYOUTS[types[0]].is_float:
+            self.add(f"quantized {made_by}", (tokens + SPARE_TOKENS) * self._token_bytes(types[0], inputs))
+        else:
+            self.activations(types, inputs, tokens)
+        for type_, count in _merged(types, rows):
+            self.unpacked(type_, count, inputs)
+
+    def activations(self, types: Sequence[str], inputs: int, tokens: int) -> None:
+        for size in {self._token_bytes(type_, inputs) for type_ in types}:
+            self.add("activations", (max(tokens, MAX_THREADS) + SPARE_TOKENS) * size)
+
+    def unpacked(self, type_: str, rows: int, inputs: int, *, is_pair: bool = False) -> None:
+        """Of a core's matrix unit; without one it is not there, and it is small."""
+        layout, num_threads = LAYOUTS[type_], self.sizes.num_threads
+        if layout.is_float:
+            return
+        groups = -(-rows // LANES)
+        is_double = groups % 2 == 0 if is_pair else groups >= GROUPS_PER_THREAD * num_threads
+        size = (1 + is_double) * (1 + is_pair) * layout.num_records(inputs) * layout.unpacked_bytes
+        self.buffers["unpacked weights", size] = num_threads * size
+
+    def _token_bytes(self, type_: str, inputs: int) -> int:
+        layout = LAYOUTS[type_]
+        return layout.num_records(inputs) * layout.activation_bytes(PLANES[self.sizes.precision])
+
+
+def _merged(types: Sequence[str], rows: Sequence[int]) -> list[tuple[str, int]]:
+    """Parts as they are packed: neighbours of one type become one where groups of rows allow."""
+    merged: list[tuple[str, int]] = []
+    for type_, count in zip(types, rows, strict=True):
+        if merged and merged[-1][0] == type_ and merged[-1][1] % LANES == count % LANES == 0:
+            merged[-1] = (type_, merged[-1][1] + count)
+        else:
+            merged.append((type_, count))
+    return merged

@@ -13,7 +13,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from infer.architecture import Architecture
 from infer.catalog.models import shown_as, weights_name
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.generation_config import defaults_of
@@ -49,6 +48,7 @@ from infer.model.from_checkpoint import (
 )
 from infer.model.load import OnProgress
 from infer.model.transformer import Transformer
+from infer.operands.architecture import Architecture
 from infer.outputs import GenerationResult, Piece, SampleTrace, TokenLogprob
 from infer.runner.closing import closed
 from infer.runner.context import MAX_LINES, PREFILL_CHUNK

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from infer.architecture import Layer
 from infer.errors import InvalidRequestError
 from infer.kvcache import settings as settings_module
 from infer.kvcache.settings import CacheSettings
+from infer.operands.architecture import Layer
 from watched import python_command
 
 

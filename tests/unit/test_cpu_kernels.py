@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from infer import ops
-from infer.architecture import Activation
 from infer.backends import reference
 from infer.backends.cpu import operations as cpu
 from infer.backends.cpu.capture.forward import CapturedForward
@@ -26,6 +25,7 @@ from infer.backends.cpu.isa import INSTRUCTION_SETS, instruction_set, usable_ins
 from infer.backends.cpu.layouts import LAYOUTS
 from infer.backends.cpu.threads import set_num_threads
 from infer.errors import InvalidRequestError
+from infer.operands.architecture import Activation
 from infer.operands.step import Part, Step
 from infer.operands.weights import Heads, Norm, Projection, RopeTable, StoredWeight
 from infer.sampling import sampler

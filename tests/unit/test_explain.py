@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from gguf_files import write_model
-from infer.architecture import Layer, Rope
 from infer.catalog.explain import _kv_types, explain, group_layers
 from infer.cli import main
 from infer.cli.explain import ranges
 from infer.model.from_checkpoint import load_tokenizer
+from infer.operands.architecture import Layer, Rope
 from tiny import TINY, Tiny, make_tiny
 from watched import python_command
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, SiglipVisionConfig
 
-from infer.architecture import Architecture, LongRope
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.lazy_weights import LazyWeights
 from infer.errors import ModelError, UnsupportedModelError
 from infer.model.families import make_architecture
 from infer.model.load import load_transformer
+from infer.operands.architecture import Architecture, LongRope
 from infer.operands.step import Step
 from infer.runner.context import make_cache
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from infer import LLM, ops
-from infer.architecture import Layer, Rope
 from infer.errors import InvalidRequestError
 from infer.kvcache.groups import make_groups
 from infer.kvcache.settings import CacheSettings
+from infer.operands.architecture import Layer, Rope
 from infer.operands.step import Step
 from infer.operands.weights import Heads, RopeTable
 from infer.quantization.kv_layout import LayerCache

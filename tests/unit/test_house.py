@@ -120,7 +120,7 @@ def test_every_module_but_compiled_kernels_is_checked() -> None:
 
 
 def test_the_transformer_names_no_family() -> None:
-    for name in ("model/transformer.py", "ops/__init__.py", "architecture.py"):
+    for name in ("model/transformer.py", "ops/__init__.py", "operands/architecture.py"):
         text = (SOURCE / name).read_text(encoding="utf-8").lower()
         assert [family for family in FAMILIES if family in text] == [], name
 

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from infer import ops
-from infer.architecture import Layer
 from infer.backends import reference
 from infer.backends.cpu import operations as cpu
 from infer.backends.cpu.threads import set_num_threads
 from infer.errors import InvalidRequestError
 from infer.kvcache.paged import PagedCache
+from infer.operands.architecture import Layer
 from infer.operands.step import Step
 from infer.operands.weights import Heads, RopeTable
 from infer.quantization.kv_formats import (

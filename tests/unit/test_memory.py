@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from infer import ops
-from infer.architecture import Layer, Rope
 from infer.backends.cpu.capture.forward import CapturedForward
 from infer.backends.cpu.isa import instruction_set
 from infer.backends.cpu.records import MAX_THREADS
@@ -40,6 +39,7 @@ from infer.model.memory import (
     weight_bytes,
 )
 from infer.model.transformer import Transformer
+from infer.operands.architecture import Layer, Rope
 from infer.operands.weights import Projection
 from infer.runner.context import MAX_LINES, PREFILL_CHUNK, make_cache
 from tiny import ONE_EACH, TINY, make_tiny

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infer import ops
-from infer.architecture import Rope
 from infer.backends.cpu.layouts import LAYOUTS
 from infer.backends.cpu.packed_weight import PackedWeight, Pieces
 from infer.backends.cpu.threads import set_num_threads
 from infer.backends.cpu.workspace import matrix_bytes
 from infer.backends.reference import dense
 from infer.model.rope import make_rope_table
+from infer.operands.architecture import Rope
 from infer.operands.weights import ConvertedWeight, Norm, Projection, StoredWeight, UnreadWeight
 from infer.quantization.ggml_blocks import quantize, quantize_fitted
 from infer.quantization.ggml_types import BLOCK_TYPES

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from extent import usual_or_all
 from infer import LLM
-from infer.architecture import Layer
 from infer.errors import InvalidRequestError, OutOfPagesError
 from infer.kvcache import paged
 from infer.kvcache.paged import PagedCache
 from infer.kvcache.settings import CacheSettings
 from infer.kvcache.snapkv import PromptCompression
+from infer.operands.architecture import Layer
 from infer.operands.step import Part, Step
 from infer.quantization.kv_layout import key_parts, value_parts
 from infer.runner.context import CachedContext, make_cache

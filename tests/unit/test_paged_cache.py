@@ -10,10 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from torch import Tensor
 
 from infer import ops
-from infer.architecture import Layer
 from infer.errors import InvalidRequestError
 from infer.kvcache.paged import PagedCache
 from infer.kvcache.settings import CacheSettings
+from infer.operands.architecture import Layer
 from infer.operands.step import Step
 from infer.operands.weights import Heads
 

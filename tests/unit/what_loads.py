@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from infer.architecture import Architecture, Layer
 from infer.model.families import make_architecture
+from infer.operands.architecture import Architecture, Layer
 from infer.quantization.ggml_types import BLOCK_TYPES
 from test_converted_families import CONVERTED
 from tiny import LONGROPE, TINY, Tiny

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol, cast, final, runtime_checkable
 
-from infer.architecture import Architecture
+from infer.operands.architecture import Architecture
 
 # Each module is a `MemoryRules`. A device with other kernels has a line of its own.
 _MODULE_BY_DEVICE = {"cpu": "infer.backends.cpu.workspace"}

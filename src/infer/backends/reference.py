@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from infer.architecture import Activation
+from infer.operands.architecture import Activation
 from infer.operands.step import Step
 from infer.operands.weights import (
     ConvertedWeight,

@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from infer.architecture import Architecture, Layer, Rope
 from infer.checkpoint import Checkpoint, open_checkpoint
 from infer.checkpoint.generation_config import defaults_of
 from infer.model.families import make_architecture
 from infer.model.memory import LoadSettings, cache_bytes_per_token, loaded_types, weight_bytes, weights_by_type
 from infer.model.tensors import check_tensors, expected_shapes
+from infer.operands.architecture import Architecture, Layer, Rope
 from infer.quantization.kv_formats import KV_TYPES, QUANTIZED, VALUES_PER_SCALE
 from infer.tokenizer import Tokenizer
 from infer.tokenizer.gguf_vocabulary import TokenType

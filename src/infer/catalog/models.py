@@ -6,7 +6,6 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
-from infer.architecture import Architecture
 from infer.checkpoint import Checkpoint, open_checkpoint
 from infer.checkpoint.config import config_from_gguf
 from infer.checkpoint.find import installed_models, models_folder
@@ -16,6 +15,7 @@ from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import InferError
 from infer.model.memory import weights_by_type
 from infer.model.tensors import expected_shapes
+from infer.operands.architecture import Architecture
 
 Source = Literal["package", "hub", "folder"]
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from infer.architecture import Layer
 from infer.errors import InvalidRequestError
 from infer.kvcache.pages import num_pages
 from infer.kvcache.settings import CacheSettings
+from infer.operands.architecture import Layer
 
 
 @final

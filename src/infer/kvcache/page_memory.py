@@ -15,8 +15,8 @@ from jaxtyping import Int64, Shaped
 from torch import Tensor
 
 from infer import ops
-from infer.architecture import Layer
 from infer.kvcache.page_rows import GroupRows
+from infer.operands.architecture import Layer
 from infer.quantization.kv_formats import BLOCK_POSITIONS, key_block_bytes, value_block_bytes
 from infer.quantization.kv_layout import LayerCache, Pages, key_parts, value_parts
 

@@ -18,12 +18,12 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from infer import ops
-from infer.architecture import Layer
 from infer.errors import InvalidRequestError, OutOfPagesError
 from infer.kvcache.groups import make_groups, pool_sizes
 from infer.kvcache.page_memory import PageMemory
 from infer.kvcache.page_rows import GroupRows, RowState, page_keys
 from infer.kvcache.settings import CacheSettings
+from infer.operands.architecture import Layer
 from infer.operands.step import Step
 from infer.operands.weights import Heads
 from infer.quantization.kv_formats import check_kv_type

@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import final, no_type_check
 
-from infer.architecture import Layer
 from infer.errors import InvalidRequestError
+from infer.operands.architecture import Layer
 from infer.quantization import kv_formats
 from infer.system.available_memory import available_memory_bytes, total_memory_bytes
 

@@ -5,11 +5,11 @@ Arithmetic on headers: no torch, nothing allocated.
 
 from collections.abc import Mapping
 
-from infer.architecture import Architecture
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import InvalidRequestError
 from infer.kvcache.settings import CacheSettings
 from infer.model.memory import LoadSettings, estimate, largest_context
+from infer.operands.architecture import Architecture
 
 DEFAULT_MAX_SEQ_LEN = 8192  # of a model made for more, unless asked for
 _LEAST, _MULTIPLE = 512, 64  # of a context that was cut to the memory

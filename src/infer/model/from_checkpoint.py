@@ -11,7 +11,6 @@ from typing import Any, get_args
 import torch
 
 from infer import ops
-from infer.architecture import Architecture
 from infer.checkpoint import Checkpoint, open_checkpoint
 from infer.checkpoint.lazy_weights import LazyWeights
 from infer.errors import InvalidRequestError, ModelError
@@ -23,6 +22,7 @@ from infer.model.memory import LoadSettings, check_fits
 from infer.model.model_kernels import kernels_of
 from infer.model.tensors import check_tensors, expected_shapes
 from infer.model.transformer import Transformer
+from infer.operands.architecture import Architecture
 from infer.ops import Precision
 from infer.system.available_memory import available_memory_bytes, give_back_freed
 from infer.system.cores import check_num_threads

@@ -10,11 +10,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infer import ops
-from infer.architecture import Architecture, Layer, Rope
 from infer.errors import ModelError
 from infer.model.rope import make_rope_table
 from infer.model.tensors import check_tensors, expected_shapes
 from infer.model.transformer import Block, Transformer
+from infer.operands.architecture import Architecture, Layer, Rope
 from infer.operands.weights import ConvertedWeight, FileWeight, Heads, Norm, Projection, RopeTable, StoredWeight
 from infer.quantization.ggml_blocks import dequantize, quantize, quantize_fitted
 from infer.quantization.ggml_types import BLOCK_TYPES

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from infer.architecture import Architecture, Layer
 from infer.backends.memory_rules import StepSizes, memory_rules
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import InvalidRequestError, ModelError
 from infer.kvcache.groups import make_groups, most_pages, pool_sizes
 from infer.kvcache.settings import CacheSettings
 from infer.model.tensors import expected_shapes
+from infer.operands.architecture import Architecture, Layer
 from infer.quantization.ggml_types import BLOCK_TYPES
 from infer.quantization.kv_formats import BLOCK_POSITIONS, key_block_bytes, value_block_bytes
 

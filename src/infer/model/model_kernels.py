@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-from infer.architecture import Architecture
 from infer.backends.cpu import compiled, kernel_cache
 from infer.backends.cpu.isa import instruction_set
 from infer.backends.cpu.needed_kernels import Needed, needed_kernels
@@ -13,6 +12,7 @@ from infer.kvcache.settings import CacheSettings
 from infer.model.families import make_architecture
 from infer.model.memory import LoadSettings, loaded_types
 from infer.model.tensors import check_tensors, expected_shapes
+from infer.operands.architecture import Architecture
 
 
 def kernels_of(

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from infer.architecture import Rope
+from infer.operands.architecture import Rope
 from infer.operands.weights import RopeTable
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
-from infer.architecture import Architecture
 from infer.errors import ModelError
+from infer.operands.architecture import Architecture
 
 _MAX_LISTED = 20
 

@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infer import ops
-from infer.architecture import Activation, Architecture
 from infer.kvcache.paged import PagedCache
+from infer.operands.architecture import Activation, Architecture
 from infer.operands.step import Step
 from infer.operands.weights import Heads, Norm, Projection
 

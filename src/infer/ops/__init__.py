@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infer.architecture import Activation
 from infer.backends.base import Backend, Captured, KernelStore, Precision
+from infer.operands.architecture import Activation
 from infer.operands.step import Step
 from infer.operands.weights import Heads, Norm, Projection, Weight
 from infer.ops.device import backend_of, set_num_threads, using

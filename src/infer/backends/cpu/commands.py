@@ -4,7 +4,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infer.architecture import Activation
 from infer.backends.cpu.compiled import compiled_address
 from infer.backends.cpu.isa import instruction_set, may_use_matrices
 from infer.backends.cpu.layouts import BLOCK, LANES, PANEL, SPARE_TOKENS
@@ -24,6 +23,7 @@ from infer.backends.cpu.records import (
 )
 from infer.backends.cpu.table import BARRIER, BARRIER_IF_MANY, NO_BARRIER
 from infer.errors import InvalidRequestError
+from infer.operands.architecture import Activation
 from infer.operands.weights import Heads, Norm, Projection, Weight
 from infer.quantization.kv_formats import check_kv_type, key_block_bytes, value_block_bytes
 from infer.quantization.kv_layout import LayerCache

@@ -5,8 +5,8 @@
 
 from collections.abc import Iterator, Mapping
 
-from infer.architecture import Architecture, Layer
 from infer.backends.cpu.layouts import LANES, PLANES
+from infer.operands.architecture import Architecture, Layer
 
 Needed = tuple[str, tuple[str | int, ...], str, str]  # maker, variant, its record's name, what in the model asks for it
 

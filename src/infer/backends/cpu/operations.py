@@ -7,12 +7,12 @@ their own: the same code either way, so a recorded step gives the same bits.
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infer.architecture import Activation
 from infer.backends.cpu import commands
 from infer.backends.cpu.packed import prepare
 from infer.backends.cpu.recording import scope
 from infer.backends.cpu.sampling import choose_tokens
 from infer.backends.reference import attention_weights
+from infer.operands.architecture import Activation
 from infer.operands.step import Step
 from infer.operands.weights import Heads, Norm, Projection, Weight
 from infer.quantization.kv_layout import LayerCache

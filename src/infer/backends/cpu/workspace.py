@@ -7,10 +7,10 @@ that run, logits for the lines that are used: what is there for others is never 
 from collections.abc import Mapping, Sequence
 from typing import final
 
-from infer.architecture import Architecture, Layer
 from infer.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, PLANES, SPARE_TOKENS
 from infer.backends.cpu.records import CHUNK, GROUPS_PER_THREAD, MAX_THREADS, SPLIT_TOKENS
 from infer.backends.memory_rules import StepSizes
+from infer.operands.architecture import Architecture, Layer
 
 Buffers = dict[tuple[str, int], int]  # role and size → bytes
 

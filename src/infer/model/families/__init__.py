@@ -7,11 +7,11 @@ them all. What `transformers` ignores is ignored, unless other engines read it: 
 
 from dataclasses import replace
 
-from infer.architecture import Activation, Architecture, Layer
 from infer.errors import ModelError, UnsupportedModelError
 from infer.model.families.reading import Config, choice, count, flag, optional_positive, positive
 from infer.model.families.rotation import make_rope
 from infer.model.families.table import FAMILIES, OFF_IF_NULL, OPTIONAL, Family
+from infer.operands.architecture import Activation, Architecture, Layer
 
 __all__ = ["FAMILIES", "make_architecture"]
 

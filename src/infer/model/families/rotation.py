@@ -8,9 +8,9 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from infer.architecture import LongRope, Rope
 from infer.errors import ModelError, UnsupportedModelError
 from infer.model.families.reading import Config, choice, count, flag, optional_positive, positive, positives, settings
+from infer.operands.architecture import LongRope, Rope
 
 
 def rope_settings(config: Config, kind: str, theta: float) -> Config:

@@ -76,6 +76,9 @@ class GroupRows:
         self.shifts[row], self.sinks[row], self.windows[row], self._firsts[row] = state
         self.version += 1
 
+    def slot_of(self, row: int, position: int) -> int:
+        return position - int(self.shifts.item(row))
+
     def slide(self, row: int, length: int) -> None:
         """From now on tokens after `length` slots see sinks and window only: other pages are given up."""
         self.restore(row, self.state_from_start(is_short=True))
@@ -92,15 +95,18 @@ class GroupRows:
     def compress(self, row: int, length: int, num_kept: int) -> None:
         """The row's `length` slots are now `num_kept`, and what comes after them slides."""
         self.table.truncate(row, num_kept)
-        shift = int(self.shifts[row]) + length - num_kept
+        shift = self.shifts.item(row) + length - num_kept
         self.restore(row, RowState(shift, self.group.sinks, self._window, num_kept))
 
     def reserve(self, row: int, start: int, end: int) -> list[tuple[int, int]]:
         """`PageTable.reserve`, for tokens with the slots [start, end)."""
         if self.table.is_ready(row, start, end):
-            return self.table.reserve(row, start, end, 0)  # no page is given up for these
+            return []
         self.version += 1
         return self.table.reserve(row, start, end, self._first_seen(row, start))
+
+    def is_ready(self, row: int, slot: int, count: int) -> bool:
+        return self.table.is_ready(row, slot, slot + count)
 
     def pages_needed(self, row: int, start: int, end: int, *, is_scarce: bool) -> int:
         """`PageTable.num_needed`, for tokens with the slots [start, end)."""

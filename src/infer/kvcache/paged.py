@@ -21,7 +21,8 @@ from infer import ops
 from infer.errors import InvalidRequestError, OutOfPagesError
 from infer.kvcache.groups import make_groups, pool_sizes
 from infer.kvcache.page_memory import PageMemory
-from infer.kvcache.page_rows import GroupRows, RowState, page_keys
+from infer.kvcache.page_rows import GroupRows, page_keys
+from infer.kvcache.saved_rows import check_saved, load_tensors, saved_tensors
 from infer.kvcache.settings import CacheSettings
 from infer.operands.architecture import Layer
 from infer.operands.step import Step
@@ -30,8 +31,6 @@ from infer.quantization.kv_formats import check_kv_type
 from infer.system.available_memory import available_memory_bytes
 
 SPARE_TOKENS = 64  # of a row that is saved, how many of the last may be taken back without reading all of it again
-_STATES = "states"  # the tensor of a saved row that is not keys or values
-
 Positions = tuple[GroupRows, int, int]  # [start, end) in the layers of a group
 Observer = Callable[[int, Tensor, Heads, Step], None]  # what `attend` was called with, after it
 
@@ -120,8 +119,8 @@ class PagedCache:
     def _pages_needed(self, row: int, positions: Sequence[Positions], *, is_scarce: bool) -> list[int]:
         needed = dict.fromkeys(self.groups, 0)
         for rows, start, end in positions:
-            shift = int(rows.shifts[row])
-            needed[rows] += rows.pages_needed(row, start - shift, end - shift, is_scarce=is_scarce)
+            slots = rows.slot_of(row, start), rows.slot_of(row, end)
+            needed[rows] += rows.pages_needed(row, *slots, is_scarce=is_scarce)
         return list(needed.values())
 
     def _check_free(self, needed: Sequence[int]) -> None:
@@ -156,10 +155,12 @@ class PagedCache:
         Raises, nothing changed, InvalidRequestError where the row would hold more than `capacity`, and
         OutOfPagesError where the pools have too few pages left.
         """
-        end = self._lengths[row] + num_tokens
+        start = self._lengths[row]
+        end = start + num_tokens
         if end > self.capacity:
             raise InvalidRequestError(f"a row holds {self.capacity} tokens, got {end}")
-        self.make_own(row, self._next(row, num_tokens))
+        if not all(rows.is_ready(row, rows.slot_of(row, start), num_tokens) for rows in self.groups):
+            self.make_own(row, self._next(row, num_tokens))
         self._reserved[row] = max(self._reserved[row], end)
         self.memory.publish()
 
@@ -170,8 +171,7 @@ class PagedCache:
         """
         self._check_free(self._pages_needed(row, positions, is_scarce=True))
         for rows, start, end in positions:
-            shift = int(rows.shifts[row])
-            if copies := rows.reserve(row, start - shift, end - shift):
+            if copies := rows.reserve(row, rows.slot_of(row, start), rows.slot_of(row, end)):
                 sources, targets = zip(*copies, strict=True)
                 self.memory.copy_pages(rows, targets, self.memory, sources)
 
@@ -231,7 +231,7 @@ class PagedCache:
         length = min(self._lengths[row], length)
         if length and self._can_continue(row, length):
             for rows in self.groups:
-                rows.table.truncate(row, length - int(rows.shifts[row]))
+                rows.table.truncate(row, rows.slot_of(row, length))
         else:
             length = 0
             for rows in self.groups:
@@ -241,7 +241,7 @@ class PagedCache:
 
     def _can_continue(self, row: int, position: int) -> bool:
         """Whether all that a token at this position sees is there."""
-        return all(rows.can_continue(row, position - int(rows.shifts[row])) for rows in self.groups)
+        return all(rows.can_continue(row, rows.slot_of(row, position)) for rows in self.groups)
 
     def end_answer(self, row: int) -> None:
         """No further token of this answer. Empties a row in which a longer prompt would not find what it needs."""
@@ -299,7 +299,7 @@ class PagedCache:
         for rows in self.groups:
             rows.table.check_integrity()
             for row, length in enumerate(self._lengths):
-                assert rows.can_continue(row, length - int(rows.shifts[row])), "what is seen is not there"
+                assert rows.can_continue(row, rows.slot_of(row, length)), "what is seen is not there"
 
     # A row by itself: to save it, to load it, to go two ways from it
 
@@ -322,13 +322,7 @@ class PagedCache:
         length = self._lengths[row]
         earlier = range(max(0, length - min(SPARE_TOKENS, self.step_tokens)), length)
         first = next((position for position in earlier if self._can_continue(row, position)), length)
-        states = [rows.state(row).cut(first - int(rows.shifts[row])) for rows in self.groups]
-        yield _STATES, torch.tensor(states, dtype=torch.int64)
-        for rows, state in zip(self.groups, states, strict=True):
-            slots = state.seen_from(max(first - state.shift, state.first), length - state.shift)
-            where = self.memory.place(rows, row, torch.tensor(slots, dtype=torch.int64))
-            for name, part in self.memory.parts(rows):
-                yield name, part[:, *where]
+        yield from saved_tensors(self.groups, self.memory, row, first, length)
 
     def import_row(self, row: int, tensors: Mapping[str, Tensor], length: int, *, is_long: bool = False) -> None:
         """Replace a row by `length` tokens that a cache of this kind exported, of a row that `is_long`.
@@ -338,54 +332,19 @@ class PagedCache:
         """
         if not 0 <= length <= self.capacity:
             raise InvalidRequestError(f"the cache holds {self.capacity} tokens, got {length}")
-        states = self._imported_states(tensors, length)
-        slots = [state.seen_from(state.first, length) for state in states]
-        found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items() if name != _STATES}
-        expected = self._shapes(slots)
-        wrong = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
-        if wrong:
-            raise InvalidRequestError(f"the cache of {length} tokens does not look like this one's: {wrong[0]!r:.80}")
-        indices = [rows.table.indices(seen) for rows, seen in zip(self.groups, slots, strict=True)]
+        saved = check_saved(self.groups, self.memory, tensors, length)
+        indices = [rows.table.indices(group.slots) for rows, group in zip(self.groups, saved, strict=True)]
         self._check_free(
             [rows.table.num_missing(row, len(new)) for rows, new in zip(self.groups, indices, strict=True)]
         )
         self.truncate(row, 0)
-        for rows, state, new in zip(self.groups, states, indices, strict=True):
-            rows.restore(row, state)
+        for rows, group, new in zip(self.groups, saved, indices, strict=True):
+            rows.restore(row, group.state)
             rows.table.hold_new(row, new)
         self.memory.set_rope(row, int(is_long))
         self.memory.publish()
-        for rows, seen in zip(self.groups, slots, strict=True):
-            blocks, lanes = self.memory.place(rows, row, torch.tensor(seen, dtype=torch.int64))
-            self.memory.clear_blocks(rows, sorted(set(blocks.tolist())))  # kernels take what is not seen times 0
-            for name, part in self.memory.parts(rows):
-                part[:, blocks, lanes] = tensors[name].to(part.device)
+        load_tensors(self.groups, self.memory, row, saved, tensors)
         self._lengths[row] = self._reserved[row] = length
-
-    def _imported_states(self, tensors: Mapping[str, Tensor], length: int) -> list[RowState]:
-        """Raises InvalidRequestError where a row of so many tokens cannot have them."""
-        tensor = tensors.get(_STATES)
-        if tensor is None or tensor.dtype != torch.int64 or tensor.shape != (len(self.groups), len(RowState._fields)):
-            raise InvalidRequestError(f"the cache of {length} tokens does not look like this one's: {_STATES!r}")
-        states = [RowState(*values) for values in tensor.tolist()]
-        for rows, state in zip(self.groups, states, strict=True):
-            # One that was saved while memory was short sees no more than a window.
-            known = [rows.state_from_start(is_short=is_short) for is_short in (False, True)]
-            if (
-                state._replace(first=0) not in known
-                or not 0 <= state.first <= length
-                or len(rows.table.indices(state.seen_from(state.first, length))) > rows.group.pages_per_row
-            ):
-                raise InvalidRequestError(f"the cache of {length} tokens does not look like this one's: {state}")
-        return states
-
-    def _shapes(self, slots: Sequence[Sequence[int]]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """What is stored of so many slots of each group."""
-        return {
-            name: (part.dtype, (len(part), len(seen), *part.shape[3:]))
-            for rows, seen in zip(self.groups, slots, strict=True)
-            for name, part in self.memory.parts(rows)
-        }
 
     def copy_row(self, row: int, source: Self, source_row: int) -> None:
         """Replace a row by the committed tokens of another, of this cache or of one of the same shape.
@@ -407,7 +366,7 @@ class PagedCache:
         self.memory.publish()
 
     def _copy_from(self, row: int, source: Self, source_row: int, length: int) -> None:
-        held = [rows.table.page_by_index(source_row, length - int(rows.shifts[source_row])) for rows in source.groups]
+        held = [rows.table.page_by_index(source_row, rows.slot_of(source_row, length)) for rows in source.groups]
         self._check_free(
             [rows.table.num_missing(row, len(pages)) for rows, pages in zip(self.groups, held, strict=True)]
         )

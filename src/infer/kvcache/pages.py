@@ -72,6 +72,10 @@ class PagePool:
         self._written.difference_update(pages)
         return pages
 
+    def is_writable(self, page: int) -> bool:
+        """Of a held page: whether only one holds it, and nobody else finds it."""
+        return self._counts[page] == 1 and page not in self._key_by_page
+
     def is_shared(self, page: int) -> bool:
         return self._counts[page] > 1
 
@@ -169,10 +173,13 @@ class PageTable:
         return sum(not self.pool.is_shared(self._held[row][index]) for index in indices)
 
     def is_ready(self, row: int, start: int, end: int) -> bool:
-        """Whether the slots [start, end) are the row's own already."""
-        held = self._held[row]
-        indices = range(start // self.page_tokens, num_pages(end, self.page_tokens))
-        return all(index in held and not self.pool.is_shared(held[index]) for index in indices)
+        """Whether slots [start, end) may be written as they are: the row's own, and not to be found by a key."""
+        held, pool = self._held[row], self.pool
+        for index in range(start // self.page_tokens, num_pages(end, self.page_tokens)):
+            page = held.get(index)
+            if page is None or not pool.is_writable(page):
+                return False
+        return True
 
     def _take(self, row: int, index: int) -> int:
         ring = self.pages_per_row - self._num_fixed

@@ -1,0 +1,91 @@
+"""A row by itself, as tensors by name: what its tokens have stored in each layer, and as `states` what they see.
+
+Only slots that a next token sees are there.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from infer.errors import InvalidRequestError
+from infer.kvcache.page_memory import PageMemory
+from infer.kvcache.page_rows import GroupRows, RowState
+
+_STATES = "states"
+
+
+class SavedGroup(NamedTuple):
+    """Of a row in the layers of one group."""
+
+    state: RowState
+    slots: Sequence[int]  # in the order in which they are stored
+
+
+def saved_tensors(
+    groups: Sequence[GroupRows], memory: PageMemory, row: int, first: int, length: int
+) -> Iterator[tuple[str, Shaped[Tensor, "kv_heads slots *size"]]]:
+    """Copies of what is seen from positions `first` to `length`, a few at a time."""
+    states = [rows.state(row).cut(rows.slot_of(row, first)) for rows in groups]
+    yield _STATES, torch.tensor(states, dtype=torch.int64)
+    for rows, state in zip(groups, states, strict=True):
+        slots = state.seen_from(max(first - state.shift, state.first), length - state.shift)
+        where = memory.place(rows, row, torch.tensor(slots, dtype=torch.int64))
+        for name, part in memory.parts(rows):
+            yield name, part[:, *where]
+
+
+def check_saved(
+    groups: Sequence[GroupRows], memory: PageMemory, tensors: Mapping[str, Tensor], length: int
+) -> list[SavedGroup]:
+    """What a row of `length` tokens is made of. Raises InvalidRequestError where the tensors are not those of one."""
+    states = _states(groups, tensors, length)
+    saved = [SavedGroup(state, state.seen_from(state.first, length)) for state in states]
+    found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items() if name != _STATES}
+    expected = {
+        name: (part.dtype, (len(part), len(group.slots), *part.shape[3:]))
+        for rows, group in zip(groups, saved, strict=True)
+        for name, part in memory.parts(rows)
+    }
+    wrong = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
+    if wrong:
+        raise _unlike(length, f"{wrong[0]!r:.80}")
+    return saved
+
+
+def _states(groups: Sequence[GroupRows], tensors: Mapping[str, Tensor], length: int) -> list[RowState]:
+    tensor = tensors.get(_STATES)
+    if tensor is None or tensor.dtype != torch.int64 or tensor.shape != (len(groups), len(RowState._fields)):
+        raise _unlike(length, repr(_STATES))
+    states = [RowState(*values) for values in tensor.tolist()]
+    for rows, state in zip(groups, states, strict=True):
+        # One that was saved while memory was short sees no more than a window.
+        known = [rows.state_from_start(is_short=is_short) for is_short in (False, True)]
+        if (
+            state._replace(first=0) not in known
+            or not 0 <= state.first <= length
+            or len(rows.table.indices(state.seen_from(state.first, length))) > rows.group.pages_per_row
+        ):
+            raise _unlike(length, str(state))
+    return states
+
+
+def _unlike(length: int, what: str) -> InvalidRequestError:
+    return InvalidRequestError(f"the cache of {length} tokens does not look like this one's: {what}")
+
+
+def load_tensors(
+    groups: Sequence[GroupRows],
+    memory: PageMemory,
+    row: int,
+    saved: Sequence[SavedGroup],
+    tensors: Mapping[str, Tensor],
+) -> None:
+    """Into the pages that the row holds for these slots."""
+    for rows, group in zip(groups, saved, strict=True):
+        blocks, lanes = memory.place(rows, row, torch.tensor(group.slots, dtype=torch.int64))
+        memory.clear_blocks(rows, sorted(set(blocks.tolist())))  # kernels take whole blocks, what is not seen times 0
+        for name, part in memory.parts(rows):
+            part[:, blocks, lanes] = tensors[name].to(part.device)

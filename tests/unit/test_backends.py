@@ -47,9 +47,9 @@ def test_what_a_backend_has_not_is_done_without(tmp_path: Path) -> None:
     with ops.using("reference"):
         backend = backend_of(CPU)
         assert backend.capture(lambda step: step.tokens, 1, 1) is None
-        assert backend.kernel_store(lambda name: []) is None
+        assert backend.kernel_store([]) is None
         assert backend.num_threads() == torch.get_num_threads()
-        with backend.threads(), backend.compiling(lambda name: []):
+        with backend.threads(), backend.compiling([]):
             memory = backend.zeros((2, 3), torch.float32)
         backend.give_back(memory, 0, 3)
         assert not memory.any()

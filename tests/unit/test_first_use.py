@@ -14,12 +14,12 @@ from infer.backends.cpu import compiled, compiler, images, kernel_cache, records
 from infer.backends.cpu.compilation import Answer, Request
 from infer.backends.cpu.compiled import Kernel
 from infer.backends.cpu.isa import instruction_set
-from infer.backends.cpu.needed_kernels import Needed
+from infer.backends.cpu.needed_kernels import Needed, needed_kernels
 from infer.checkpoint import open_checkpoint
 from infer.kvcache.settings import CacheSettings
+from infer.model.compile_ahead import compiling_ahead, make_outline
 from infer.model.families import make_architecture
 from infer.model.memory import LoadSettings
-from infer.model.model_kernels import compiling_ahead, kernels_of
 from infer.system import cores
 from tiny import TINY, make_tiny
 
@@ -45,7 +45,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def needed(folder: Path) -> list[Needed]:
     checkpoint = open_checkpoint(str(folder))
     architecture = make_architecture(checkpoint.config)
-    return list(kernels_of(checkpoint, architecture, LoadSettings(), CacheSettings(), instruction_set()))
+    outline = make_outline(architecture, checkpoint.tensors, LoadSettings(), CacheSettings())
+    return list(needed_kernels(outline, instruction_set()))
 
 
 class NoCompilation:

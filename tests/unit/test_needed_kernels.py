@@ -4,7 +4,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from itertools import cycle
@@ -17,6 +17,7 @@ from infer.backends.cpu import compiled, kernel_cache, threads
 from infer.backends.cpu.backend import CpuBackend
 from infer.backends.cpu.compilation import Compilation, Request
 from infer.backends.cpu.compiled import Kernel, Needed
+from infer.backends.cpu.needed_kernels import needed_kernels
 from infer.backends.cpu.threads import CurrentTeam, Team
 from infer.checkpoint import open_checkpoint
 from infer.cli.compile import run_compile
@@ -24,6 +25,7 @@ from infer.errors import InferError
 from infer.kvcache.settings import CacheSettings
 from infer.model import from_checkpoint
 from infer.model.from_checkpoint import load_checked
+from infer.operands.outline import ModelOutline
 from infer.operands.step import Part
 from infer.ops import KernelStore
 from infer.runner.context import CachedContext
@@ -186,8 +188,8 @@ def test_compile_says_what_it_did_or_why_not(
     capsys.readouterr()
     counts = []
 
-    def compiling(backend: CpuBackend, needed: Callable[[str], Iterable[Needed]]) -> AbstractContextManager[None]:
-        counts.append(len({each[:2] for each in needed("avx2")}))
+    def compiling(backend: CpuBackend, models: Sequence[ModelOutline]) -> AbstractContextManager[None]:
+        counts.append(len({each[:2] for model in models for each in needed_kernels(model, "avx2")}))
         return nullcontext()
 
     monkeypatch.setattr(

@@ -14,14 +14,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from infer.operands.outline import ModelOutline
 from infer.operands.step import Masks, Part, Step, StepEnd
 from infer.sampling.columns import Rows
 from infer.sampling.history import History
 
 Precision = Literal["exact", "fast"]
 Forward = Callable[[Step], Tensor]
-Kernel = tuple[str, tuple[str | int, ...], str, str]  # its maker, variant, record, and what a message says of it
-Needed = Callable[[str], Iterable[Kernel]]  # the instruction set → the kernels of a model
 
 
 class Chained(NamedTuple):
@@ -85,7 +84,7 @@ class Captured(ABC):
 
 
 class KernelStore(NamedTuple):
-    """The kernels of a model that are not kept yet, by name; where they are kept, and why they cannot be."""
+    """The kernels of models that are not kept yet, by name; where they are kept, and why they cannot be."""
 
     instruction_set: str
     missing: list[str]
@@ -159,10 +158,10 @@ class Backend(ABC):
         """Return when what the device was given is done: around timed regions."""
         return
 
-    def compiling(self, needed: Needed) -> AbstractContextManager[None]:
-        """Compile meanwhile what is missing of these kernels; at the end all are there."""
+    def compiling(self, models: Iterable[ModelOutline]) -> AbstractContextManager[None]:
+        """Compile meanwhile what is missing of these models' kernels; at the end all are there."""
         return nullcontext()
 
-    def kernel_store(self, needed: Needed) -> KernelStore | None:
-        """What is kept of these kernels; None where kernels are not compiled ahead."""
+    def kernel_store(self, models: Iterable[ModelOutline]) -> KernelStore | None:
+        """What is kept of these models' kernels; None where kernels are not compiled ahead."""
         return None

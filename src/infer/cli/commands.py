@@ -338,8 +338,8 @@ def load_model(context: click.Context, options: Mapping[str, Any]) -> Model:
 
 def kernels_ahead(options: Mapping[str, Any], device: str = "cpu") -> AbstractContextManager[None]:
     """Within, torch and the model are loaded."""
+    from infer.model.compile_ahead import compiling_ahead
     from infer.model.memory import LoadSettings
-    from infer.model.model_kernels import compiling_ahead
 
     load = LoadSettings(options["dtype"], options["weights"], options["precision"])
     return compiling_ahead(options["model"], device, load, CacheSettings(**cache_values(options)))

@@ -1,19 +1,18 @@
 """`infer compile`: the CPU kernels of a model made and kept, from its headers alone."""
 
 import time
-from collections.abc import Iterator
+from itertools import product
 
 import click
 import torch
 
 from infer import ops
-from infer.backends.cpu.needed_kernels import Needed
 from infer.checkpoint import open_checkpoint
 from infer.errors import InferError
 from infer.kvcache.settings import CacheSettings
+from infer.model.compile_ahead import make_outline
 from infer.model.families import make_architecture
 from infer.model.memory import LoadSettings
-from infer.model.model_kernels import kernels_of
 from infer.model.tensors import check_tensors, expected_shapes
 from infer.quantization.kv_formats import KV_TYPES
 
@@ -24,23 +23,20 @@ def run_compile(model: str, *, is_all: bool) -> None:
     architecture = make_architecture(checkpoint.config)
     check_tensors(expected_shapes(architecture), checkpoint.tensors)
 
-    def needed(isa: str) -> Iterator[Needed]:
-        for precision in ("exact", "fast") if is_all else ("exact",):
-            for kv_type in KV_TYPES if is_all else ("auto",):
-                load, cache = LoadSettings(precision=precision), CacheSettings(kv_type=kv_type)
-                yield from kernels_of(checkpoint, architecture, load, cache, isa)
-
+    settings = product(("exact", "fast"), KV_TYPES) if is_all else [("exact", "auto")]
+    loads = [(LoadSettings(precision=precision), CacheSettings(kv_type=kv_type)) for precision, kv_type in settings]
+    outlines = [make_outline(architecture, checkpoint.tensors, load, cache) for load, cache in loads]
     backend = ops.backend_of(torch.device("cpu"))
-    before = backend.kernel_store(needed)
+    before = backend.kernel_store(outlines)
     assert before is not None
     if not before.missing:
         click.echo(f"{model}: all {before.num_kernels} CPU kernels are there, in {before.folder}")
         return
     _check_kept(before)
     started = time.monotonic()
-    with backend.compiling(needed):
+    with backend.compiling(outlines):
         pass
-    _check_kept(backend.kernel_store(needed))
+    _check_kept(backend.kernel_store(outlines))
     made = f"{len(before.missing)} of {before.num_kernels} CPU kernels compiled for {before.instruction_set}"
     click.echo(f"{model}: {made} in {time.monotonic() - started:.0f} s, in {before.folder}")
 

@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,11 +14,11 @@ from infer.checkpoint import Checkpoint, open_checkpoint
 from infer.checkpoint.lazy_weights import LazyWeights
 from infer.errors import InvalidRequestError, ModelError
 from infer.kvcache.settings import CacheSettings
+from infer.model.compile_ahead import make_outline
 from infer.model.context_length import context_length, fitting_length
 from infer.model.families import make_architecture
 from infer.model.load import FloatsAs, OnProgress, load_transformer
 from infer.model.memory import LoadSettings, check_fits
-from infer.model.model_kernels import kernels_of
 from infer.model.tensors import check_tensors, expected_shapes
 from infer.model.transformer import Transformer
 from infer.operands.architecture import Architecture
@@ -91,7 +90,7 @@ def load_checked(
     )
     load = LoadSettings(dtype_name(dtype), weights, precision)
     check_tensors(expected_shapes(architecture), checkpoint.tensors)
-    with backend.compiling(partial(kernels_of, checkpoint, architecture, load, cache)):
+    with backend.compiling([make_outline(architecture, checkpoint.tensors, load, cache)]):
         if backend.computes_on_host:
             settings = replace(load, num_threads=backend.num_threads())
             if max_seq_len is None:

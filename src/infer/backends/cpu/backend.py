@@ -3,7 +3,7 @@
 What compiles, and what records, is imported when it is first asked for.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from importlib import import_module
 from types import ModuleType
@@ -14,9 +14,11 @@ import numpy.typing as npt
 import torch
 
 from infer.backends import torch_threads
-from infer.backends.base import Captured, Forward, KernelStore, Needed
+from infer.backends.base import Captured, Forward, KernelStore
 from infer.backends.cpu import compiled, isa, kernel_cache, operations, threads
+from infer.backends.cpu.needed_kernels import needed_kernels
 from infer.backends.torch_backend import TorchBackend
+from infer.operands.outline import ModelOutline
 from infer.system.cores import default_num_threads
 
 
@@ -54,14 +56,18 @@ class CpuBackend(TorchBackend):
     def publisher(self, flag: npt.NDArray[np.int64]) -> Callable[[], None]:
         return threads.publisher(flag)
 
-    def compiling(self, needed: Needed) -> AbstractContextManager[None]:
-        return compiled.compiling(needed(isa.instruction_set()))
+    def compiling(self, models: Iterable[ModelOutline]) -> AbstractContextManager[None]:
+        return compiled.compiling(_needed(models))
 
-    def kernel_store(self, needed: Needed) -> KernelStore:
-        name = isa.instruction_set()
-        kernels = list(needed(name))
+    def kernel_store(self, models: Iterable[ModelOutline]) -> KernelStore:
+        kernels = _needed(models)
         labels = [request.label for request in compiled.missing(kernels)]
-        return KernelStore(name, labels, compiled.count(kernels), kernel_cache.cache_folder(), kernel_cache.trouble())
+        kept_in, trouble = kernel_cache.cache_folder(), kernel_cache.trouble()
+        return KernelStore(isa.instruction_set(), labels, compiled.count(kernels), kept_in, trouble)
+
+
+def _needed(models: Iterable[ModelOutline]) -> list[compiled.Needed]:
+    return [kernel for model in models for kernel in needed_kernels(model, isa.instruction_set())]
 
 
 def make(device: torch.device) -> CpuBackend:

@@ -3,21 +3,30 @@
 `commands` decides; a kernel that this list lacks is compiled when it is first met, in an answer's time.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
+from infer.backends.cpu import compiled, kernel_cache
+from infer.backends.cpu.compiled import Needed
+from infer.backends.cpu.isa import instruction_set
 from infer.backends.cpu.layouts import LANES, PLANES
 from infer.operands.architecture import Architecture, Layer
-
-Needed = tuple[str, tuple[str | int, ...], str, str]  # maker, variant, its record's name, what in the model asks for it
+from infer.operands.outline import ModelOutline
 
 _SAMPLING = ("scan:make_scan", "narrow:make_narrow", "choose:make_choose")
 _ADVANCING = ("advance", "await_mask", "accept")
 
 
-def needed_kernels(
-    architecture: Architecture, types: Mapping[str, str], kv_type: str, precision: str, isa: str
-) -> Iterator[Needed]:
-    """`types` are those of the loaded matrices, by name (`memory.loaded_types`); `isa` is the instruction set."""
+def begin_compiling(make_outline: Callable[[], ModelOutline]) -> AbstractContextManager[None]:
+    """Begin with a model's kernels, for its load within, on a machine that keeps none yet."""
+    if not kernel_cache.is_empty():
+        return nullcontext()
+    return compiled.compiling_ahead(needed_kernels(make_outline(), instruction_set()))
+
+
+def needed_kernels(model: ModelOutline, isa: str) -> Iterator[Needed]:
+    """`isa` is the instruction set."""
+    architecture, types, kv_type, precision = model
     for name in ("serve", "run", "close"):
         yield f".walking:make_{name}", (), "JOB", ""
     yield ".walking:make_publish", (), "FLAG", ""

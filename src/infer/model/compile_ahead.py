@@ -1,0 +1,41 @@
+"""What a backend compiles for a model, from the model's headers. No torch: it may begin while torch is being loaded."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+
+from infer.backends.first_use import begin_compiling
+from infer.checkpoint import open_checkpoint
+from infer.checkpoint.tensor_info import TensorInfo
+from infer.errors import InferError
+from infer.kvcache.settings import CacheSettings
+from infer.model.families import make_architecture
+from infer.model.memory import LoadSettings, loaded_types
+from infer.model.tensors import check_tensors, expected_shapes
+from infer.operands.architecture import Architecture
+from infer.operands.outline import ModelOutline
+
+
+def make_outline(
+    architecture: Architecture, tensors: Mapping[str, TensorInfo], load: LoadSettings, cache: CacheSettings
+) -> ModelOutline:
+    """Of a model that is loaded in this way."""
+    kv_type = load.kv_type if cache.kv_type == "auto" else cache.kv_type
+    return ModelOutline(architecture, loaded_types(architecture, tensors, load), kv_type, load.precision)
+
+
+@contextmanager
+def compiling_ahead(model: str, device: str, load: LoadSettings, cache: CacheSettings) -> Iterator[None]:
+    """On a machine where no model has run yet, begin with what the device compiles for this one, for its load within.
+    Does nothing for a model that the load will refuse."""
+    with ExitStack() as begun:
+        with suppress(InferError, OSError):
+            begun.enter_context(begin_compiling(device, partial(_outline_of, model, load, cache)))
+        yield
+
+
+def _outline_of(model: str, load: LoadSettings, cache: CacheSettings) -> ModelOutline:
+    checkpoint = open_checkpoint(model)
+    architecture = make_architecture(checkpoint.config)
+    check_tensors(expected_shapes(architecture), checkpoint.tensors)
+    return make_outline(architecture, checkpoint.tensors, load, cache)

@@ -1,0 +1,13 @@
+"""A model as it is going to be loaded, known from its headers: a backend compiles kernels by it. Loads no torch."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from infer.operands.architecture import Architecture
+
+
+class ModelOutline(NamedTuple):
+    architecture: Architecture
+    types: Mapping[str, str]  # of the loaded matrices, by name
+    kv_type: str
+    precision: str  # of the activations: exact or fast

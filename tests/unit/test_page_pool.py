@@ -334,6 +334,66 @@ def test_forks_of_a_prompt_that_snapkv_compresses_do_not_see_each_other(llm: LLM
     assert forward(0, [5]).equal(whole)
 
 
+@pytest.mark.parametrize("seed", range(usual_or_all(6, 60)))
+@torch.inference_mode()
+def test_forks_compressed_in_any_order_say_what_they_say_alone(llm: LLM, seed: int) -> None:
+    """In a pool too small for all: who is refused frees a row and asks again."""
+    model, chance = llm.model, random.Random(seed)
+    sizes = {"step_tokens": 64, "settings": SNAPKV}
+    layers = model.architecture.layers
+    cache = PagedCache(layers, 4, CONTEXT, model.kv_type, CPU, pool_pages=16, **sizes)
+    compression = PromptCompression(cache)
+    known: list[list[int]] = [[] for _ in range(4)]
+    compressed_at: list[int | None] = [None] * 4  # tokens of the prompt
+
+    def extend(row: int) -> None:
+        new = [chance.randrange(EOS) for _ in range(chance.choice([1, 3, 50]))]
+        if len(known[row]) + len(new) > CONTEXT or (len(new) > 3 and compressed_at[row] is not None):
+            return
+        cache.reserve(row, len(new))
+        logits = model.forward(Step.of(new, cache.lengths[row], row=row), cache)
+        cache.commit(row, len(new))
+        known[row] += new
+        alone = PagedCache(layers, 1, CONTEXT, model.kv_type, CPU, **sizes)
+        prompt_tokens = len(known[row]) - len(new) if compressed_at[row] is None else compressed_at[row]
+        replay(alone, 0, known[row][:prompt_tokens])
+        if compressed_at[row] is not None:
+            compress(PromptCompression(alone), alone, 0, known[row][:prompt_tokens])
+        assert logits.equal(replay(alone, 0, known[row][prompt_tokens:]))
+
+    def replay(cache: PagedCache, row: int, token_ids: list[int]) -> Tensor:
+        logits = torch.empty(0)
+        for start in range(0, len(token_ids), 64):
+            chunk = token_ids[start : start + 64]
+            cache.reserve(row, len(chunk))
+            logits = model.forward(Step.of(chunk, cache.lengths[row], row=row), cache)
+            cache.commit(row, len(chunk))
+        return logits
+
+    def compress(compression: PromptCompression, cache: PagedCache, row: int, token_ids: list[int]) -> None:
+        compression.after_prompt(row, token_ids, lambda step: model.forward(step, cache))
+
+    def end_prompt(row: int) -> None:
+        if known[row] and compressed_at[row] is None:
+            compress(compression, cache, row, known[row])
+            compressed_at[row] = len(known[row])
+
+    def fork(row: int) -> None:
+        source = chance.randrange(4)
+        cache.copy_row(row, cache, source)
+        known[row], compressed_at[row] = list(known[source]), compressed_at[source]
+
+    for _ in range(40):
+        row = chance.randrange(4)
+        try:
+            chance.choice([extend, extend, extend, end_prompt, fork])(row)
+        except OutOfPagesError:
+            cache.truncate(row, 0)
+            known[row], compressed_at[row] = [], None
+        cache.check_integrity()
+        assert list(cache.lengths) == [len(token_ids) for token_ids in known]
+
+
 @torch.inference_mode()
 def test_forks_say_what_rows_alone_say(llm: LLM) -> None:
     """In a pool with as many pages as they take, whichever goes on first."""

@@ -34,9 +34,10 @@ def give_back(memory: Tensor, first: int, count: int) -> None:
     """
     if _FREE is None:
         return
+    madvise = ctypes.CDLL(None).madvise
     for row in memory:
         part = row[first : first + count]
         start = -(-part.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (part.data_ptr() + part.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if start < end:
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _FREE)
+            madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _FREE)

@@ -31,7 +31,7 @@ from infer.operands.step import Part
 from infer.ops import backend_of
 from infer.quantization.kv_formats import KV_TYPES, key_block_bytes, num_blocks, value_block_bytes
 from infer.runner.context import CachedContext
-from infer.sampling.columns import Rows
+from infer.sampling.columns import SamplingColumns
 from machine import available_cores, write_report
 from needles import reference_text
 
@@ -145,7 +145,7 @@ def measure_speed(
     model, _ = load_model(name)
     largest = min(max(contexts) + num_tokens, model.max_seq_len)
     token_ids = make_prompt(model, largest, seed=0)
-    rows = Rows.pack([SamplingParams(temperature=0)], model.architecture.vocab_size, num_prompt_tokens=[1])
+    columns = SamplingColumns.of([SamplingParams(temperature=0)], model.architecture.vocab_size, num_prompt_tokens=[1])
     filled = {kind: CachedContext(model, largest, settings=CacheSettings(kv_type=kind)) for kind in kv_types}
     found = []
     for context in sorted({min(context, largest - num_tokens) for context in contexts}):
@@ -154,7 +154,7 @@ def measure_speed(
         rates: dict[str, list[float]] = {kind: [] for kind in kv_types}
         for number in range(rounds + 1):
             for kind, each in filled.items():
-                rate = _chain_rate(model, each, rows, context, num_tokens)
+                rate = _chain_rate(model, each, columns, context, num_tokens)
                 if number:  # the first warms up
                     rates[kind].append(rate)
         for kind, measured in rates.items():
@@ -165,10 +165,12 @@ def measure_speed(
 
 
 @torch.inference_mode()
-def _chain_rate(model: Transformer, context: CachedContext, rows: Rows, length: int, num_tokens: int) -> float:
+def _chain_rate(
+    model: Transformer, context: CachedContext, columns: SamplingColumns, length: int, num_tokens: int
+) -> float:
     with backend_of(model.device).threads():
         started = time.perf_counter()
-        made, _ = context.chain([(0, 5)], num_tokens, rows, None, ())
+        made, _ = context.chain([(0, 5)], num_tokens, columns, None, ())
         seconds = time.perf_counter() - started
     context.truncate(0, length)
     return len(made[0]) / seconds

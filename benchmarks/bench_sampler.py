@@ -35,14 +35,14 @@ from transformers.generation.logits_process import (
 
 from infer import LLM, SamplingParams, __version__, ops
 from infer.backends.cpu.recording import EagerRun
-from infer.backends.cpu.sample_rows import bind
+from infer.backends.cpu.sample_rows import SampleArguments
 from infer.backends.cpu.sampling import commands
 from infer.backends.cpu.table import Walk
 from infer.backends.cpu.threads import team
 from infer.errors import InvalidRequestError
 from infer.llm import set_num_threads
 from infer.sampling import sampler
-from infer.sampling.columns import Rows
+from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 from machine import available_cores, cpu_model
 
@@ -81,7 +81,7 @@ class Case:
     values: dict[str, Any]
     logits: Tensor
     context: Tensor  # [rows, 1000]
-    rows: Rows
+    columns: SamplingColumns
     history: History
     positions: Tensor
 
@@ -91,16 +91,16 @@ def make_case(configuration: str, logits: Tensor) -> Case:
     values = CONFIGURATIONS[configuration]
     draw = np.random.default_rng(num_rows)
     context = torch.from_numpy(np.minimum(draw.zipf(1.3, (num_rows, CONTEXT_TOKENS)), vocab_size) - 1)
-    rows = Rows.pack(
+    columns = SamplingColumns.of(
         [SamplingParams(seed=seed, **values) for seed in range(num_rows)],
         vocab_size,
         num_prompt_tokens=[PROMPT_TOKENS] * num_rows,
     )
-    history = History(num_rows if rows.has_penalty else 0, CONTEXT_TOKENS + 1, vocab_size)
+    history = History(num_rows if columns.has_penalty else 0, CONTEXT_TOKENS + 1, vocab_size)
     for slot in range(history.num_slots):
         history.begin(slot, context[slot].tolist(), PROMPT_TOKENS)
     positions = torch.full((num_rows,), CONTEXT_TOKENS)
-    return Case(configuration, values, logits, context, rows, history, positions)
+    return Case(configuration, values, logits, context, columns, history, positions)
 
 
 def make_logits(vocab_size: int, num_rows: int) -> tuple[Tensor, str]:
@@ -128,7 +128,7 @@ Choose = Callable[[], Any]
 
 def make_sides(case: Case) -> dict[str, Choose]:
     flat = case.logits.numpy().reshape(-1)
-    arguments = (case.logits, case.rows, case.history, case.positions, None)
+    arguments = (case.logits, case.columns, case.history, case.positions, None)
     return {
         READ: flat.max,
         OURS: lambda: ops.choose_tokens(*arguments),
@@ -207,10 +207,11 @@ class Recorded:
 
     def __init__(self, case: Case) -> None:
         self._logits, self._case = case.logits.clone(), case
-        arguments, self._keeps = bind(self._logits, case.rows, case.history, None, case.positions.data_ptr(), 0)
-        run = EagerRun(len(case.rows), len(case.rows))
-        run.state["num_tokens"] = run.state["num_wanted"] = len(case.rows)
-        run.table.append(commands(arguments, self._keeps))
+        arguments = SampleArguments(self._logits, case.positions.data_ptr(), position_offset=0)
+        arguments.bind(case.columns, case.history)
+        run = EagerRun(len(case.columns), len(case.columns))
+        run.state["num_tokens"] = run.state["num_wanted"] = len(case.columns)
+        run.table.append(commands(arguments))
         self._run, self._walk, self.labels = run, Walk(run.table), run.table.labels
         self._cycles = np.zeros(len(self.labels), np.int64)
         self._walk.arguments["times"] = self._cycles.ctypes.data
@@ -282,7 +283,7 @@ def recorded_turn(recorded: Recorded) -> tuple[float, list[float]]:
 def definition_stages(case: Case, tries: int) -> dict[str, float]:
     """Seconds of each step of the definition, and of the noise and the largest behind them."""
     times: dict[str, list[float]] = {}
-    arguments = (case.logits, case.rows, case.history, case.positions, None)
+    arguments = (case.logits, case.columns, case.history, case.positions, None)
     for _ in range(tries):
         began = started = time.perf_counter()
         for name, _ in sampler.stages(*arguments):

@@ -26,8 +26,9 @@ from torch import Tensor
 
 from infer import __version__, ops
 from infer.sampling import sampler
-from infer.sampling.columns import Rows, num_mask_words
+from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
+from infer.sampling.masks import num_mask_words
 from infer.sampling_params import SamplingParams
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -61,36 +62,29 @@ def make_logits(kind: str, num_rows: int, vocab_size: int, seed: int) -> Tensor:
     return normal * {"normal": 3.0, "flat": 0.01, "extreme": 1e37}[kind]
 
 
-def make_rows(options: dict[str, Any], num_rows: int, vocab_size: int) -> tuple[Rows, History]:
-    """On the CPU, each row with a seed of its own."""
+def make_columns(
+    options: dict[str, Any], num_rows: int, vocab_size: int, device: torch.device
+) -> tuple[SamplingColumns, History]:
+    """Each row with a seed of its own, the same on every device."""
     generator = random.Random(0)
     options = {**options}
     if (options.get("top_k") or 0) >= vocab_size:
         options["top_k"] = vocab_size // 2
     params = [SamplingParams(seed=generator.getrandbits(64), **options) for _ in range(num_rows)]
-    rows = Rows.pack(params, vocab_size, num_prompt_tokens=[CONTEXT // 2] * num_rows)
-    history = History(num_rows, 2 * CONTEXT, vocab_size)
-    for slot in rows.history_slot[rows.history_slot >= 0].tolist():
+    columns = SamplingColumns.of(params, vocab_size, num_prompt_tokens=[CONTEXT // 2] * num_rows, device=device)
+    history = History(num_rows, 2 * CONTEXT, vocab_size, device)
+    for slot in columns.history_slot[columns.history_slot >= 0].tolist():
         history.begin(slot, [generator.randrange(vocab_size) for _ in range(CONTEXT)], CONTEXT // 2)
-    return rows, history
-
-
-def moved(x: Any, device: torch.device) -> Any:
-    """A copy of Rows, History or a tensor on the device."""
-    if isinstance(x, Tensor):
-        return x.to(device)
-    copy = object.__new__(type(x))
-    for name, value in vars(x).items():
-        object.__setattr__(copy, name, value.to(device) if isinstance(value, Tensor) else value)
-    return copy
+    return columns, history
 
 
 def check_tokens(device: torch.device, num_rows: int, vocab_sizes: list[int]) -> Iterator[dict[str, Any]]:
     """One result for each configuration and kind of logits: how many tokens differ."""
     for vocab_size in vocab_sizes:
         for name, options in CONFIGURATIONS.items():
-            rows, history = make_rows(options, num_rows, vocab_size)
-            here, there = (rows, history), (moved(rows, device), moved(history, device))
+            here, there = (
+                make_columns(options, num_rows, vocab_size, where) for where in (torch.device("cpu"), device)
+            )
             for seed, kind in enumerate(("normal", "peaked", "flat", "tied", "extreme")):
                 logits, positions = make_logits(kind, num_rows, vocab_size, seed), torch.arange(num_rows) + CONTEXT
                 words = torch.randint(-(2**31), 2**31, (num_rows, num_mask_words(vocab_size)), dtype=torch.int64)
@@ -133,15 +127,15 @@ def microseconds(steps: list[Callable[[], Any]]) -> float:
 
 
 def time_configuration(name: str, device: torch.device, num_rows: int, vocab_size: int, rounds: int) -> dict[str, Any]:
-    rows, history = (moved(x, device) for x in make_rows(CONFIGURATIONS[name], num_rows, vocab_size))
+    columns, history = make_columns(CONFIGURATIONS[name], num_rows, vocab_size, device)
     positions = torch.arange(num_rows, device=device) + CONTEXT
     buffers = [make_logits("peaked", num_rows, vocab_size, seed).to(device) for seed in range(BUFFERS)]
 
     def ours(logits: Tensor) -> Callable[[], Tensor]:
-        return lambda: ops.choose_tokens(logits, rows, history, positions)
+        return lambda: ops.choose_tokens(logits, columns, history, positions)
 
     def torchs(logits: Tensor) -> Callable[[], Tensor]:
-        return lambda: sampler.choose_tokens(logits, rows, history, positions)
+        return lambda: sampler.choose_tokens(logits, columns, history, positions)
 
     with ops.using("cuda"):
         graphs = [captured(ours(logits)) for logits in buffers]

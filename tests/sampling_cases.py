@@ -14,8 +14,9 @@ from torch import Tensor
 
 from infer import ops
 from infer.sampling import reference, sampler
-from infer.sampling.columns import Rows, pack_masks, uses_history
+from infer.sampling.columns import SamplingColumns, uses_history
 from infer.sampling.history import History
+from infer.sampling.masks import pack_masks
 from infer.sampling.reference import LogitsError
 from infer.sampling_params import SamplingParams
 
@@ -46,34 +47,35 @@ class Batch:
     """Arguments of `sampler.sample`, in its order."""
 
     logits: Tensor
-    rows: Rows
+    columns: SamplingColumns
     history: History | None
     positions: Tensor
     allowed: Tensor | None
 
-    def arguments(self) -> tuple[Tensor, Rows, History | None, Tensor, Tensor | None]:
-        return self.logits, self.rows, self.history, self.positions, self.allowed
+    def arguments(self) -> tuple[Tensor, SamplingColumns, History | None, Tensor, Tensor | None]:
+        return self.logits, self.columns, self.history, self.positions, self.allowed
 
 
 def make_batch(rows: Sequence[Row], end_ids: frozenset[int] = frozenset()) -> Batch:
     vocab_size = len(rows[0].logits)
-    columns = Rows.pack(
+    columns = SamplingColumns.of(
         [row.params for row in rows],
         vocab_size,
         num_prompt_tokens=[row.num_prompt_tokens for row in rows],
         end_ids=end_ids,
     )
-    penalised = [row for row in rows if uses_history(row.params)]
-    history = History(len(penalised), max(len(r.context) for r in penalised) + 4, vocab_size) if penalised else None
-    for slot, row in enumerate(penalised):
-        assert history is not None
-        history.begin(slot, row.context, row.num_prompt_tokens)
+    history = None
+    if any(uses_history(row.params) for row in rows):
+        history = History(len(rows), max(len(row.context) for row in rows) + 4, vocab_size)
+        for slot, row in enumerate(rows):
+            if uses_history(row.params):
+                history.begin(slot, row.context, row.num_prompt_tokens)
     has_grammar = any(row.allowed is not None for row in rows)
     everything = range(vocab_size)
     masks = pack_masks([everything if row.allowed is None else row.allowed for row in rows], vocab_size)
     return Batch(
         logits=torch.stack([row.logits for row in rows]),
-        rows=columns,
+        columns=columns,
         history=history,
         positions=torch.tensor([len(row.context) for row in rows]),
         allowed=masks if has_grammar else None,
@@ -125,25 +127,20 @@ def tables(history: History, slot: int) -> dict[str, Any]:
         "length": length,
         "prompt": int(history.num_prompt_tokens[slot]),
         "tokens": history.tokens[slot, :length].tolist(),
-        "previous": history.previous[slot, :length].tolist(),
-        "last": history.last[slot].tolist(),
+        "last": (history.last[slot] - 1).tolist(),
         "counts": history.counts[slot].tolist(),
     }
 
 
 def tables_of(token_ids: list[int], num_prompt_tokens: int, vocab_size: int) -> dict[str, Any]:
     """The same from the list itself."""
-
-    def last_before(end: int, token_id: int) -> int:
-        return max((i for i in range(end) if token_ids[i] == token_id), default=-1)
-
+    last = {token_id: position for position, token_id in enumerate(token_ids)}
     count = Counter(token_ids[num_prompt_tokens:])
     return {
         "length": len(token_ids),
         "prompt": num_prompt_tokens,
         "tokens": token_ids,
-        "previous": [last_before(i, token_id) for i, token_id in enumerate(token_ids)],
-        "last": [last_before(len(token_ids), token_id) for token_id in range(vocab_size)],
+        "last": [last.get(token_id, -1) for token_id in range(vocab_size)],
         "counts": [count[token_id] for token_id in range(vocab_size)],
     }
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from scipy import stats
 
-from infer.sampling.columns import Rows
+from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 from infer.sampling.sampler import Choose
 from infer.sampling_params import SamplingParams
@@ -83,22 +83,23 @@ def draw_tokens(
     first_seed: int = 0,
 ) -> np.ndarray:
     """tokens[seed, position]: one row for every seed, one call for every position."""
-    one = Rows.pack([SamplingParams(seed=0, **values)], len(logits), num_prompt_tokens=[NUM_PROMPT_TOKENS])
-    rows = one.repeat(num_seeds, range(first_seed, first_seed + num_seeds))
+    prompts = [NUM_PROMPT_TOKENS] * num_seeds
+    columns = SamplingColumns.of([SamplingParams(seed=0, **values)] * num_seeds, len(logits), num_prompt_tokens=prompts)
+    columns.seed.copy_(torch.arange(first_seed, first_seed + num_seeds))
     history = None
-    if rows.has_penalty:
+    if columns.has_penalty:
         history = History(num_seeds, len(CONTEXT), len(logits))
         history.begin(0, CONTEXT, NUM_PROMPT_TOKENS)
-        for table in (history.tokens, history.previous, history.last, history.counts):
+        for table in (history.tokens, history.last, history.counts):
             table.copy_(table[:1].expand_as(table).clone())
         history.lengths.fill_(len(CONTEXT))
         history.num_prompt_tokens.fill_(NUM_PROMPT_TOKENS)
     batch = logits.expand(num_seeds, -1).contiguous()
-    columns = [
-        choose(batch, rows, history, torch.full((num_seeds,), position), None).numpy()
+    tokens = [
+        choose(batch, columns, history, torch.full((num_seeds,), position), None).numpy()
         for position in range(len(CONTEXT), len(CONTEXT) + num_positions)
     ]
-    return np.stack(columns, axis=1)
+    return np.stack(tokens, axis=1)
 
 
 def goodness_of_fit(tokens: np.ndarray, probabilities: np.ndarray) -> float:

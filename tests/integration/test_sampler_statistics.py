@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from extent import usual_or_all
-from infer.sampling.columns import Rows
+from infer.sampling.columns import SamplingColumns
 from infer.sampling.sampler import Choose
 from infer.sampling_params import SamplingParams
 from sampling_cases import IMPLEMENTATIONS, make_logits
@@ -48,9 +48,9 @@ def test_rows_of_different_configurations_in_one_batch_follow_each_its_own(choos
     } | {"greedy": {"temperature": 0.0}}
     logits = {name: make_logits("normal", 50, seed) / 2 for seed, name in enumerate(free)}
     params = [SamplingParams(seed=seed, **values) for seed in range(500) for values in free.values()]
-    rows = Rows.pack(params, 50)
+    columns = SamplingColumns.of(params, 50)
     batch = torch.stack([logits[name] for _ in range(500) for name in free])
-    found = np.stack([choose(batch, rows, None, torch.full((len(rows),), p), None).numpy() for p in range(50)])
+    found = np.stack([choose(batch, columns, None, torch.full((len(columns),), p), None).numpy() for p in range(50)])
     for index, (name, values) in enumerate(free.items()):
         tokens = found[:, index :: len(free)]
         if name == "greedy":
@@ -107,11 +107,12 @@ def test_two_million_draws_without_a_forbidden_token() -> None:
     values = {"temperature": 2.0, "logit_bias": {0: -np.inf, 1: -np.inf}, "top_k": 6, "top_p": 0.9}
     params = SamplingParams(seed=0, allowed_token_ids=[i for i in range(12) if i != 2], **values)  # type: ignore[arg-type]
     num_rows, num_calls = 20_000, usual_or_all(100, 500)
-    rows = Rows.pack([params], 12).repeat(num_rows, range(num_rows))
+    columns = SamplingColumns.of([params] * num_rows, 12)
+    columns.seed.copy_(torch.arange(num_rows))
     batch = logits.expand(num_rows, -1).contiguous()
     counts = torch.zeros(12, dtype=torch.int64)
     for position in range(num_calls):
-        tokens = IMPLEMENTATIONS["ops"](batch, rows, None, torch.full((num_rows,), position), None)
+        tokens = IMPLEMENTATIONS["ops"](batch, columns, None, torch.full((num_rows,), position), None)
         counts += torch.bincount(tokens, minlength=12)
     assert int(counts.sum()) == num_rows * num_calls
     allowed = exact_distribution(logits, values | {"allowed_token_ids": [i for i in range(12) if i != 2]}) > 0

@@ -18,8 +18,9 @@ from torch import Tensor
 from infer import ops
 from infer.errors import InvalidRequestError
 from infer.sampling import sampler
-from infer.sampling.columns import Rows, pack_masks
+from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
+from infer.sampling.masks import pack_masks
 from infer.sampling.sampler import NOT_A_NUMBER, NOTHING_ALLOWED, Choose, Sampled
 from sampling_cases import (
     IMPLEMENTATIONS,
@@ -173,8 +174,8 @@ def test_real_vocabularies_get_the_tokens_of_the_reference(choose: Choose, vocab
 
 
 @implementations
-def test_a_stream_with_drafts_taken_back_equals_the_reference(choose: Choose) -> None:
-    """Twenty steps of three rows; after every step two drafts are appended and dropped."""
+def test_a_stream_of_tokens_equals_the_reference(choose: Choose) -> None:
+    """Twenty steps of three rows, each of which appends a token."""
     values: list[dict[str, Any]] = [
         EVERYTHING,
         {"temperature": 0.0, "repetition_penalty": 1.5, "repetition_window": 4},
@@ -188,14 +189,11 @@ def test_a_stream_with_drafts_taken_back_equals_the_reference(choose: Choose) ->
         history.begin(slot, each.context, each.num_prompt_tokens)
     for step in range(20):
         logits = torch.stack([make_logits("ties", 60, 100 * step + i) for i in range(3)])
-        tokens = choose(logits, batch.rows, history, batch.positions + step, None)
+        tokens = choose(logits, batch.columns, history, batch.positions + step, None)
         rows = [replace(each, logits=logits[i]) for i, each in enumerate(rows)]
         assert tokens.tolist() == [reference_token(each) for each in rows]
         rows = [replace(each, context=(*each.context, int(tokens[i]))) for i, each in enumerate(rows)]
         history.append(slots, tokens)
-        history.append(slots, torch.tensor([1, 2, 3]))
-        history.append(slots, torch.tensor([1, 59, 3]))
-        history.drop(slots, 2)
 
 
 # Off is the identity
@@ -524,7 +522,12 @@ def test_n_samples_are_the_row_with_n_seeds(choose: Choose) -> None:
     one = row(plain_logits(), **values)
     seeds = [3, 2**64 - 1, 3, 0]
     single = make_batch([one], frozenset([4]))
-    copies = single.rows.repeat(4, seeds)
+    copies = SamplingColumns.of(
+        [replace(one.params, seed=seed) for seed in seeds],
+        40,
+        num_prompt_tokens=[one.num_prompt_tokens] * 4,
+        end_ids=[4],
+    )
     history = History(4, 16, 40)
     for slot in range(4):
         history.begin(slot, one.context, one.num_prompt_tokens)
@@ -552,9 +555,9 @@ def test_a_packed_mask_allows_exactly_its_bits(choose: Choose, data: st.DataObje
 def test_bits_beyond_the_vocabulary_count_for_nothing(choose: Choose) -> None:
     batch = make_batch([Row(plain_logits(33), {"temperature": 0}, allowed=frozenset([1]))])
     mask = torch.tensor([[0, -2]], dtype=torch.int32)  # ids 33 to 63
-    assert choose(batch.logits, batch.rows, None, batch.positions, mask).tolist() == [NOTHING_ALLOWED]
+    assert choose(batch.logits, batch.columns, None, batch.positions, mask).tolist() == [NOTHING_ALLOWED]
     mask = torch.tensor([[0, -1]], dtype=torch.int32)
-    assert choose(batch.logits, batch.rows, None, batch.positions, mask).tolist() == [32]
+    assert choose(batch.logits, batch.columns, None, batch.positions, mask).tolist() == [32]
 
 
 def with_changes(batch: Batch, **changes: Any) -> tuple[Any, ...]:
@@ -605,5 +608,5 @@ def test_a_mask_is_shared_by_rows_with_and_without_a_grammar() -> None:
 
 
 def test_no_rows_is_no_work() -> None:
-    empty = Rows.pack([], 5)
+    empty = SamplingColumns.of([], 5)
     assert sampler.choose_tokens(torch.zeros(0, 5), empty, None, torch.zeros(0, dtype=torch.int64)).tolist() == []

@@ -29,7 +29,7 @@ from infer.operands.architecture import Activation
 from infer.operands.step import Part, Step
 from infer.operands.weights import Heads, Norm, Projection, RopeTable, StoredWeight
 from infer.sampling import sampler
-from infer.sampling.columns import Rows
+from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 from infer.sampling.reference import sample_token
 from infer.sampling_params import SamplingParams
@@ -356,7 +356,7 @@ def test_a_recording_gives_the_bits_of_the_ops_one_by_one(tiny: Tiny, num_thread
         assert torch.equal(prefill(tiny, lambda step: captured.run(step, num_threads), sizes), expected)
 
 
-CHAINED = [
+PARAMS = [
     SamplingParams(temperature=0),
     SamplingParams(temperature=0.8, seed=1),
     SamplingParams(temperature=1.3, top_k=40, top_p=0.9, min_p=0.01, seed=2),
@@ -376,44 +376,74 @@ def single_steps(tiny: Tiny, params: SamplingParams, count: int) -> list[int]:
     return context[1:]
 
 
-def begin_rows(params: list[SamplingParams], capacity: int = 200) -> tuple[Rows, History]:
-    rows = Rows.pack(params, 300, num_prompt_tokens=[1] * len(params))
-    history = History(len(rows.penalised), capacity, 300)
+def begin_rows(params: list[SamplingParams], capacity: int = 200) -> tuple[SamplingColumns, History]:
+    columns = SamplingColumns.of(params, 300, num_prompt_tokens=[1] * len(params))
+    history = History(len(params), capacity, 300)
     for slot in range(history.num_slots):
         history.begin(slot, [7])
-    return rows, history
+    return columns, history
 
 
-@pytest.mark.parametrize("params", CHAINED, ids=range(len(CHAINED)))
-def test_a_chain_gives_the_tokens_of_single_steps(tiny: Tiny, params: SamplingParams) -> None:
+@pytest.mark.parametrize("params", PARAMS, ids=range(len(PARAMS)))
+def test_a_multi_step_gives_the_tokens_of_single_steps(tiny: Tiny, params: SamplingParams) -> None:
     captured = CapturedForward(tiny.forward, capacity=64)
     expected = single_steps(tiny, params, 100)
     start = [Part(0, [7])], [0]
-    assert captured.run_chain(*start, 100, *begin_rows([params])).token_ids.flatten().tolist() == expected
-    stopped = (
-        captured.run_chain(*start, 100, *begin_rows([params]), stop_ids=[expected[20], 299])
-        .token_ids.flatten()
-        .tolist()
-    )
+    assert captured.run_multi_step(*start, 100, *begin_rows([params])).token_ids == [expected]
+    (stopped,), _ = captured.run_multi_step(*start, 100, *begin_rows([params]), stop_ids=[expected[20], 299])
     assert stopped == expected[: len(stopped)]
     assert stopped[-1] in (expected[20], 299)
-    rows, history = begin_rows([params])
-    first = captured.run_chain(*start, 40, rows, history).token_ids.flatten().tolist()
-    then = captured.run_chain([Part(0, first[-1:])], [40], 60, rows, history).token_ids.flatten().tolist()
+    columns, history = begin_rows([params])
+    (first,), _ = captured.run_multi_step(*start, 40, columns, history)
+    (then,), _ = captured.run_multi_step([Part(0, first[-1:])], [40], 60, columns, history)
     assert first + then == expected
 
 
-def test_a_chain_of_rows_gives_each_row_its_own_tokens(tiny: Tiny) -> None:
+def test_a_multi_step_of_rows_gives_each_row_its_own_tokens(tiny: Tiny) -> None:
     captured = CapturedForward(tiny.forward, capacity=64)
-    params = CHAINED[:4]
-    together = captured.run_chain([Part(row, [7]) for row in range(4)], [0] * 4, 50, *begin_rows(params)).token_ids
-    assert together.T.tolist() == [single_steps(tiny, row, 50) for row in params]
+    params = PARAMS[:4]
+    together = captured.run_multi_step([Part(row, [7]) for row in range(4)], [0] * 4, 50, *begin_rows(params)).token_ids
+    assert together == [single_steps(tiny, row, 50) for row in params]
 
 
-def test_a_row_that_fails_ends_the_chain_with_its_code(tiny: Tiny) -> None:
+def test_rows_that_join_and_leave_change_nothing_of_a_recording_but_words(tiny: Tiny) -> None:
+    """One recording, one table, one history and the same columns for all: each sequence gets the tokens that it gets
+    alone, in whatever slot and company."""
     captured = CapturedForward(tiny.forward, capacity=64)
-    rows, history = begin_rows([SamplingParams(temperature=0, allowed_token_ids=[3], logit_bias={3: -math.inf})])
-    assert captured.run_chain([Part(0, [7])], [0], 10, rows, history).token_ids.tolist() == [[sampler.NOTHING_ALLOWED]]
+    columns, history = SamplingColumns(4, 300), History(4, 200, 300)
+    walks = set()
+    for slots in ([2], [0, 2], [3, 0, 1], [1], [2, 1, 0, 3]):
+        for slot in slots:
+            params = PARAMS[(slot + len(slots)) % len(PARAMS)]
+            columns.write(slot, params, 1)
+            history.begin(slot, [7])
+        columns.select(slots)
+        expected = [single_steps(tiny, PARAMS[(slot + len(slots)) % len(PARAMS)], 6) for slot in slots]
+        parts = [Part(slot, [7]) for slot in slots]
+        assert captured.run_multi_step(parts, [0] * len(slots), 5, columns, history).token_ids == [
+            token_ids[:5] for token_ids in expected
+        ]
+        last = [Part(slot, token_ids[4:5]) for slot, token_ids in zip(slots, expected, strict=True)]
+        assert captured.run_verified(last, [5] * len(slots), columns, history).token_ids == [
+            token_ids[5:] for token_ids in expected
+        ]
+        assert captured._multi_step is not None
+        assert captured._verifier is not None
+        walks |= {captured._multi_step._walk.serial, captured._verifier._walk.serial}
+    assert len(walks) == 2
+
+
+def test_rows_with_a_penalty_and_no_history_are_refused(tiny: Tiny) -> None:
+    captured = CapturedForward(tiny.forward, capacity=64)
+    columns = SamplingColumns.of([SamplingParams(temperature=0, presence_penalty=1.0)], 300)
+    with pytest.raises(InvalidRequestError, match="need a history of 300 words"):
+        captured.run_verified([Part(0, [7])], [0], columns)
+
+
+def test_a_row_that_fails_ends_the_multi_step_with_its_code(tiny: Tiny) -> None:
+    captured = CapturedForward(tiny.forward, capacity=64)
+    columns, history = begin_rows([SamplingParams(temperature=0, allowed_token_ids=[3], logit_bias={3: -math.inf})])
+    assert captured.run_multi_step([Part(0, [7])], [0], 10, columns, history).token_ids == [[sampler.NOTHING_ALLOWED]]
 
 
 def test_labels_name_the_layer_and_the_op(tiny: Tiny) -> None:

@@ -22,8 +22,9 @@ from extent import IS_WHOLE
 from infer import ops
 from infer.errors import InvalidRequestError
 from infer.sampling import integer_probs, noise, sampler
-from infer.sampling.columns import Rows, num_mask_words
+from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
+from infer.sampling.masks import num_mask_words
 from infer.sampling_params import SamplingParams
 from watched import script_command
 
@@ -195,7 +196,9 @@ def drawn_logits(generator: random.Random, num_rows: int, vocab_size: int) -> Te
     return logits
 
 
-def drawn_batch(seed: int, num_rows: int, vocab_size: int) -> tuple[Tensor, Rows, History, Tensor, Tensor | None]:
+def drawn_batch(
+    seed: int, num_rows: int, vocab_size: int
+) -> tuple[Tensor, SamplingColumns, History, Tensor, Tensor | None]:
     generator = random.Random(seed)
     params = [drawn_params(generator, vocab_size) for _ in range(num_rows)]
     prompts = [generator.randint(0, 20) for _ in range(num_rows)]
@@ -203,9 +206,9 @@ def drawn_batch(seed: int, num_rows: int, vocab_size: int) -> tuple[Tensor, Rows
         [generator.randrange(min(vocab_size, 60)) for _ in range(prompt + generator.randint(0, 30))]
         for prompt in prompts
     ]
-    rows = Rows.pack(params, vocab_size, num_prompt_tokens=prompts, end_ids=[0, vocab_size // 2])
+    columns = SamplingColumns.of(params, vocab_size, num_prompt_tokens=prompts, end_ids=[0, vocab_size // 2])
     history = History(num_rows, 64, vocab_size)
-    for slot, context, prompt in zip(rows.history_slot.tolist(), contexts, prompts, strict=True):
+    for slot, context, prompt in zip(columns.history_slot.tolist(), contexts, prompts, strict=True):
         if slot >= 0:
             history.begin(slot, context, prompt)
     positions = torch.tensor([len(context) for context in contexts])
@@ -216,7 +219,7 @@ def drawn_batch(seed: int, num_rows: int, vocab_size: int) -> tuple[Tensor, Rows
             for is_free in (generator.random() < 0.5 for _ in range(num_rows))
         ]
         allowed = torch.tensor(words, dtype=torch.int32)
-    return drawn_logits(generator, num_rows, vocab_size), rows, history, positions, allowed
+    return drawn_logits(generator, num_rows, vocab_size), columns, history, positions, allowed
 
 
 @settings(max_examples=15, deadline=None)
@@ -253,11 +256,11 @@ def test_many_draws_of_tied_logits_are_those_of_the_definition(params: SamplingP
     """Tokens drawn at 5 positions over a few distinct logits: a kept set that is wrong in one id shows."""
     generator = torch.Generator().manual_seed(5)
     logits = (torch.randn(5, 300, generator=generator) * 1.5).round()
-    rows = Rows.pack([params] * 5, 300)
+    columns = SamplingColumns.of([params] * 5, 300)
     positions = torch.arange(5)
-    expected = sampler.choose_tokens(logits, rows, None, positions)
+    expected = sampler.choose_tokens(logits, columns, None, positions)
     for tiling in (SMALL, WIDE) if IS_WHOLE else (SMALL,):
-        assert choose_by(tiling, logits, rows, None, positions).tolist() == expected.tolist()
+        assert choose_by(tiling, logits, columns, None, positions).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("tiling", TILINGS, ids=["small", "wide", "whole"])
@@ -267,22 +270,22 @@ def test_kept_sets_end_at_the_smallest_ids_among_equals(top_k: int | None, top_p
     logits = torch.full((12, 70), -3.0)
     logits[:, [3, 9, 33, 40, 69]] = 2.0
     logits[:, [4, 20, 50]] = 2.5
-    rows = Rows.pack([SamplingParams(seed=9, top_k=top_k, top_p=top_p)] * 12, 70)
+    columns = SamplingColumns.of([SamplingParams(seed=9, top_k=top_k, top_p=top_p)] * 12, 70)
     positions = torch.arange(12)
-    expected = sampler.choose_tokens(logits, rows, None, positions)
-    assert choose_by(tiling, logits, rows, None, positions).tolist() == expected.tolist()
+    expected = sampler.choose_tokens(logits, columns, None, positions)
+    assert choose_by(tiling, logits, columns, None, positions).tolist() == expected.tolist()
 
 
 def test_a_token_does_not_depend_on_the_other_rows() -> None:
-    logits, rows, history, positions, _ = drawn_batch(77, 8, 200)
-    together = choose_by(SMALL, logits, rows, history, positions).tolist()
+    logits, columns, history, positions, _ = drawn_batch(77, 8, 200)
+    together = choose_by(SMALL, logits, columns, history, positions).tolist()
     generator = random.Random(77)
     params = [drawn_params(generator, 200) for _ in range(8)]
-    prompts = rows.num_prompt_tokens.tolist()
+    prompts = columns.num_prompt_tokens.tolist()
     for i in range(8):
-        alone = Rows.pack([params[i]], 200, num_prompt_tokens=[prompts[i]], end_ids=[0, 100])
+        alone = SamplingColumns.of([params[i]], 200, num_prompt_tokens=[prompts[i]], end_ids=[0, 100])
         own = History(1, 64, 200)
-        slot = int(rows.history_slot[i])
+        slot = int(columns.history_slot[i])
         if slot >= 0:
             own.begin(0, history.tokens[slot, : int(history.lengths[slot])].tolist(), prompts[i])
         token = choose_by(SMALL, logits[i : i + 1], alone, own, positions[i : i + 1])
@@ -296,22 +299,22 @@ def test_penalties_decide_between_tokens_seen_never_once_and_twice(name: str) ->
     logits = torch.full((len(leads) * 3, 40), -9.0)
     for row, (lead, token) in enumerate((lead, token) for lead in leads for token in (3, 5, 9)):
         logits[row, 11], logits[row, token] = 2.0, 2.0 + lead
-    rows = Rows.pack([SamplingParams(temperature=0.0, **{name: 1.5})] * len(logits), 40)
+    columns = SamplingColumns.of([SamplingParams(temperature=0.0, **{name: 1.5})] * len(logits), 40)
     history = History(len(logits), 8, 40)
     for slot in range(len(logits)):
         history.begin(slot, [3, 4, 5, 9, 9], num_prompt_tokens=2)
     positions = torch.full((len(logits),), 5)
-    expected = sampler.choose_tokens(logits, rows, history, positions).tolist()
+    expected = sampler.choose_tokens(logits, columns, history, positions).tolist()
     assert set(expected) == {3, 5, 9, 11}
-    assert choose_by(SMALL, logits, rows, history, positions).tolist() == expected
+    assert choose_by(SMALL, logits, columns, history, positions).tolist() == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_every_float_is_sampled_as_its_float32(dtype: torch.dtype) -> None:
-    logits, rows, history, positions, allowed = drawn_batch(8, 6, 300)
+    logits, columns, history, positions, allowed = drawn_batch(8, 6, 300)
     wide = torch.stack([logits, logits], dim=2).to(dtype)[:, :, 0]
-    expected = sampler.choose_tokens(wide, rows, history, positions, allowed)
-    assert choose_by(SMALL, wide, rows, history, positions, allowed).tolist() == expected.tolist()
+    expected = sampler.choose_tokens(wide, columns, history, positions, allowed)
+    assert choose_by(SMALL, wide, columns, history, positions, allowed).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 4}, {"top_p": 0.5}, {"min_p": 0.1}], ids=str)
@@ -324,9 +327,9 @@ def test_a_row_that_cannot_be_sampled_gets_its_code_and_the_others_a_token(
     banned = dict.fromkeys(range(200), -math.inf)
     params = [SamplingParams(seed=i, temperature=temperature, **filters) for i in range(4)]
     params.append(SamplingParams(seed=4, temperature=temperature, logit_bias=banned, **filters))
-    rows, positions = Rows.pack(params, 200), torch.arange(5)
-    tokens = choose_by(SMALL, logits, rows, None, positions).tolist()
-    assert tokens == sampler.choose_tokens(logits, rows, None, positions).tolist()
+    columns, positions = SamplingColumns.of(params, 200), torch.arange(5)
+    tokens = choose_by(SMALL, logits, columns, None, positions).tolist()
+    assert tokens == sampler.choose_tokens(logits, columns, None, positions).tolist()
     assert tokens[:3] == [-1, -1, -2]
     assert tokens[3] >= 0
     assert tokens[4] == -2
@@ -337,10 +340,10 @@ def test_the_end_is_chosen_below_the_minimum_length_where_nothing_else_is_allowe
     params = SamplingParams(
         seed=0, allowed_token_ids=[7, 150], stop_token_ids=[7, 150], min_new_tokens=5, max_new_tokens=9, **filters
     )
-    rows = Rows.pack([params] * 8, 200)
+    columns = SamplingColumns.of([params] * 8, 200)
     logits, positions = torch.randn(8, 200, generator=torch.Generator().manual_seed(2)), torch.arange(8)
-    tokens = choose_by(SMALL, logits, rows, None, positions).tolist()
-    assert tokens == sampler.choose_tokens(logits, rows, None, positions).tolist()
+    tokens = choose_by(SMALL, logits, columns, None, positions).tolist()
+    assert tokens == sampler.choose_tokens(logits, columns, None, positions).tolist()
     assert set(tokens) <= {7, 150}
 
 
@@ -351,9 +354,9 @@ def test_a_temperature_that_overflows_the_logits_shifts_them_first(filters: dict
     logits[3:] = logits[3:].abs() * -1
     logits[5, 20:40] = logits[5].max()
     params = [SamplingParams(seed=i, temperature=0.1, temperature_last=is_last, **filters) for i in range(6)]
-    rows, positions = Rows.pack(params, 200), torch.arange(6)
-    expected = sampler.choose_tokens(logits, rows, None, positions).tolist()
-    assert choose_by(SMALL, logits, rows, None, positions).tolist() == expected
+    columns, positions = SamplingColumns.of(params, 200), torch.arange(6)
+    expected = sampler.choose_tokens(logits, columns, None, positions).tolist()
+    assert choose_by(SMALL, logits, columns, None, positions).tolist() == expected
 
 
 def test_scores_too_near_for_rough_noise_are_decided_by_exact_noise() -> None:
@@ -364,26 +367,26 @@ def test_scores_too_near_for_rough_noise_are_decided_by_exact_noise() -> None:
     for row in range(rounds):
         first, second = noise.gumbel_at(7, row, ids).tolist()
         logits[row, ids] = torch.tensor([1.0, 1.0 + first - second + (row - rounds // 2) * 1e-7])
-    rows = Rows.pack([SamplingParams(seed=7)] * rounds, 128)
-    expected = sampler.choose_tokens(logits, rows, None, positions).tolist()
+    columns = SamplingColumns.of([SamplingParams(seed=7)] * rounds, 128)
+    expected = sampler.choose_tokens(logits, columns, None, positions).tolist()
     assert set(expected) == {10, 90}
-    assert choose_by(SMALL, logits, rows, None, positions).tolist() == expected
+    assert choose_by(SMALL, logits, columns, None, positions).tolist() == expected
 
 
 def test_wrong_shapes_are_an_error_before_a_kernel_reads_past_them() -> None:
-    rows = Rows.pack([SamplingParams(seed=1)], 50)
+    columns = SamplingColumns.of([SamplingParams(seed=1)], 50)
     logits, positions = torch.zeros(1, 50), torch.zeros(1, dtype=torch.int64)
     with pytest.raises(InvalidRequestError, match="logits"):
-        cuda.choose_tokens(logits[:, :49], rows, None, positions)
+        cuda.choose_tokens(logits[:, :49], columns, None, positions)
     with pytest.raises(InvalidRequestError, match="allowed"):
-        cuda.choose_tokens(logits, rows, None, positions, torch.zeros(1, 1, dtype=torch.int32))
-    penalised = Rows.pack([SamplingParams(seed=1, presence_penalty=1.0)], 50)
+        cuda.choose_tokens(logits, columns, None, positions, torch.zeros(1, 1, dtype=torch.int32))
+    penalised = SamplingColumns.of([SamplingParams(seed=1, presence_penalty=1.0)], 50)
     with pytest.raises(InvalidRequestError, match="history"):
         cuda.choose_tokens(logits, penalised, None, positions)
 
 
 def test_a_batch_of_no_rows_has_no_tokens() -> None:
-    assert choose_by(SMALL, torch.zeros(0, 9), Rows.pack([], 9), None, torch.zeros(0).long()).tolist() == []
+    assert choose_by(SMALL, torch.zeros(0, 9), SamplingColumns.of([], 9), None, torch.zeros(0).long()).tolist() == []
 
 
 @pytest.mark.parametrize("vocab_size", [1, 33, 49_152, 128_256, 262_144, 600_000])

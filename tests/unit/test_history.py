@@ -1,8 +1,12 @@
-"""Claims about the history: its tables say what a list of ids says, forwards, backwards and after a new beginning."""
+"""Claims about the history: its tables say what a list of ids says, as they grow and after a new beginning."""
+
+import resource
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -16,7 +20,7 @@ WINDOWS = (0, 1, 2, 5, CAPACITY, WHOLE_HISTORY)
 
 
 class HistoryMachine(RuleBasedStateMachine):
-    """Any order of beginnings, appends to some slots and drops from some, beside plain lists."""
+    """Any order of beginnings, appends to some slots, beside plain lists."""
 
     @initialize(vocab_size=st.sampled_from([1, 2, 7]))
     def start(self, vocab_size: int) -> None:
@@ -28,7 +32,7 @@ class HistoryMachine(RuleBasedStateMachine):
 
     def read_by_kernels(self) -> list[torch.Tensor]:
         history = self.history
-        return [history.tokens, history.previous, history.last, history.counts, history.lengths]
+        return [history.tokens, history.last, history.counts, history.lengths]
 
     def draw_slots(self, data: st.DataObject, fit: list[int]) -> list[int]:
         return data.draw(st.lists(st.sampled_from(fit), unique=True)) if fit else []
@@ -55,14 +59,6 @@ class HistoryMachine(RuleBasedStateMachine):
         self.history.extend(slot, ids)
         self.lists[slot] = [*self.lists[slot], *ids]
 
-    @rule(data=st.data(), count=st.integers(0, 4))
-    def drop(self, data: st.DataObject, count: int) -> None:
-        fit = [i for i in range(NUM_SLOTS) if len(self.lists[i]) - self.prompts[i] >= count]
-        slots = self.draw_slots(data, fit)
-        self.history.drop(torch.tensor(slots, dtype=torch.int64), count)
-        for slot in slots:
-            self.lists[slot] = self.lists[slot][: len(self.lists[slot]) - count]
-
     @invariant()
     def the_tables_say_what_the_lists_say(self) -> None:
         for slot in range(NUM_SLOTS):
@@ -87,18 +83,6 @@ TestHistory = HistoryMachine.TestCase
 TestHistory.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(0, 4), max_size=10), st.lists(st.integers(0, 4), max_size=6))
-def test_dropping_what_was_appended_is_as_if_it_had_never_been(before: list[int], drafts: list[int]) -> None:
-    history = History(1, 20, 5)
-    history.begin(0, before, len(before) // 2)
-    expected = tables(history, 0)
-    for token_id in drafts:
-        history.append(torch.tensor([0]), torch.tensor([token_id]))
-    history.drop(torch.tensor([0]), len(drafts))
-    assert tables(history, 0) == expected
-
-
 def test_appending_is_beginning_with_more() -> None:
     grown, begun = History(1, 20, 5), History(1, 20, 5)
     grown.begin(0, [1, 2, 1], 2)
@@ -114,19 +98,43 @@ def test_a_slot_does_not_see_another() -> None:
     expected = tables(history, 0)
     history.begin(1, [3, 3, 3], 1)
     history.append(torch.tensor([1]), torch.tensor([2]))
-    history.drop(torch.tensor([1]), 2)
     assert tables(history, 0) == expected
 
 
-@pytest.mark.parametrize(("vocab_size", "capacity"), [(49_152, 2048), (262_144, 2048), (5, 7)])
-def test_a_slot_takes_eight_bytes_per_word_and_per_position(vocab_size: int, capacity: int) -> None:
-    assert History(1, capacity, vocab_size).num_bytes == 8 * (vocab_size + capacity)
-    assert History(3, capacity, vocab_size).num_bytes == 24 * (vocab_size + capacity)
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def test_no_slots_take_nothing() -> None:
-    history = History(0, 2048, 262_144)
-    assert (history.num_slots, history.num_bytes) == (0, 0)
+@pytest.mark.skipif(sys.platform != "linux", reason="hardware: a system that tells what is resident")
+def test_only_slots_that_had_a_penalty_take_memory() -> None:
+    """64 slots of 262,144 words and 131,072 positions are 168 MB."""
+    before = resident_bytes()
+    history = History(64, 131_072, 262_144)
+    history.begin(3, range(1000), 500)
+    history.append(torch.tensor([3]), torch.tensor([7]))
+    assert history.is_within(torch.tensor([3]), torch.tensor([2])).nonzero()[:, 1].tolist() == [7, 999]
+    assert resident_bytes() - before < 32e6
+
+
+def test_what_an_interrupt_left_is_gone_after_a_new_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    history = History(1, 20, 5)
+    history.begin(0, [1, 2])
+    for table in ("last", "counts"):
+        kept = getattr(history, table)
+        monkeypatch.setattr(history, table, _Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            history.append(torch.tensor([0]), torch.tensor([4]))
+        monkeypatch.setattr(history, table, kept)
+    history.begin(0, [3])
+    assert tables(history, 0) == tables_of([3], 1, 5)
+
+
+class _Interrupted:
+    def __setitem__(self, index: object, value: object) -> None:
+        raise KeyboardInterrupt
+
+    def __getitem__(self, index: object) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.int32)
 
 
 @pytest.mark.parametrize("token_id", [-1, 5, 10**12])

@@ -20,8 +20,8 @@ from infer.errors import ConstraintError
 from infer.grammar import Constraint
 from infer.operands.step import Clock, Part, StepEnd
 from infer.runner.context import CachedContext
-from infer.runner.verify import Drawn
-from infer.sampling.columns import Rows
+from infer.runner.verify import SampledTokens
+from infer.sampling.columns import SamplingColumns
 from path_cases import (
     CONTEXT,
     EMBEDDING,
@@ -135,12 +135,12 @@ def test_a_batch_wider_than_a_step_has_lines_gives_each_its_own(world: World) ->
 def test_a_row_that_is_full_is_refused_before_anything_is_written(world: World) -> None:
     context = CachedContext(world.model, 8)
     running = make_running(world, Case("", prompt_of(8), replace(LONG, max_new_tokens=None)), Way())
-    context.sample([running.plan(8, 0)], Rows.pack([LONG], VOCAB_SIZE), None)
+    context.sample([running.plan(8, 0)], SamplingColumns.of([LONG], VOCAB_SIZE), None)
     context.commit(0, 8)
     with pytest.raises(InvalidRequestError, match="a row holds 8 tokens, got 9"):
         context.forward([Part(0, [1])])
     with pytest.raises(InvalidRequestError, match="a row holds 8 tokens, got 10"):
-        context.chain([(0, 1)], 2, Rows.pack([LONG], VOCAB_SIZE), None, ())
+        context.chain([(0, 1)], 2, SamplingColumns.of([LONG], VOCAB_SIZE), None, ())
 
 
 # Vocabularies
@@ -421,7 +421,7 @@ def test_each_step_of_a_chain_is_timed_by_itself(world: World) -> None:
 
 def test_work_between_two_steps_counts_with_the_next_forward(world: World) -> None:
     running = make_running(world, Case("", prompt_of(3), LONG), Way())
-    part, drawn = running.plan(8, 0), Drawn([97], [])
+    part, drawn = running.plan(8, 0), SampledTokens([97], [])
     running.stepped(part, drawn, 1, Clock(0.0, [StepEnd(1.0, 1.5)], 1.75))
     running.waited(4.0)
     running.stepped(part, drawn, 1, Clock(10.0, [StepEnd(11.0, 11.5)], 12.0))

@@ -29,7 +29,7 @@ from infer.operands.outline import ModelOutline
 from infer.operands.step import Part
 from infer.ops import KernelStore
 from infer.runner.context import CachedContext
-from infer.sampling.columns import Rows
+from infer.sampling.columns import SamplingColumns
 from infer.sampling_params import SamplingParams
 from infer.system.status_line import silence
 from infer.tokenizer import Tokenizer
@@ -88,9 +88,9 @@ def test_a_load_announces_exactly_the_kernels_of_its_steps(
     )
     captured = CachedContext(model, 64, settings=cache)._captured
     assert captured is not None
-    rows = Rows.pack([SamplingParams(temperature=0)], 8)
-    captured.run_chain([Part(0, [1])], [0], 1, rows)
-    captured.run_verified([Part(0, [1])], [0], rows)
+    columns = SamplingColumns.of([SamplingParams(temperature=0)], 8)
+    captured.run_multi_step([Part(0, [1])], [0], 1, columns)
+    captured.run_verified([Part(0, [1])], [0], columns)
     listed = {Kernel(maker, variant) for maker, variant, *_ in announced}
     assert listed == asked | {Kernel(".walking:make_publish")}  # of grammars alone
 

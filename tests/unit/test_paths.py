@@ -173,7 +173,7 @@ def draw_the_noise_of_the_next_entry(patch: pytest.MonkeyPatch) -> None:
 
     def make_wrong(self: Verifier, *arguments: Any) -> None:
         make(self, *arguments)
-        self._arguments["position_offset"] = 1
+        self._arguments.set(position_offset=1)
 
     patch.setattr(Verifier, "__init__", make_wrong)
 
@@ -181,12 +181,13 @@ def draw_the_noise_of_the_next_entry(patch: pytest.MonkeyPatch) -> None:
 def forget_accepted_drafts(patch: pytest.MonkeyPatch) -> None:
     run = Verifier.run
 
-    def run_and_drop(self: Verifier, *arguments: Any) -> list[list[int]]:
+    def run_and_drop(self: Verifier, *arguments: Any) -> Any:
         found = run(self, *arguments)
-        for row, token_ids in enumerate(found):
-            slot = self.rows.history_slot[row : row + 1]
-            if self.history is not None and int(slot) >= 0 and len(token_ids) > 1:
-                self.history.drop(slot, len(token_ids) - 1)
+        columns, history = arguments[3:5]
+        for slot, token_ids in zip(columns.history_slot.tolist(), found.token_ids, strict=True):
+            if slot >= 0 and len(token_ids) > 1:
+                kept = history.tokens[slot, : history.lengths[slot] - len(token_ids) + 1].tolist()
+                history.begin(slot, kept, int(history.num_prompt_tokens[slot]))
         return found
 
     patch.setattr(Verifier, "run", run_and_drop)

@@ -4,6 +4,7 @@ A check here is a short form of a test beside it (the file is named with it): th
 """
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from infer.sampling import noise, sampler
-from infer.sampling.columns import Rows
+from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 from infer.sampling.integer_probs import target, weights
 from sampling_cases import (
@@ -122,11 +123,10 @@ def check_history() -> None:
     slots = torch.arange(2)
     for token_id in (1, 7, 1):
         history.append(slots, torch.full((2,), token_id))
-    history.drop(slots, 2)
     for slot, prompt in enumerate((2, 5)):
-        assert tables(history, slot) == tables_of([*ids, 1], prompt, 8)
-    within = history.is_within(slots, torch.full((2,), 3))
-    assert within.tolist() == [[token_id in (3, 1) for token_id in range(8)]] * 2
+        assert tables(history, slot) == tables_of([*ids, 1, 7, 1], prompt, 8)
+    within = history.is_within(slots, torch.full((2,), 5))
+    assert within.tolist() == [[token_id in (3, 1, 7) for token_id in range(8)]] * 2
 
 
 def check_fit() -> None:
@@ -214,7 +214,7 @@ def normal_noise(patch: Patch) -> None:
 
 
 def history_without_window(patch: Patch) -> None:
-    patch.setattr(History, "is_within", lambda self, slots, windows: self.last[slots] >= 0)
+    patch.setattr(History, "is_within", lambda self, slots, windows: self.last[slots] > 0)
 
 
 def window_one_too_long(patch: Patch) -> None:
@@ -222,43 +222,20 @@ def window_one_too_long(patch: Patch) -> None:
     patch.setattr(History, "is_within", lambda self, slots, windows: original(self, slots, windows + 1))
 
 
-def drop_that_forgets_what_came_before(patch: Patch) -> None:
-    original = History.drop
-
-    def drop(self: History, slots: Tensor, num_tokens: int) -> None:
-        dropped = [self.tokens[slots, self.lengths[slots] - 1 - i].to(torch.int64) for i in range(num_tokens)]
-        original(self, slots, num_tokens)
-        for token_ids in dropped:
-            self.last[slots, token_ids] = -1
-
-    patch.setattr(History, "drop", drop)
-
-
 def counts_of_the_prompt_too(patch: Patch) -> None:
     original = History.begin
     patch.setattr(History, "begin", lambda self, slot, ids, prompt=None: original(self, slot, ids, 0))
 
 
-def counts_not_taken_back(patch: Patch) -> None:
-    original = History.drop
-
-    def drop(self: History, slots: Tensor, num_tokens: int) -> None:
-        counts = self.counts[slots]
-        original(self, slots, num_tokens)
-        self.counts[slots] = counts
-
-    patch.setattr(History, "drop", drop)
-
-
-def set_penalty(patch: Patch, name: str, apply: Callable[[Tensor, Rows, History], Tensor]) -> None:
+def set_penalty(patch: Patch, name: str, apply: Callable[[Tensor, SamplingColumns, History], Tensor]) -> None:
     patch.setitem(sampler._PENALTIES, name, apply)
 
 
 def penalty_that_always_divides(patch: Patch) -> None:
-    def apply(x: Tensor, rows: Rows, history: History) -> Tensor:
-        mine = rows.penalised
-        is_within = history.is_within(rows.history_slot[mine], rows.repetition_window[mine])
-        return x.index_copy(0, mine, torch.where(is_within, x[mine] / rows.repetition_penalty[mine, None], x[mine]))
+    def apply(x: Tensor, columns: SamplingColumns, history: History) -> Tensor:
+        mine = columns.penalised
+        is_within = history.is_within(columns.history_slot[mine], columns.repetition_window[mine])
+        return x.index_copy(0, mine, torch.where(is_within, x[mine] / columns.repetition_penalty[mine, None], x[mine]))
 
     set_penalty(patch, "repetition_penalty", apply)
 
@@ -266,18 +243,18 @@ def penalty_that_always_divides(patch: Patch) -> None:
 def frequency_that_counts_once(patch: Patch) -> None:
     original = sampler.apply_frequency_penalty
 
-    def apply(x: Tensor, rows: Rows, history: History) -> Tensor:
+    def apply(x: Tensor, columns: SamplingColumns, history: History) -> Tensor:
         once = History(history.num_slots, history.capacity, history.vocab_size)
         once.counts.copy_(history.counts.clamp(max=1))
-        return original(x, rows, once)
+        return original(x, columns, once)
 
     set_penalty(patch, "frequency_penalty", apply)
 
 
 def top_k_that_keeps_ties(patch: Patch) -> None:
-    def keep(x: Tensor, rows: Rows) -> Tensor:
-        k = torch.where(rows.temperature != 0, rows.top_k, 0)
-        threshold = x.topk(rows.max_top_k).values.gather(1, (k - 1).clamp(min=0)[:, None])
+    def keep(x: Tensor, columns: SamplingColumns) -> Tensor:
+        k = torch.where(columns.temperature != 0, columns.top_k, 0)
+        threshold = x.topk(columns.max_top_k).values.gather(1, (k - 1).clamp(min=0)[:, None])
         return x.masked_fill((x < threshold) & (k > 0)[:, None], -INF)
 
     patch.setattr(sampler, "keep_top_k", keep)
@@ -285,12 +262,12 @@ def top_k_that_keeps_ties(patch: Patch) -> None:
 
 def top_k_ties_by_descending_id(patch: Patch) -> None:
     original = sampler.keep_top_k
-    patch.setattr(sampler, "keep_top_k", lambda x, rows: original(x.flip(-1), rows).flip(-1))
+    patch.setattr(sampler, "keep_top_k", lambda x, columns: original(x.flip(-1), columns).flip(-1))
 
 
 def top_p_ties_by_descending_id(patch: Patch) -> None:
     original = sampler.keep_top_p
-    patch.setattr(sampler, "keep_top_p", lambda x, rows: original(x.flip(-1), rows).flip(-1))
+    patch.setattr(sampler, "keep_top_p", lambda x, columns: original(x.flip(-1), columns).flip(-1))
 
 
 def top_p_that_drops_the_crossing_token(patch: Patch) -> None:
@@ -302,14 +279,14 @@ def top_p_not_renormalised(patch: Patch) -> None:
     totals: list[Tensor] = []
     top_k, top_p = sampler.keep_top_k, sampler.keep_top_p
 
-    def keep_top_k(x: Tensor, rows: Rows) -> Tensor:
+    def keep_top_k(x: Tensor, columns: SamplingColumns) -> Tensor:
         totals.append(weights(x, x.max(-1).values).sum(-1))
-        return top_k(x, rows)
+        return top_k(x, columns)
 
-    def keep_top_p(x: Tensor, rows: Rows) -> Tensor:
-        whole = totals[-1][rows.with_top_p] if totals else None
+    def keep_top_p(x: Tensor, columns: SamplingColumns) -> Tensor:
+        whole = totals[-1][columns.with_top_p] if totals else None
         patch.setattr(sampler, "target", lambda total, p: target(total if whole is None else whole, p))
-        return top_p(x, rows)
+        return top_p(x, columns)
 
     patch.setattr(sampler, "keep_top_k", keep_top_k)
     patch.setattr(sampler, "keep_top_p", keep_top_p)
@@ -317,12 +294,12 @@ def top_p_not_renormalised(patch: Patch) -> None:
 
 def min_p_before_top_p(patch: Patch) -> None:
     top_p, min_p = sampler.keep_top_p, sampler.keep_min_p
-    patch.setattr(sampler, "keep_top_p", lambda x, rows: top_p(min_p(x, rows), rows))
+    patch.setattr(sampler, "keep_top_p", lambda x, columns: top_p(min_p(x, columns), columns))
 
 
 def min_p_of_the_absolute_probability(patch: Patch) -> None:
-    def keep(x: Tensor, rows: Rows) -> Tensor:
-        lowest = torch.where(rows.temperature != 0, rows.log_min_p, -INF)[:, None]
+    def keep(x: Tensor, columns: SamplingColumns) -> Tensor:
+        lowest = torch.where(columns.temperature != 0, columns.log_min_p, -INF)[:, None]
         return x.masked_fill(x.log_softmax(-1) < lowest, -INF)
 
     patch.setattr(sampler, "keep_min_p", keep)
@@ -331,8 +308,11 @@ def min_p_of_the_absolute_probability(patch: Patch) -> None:
 def temperature_last_ignored(patch: Patch) -> None:
     original = sampler.stages
 
-    def stages(logits: Tensor, rows: Rows, *others: Any) -> Any:
-        return original(logits, replace(rows, temperature_last=torch.zeros_like(rows.temperature_last)), *others)
+    def stages(logits: Tensor, columns: SamplingColumns, *others: Any) -> Any:
+        changed = copy(columns)
+        changed.temperature_last = torch.zeros_like(columns.temperature_last)
+        changed._host = columns._host | {"temperature_last": np.zeros(len(columns), np.bool_)}
+        return original(logits, changed, *others)
 
     patch.setattr(sampler, "stages", stages)
 
@@ -354,14 +334,14 @@ def masks_with_the_highest_bit_first(patch: Patch) -> None:
 
 def ends_banned_once_too_often(patch: Patch) -> None:
     original = sampler.ban_ends
-    patch.setattr(sampler, "ban_ends", lambda x, rows, positions: original(x, rows, positions - 1))
+    patch.setattr(sampler, "ban_ends", lambda x, columns, positions: original(x, columns, positions - 1))
 
 
 def bias_of_the_row_before(patch: Patch) -> None:
     original = sampler.apply_logit_bias
 
-    def apply(x: Tensor, rows: Rows) -> Tensor:
-        return original(x.roll(1, 0), rows).roll(-1, 0)
+    def apply(x: Tensor, columns: SamplingColumns) -> Tensor:
+        return original(x.roll(1, 0), columns).roll(-1, 0)
 
     patch.setattr(sampler, "apply_logit_bias", apply)
 
@@ -400,9 +380,7 @@ FAULTS: dict[Callable[[Patch], None], set[Callable[[], None]]] = {
     normal_noise: {check_tokens, check_fit},
     history_without_window: {check_processed, check_history},
     window_one_too_long: {check_processed, check_history},
-    drop_that_forgets_what_came_before: {check_history},
     counts_of_the_prompt_too: {check_processed, check_history},
-    counts_not_taken_back: {check_history},
     penalty_that_always_divides: {check_processed, check_fit},
     frequency_that_counts_once: {check_processed, check_fit},
     top_k_that_keeps_ties: {check_processed},

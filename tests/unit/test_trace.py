@@ -21,7 +21,7 @@ from infer.cli.trace import trace_lines
 from infer.cli.trace_picture import make_picture
 from infer.cli.words import display_width
 from infer.outputs import SampleTrace
-from infer.sampling.columns import Rows
+from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 from infer.sampling.reference import LogitsError, sample_token
 from infer.sampling.sampler import stages
@@ -71,10 +71,10 @@ def test_the_chosen_token_is_the_reference_samplers(values: dict[str, Any]) -> N
 @pytest.mark.parametrize("values", MIXES)
 def test_every_number_is_that_of_the_samplers_stages(values: dict[str, Any]) -> None:
     params, logits = SamplingParams(**values), make_logits(1)
-    rows = Rows.pack([params], 200, num_prompt_tokens=[2], end_ids={0})
+    columns = SamplingColumns.of([params], 200, num_prompt_tokens=[2], end_ids={0})
     history = History(1, 5, 200)
     history.begin(0, CONTEXT, 2)
-    passed = dict(stages(logits[None], rows, history, torch.tensor([5])))
+    passed = dict(stages(logits[None], columns, history, torch.tensor([5])))
     trace = make_trace(params, logits)
     assert {stage.name for stage in trace.stages} <= passed.keys()
     for index, stage in enumerate(trace.stages):

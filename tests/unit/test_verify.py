@@ -8,7 +8,7 @@ import torch
 from infer.operands.step import Part
 from infer.ops import device
 from infer.runner import verify
-from infer.sampling.columns import Rows
+from infer.sampling.columns import SamplingColumns
 from infer.sampling.sampler import Sampled
 from infer.sampling_params import SamplingParams
 
@@ -24,10 +24,10 @@ def test_masks_on_the_host_serve_logits_on_a_device(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(verify.ops, "sample", sample)
     monkeypatch.setitem(device.MODULE_BY_NAME, "meta", "infer.backends.torch_backend")
-    rows = Rows.pack([SamplingParams(temperature=0)] * 2, VOCAB, device=torch.device("cpu"))
+    columns = SamplingColumns.of([SamplingParams(temperature=0)] * 2, VOCAB, device=torch.device("cpu"))
     parts = [Part(0, [1, 5], num_drafts=1), Part(1, [2])]
     logits, masks = torch.zeros(3, VOCAB, device="meta"), torch.arange(6, dtype=torch.int32).reshape(3, 2)
-    drawn, ended = verify.verify(logits, parts, [1, 1], rows, None, masks)
+    drawn, ended = verify.verify(logits, parts, [1, 1], columns, None, masks)
     assert [each.token_ids for each in drawn] == [[5, 5], [9]]
     assert [(given.device.type, allowed.device.type) for given, _, _, _, allowed in asked] == [("meta", "meta")] * 2
     assert len(ended) == 2
@@ -37,13 +37,13 @@ def test_masks_on_the_host_serve_logits_on_a_device(monkeypatch: pytest.MonkeyPa
 def test_masks_follow_the_lines_of_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[list[int]]] = []
 
-    def sample(logits: Any, rows: Any, history: Any, positions: Any, allowed: Any) -> Sampled:
+    def sample(logits: Any, columns: Any, history: Any, positions: Any, allowed: Any) -> Sampled:
         asked.append(allowed.tolist())
         return Sampled(torch.tensor([5, 9]))
 
     monkeypatch.setattr(verify.ops, "sample", sample)
-    rows = Rows.pack([SamplingParams(temperature=0)] * 2, VOCAB, device=torch.device("cpu"))
+    columns = SamplingColumns.of([SamplingParams(temperature=0)] * 2, VOCAB, device=torch.device("cpu"))
     parts = [Part(0, [1, 5], num_drafts=1), Part(1, [2])]
-    verify.verify(torch.zeros(3, VOCAB), parts, [1, 1], rows, None, torch.arange(6, dtype=torch.int32).reshape(3, 2))
+    verify.verify(torch.zeros(3, VOCAB), parts, [1, 1], columns, None, torch.arange(6, dtype=torch.int32).reshape(3, 2))
     assert asked[0] == [[0, 1], [4, 5]]
     assert asked[1][0] == [2, 3]

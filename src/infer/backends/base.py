@@ -16,23 +16,16 @@ from torch import Tensor
 
 from infer.operands.outline import ModelOutline
 from infer.operands.step import Masks, Part, Step, StepEnd
-from infer.sampling.columns import Rows
+from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 
 Precision = Literal["exact", "fast"]
 Forward = Callable[[Step], Tensor]
 
 
-class Chained(NamedTuple):
-    """[steps, rows]: what each row sampled in each step; and when each step ended."""
-
-    token_ids: npt.NDArray[np.int64]
-    ends: list[StepEnd]
-
-
-class Verified(NamedTuple):
-    """The tokens of each wanted row: those of its drafts that were right and the one after them, which may be the code
-    of a failed row; and when each entry was sampled."""
+class Generated(NamedTuple):
+    """The tokens sampled after each part, of which the last may be the code of a failed row. When each step ended, or
+    each entry of a step that verifies drafts."""
 
     token_ids: list[list[int]]
     ends: list[StepEnd]
@@ -50,16 +43,16 @@ class Captured(ABC):
         """Whether they fit one replay."""
 
     @abstractmethod
-    def run_chain(
+    def run_multi_step(
         self,
         parts: Sequence[Part],
         starts: Sequence[int],
         count: int,
-        rows: Rows,
+        columns: SamplingColumns,
         history: History | None = None,
         stop_ids: Sequence[int] = (),
         masks: Masks | None = None,
-    ) -> Chained:
+    ) -> Generated:
         """Up to `count` sampled steps without a return to Python, from parts of one token each, all wanted, at their
         positions.
 
@@ -72,11 +65,12 @@ class Captured(ABC):
         self,
         parts: Sequence[Part],
         starts: Sequence[int],
-        rows: Rows,
+        columns: SamplingColumns,
         history: History | None = None,
         masks: Masks | None = None,
-    ) -> Verified:
-        """Parts from their positions on, and for each wanted one what is sampled after it."""
+    ) -> Generated:
+        """Parts from their positions on. For each wanted one what is sampled after it: those of its drafts that were
+        right, and the token after them."""
 
     @abstractmethod
     def profile(self, step: Step) -> list[tuple[str, int]]:

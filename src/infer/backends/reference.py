@@ -37,7 +37,7 @@ from infer.quantization.kv_layout import (
     value_parts,
 )
 from infer.sampling import sampler
-from infer.sampling.columns import Rows
+from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -202,12 +202,12 @@ def head(
 
 def choose_tokens(
     logits: Float[Tensor, "rows vocab"],
-    rows: Rows,
+    columns: SamplingColumns,
     history: History | None,
     positions: Int[Tensor, "rows"],
     allowed: Int[Tensor, "rows words"] | None = None,
 ) -> Int[Tensor, "rows"]:
-    return sampler.choose_tokens(logits, rows, history, positions, allowed)
+    return sampler.choose_tokens(logits, columns, history, positions, allowed)
 
 
 def project(x: Float[Tensor, "*rows in"], projection: Projection) -> Float[Tensor, "*rows out"]:

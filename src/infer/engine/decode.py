@@ -21,8 +21,8 @@ from infer.model.transformer import Transformer
 from infer.operands.step import Clock, Masks, Part, StepEnd
 from infer.outputs import GenerationResult, Piece
 from infer.runner.context import MAX_LINES, PREFILL_CHUNK, CachedContext, Context
-from infer.runner.verify import Drawn
-from infer.sampling.columns import Rows, uses_history
+from infer.runner.verify import SampledTokens
+from infer.sampling.columns import SamplingColumns, uses_history
 from infer.sampling.history import History
 from infer.speculation.policy import StepTimes
 
@@ -45,7 +45,7 @@ class Batch:
         self._context, self._device = context, device
         self._prefill_chunk, self._chain = prefill_chunk, chain
         self.active: list[Running] = []
-        self._rows: Rows | None = None  # of the active ones, packed when they change
+        self._columns: SamplingColumns | None = None  # of the context's rows
         self._history: History | None = None
         self._seconds_per_token = 0.0  # of steps of one token a row; 0: not known
         self._filler = MaskFiller(device)
@@ -55,8 +55,11 @@ class Batch:
         generation, row = running.generation, running.row
         running.begin()
         running.must_end_prompt = self._context.compresses_prompts
+        if self._columns is None:
+            num_rows, end_ids = len(self._context.lengths), generation.tokenizer.eos_token_ids
+            self._columns = SamplingColumns(num_rows, generation.vocab_size, end_ids=end_ids, device=self._device)
+        self._columns.write(row, generation.params, len(generation.prompt_token_ids))
         self.active.append(running)
-        self._rows = None
         if uses_history(running.params):
             self._history = self._with_room(self._history, row + 1, generation)
             self._history.begin(row, generation.history, len(generation.prompt_token_ids))
@@ -96,9 +99,9 @@ class Batch:
                 return
         masks = self._filler.start(self.active, parts)
         chains, ends = self._try_chain(parts, masks)
-        drawn = list[Drawn]()
+        sampled = list[SampledTokens]()
         if not chains:
-            drawn, ends = self._context.sample(parts, self._packed(), self._history, masks)
+            sampled, ends = self._context.sample(parts, self._selected(), self._history, masks)
         if masks is not None:
             masks.wait()
         clock = Clock(started, ends, self._now())
@@ -111,7 +114,7 @@ class Batch:
                 self._context.commit(running.row, len(parts[index].token_ids))
                 running.prefilled(len(parts[index].token_ids), seconds)
             else:
-                yield from self._settle(running, parts[index], drawn[index], clock)
+                yield from self._settle(running, parts[index], sampled[index], clock)
         self._leave()
 
     def close(self) -> None:
@@ -129,20 +132,12 @@ class Batch:
                     if running.has_fault:
                         self._context.forget(running.row)
                     running.leave()
-            self.active, self._rows = staying, None
+            self.active = staying
 
-    def _packed(self) -> Rows:
-        if self._rows is None:
-            generations = [running.generation for running in self.active]
-            self._rows = Rows.pack(
-                [generation.params for generation in generations],
-                generations[0].vocab_size,
-                num_prompt_tokens=[len(generation.prompt_token_ids) for generation in generations],
-                end_ids=generations[0].tokenizer.eos_token_ids,
-                slots=[running.row for running in self.active],
-                device=self._device,
-            )
-        return self._rows
+    def _selected(self) -> SamplingColumns:
+        assert self._columns is not None
+        self._columns.select([running.row for running in self.active])
+        return self._columns
 
     def _with_room(self, history: History | None, num_slots: int, generation: Generation) -> History:
         num_slots = max(num_slots, len(self._context.lengths))
@@ -153,7 +148,6 @@ class Batch:
             if uses_history(running.params):
                 seen = running.generation
                 larger.begin(running.row, seen.history, len(seen.prompt_token_ids))
-        self._rows = None
         return larger
 
     def _remember(self, running: Running, token_ids: Sequence[int]) -> None:
@@ -200,7 +194,7 @@ class Batch:
             return [], []
         tokens = [(part.row, part.token_ids[0]) for part in parts]
         stop_ids = frozenset().union(*(running.generation.stop_ids for running in self.active))
-        return self._context.chain(tokens, count, self._packed(), self._history, stop_ids, masks)
+        return self._context.chain(tokens, count, self._selected(), self._history, stop_ids, masks)
 
     def _longest_chain(self) -> int:
         if self._chain is not None:
@@ -250,11 +244,13 @@ class Batch:
             running.pending = list(token_ids[max(0, num_said - 1) : num_said])
             running.chained(num_said, clock)
 
-    def _settle(self, running: Running, part: Part, drawn: Drawn, clock: Clock) -> Iterator[tuple[Running, Piece]]:
+    def _settle(
+        self, running: Running, part: Part, sampled: SampledTokens, clock: Clock
+    ) -> Iterator[tuple[Running, Piece]]:
         num_before = len(running.generation.token_ids)
         num_known, has_failed = len(part.token_ids) - part.num_drafts, False
         try:
-            yield from self._accept(running, drawn.token_ids)
+            yield from self._accept(running, sampled.token_ids)
         except GeneratorExit:
             raise
         except BaseException:
@@ -263,8 +259,8 @@ class Batch:
         finally:
             num_said = len(running.generation.token_ids) - num_before
             self._context.commit(running.row, num_known + max(0, num_said - 1))
-            running.pending = drawn.token_ids[max(0, num_said - 1) : num_said]
-            running.stepped(part, drawn, num_said, clock)
+            running.pending = sampled.token_ids[max(0, num_said - 1) : num_said]
+            running.stepped(part, sampled, num_said, clock)
             if running.must_end_prompt and not has_failed:
                 self._end_prompt(running)
 

@@ -17,7 +17,7 @@ from infer.engine.running import Mask, Running
 from infer.errors import ConstraintError
 from infer.grammar import Follow
 from infer.operands.step import Masks, Part, TokenIds
-from infer.sampling.columns import num_mask_words
+from infer.sampling.masks import num_mask_words
 
 HAND_OVER_SECONDS = 300e-6  # what a mask that another thread fills costs besides
 

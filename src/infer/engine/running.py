@@ -18,7 +18,7 @@ from infer.errors import ConstraintError
 from infer.grammar import Constraint
 from infer.operands.step import Clock, Part
 from infer.outputs import GenerationResult, GenerationStats, GenerationTiming, Piece
-from infer.runner.verify import Drawn
+from infer.runner.verify import SampledTokens
 from infer.sampling.sampler import message_of
 from infer.sampling_params import SamplingParams
 from infer.speculation.ngram import NgramDraft
@@ -211,11 +211,11 @@ class Running:
         self.stats.chain_tokens += num_said
         self._said(num_said, clock)
 
-    def stepped(self, part: Part, drawn: Drawn, num_said: int, clock: Clock) -> None:
+    def stepped(self, part: Part, sampled: SampledTokens, num_said: int, clock: Clock) -> None:
         """A step, of whose tokens the first `num_said` were accepted."""
-        self.generation.logprobs += drawn.logprobs[:num_said]
+        self.generation.logprobs += sampled.logprobs[:num_said]
         self.stats.single_steps += 1
-        num_right = len(drawn.token_ids) - 1
+        num_right = len(sampled.token_ids) - 1
         self.stats.drafts_proposed += part.num_drafts
         self.stats.drafts_accepted += min(num_right, num_said)
         self._said(num_said, clock)

@@ -16,7 +16,7 @@ from infer.operands.weights import Heads, Norm, Projection, Weight
 from infer.ops.device import backend_of, set_num_threads, using
 from infer.quantization.kv_layout import LayerCache
 from infer.sampling import sampler
-from infer.sampling.columns import Rows
+from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 from infer.sampling.sampler import Sampled
 
@@ -121,22 +121,22 @@ def head(
 
 def choose_tokens(
     logits: Float[Tensor, "rows vocab"],
-    rows: Rows,
+    columns: SamplingColumns,
     history: History | None,
     positions: Int[Tensor, "rows"],
     allowed: Int[Tensor, "rows words"] | None = None,
 ) -> Int[Tensor, "rows"]:
     """The token of each row by its parameters, history and noise, or a negative code where the row failed."""
-    token_ids: Tensor = backend_of(logits.device).kernels.choose_tokens(logits, rows, history, positions, allowed)
+    token_ids: Tensor = backend_of(logits.device).kernels.choose_tokens(logits, columns, history, positions, allowed)
     return token_ids
 
 
 def sample(
     logits: Float[Tensor, "rows vocab"],
-    rows: Rows,
+    columns: SamplingColumns,
     history: History | None,
     positions: Int[Tensor, "rows"],
     allowed: Int[Tensor, "rows words"] | None = None,
 ) -> Sampled:
     """A token a row by the device's own `choose_tokens`, and log-probabilities where asked for: `sampling.sampler`."""
-    return sampler.sample(logits, rows, history, positions, allowed, choose=choose_tokens)
+    return sampler.sample(logits, columns, history, positions, allowed, choose=choose_tokens)

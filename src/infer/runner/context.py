@@ -24,8 +24,8 @@ from infer.model.transformer import Transformer
 from infer.operands.step import Masks, Part, Step, StepEnd
 from infer.outputs import TokenLogprob
 from infer.runner.rope_switch import LongRows
-from infer.runner.verify import Drawn, verify
-from infer.sampling.columns import Rows
+from infer.runner.verify import SampledTokens, verify
+from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 from infer.sampling.sampler import Sampled, log_probabilities
 from infer.speculation.policy import StepTimes
@@ -85,7 +85,7 @@ class Context(ABC):
         self,
         tokens: Sequence[tuple[int, int]],
         count: int,
-        rows: Rows,
+        columns: SamplingColumns,
         history: History | None,
         stop_ids: Collection[int],
         masks: Masks | None = None,
@@ -98,21 +98,22 @@ class Context(ABC):
         return [], []
 
     def sample(
-        self, parts: Sequence[Part], rows: Rows, history: History | None, masks: Masks | None = None
-    ) -> tuple[list[Drawn], list[StepEnd]]:
-        """Run the parts, entry i of `rows` being part i's, and sample after the wanted ones while drafts are right.
+        self, parts: Sequence[Part], columns: SamplingColumns, history: History | None, masks: Masks | None = None
+    ) -> tuple[list[SampledTokens], list[StepEnd]]:
+        """Run the parts, entry i of `columns` being part i's, and sample after the wanted ones while drafts are right.
 
         `history` sees what is sampled. Also when each line of the drafts was sampled.
         """
         positions = [self.lengths[part.row] + len(part.token_ids) - part.num_drafts for part in parts]
         with self._backend.threads(), torch.inference_mode():
-            logits = self.forward(parts)[:, : rows.vocab_size]
+            logits = self.forward(parts)[:, : columns.vocab_size]
             self._backend.synchronize()
             forward_ended = time.perf_counter()
             if masks is not None:
                 masks.wait()
-            drawn, sampled = verify(logits, parts, positions, rows, history, None if masks is None else masks.words)
-        return drawn, [StepEnd(*pair) for pair in pairwise([forward_ended, *sampled])]
+            words = None if masks is None else masks.words
+            found, sampled = verify(logits, parts, positions, columns, history, words)
+        return found, [StepEnd(*pair) for pair in pairwise([forward_ended, *sampled])]
 
 
 @final
@@ -254,7 +255,7 @@ class CachedContext(Context):
         self,
         tokens: Sequence[tuple[int, int]],
         count: int,
-        rows: Rows,
+        columns: SamplingColumns,
         history: History | None,
         stop_ids: Collection[int],
         masks: Masks | None = None,
@@ -268,23 +269,22 @@ class CachedContext(Context):
             return [], []
         parts = [Part(row, [token_id]) for row, token_id in tokens]
         starts = self._reserve(parts, count)
-        by_step, ends = captured.run_chain(parts, starts, count, rows, history, tuple(stop_ids), masks)
-        chains: list[list[int]] = by_step.T.tolist()
+        chains, ends = captured.run_multi_step(parts, starts, count, columns, history, tuple(stop_ids), masks)
         for (row, token_id), sampled in zip(tokens, chains, strict=True):
             self._brought[row] = [token_id, *sampled]
             if self._long is not None:
                 self._long.bring(row, self._brought[row])
-            self.commit(row, len(by_step))
+            self.commit(row, len(sampled))
         return chains, ends
 
     def sample(
-        self, parts: Sequence[Part], rows: Rows, history: History | None, masks: Masks | None = None
-    ) -> tuple[list[Drawn], list[StepEnd]]:
+        self, parts: Sequence[Part], columns: SamplingColumns, history: History | None, masks: Masks | None = None
+    ) -> tuple[list[SampledTokens], list[StepEnd]]:
         starts, captured = self._reserve(parts), self._captured
-        if captured is None or not captured.takes(parts) or any(count is not None for count in rows.num_logprobs):
-            return super().sample(parts, rows, history, masks)
-        found, ends = captured.run_verified(parts, starts, rows, history, masks)
-        return [Drawn(token_ids, []) for token_ids in found], ends
+        if captured is None or not captured.takes(parts) or any(count is not None for count in columns.num_logprobs):
+            return super().sample(parts, columns, history, masks)
+        found, ends = captured.run_verified(parts, starts, columns, history, masks)
+        return [SampledTokens(token_ids, []) for token_ids in found], ends
 
     def profile(self, token_ids: Sequence[int]) -> list[tuple[str, int]]:
         """Where the time of a step goes: each command's label and cycles. The sequence stays as it is."""

@@ -13,15 +13,15 @@ from torch import Tensor
 from infer import ops
 from infer.operands.step import Part
 from infer.outputs import TokenLogprob
-from infer.sampling.columns import Rows
+from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 from infer.sampling.sampler import Sampled
 
 
 @final
 @dataclass
-class Drawn:
-    """What one part gave: the drafts that were right and the token behind them, or the code of a failed row."""
+class SampledTokens:
+    """What one part gave: the drafts that were right and the token after them, or the code of a failed row."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprob]
@@ -31,14 +31,14 @@ def verify(
     logits: Float[Tensor, "lines vocab"],
     parts: Sequence[Part],
     positions: Sequence[int],
-    rows: Rows,
+    columns: SamplingColumns,
     history: History | None,
     masks: Int[Tensor, "lines words"] | None,
-) -> tuple[list[Drawn], list[float]]:
+) -> tuple[list[SampledTokens], list[float]]:
     """Sample line by line: a part goes on to its next line while what was sampled is what was drafted. Also when each
     line was sampled, by `time.perf_counter`. `masks` lie on the host, wherever the logits are.
     """
-    drawn = [Drawn([], []) for _ in parts]
+    found = [SampledTokens([], []) for _ in parts]
     starts = np.cumsum([0, *(part.num_lines for part in parts)]).tolist()
     alive = [index for index, part in enumerate(parts) if part.is_wanted]
     entry, ended = 0, list[float]()
@@ -49,11 +49,11 @@ def verify(
             lines[index] = starts[index] + entry
         where = torch.tensor(positions, device=logits.device) + entry
         allowed = None if masks is None else masks[lines].to(logits.device)
-        sampled = ops.sample(logits[lines.to(logits.device)], rows, history, where, allowed)
+        sampled = ops.sample(logits[lines.to(logits.device)], columns, history, where, allowed)
         token_ids = sampled.token_ids.tolist()
         for index in alive:
-            _take(drawn[index], sampled, index, rows.num_logprobs[index])
-        _remember(history, rows, [index for index in alive if token_ids[index] >= 0], sampled.token_ids)
+            _take(found[index], sampled, index, columns.num_logprobs[index])
+        _remember(history, columns, [index for index in alive if token_ids[index] >= 0], sampled.token_ids)
         alive = [
             index
             for index in alive
@@ -62,19 +62,21 @@ def verify(
         ops.backend_of(logits.device).synchronize()
         ended.append(time.perf_counter())
         entry += 1
-    return drawn, ended
+    return found, ended
 
 
-def _take(drawn: Drawn, sampled: Sampled, index: int, num_logprobs: int | None) -> None:
+def _take(tokens: SampledTokens, sampled: Sampled, index: int, num_logprobs: int | None) -> None:
     token_id = int(sampled.token_ids[index])
-    drawn.token_ids.append(token_id)
+    tokens.token_ids.append(token_id)
     if num_logprobs is not None and token_id >= 0:
-        drawn.logprobs.append(sampled.logprob_of(index, num_logprobs))
+        tokens.logprobs.append(sampled.logprob_of(index, num_logprobs))
 
 
-def _remember(history: History | None, rows: Rows, indices: Sequence[int], token_ids: Int[Tensor, "rows"]) -> None:
-    if history is None:
+def _remember(
+    history: History | None, columns: SamplingColumns, indices: Sequence[int], token_ids: Int[Tensor, "rows"]
+) -> None:
+    if history is None or not columns.has_penalty:
         return
-    index = torch.tensor(indices, dtype=torch.int64, device=rows.device)
-    index = index[rows.history_slot[index] >= 0]
-    history.append(rows.history_slot[index], token_ids[index])
+    index = torch.tensor(indices, dtype=torch.int64, device=columns.device)
+    index = index[columns.history_slot[index] >= 0]
+    history.append(columns.history_slot[index], token_ids[index])

@@ -1,21 +1,23 @@
-"""`SamplingParams` stacked into columns: entry i of each is row i's value, packed once when the batch changes.
+"""`SamplingParams` as columns: a sequence's values are written once for its slot, and gathered for the slots of a step.
 
-A column holds the exact identity where its knob is off, and host booleans say which passes any row needs: a step reads
-nothing back from the device to decide what to run. Values are checked here, once: token ids against the vocabulary.
+A column holds the exact identity where its knob is off, and stays where it is: kernels keep its address. Only lists of
+ids and masks are made anew. What a step needs is known on the host: nothing is read back from the device. Values are
+checked when they are written: token ids against the vocabulary.
 """
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
-from itertools import accumulate
-from typing import Self, final
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple, Self, final
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from infer.errors import InvalidRequestError
+from infer.sampling.masks import num_mask_words, pack_masks
 from infer.sampling.noise import signed
 from infer.sampling_params import SamplingParams
 
@@ -23,185 +25,293 @@ WHOLE_HISTORY = 1 << 62  # the repetition window that is off
 SMALLEST_TOP_P = (
     2e-7  # keeps the likeliest token alone, as anything below does; less the margin of `integer_probs`, above 0
 )
-MASK_BITS = 32  # tokens per word of a packed mask, the lowest bit first
 _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+_TORCH = {np.float32: torch.float32, np.float64: torch.float64, np.int64: torch.int64, np.bool_: torch.bool}
+
+
+class _Slot(NamedTuple):
+    """What was written for a slot."""
+
+    number: int
+    params: SamplingParams
+    num_prompt_tokens: int
+    vocab_size: int
+
+
+class _Lists(NamedTuple):
+    """What a slot has besides numbers."""
+
+    biases: Sequence[tuple[int, float]] = ()
+    end_ids: Sequence[int] = ()
+    mask: Int[Tensor, "mask words"] | None = None
+    num_logprobs: int | None = None
+    is_processed: bool = False
+
+    @property
+    def are_empty(self) -> bool:
+        return not self.biases and not self.end_ids and self.mask is None
 
 
 @final
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """The columns of a batch. Lists of ids are ragged: row i owns entries starts[i] to starts[i + 1]."""
+class _Column:
+    """A number for each row: what `of` makes of its slot. Read, it is a tensor over the rows."""
 
-    vocab_size: int
-    temperature: Float[Tensor, "rows"]  # 0 is greedy
-    top_k: Int[Tensor, "rows"]  # 0 is off
-    top_p: Float[Tensor, "rows"]  # float64
-    log_min_p: Float[Tensor, "rows"]  # −inf is off
-    repetition_penalty: Float[Tensor, "rows"]
-    repetition_window: Int[Tensor, "rows"]
-    frequency_penalty: Float[Tensor, "rows"]
-    presence_penalty: Float[Tensor, "rows"]
-    temperature_last: Bool[Tensor, "rows"]
-    seed: Int[Tensor, "rows"]  # 64 bits, as a signed number
-    num_prompt_tokens: Int[Tensor, "rows"]
-    min_new_tokens: Int[Tensor, "rows"]
-    history_slot: Int[Tensor, "rows"]  # which slot of the History is the row's; −1 for rows without penalties
-    bias_starts: Int[Tensor, "starts"]
+    def __init__(self, dtype: npt.DTypeLike, of: Callable[[_Slot], float]) -> None:
+        self.dtype, self.of = np.dtype(dtype), of
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, columns: "SamplingColumns", owner: type) -> Tensor:
+        return columns.whole[self.name][: len(columns)]
+
+
+class _Group(NamedTuple):
+    """Columns of one type, which are gathered at once."""
+
+    columns: Sequence[_Column]
+    of_slots: npt.NDArray[Any]  # [columns, slots]
+    of_rows: npt.NDArray[Any]  # [columns, slots or more], of which an entry for each row counts
+
+
+@final
+class SamplingColumns:
+    """A row is a slot that is selected; none is at first. Lists of ids are ragged: row i owns entries starts[i] to
+    starts[i + 1]. A slot that nothing was written for is greedy.
+    """
+
+    temperature = _Column(np.float32, lambda slot: _temperature(slot.params.temperature))  # 0 is greedy
+    top_k = _Column(np.int64, lambda slot: _top_k(slot.params.top_k, slot.vocab_size))  # 0 is off
+    top_p = _Column(np.float64, lambda slot: max(slot.params.top_p, SMALLEST_TOP_P))
+    log_min_p = _Column(np.float32, lambda slot: _log(slot.params.min_p))  # −inf is off
+    repetition_penalty = _Column(np.float32, lambda slot: _divisor(slot.params.repetition_penalty))
+    repetition_window = _Column(np.int64, lambda slot: _count(slot.params.repetition_window))
+    frequency_penalty = _Column(np.float32, lambda slot: slot.params.frequency_penalty)
+    presence_penalty = _Column(np.float32, lambda slot: slot.params.presence_penalty)
+    temperature_last = _Column(np.bool_, lambda slot: slot.params.temperature_last)
+    seed = _Column(np.int64, lambda slot: signed(slot.params.seed or 0))  # 64 bits, as a signed number
+    num_prompt_tokens = _Column(np.int64, lambda slot: slot.num_prompt_tokens)
+    min_new_tokens = _Column(np.int64, lambda slot: _count(slot.params.min_new_tokens))
+    history_slot = _Column(np.int64, lambda slot: slot.number if uses_history(slot.params) else -1)  # −1: no penalties
+    mask_index = _Column(np.int64, lambda slot: -1)  # which of `masks` the row has; −1 for none
     bias_ids: Int[Tensor, "biases"]
     biases: Float[Tensor, "biases"]  # float64, finite or −inf
-    end_starts: Int[Tensor, "starts"]
     end_ids: Int[Tensor, "ends"]  # EOS and stop ids, banned until the minimum length
-    mask_index: Int[Tensor, "rows"]  # which of `masks` the row has; −1 for none
     masks: Int[Tensor, "masks words"]  # int32, one bit per token: `allowed_token_ids` and ids with a bias of +inf
     num_logprobs: tuple[int | None, ...]  # per row: alternatives asked for, None for no log-probabilities
     is_processed: tuple[bool, ...]  # per row: log-probabilities of the processed logits
+    selection: object  # another one whenever what is selected changed: for what is made of the columns
+    whole: dict[str, Tensor]  # each column with room for all slots, where it stays
+
+    def __init__(
+        self, num_slots: int, vocab_size: int, *, end_ids: Collection[int] = (), device: torch.device | str = "cpu"
+    ) -> None:
+        """`end_ids` are the model's EOS ids."""
+        self.num_slots, self.vocab_size, self.device = num_slots, vocab_size, torch.device(device)
+        self._end_ids = sorted(end_ids)
+        columns = sorted((c for c in vars(type(self)).values() if isinstance(c, _Column)), key=lambda c: c.dtype.str)
+        # A line for each column and for the starts of lists, so that one copy brings them to the device.
+        lines = np.zeros((len(columns) + 2, num_slots + 1), np.int64)
+        self._on_host = torch.from_numpy(lines)
+        self._on_device = self._on_host.to(self.device)
+        self._bias_starts, self._end_starts = lines[-2:]
+        self.whole = {"bias_starts": self._on_device[-2], "end_starts": self._on_device[-1]}
+        self._host, self._groups = dict[str, npt.NDArray[Any]](), list[_Group]()
+        neutral = _Slot(-1, SamplingParams(temperature=0), 0, vocab_size)
+        for dtype, each in groupby(columns, key=lambda column: column.dtype):
+            group, first = list(each), len(self._host)
+            names, mine = [column.name for column in group], slice(first, first + len(group))
+            values = np.array([[column.of(neutral)] for column in group], dtype)
+            self._groups.append(_Group(group, values.repeat(num_slots, axis=1), lines[mine].view(dtype)))
+            self._host |= zip(names, lines[mine].view(dtype), strict=True)
+            self.whole |= zip(names, self._on_device[mine].view(_TORCH[dtype.type]), strict=True)
+        self._lists = [_Lists()] * num_slots
+        self._are_lists_empty = False
+        self._slots: tuple[int, ...] | None = None
+        self.select(())
 
     @classmethod
-    def pack(
+    def of(
         cls,
         params: Sequence[SamplingParams],
         vocab_size: int,
         *,
         num_prompt_tokens: Sequence[int] | None = None,
         end_ids: Collection[int] = (),
-        slots: Sequence[int] | None = None,
         device: torch.device | str = "cpu",
     ) -> Self:
-        """One row per entry of params, each of which must carry a seed unless it is greedy.
-
-        `end_ids` are the model's EOS ids. Rows with a penalty have the history slots of their entries in `slots`, by
-        default 0, 1, … in order. Raises InvalidRequestError for a token id outside the vocabulary or a missing seed.
-        """
+        """A slot for each of params, in their order, all selected. Raises InvalidRequestError as `write` does."""
         prompts = [0] * len(params) if num_prompt_tokens is None else list(num_prompt_tokens)
-        if len(prompts) != len(params) or any(number < 0 for number in prompts):
+        if len(prompts) != len(params):
             raise InvalidRequestError(f"num_prompt_tokens must be {len(params)} counts, one a row, got {prompts}")
-        for row in params:
-            _check(row, vocab_size)
-        if slots is None:
-            slots = _numbered([uses_history(row) for row in params])
-        allowed = [_allowed(row) for row in params]
-        biases = [_finite_biases(row) for row in params]
-        ends = [_end_ids(row, end_ids, vocab_size) if row.min_new_tokens else [] for row in params]
-        column = partial(torch.tensor, dtype=torch.int64, device=device)
-        scalars = {
-            name: torch.tensor([value_of(row) for row in params], dtype=dtype, device=device)
-            for name, (dtype, value_of) in _SCALARS.items()
-        }
-        return cls(
-            vocab_size=vocab_size,
-            **scalars,
-            top_k=column([row.top_k if row.top_k and row.top_k < vocab_size else 0 for row in params]),
-            num_prompt_tokens=column(prompts),
-            history_slot=column([slot if uses_history(row) else -1 for slot, row in zip(slots, params, strict=True)]),
-            bias_starts=column([0, *accumulate(map(len, biases))]),
-            bias_ids=column([token_id for row in biases for token_id, _ in row]),
-            biases=torch.tensor([bias for row in biases for _, bias in row], dtype=torch.float64, device=device),
-            end_starts=column([0, *accumulate(map(len, ends))]),
-            end_ids=column([token_id for row in ends for token_id in row]),
-            mask_index=column(_numbered([ids is not None for ids in allowed])),
-            masks=pack_masks([ids for ids in allowed if ids is not None], vocab_size).to(device),
-            num_logprobs=tuple(row.logprobs for row in params),
-            is_processed=tuple(row.logprobs_mode == "processed" for row in params),
-        )
+        columns = cls(len(params), vocab_size, end_ids=end_ids, device=device)
+        for slot, (row, num_prompt) in enumerate(zip(params, prompts, strict=True)):
+            columns.write(slot, row, num_prompt)
+        columns.select(range(len(params)))
+        return columns
+
+    def write(self, slot: int, params: SamplingParams, num_prompt_tokens: int = 0) -> None:
+        """The slot's values, from the next `select` on. `params` must carry a seed unless it is greedy.
+
+        Raises InvalidRequestError, the slot as it was, for a token id outside the vocabulary, a missing seed or a
+        negative count.
+        """
+        _check(params, self.vocab_size)
+        if num_prompt_tokens < 0:
+            raise InvalidRequestError(f"num_prompt_tokens must be at least 0, got {num_prompt_tokens}")
+        entry = _Slot(slot, params, num_prompt_tokens, self.vocab_size)
+        numbers = [[column.of(entry) for column in group.columns] for group in self._groups]
+        lists = self._lists_of(params)
+        self._slots = None
+        for group, values in zip(self._groups, numbers, strict=True):
+            group.of_slots[:, slot] = values
+        self._lists[slot] = lists
+
+    def select(self, slots: Sequence[int]) -> None:
+        """Row i is slots[i] from now on. Costs nothing where the last selection was the same and no slot was written
+        since."""
+        slots = tuple(slots)
+        if slots == self._slots:
+            return
+        self._slots = None  # until all is in its place
+        count, index, lists = len(slots), list(slots), [self._lists[slot] for slot in slots]
+        for group in self._groups:
+            group.of_rows[:, :count] = group.of_slots[:, index]
+        self.num_logprobs = tuple(each.num_logprobs for each in lists)
+        self.is_processed = tuple(each.is_processed for each in lists)
+        are_empty = all(each.are_empty for each in lists)
+        if not (are_empty and self._are_lists_empty):
+            self._join(lists)
+        self._are_lists_empty = are_empty
+        if self._on_device is not self._on_host:
+            self._on_device.copy_(self._on_host)
+        self.selection, self._slots = object(), slots
+
+    def _join(self, lists: Sequence[_Lists]) -> None:
+        """The rows' lists and masks, one after the other."""
+        biases = [bias for each in lists for bias in each.biases]
+        end_ids = [token_id for each in lists for token_id in each.end_ids]
+        self._bias_starts[:], self._end_starts[:] = len(biases), len(end_ids)
+        self._bias_starts[: len(lists) + 1] = [0, *accumulate(len(each.biases) for each in lists)]
+        self._end_starts[: len(lists) + 1] = [0, *accumulate(len(each.end_ids) for each in lists)]
+        self._host["mask_index"][: len(lists)] = _numbered([each.mask is not None for each in lists])
+        self.bias_ids = torch.tensor([token_id for token_id, _ in biases], dtype=torch.int64, device=self.device)
+        self.biases = torch.tensor([bias for _, bias in biases], dtype=torch.float64, device=self.device)
+        self.end_ids = torch.tensor(end_ids, dtype=torch.int64, device=self.device)
+        nothing = torch.zeros(0, num_mask_words(self.vocab_size), dtype=torch.int32)
+        self.masks = torch.cat([nothing, *(each.mask for each in lists if each.mask is not None)]).to(self.device)
 
     def __len__(self) -> int:
         return len(self.num_logprobs)
 
     @property
-    def device(self) -> torch.device:
-        return self.temperature.device
+    def bias_starts(self) -> Int[Tensor, "starts"]:
+        return self.whole["bias_starts"][: len(self) + 1]
 
-    def repeat(self, n: int, seeds: Sequence[int]) -> Self:
-        """n samples of one row's prompt: its values n times, each with a seed of its own.
+    @property
+    def end_starts(self) -> Int[Tensor, "starts"]:
+        return self.whole["end_starts"][: len(self) + 1]
 
-        Penalised rows share nothing afterwards: copy i has history slot i.
-        """
-        if len(self) != 1 or n < 1 or len(seeds) != n:
-            raise InvalidRequestError(f"repeat takes 1 row, n of at least 1 and n seeds, got {len(self)}, {n}, {seeds}")
-        ragged = {"bias_starts", "bias_ids", "biases", "end_starts", "end_ids", "masks"}
-        columns = {
-            field.name: getattr(self, field.name).repeat(n)
-            for field in fields(self)
-            if field.name not in ragged and isinstance(getattr(self, field.name), Tensor)
-        }
-        columns["seed"] = torch.tensor([signed(seed) for seed in seeds], device=self.device)
-        if self.has_penalty:
-            columns["history_slot"] = torch.arange(n, device=self.device)
-        counts = {"bias": len(self.bias_ids), "end": len(self.end_ids)}
-        for name, count in counts.items():
-            columns[f"{name}_starts"] = torch.arange(n + 1, device=self.device) * count
-        columns |= {name: getattr(self, name).repeat(n) for name in ("bias_ids", "biases", "end_ids")}
-        return replace(self, **columns, num_logprobs=self.num_logprobs * n, is_processed=self.is_processed * n)
+    # Which passes any row needs, and which rows.
 
-    # Which passes any row needs, and which rows: read from the device once, when first asked for.
-
-    @cached_property
+    @property
     def has_greedy(self) -> bool:
-        return bool((self.temperature == 0).any())
+        return not self._is_sampled.all()
 
-    @cached_property
+    @property
     def has_sampled(self) -> bool:
-        return bool((self.temperature != 0).any())
+        return bool(self._is_sampled.any())
 
-    @cached_property
+    @property
     def has_penalty(self) -> bool:
-        return len(self.penalised) > 0
+        return bool((self._of("history_slot") >= 0).any())
 
-    @cached_property
+    @property
     def penalised(self) -> Int[Tensor, "penalised"]:
         """Rows that have a history slot."""
-        return (self.history_slot >= 0).nonzero()[:, 0]
+        return self._indices(self._of("history_slot") >= 0)
 
-    @cached_property
+    @property
     def has_bias(self) -> bool:
         return len(self.bias_ids) > 0
 
-    @cached_property
+    @property
     def has_mask(self) -> bool:
         return len(self.masks) > 0
 
-    @cached_property
+    @property
     def has_min_new_tokens(self) -> bool:
         return len(self.end_ids) > 0
 
-    @cached_property
+    @property
     def has_edits(self) -> bool:
         """Whether any row's logits change before the temperature."""
-        return self.has_penalty or self.has_bias or self.has_mask or self.has_min_new_tokens
+        return self.has_bias or self.has_mask or self.has_min_new_tokens or self.has_penalty
 
-    @cached_property
+    @property
     def max_top_k(self) -> int:
         """The largest k of a sampled row; 0 if none has one."""
-        return int(torch.where(self.temperature != 0, self.top_k, 0).max()) if len(self) else 0
+        return int((self._of("top_k") * self._is_sampled).max(initial=0))
 
-    @cached_property
+    @property
+    def has_top_p(self) -> bool:
+        return bool(self._has_top_p.any())
+
+    @property
     def with_top_p(self) -> Int[Tensor, "filtered"]:
         """Sampled rows with a top-p."""
-        return ((self.top_p < 1) & (self.temperature != 0)).nonzero()[:, 0]
+        return self._indices(self._has_top_p)
 
-    @cached_property
+    @property
     def has_min_p(self) -> bool:
-        return bool(((self.log_min_p > -math.inf) & (self.temperature != 0)).any())
+        return bool(((self._of("log_min_p") > -math.inf) & self._is_sampled).any())
 
-    @cached_property
+    @property
     def has_temperature(self) -> bool:
-        return bool(((self.temperature != 0) & (self.temperature != 1)).any())
+        return bool((self._is_sampled & (self._of("temperature") != 1)).any())
 
-    @cached_property
+    @property
     def has_temperature_last(self) -> bool:
-        return bool(self.temperature_last.any())
+        return bool(self._of("temperature_last").any())
 
-    @cached_property
+    @property
     def all_temperature_last(self) -> bool:
-        return bool(self.temperature_last.all())
+        return bool(self._of("temperature_last").all())
 
-    @cached_property
+    @property
     def bias_rows(self) -> Int[Tensor, "biases"]:
         return self._owners(self.bias_starts)
 
-    @cached_property
+    @property
     def end_rows(self) -> Int[Tensor, "ends"]:
         return self._owners(self.end_starts)
+
+    def _lists_of(self, params: SamplingParams) -> _Lists:
+        allowed = _allowed(params)
+        ends = {*self._end_ids, *(params.stop_token_ids or ())} if params.min_new_tokens else ()
+        return _Lists(
+            biases=_finite_biases(params),
+            end_ids=sorted(token_id for token_id in ends if 0 <= token_id < self.vocab_size),
+            mask=None if allowed is None else pack_masks([allowed], self.vocab_size),
+            num_logprobs=params.logprobs,
+            is_processed=params.logprobs_mode == "processed",
+        )
+
+    def _of(self, name: str) -> npt.NDArray[Any]:
+        return self._host[name][: len(self)]
+
+    @property
+    def _is_sampled(self) -> npt.NDArray[np.bool_]:
+        is_sampled: npt.NDArray[np.bool_] = self._of("temperature") != 0
+        return is_sampled
+
+    @property
+    def _has_top_p(self) -> npt.NDArray[np.bool_]:
+        has_top_p: npt.NDArray[np.bool_] = self._is_sampled & (self._of("top_p") < 1)
+        return has_top_p
+
+    def _indices(self, is_one: npt.NDArray[np.bool_]) -> Int[Tensor, "indices"]:
+        return torch.from_numpy(np.flatnonzero(is_one)).to(self.device)
 
     def _owners(self, starts: Int[Tensor, "starts"]) -> Int[Tensor, "entries"]:
         return torch.repeat_interleave(torch.arange(len(self), device=self.device), starts.diff())
@@ -211,30 +321,6 @@ def uses_history(params: SamplingParams) -> bool:
     """Whether the row's logits depend on what it has seen."""
     repeats = params.repetition_penalty != 1 and params.repetition_window != 0
     return repeats or params.frequency_penalty != 0 or params.presence_penalty != 0
-
-
-def pack_masks(allowed: Sequence[Collection[int]], vocab_size: int) -> Int[Tensor, "masks words"]:
-    """One bit per token id, 32 to an int32, the lowest bit first: the layout that grammar libraries fill."""
-    bits = torch.zeros(len(allowed), num_mask_words(vocab_size) * MASK_BITS, dtype=torch.bool)
-    for row, token_ids in enumerate(allowed):
-        bits[row, torch.tensor(sorted(token_ids), dtype=torch.int64)] = True
-    return pack_bits(bits)
-
-
-def num_mask_words(vocab_size: int) -> int:
-    return -(-vocab_size // MASK_BITS)
-
-
-def pack_bits(bits: Bool[Tensor, "masks padded"]) -> Int[Tensor, "masks words"]:
-    """The last axis, a multiple of 32 long, as int32 words."""
-    shifts = torch.arange(MASK_BITS, device=bits.device)
-    words = (bits.view(*bits.shape[:-1], bits.shape[-1] // MASK_BITS, MASK_BITS).to(torch.int64) << shifts).sum(-1)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
-
-
-def unpack_bits(words: Int[Tensor, "masks words"], vocab_size: int) -> Bool[Tensor, "masks vocab"]:
-    shifts = torch.arange(MASK_BITS, device=words.device, dtype=torch.int32)
-    return (words[..., None] >> shifts & 1).bool().flatten(-2)[..., :vocab_size]
 
 
 def _check(params: SamplingParams, vocab_size: int) -> None:
@@ -248,13 +334,25 @@ def _check(params: SamplingParams, vocab_size: int) -> None:
                 )
 
 
+def _temperature(value: float) -> float:
+    return _divisor(value) if value else 0.0
+
+
 def _divisor(value: float) -> float:
     return min(max(value, _SMALLEST), _LARGEST)
 
 
-def _count(value: int) -> int:
-    """As far as a column holds it, which is further than any context."""
-    return min(value, WHOLE_HISTORY)
+def _top_k(value: int | None, vocab_size: int) -> int:
+    return value if value and value < vocab_size else 0
+
+
+def _log(value: float) -> float:
+    return math.log(value) if value else -math.inf
+
+
+def _count(value: int | None) -> int:
+    """As far as a column holds it, which is further than any context; None for all."""
+    return WHOLE_HISTORY if value is None else min(value, WHOLE_HISTORY)
 
 
 def _allowed(params: SamplingParams) -> Collection[int] | None:
@@ -270,29 +368,8 @@ def _finite_biases(params: SamplingParams) -> list[tuple[int, float]]:
     return [(token_id, bias) for token_id, bias in sorted(biases.items()) if bias != math.inf]
 
 
-def _end_ids(params: SamplingParams, end_ids: Collection[int], vocab_size: int) -> list[int]:
-    return sorted(i for i in {*end_ids, *(params.stop_token_ids or ())} if 0 <= i < vocab_size)
-
-
 def _numbered(is_counted: Sequence[bool]) -> list[int]:
     """0, 1, … for those that count, −1 for the others."""
     numbers = accumulate(is_counted, initial=-1)
     next(numbers)
     return [number if counts else -1 for number, counts in zip(numbers, is_counted, strict=True)]
-
-
-_SCALARS: dict[str, tuple[torch.dtype, Callable[[SamplingParams], float]]] = {
-    "temperature": (torch.float32, lambda row: _divisor(row.temperature) if row.temperature else 0.0),
-    "top_p": (torch.float64, lambda row: max(row.top_p, SMALLEST_TOP_P)),
-    "log_min_p": (torch.float32, lambda row: math.log(row.min_p) if row.min_p else -math.inf),
-    "repetition_penalty": (torch.float32, lambda row: _divisor(row.repetition_penalty)),
-    "repetition_window": (
-        torch.int64,
-        lambda row: WHOLE_HISTORY if row.repetition_window is None else _count(row.repetition_window),
-    ),
-    "frequency_penalty": (torch.float32, lambda row: row.frequency_penalty),
-    "presence_penalty": (torch.float32, lambda row: row.presence_penalty),
-    "temperature_last": (torch.bool, lambda row: row.temperature_last),
-    "seed": (torch.int64, lambda row: signed(row.seed or 0)),
-    "min_new_tokens": (torch.int64, lambda row: _count(row.min_new_tokens)),
-}

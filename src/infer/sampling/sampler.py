@@ -25,17 +25,18 @@ from torch import Tensor
 
 from infer.errors import InvalidRequestError
 from infer.outputs import TokenLogprob
-from infer.sampling.columns import Rows, num_mask_words, unpack_bits
+from infer.sampling.columns import SamplingColumns
 from infer.sampling.failure_codes import NOT_A_NUMBER, NOTHING_ALLOWED
 from infer.sampling.history import History
 from infer.sampling.integer_probs import target, weights
+from infer.sampling.masks import num_mask_words, unpack_bits
 from infer.sampling.noise import gumbel_rows
 from infer.sampling.reference import NO_TOKEN_ALLOWED, LogitsError
 from infer.sampling.weight_constants import WEIGHT_BITS
 
 Logits = Float[Tensor, "rows vocab"]
 Masks = Int[Tensor, "rows words"]
-Choose = Callable[[Logits, Rows, History | None, Int[Tensor, "rows"], Masks | None], Int[Tensor, "rows"]]
+Choose = Callable[[Logits, SamplingColumns, History | None, Int[Tensor, "rows"], Masks | None], Int[Tensor, "rows"]]
 
 _MESSAGES = {
     NOT_A_NUMBER: "the logits of this row hold NaN or +inf: nothing is sampled",
@@ -83,7 +84,7 @@ def check(token_id: int) -> int:
 
 def sample(
     logits: Logits,
-    rows: Rows,
+    columns: SamplingColumns,
     history: History | None,
     positions: Int[Tensor, "rows"],
     allowed: Masks | None = None,
@@ -93,36 +94,36 @@ def sample(
     """The token of each row at `positions`: how many tokens stand before it, which is also the noise's counter.
 
     logits may be float32, float16 or bfloat16 and stay as they are. `allowed` is the grammar's mask, packed as
-    `rows.masks`, all ones for rows without a grammar. `choose` is what finds the tokens, by default `choose_tokens`.
+    `columns.masks`, all ones for rows without a grammar. `choose` is what finds the tokens, by default `choose_tokens`.
     Raises InvalidRequestError for wrong shapes.
     """
-    check_shapes(logits, rows, history, positions, allowed)
-    token_ids = (choose or choose_tokens)(logits, rows, history, positions, allowed)
-    counts = [0 if count is None else count for count in rows.num_logprobs]
-    if all(count is None for count in rows.num_logprobs):
+    check_shapes(logits, columns, history, positions, allowed)
+    token_ids = (choose or choose_tokens)(logits, columns, history, positions, allowed)
+    counts = [0 if count is None else count for count in columns.num_logprobs]
+    if all(count is None for count in columns.num_logprobs):
         return Sampled(token_ids)
     scored = logits.float()
-    if any(rows.is_processed):
-        processed = process(logits, rows, history, positions, allowed)
-        is_processed = torch.tensor(rows.is_processed, device=logits.device)
+    if any(columns.is_processed):
+        processed = process(logits, columns, history, positions, allowed)
+        is_processed = torch.tensor(columns.is_processed, device=logits.device)
         scored = torch.where(is_processed[:, None], processed, scored)
     return Sampled(token_ids, *log_probabilities(scored, token_ids.clamp(min=0), max(counts)))
 
 
 def choose_tokens(
     logits: Logits,
-    rows: Rows,
+    columns: SamplingColumns,
     history: History | None,
     positions: Int[Tensor, "rows"],
     allowed: Masks | None = None,
 ) -> Int[Tensor, "rows"]:
     """Steps 1 to 10."""
-    processed = process(logits, rows, history, positions, allowed)
+    processed = process(logits, columns, history, positions, allowed)
     token_ids = processed.argmax(-1)
-    if rows.has_sampled:
-        noise = gumbel_rows(rows.seed, positions, torch.arange(rows.vocab_size, device=logits.device))
+    if columns.has_sampled:
+        noise = gumbel_rows(columns.seed, positions, torch.arange(columns.vocab_size, device=logits.device))
         sampled = (processed + noise).argmax(-1)
-        token_ids = torch.where(rows.temperature == 0, token_ids, sampled) if rows.has_greedy else sampled
+        token_ids = torch.where(columns.temperature == 0, token_ids, sampled) if columns.has_greedy else sampled
     largest = logits.max(-1).values.float()  # NaN where a row has one
     token_ids = torch.where(processed.gather(1, token_ids[:, None])[:, 0] == -math.inf, NOTHING_ALLOWED, token_ids)
     return torch.where(largest.isnan() | (largest == math.inf), NOT_A_NUMBER, token_ids)
@@ -130,19 +131,19 @@ def choose_tokens(
 
 def process(
     logits: Logits,
-    rows: Rows,
+    columns: SamplingColumns,
     history: History | None,
     positions: Int[Tensor, "rows"],
     allowed: Masks | None = None,
 ) -> Float[Tensor, "rows vocab"]:
     """Float32 logits after steps 1 to 9 (to 4 where greedy): what the noise is added to."""
-    *_, (_, processed) = stages(logits, rows, history, positions, allowed)
+    *_, (_, processed) = stages(logits, columns, history, positions, allowed)
     return processed
 
 
 def stages(
     logits: Logits,
-    rows: Rows,
+    columns: SamplingColumns,
     history: History | None,
     positions: Int[Tensor, "rows"],
     allowed: Masks | None = None,
@@ -150,90 +151,90 @@ def stages(
     """The name of each step that some row needs, and the logits after it."""
     x = logits.float()
     yield "raw", x
-    if allowed is not None or rows.has_mask:
-        x = keep_allowed(x, rows, allowed)
+    if allowed is not None or columns.has_mask:
+        x = keep_allowed(x, columns, allowed)
         yield "allowed", x
-    if rows.has_bias:
-        x = apply_logit_bias(x, rows)
+    if columns.has_bias:
+        x = apply_logit_bias(x, columns)
         yield "logit_bias", x
-    if rows.has_min_new_tokens:
-        x = ban_ends(x, rows, positions)
+    if columns.has_min_new_tokens:
+        x = ban_ends(x, columns, positions)
         yield "min_new_tokens", x
-    if rows.has_penalty:
+    if columns.has_penalty:
         if history is None:
             raise InvalidRequestError("rows with a penalty need a history")
         for name, apply in _PENALTIES.items():
-            x = apply(x, rows, history)
+            x = apply(x, columns, history)
             yield name, x
-    if not rows.has_sampled:
+    if not columns.has_sampled:
         return
-    last = rows.temperature_last
-    if rows.has_temperature and not rows.all_temperature_last:
-        x = apply_temperature(x, torch.where(last, 1.0, rows.temperature))
+    last = columns.temperature_last
+    if columns.has_temperature and not columns.all_temperature_last:
+        x = apply_temperature(x, torch.where(last, 1.0, columns.temperature))
         yield "temperature", x
-    if rows.max_top_k:
-        x = keep_top_k(x, rows)
+    if columns.max_top_k:
+        x = keep_top_k(x, columns)
         yield "top_k", x
-    if len(rows.with_top_p):
-        x = keep_top_p(x, rows)
+    if columns.has_top_p:
+        x = keep_top_p(x, columns)
         yield "top_p", x
-    if rows.has_min_p:
-        x = keep_min_p(x, rows)
+    if columns.has_min_p:
+        x = keep_min_p(x, columns)
         yield "min_p", x
-    if rows.has_temperature and rows.has_temperature_last:
-        x = apply_temperature(x, torch.where(last, rows.temperature, 1.0))
+    if columns.has_temperature and columns.has_temperature_last:
+        x = apply_temperature(x, torch.where(last, columns.temperature, 1.0))
         yield "temperature_last", x
 
 
-def keep_allowed(x: Logits, rows: Rows, allowed: Masks | None) -> Logits:
+def keep_allowed(x: Logits, columns: SamplingColumns, allowed: Masks | None) -> Logits:
     """−inf outside the grammar's mask and the row's own."""
     if allowed is not None:
         x = x.masked_fill(~unpack_bits(allowed, x.shape[1]), -math.inf)
-    if rows.has_mask:
-        own = unpack_bits(rows.masks, x.shape[1])[rows.mask_index.clamp(min=0)]
-        x = x.masked_fill(~(own | (rows.mask_index < 0)[:, None]), -math.inf)
+    if columns.has_mask:
+        own = unpack_bits(columns.masks, x.shape[1])[columns.mask_index.clamp(min=0)]
+        x = x.masked_fill(~(own | (columns.mask_index < 0)[:, None]), -math.inf)
     return x
 
 
-def apply_logit_bias(x: Logits, rows: Rows) -> Logits:
+def apply_logit_bias(x: Logits, columns: SamplingColumns) -> Logits:
     """logit + bias, in float64; −inf bans."""
-    at = (rows.bias_rows, rows.bias_ids)
+    at = (columns.bias_rows, columns.bias_ids)
     values = x[at]
-    biased = _keep_finite(values, (values.double() + rows.biases).float())
-    return x.index_put(at, biased.masked_fill(rows.biases == -math.inf, -math.inf))
+    biased = _keep_finite(values, (values.double() + columns.biases).float())
+    return x.index_put(at, biased.masked_fill(columns.biases == -math.inf, -math.inf))
 
 
-def ban_ends(x: Logits, rows: Rows, positions: Int[Tensor, "rows"]) -> Logits:
+def ban_ends(x: Logits, columns: SamplingColumns, positions: Int[Tensor, "rows"]) -> Logits:
     """−inf at EOS and stop ids below the minimum length, unless nothing else is left."""
-    at = (rows.end_rows, rows.end_ids)
-    is_short = positions - rows.num_prompt_tokens < rows.min_new_tokens
-    longer = x.index_put(at, x[at].masked_fill(is_short[rows.end_rows], -math.inf))
+    at = (columns.end_rows, columns.end_ids)
+    is_short = positions - columns.num_prompt_tokens < columns.min_new_tokens
+    longer = x.index_put(at, x[at].masked_fill(is_short[columns.end_rows], -math.inf))
     return torch.where((longer > -math.inf).any(-1, keepdim=True), longer, x)
 
 
-def apply_repetition_penalty(x: Logits, rows: Rows, history: History) -> Logits:
+def apply_repetition_penalty(x: Logits, columns: SamplingColumns, history: History) -> Logits:
     """Each id within the row's window: a positive logit is divided by the penalty, a negative one multiplied."""
-    mine = rows.penalised
-    is_within = history.is_within(rows.history_slot[mine], rows.repetition_window[mine])
-    penalty, values = rows.repetition_penalty[mine, None], x[mine]
+    mine = columns.penalised
+    is_within = history.is_within(columns.history_slot[mine], columns.repetition_window[mine])
+    penalty, values = columns.repetition_penalty[mine, None], x[mine]
     penalised = _keep_finite(values, torch.where(values > 0, values / penalty, values * penalty))
     return x.index_copy(0, mine, torch.where(is_within & (penalty != 1), penalised, values))
 
 
-def apply_frequency_penalty(x: Logits, rows: Rows, history: History) -> Logits:
+def apply_frequency_penalty(x: Logits, columns: SamplingColumns, history: History) -> Logits:
     """logit − penalty × how often the id stands in the output."""
-    mine = rows.penalised
-    counts, values = history.counts[rows.history_slot[mine]], x[mine]
-    penalty = rows.frequency_penalty[mine, None]
+    mine = columns.penalised
+    counts, values = history.counts[columns.history_slot[mine]], x[mine]
+    penalty = columns.frequency_penalty[mine, None]
     penalised = _keep_finite(values, values - penalty * counts)
     return x.index_copy(0, mine, torch.where((counts > 0) & (penalty != 0), penalised, values))
 
 
-def apply_presence_penalty(x: Logits, rows: Rows, history: History) -> Logits:
+def apply_presence_penalty(x: Logits, columns: SamplingColumns, history: History) -> Logits:
     """logit − penalty for each id that stands in the output."""
-    mine = rows.penalised
-    counts, values = history.counts[rows.history_slot[mine]], x[mine]
-    penalty = rows.presence_penalty[mine, None]
+    mine = columns.penalised
+    counts, values = history.counts[columns.history_slot[mine]], x[mine]
+    penalty = columns.presence_penalty[mine, None]
     penalised = _keep_finite(values, values - penalty)
     return x.index_copy(0, mine, torch.where((counts > 0) & (penalty != 0), penalised, values))
 
@@ -253,10 +254,10 @@ def apply_temperature(x: Logits, temperature: Float[Tensor, "rows"]) -> Logits:
     return _keep_finite(x, torch.where(overflows, x - largest, x) / divisor)
 
 
-def keep_top_k(x: Logits, rows: Rows) -> Logits:
+def keep_top_k(x: Logits, columns: SamplingColumns) -> Logits:
     """Exactly the k largest of each sampled row that has a k, the smallest ids among equals."""
-    k = torch.where(rows.temperature != 0, rows.top_k, 0)
-    ranked = x.topk(rows.max_top_k).values
+    k = torch.where(columns.temperature != 0, columns.top_k, 0)
+    ranked = x.topk(columns.max_top_k).values
     threshold = ranked.gather(1, (k - 1).clamp(min=0)[:, None])
     is_above, is_equal = x > threshold, x == threshold
     room = k[:, None] - is_above.sum(-1, keepdim=True)
@@ -264,22 +265,22 @@ def keep_top_k(x: Logits, rows: Rows) -> Logits:
     return x.masked_fill(~is_kept & (k > 0)[:, None], -math.inf)
 
 
-def keep_top_p(x: Logits, rows: Rows) -> Logits:
+def keep_top_p(x: Logits, columns: SamplingColumns) -> Logits:
     """The fewest largest tokens of each row whose probabilities reach p; the crossing token stays."""
-    mine = rows.with_top_p
+    mine = columns.with_top_p
     ranked, order = x[mine].sort(descending=True, stable=True)
     largest = torch.where(ranked[:, 0].isfinite(), ranked[:, 0], 0.0)
     sums = weights(ranked, largest).cumsum(-1)
-    goal = target(sums[:, -1], rows.top_p[mine])
+    goal = target(sums[:, -1], columns.top_p[mine])
     num_kept = (sums.double() < goal[:, None]).sum(-1, keepdim=True) + 1
     is_dropped = torch.arange(x.shape[1], device=x.device) >= num_kept
     dropped = ranked.masked_fill(is_dropped, -math.inf)
     return x.index_copy(0, mine, torch.empty_like(dropped).scatter_(1, order, dropped))
 
 
-def keep_min_p(x: Logits, rows: Rows) -> Logits:
+def keep_min_p(x: Logits, columns: SamplingColumns) -> Logits:
     """−inf where logit < largest + ln(min_p), for sampled rows."""
-    lowest = torch.where(rows.temperature != 0, rows.log_min_p, -math.inf)[:, None]
+    lowest = torch.where(columns.temperature != 0, columns.log_min_p, -math.inf)[:, None]
     return x.masked_fill(x < x.max(-1, keepdim=True).values + lowest, -math.inf)
 
 
@@ -310,23 +311,27 @@ def log_probabilities(
 
 
 def check_shapes(
-    logits: Logits, rows: Rows, history: History | None, positions: Int[Tensor, "rows"], allowed: Masks | None
+    logits: Logits,
+    columns: SamplingColumns,
+    history: History | None,
+    positions: Int[Tensor, "rows"],
+    allowed: Masks | None,
 ) -> None:
     def need(name: str, x: Tensor, shape: Sequence[int]) -> None:
         if tuple(x.shape) != tuple(shape):
-            raise InvalidRequestError(f"{name} must be {list(shape)} for {len(rows)} rows, got {list(x.shape)}")
+            raise InvalidRequestError(f"{name} must be {list(shape)} for {len(columns)} rows, got {list(x.shape)}")
 
     if not logits.is_floating_point():
         raise InvalidRequestError(f"logits must be floats, got {logits.dtype}")
-    need("logits", logits, (len(rows), rows.vocab_size))
-    need("positions", positions, (len(rows),))
+    need("logits", logits, (len(columns), columns.vocab_size))
+    need("positions", positions, (len(columns),))
     if allowed is not None:
-        need("allowed", allowed, (len(rows), num_mask_words(rows.vocab_size)))
+        need("allowed", allowed, (len(columns), num_mask_words(columns.vocab_size)))
         if allowed.dtype != torch.int32:
             raise InvalidRequestError(f"allowed must be int32, one bit per token, got {allowed.dtype}")
-    if rows.has_penalty and (history is None or history.vocab_size != rows.vocab_size):
+    if columns.has_penalty and (history is None or history.vocab_size != columns.vocab_size):
         size = None if history is None else history.vocab_size
-        raise InvalidRequestError(f"rows with a penalty need a history of {rows.vocab_size} words, got {size}")
+        raise InvalidRequestError(f"rows with a penalty need a history of {columns.vocab_size} words, got {size}")
 
 
 def _largest(x: Logits, count: int) -> tuple[Float[Tensor, "rows count"], Int[Tensor, "rows count"]]:

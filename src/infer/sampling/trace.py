@@ -13,7 +13,7 @@ from torch import Tensor
 
 from infer.errors import InvalidRequestError
 from infer.outputs import SampleTrace, TraceCandidate, TraceStage
-from infer.sampling.columns import Rows
+from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 from infer.sampling.noise import gumbel_at
 from infer.sampling.sampler import check, sample, stages
@@ -35,20 +35,24 @@ def sample_trace(
     """How the token after `context_token_ids` is sampled from these logits; the prompt is all of them by default.
 
     The candidates are those with the largest probability after any stage. Raises LogitsError where nothing can be
-    sampled and InvalidRequestError for what `Rows.pack` and `History.begin` refuse.
+    sampled and InvalidRequestError for what `SamplingColumns.of` and `History.begin` refuse.
     """
     if num_candidates < 1:
         raise InvalidRequestError(f"num_candidates must be at least 1, got {num_candidates}")
     num_prompt_tokens = len(context_token_ids) if num_prompt_tokens is None else num_prompt_tokens
     device, vocab_size = logits.device, len(logits)
-    rows = Rows.pack([params], vocab_size, num_prompt_tokens=[num_prompt_tokens], end_ids=eos_token_ids, device=device)
+    columns = SamplingColumns.of(
+        [params], vocab_size, num_prompt_tokens=[num_prompt_tokens], end_ids=eos_token_ids, device=device
+    )
     history = None
-    if rows.has_penalty:
+    if columns.has_penalty:
         history = History(1, len(context_token_ids), vocab_size, device)
         history.begin(0, context_token_ids, num_prompt_tokens)
     positions = torch.tensor([len(context_token_ids)], device=device)
-    token_id = check(int(sample(logits[None], rows, history, positions).token_ids[0]))
-    passed = [(name, x[0]) for name, x in stages(logits[None], rows, history, positions) if not _is_off(name, params)]
+    token_id = check(int(sample(logits[None], columns, history, positions).token_ids[0]))
+    passed = [
+        (name, x[0]) for name, x in stages(logits[None], columns, history, positions) if not _is_off(name, params)
+    ]
     probabilities = torch.stack([x.double().softmax(-1) for _, x in passed])
     ids, ranks = _candidates(passed[0][1], probabilities, token_id, num_candidates)
     return SampleTrace(

@@ -139,7 +139,7 @@ EPILOGUE = np.dtype(
     ]
 )
 
-# greedy
+# sampling
 
 SAMPLE_COLUMNS = (
     "temperature",
@@ -155,15 +155,12 @@ SAMPLE_COLUMNS = (
     "num_prompt_tokens",
     "min_new_tokens",
     "history_slot",
-    "bias_starts",
-    "bias_ids",
-    "biases",
-    "end_starts",
-    "end_ids",
     "mask_index",
-    "masks",
+    "bias_starts",
+    "end_starts",
 )
-SAMPLE_HISTORY = ("tokens", "previous", "last", "counts", "lengths")
+SAMPLE_LISTS = ("bias_ids", "biases", "end_ids", "masks")  # which another selection has elsewhere
+SAMPLE_HISTORY = ("tokens", "last", "counts", "lengths")
 SAMPLE_SCRATCH = (
     ("maxima", np.dtype(np.float32)),  # [rows, groups]
     ("ends", np.dtype(np.float32)),  # [end ids]: logits of the ends that are banned
@@ -191,16 +188,17 @@ SAMPLE = np.dtype(
         ("mask_words", np.int64),
         ("allowed", np.int64),  # int32 [lines of logits, mask_words], or 0
         ("positions", np.int64),  # int64 [rows], of entry 0
-        ("position_offset", np.int64),  # added to them: a chain's are those of the tokens before
+        ("position_offset", np.int64),  # added to them: a multi-step's are those of the tokens before
         ("capacity", np.int64),  # of a history slot
         ("prompt_lengths", np.int64),  # int64 [slots]
         ("sampled", np.int64),  # int64 [rows]
         *((name, np.int64) for name in SAMPLE_COLUMNS),
+        *((name, np.int64) for name in SAMPLE_LISTS),
         *((name, np.int64) for name in SAMPLE_HISTORY),
         *((name, np.int64) for name, _ in SAMPLE_SCRATCH),
         ("generated", np.int64),  # int64 [repeats or entries, rows]: what was sampled
         ("num_generated", np.int64),
-        ("stop", np.int64),  # 1: end the chain after this step
+        ("stop", np.int64),  # 1: no more steps after this one
         ("stop_ids", np.int64),
         ("num_stop_ids", np.int64),
         ("ended", np.int64),  # int64 [rows]: rows that met a stop id
@@ -209,9 +207,9 @@ SAMPLE = np.dtype(
         ("num_drafts", np.int64),  # int64 [rows]
         ("counts_sampled", np.int64),  # int64 [rows]: how many tokens a verified step gave
         ("mask_ready", np.int64),  # int64: not 0 when another thread has filled `allowed`
-        ("follow", np.int64),  # Python's, called after each step of a chain with the number so far, or 0
-        ("stamps", np.int64),  # int64 nanoseconds; a chain: the end of each forward and of the sampling after it; a
-        # verified step: the end of the forward, then of each entry
+        ("follow", np.int64),  # Python's, called after each step of several with the number so far, or 0
+        ("stamps", np.int64),  # int64 nanoseconds; a multi-step: the end of each forward and of the sampling after it;
+        # a verified step: the end of the forward, then of each entry
     ]
 )
 

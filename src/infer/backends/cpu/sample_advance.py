@@ -1,6 +1,6 @@
-"""What stands around the sampler in a table: in a chain `advance`, which makes of its tokens the next step's input;
-in a step that verifies drafts `accept`, after each entry. Before the sampler's first in both, `await_mask`. They read
-the clock: what stands before `await_mask` is the forward, the rest is sampling.
+"""What stands around the sampler in a table: in a multi-step `advance`, which makes of its tokens the next step's
+input; in a step that verifies drafts `accept`, after each entry. Before the sampler's first in both, `await_mask`. They
+read the clock: what stands before `await_mask` is the forward, the rest is sampling.
 """
 
 from collections.abc import Callable
@@ -26,14 +26,13 @@ def _remember(args, row, token):  # type: ignore[no-untyped-def]
         return
     at, entry = 4 * (args.capacity * slot + length), 4 * (args.vocab * slot + token)
     store_i32(args.tokens + at, token)
-    store_i32(args.previous + at, load_i32(args.last + entry))
-    store_i32(args.last + entry, length)
+    store_i32(args.last + entry, length + 1)
     store_i32(args.counts + entry, load_i32(args.counts + entry) + 1)
     store_i64(args.lengths + 8 * slot, length + 1)
 
 
 def make_advance() -> Callable[..., None]:
-    """The chain ends when every row has met a stop id, any row failed, or Python, where it is asked, says so."""
+    """No more steps when every row has met a stop id, any row failed, or Python, where it is asked, says so."""
 
     def advance(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
@@ -58,7 +57,7 @@ def make_advance() -> Callable[..., None]:
         if num_ended == args.num_rows:
             args.stop = 1
         if args.follow != 0 and args.stop == 0:
-            args.stop = 1  # unless it returns and clears this: whatever is raised within ends the chain
+            args.stop = 1  # unless it returns and clears this: whatever is raised within ends the multi-step
             call_python(args.follow, args.num_generated)
 
     return advance

@@ -1,4 +1,4 @@
-"""What the sampler's commands read: addresses of a batch's columns, of its history, and of scratch.
+"""What the sampler's commands read: addresses of the columns, of the history, and of scratch.
 
 A row's vocabulary is cut into at most 1,024 groups of a whole number of vectors; the threads share out the groups.
 
@@ -8,61 +8,105 @@ A row's vocabulary is cut into at most 1,024 groups of a whole number of vectors
     choose    a row a thread: the filters on the candidates, noise, the largest
 """
 
-from collections.abc import Sequence
-from typing import Any
+import ctypes
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from infer.backends.cpu.layouts import LANES
-from infer.backends.cpu.records import MAX_THREADS, SAMPLE, SAMPLE_COLUMNS, SAMPLE_HISTORY, SAMPLE_SCRATCH
-from infer.sampling.columns import Rows
+from infer.backends.cpu.records import MAX_THREADS, SAMPLE, SAMPLE_COLUMNS, SAMPLE_HISTORY, SAMPLE_LISTS, SAMPLE_SCRATCH
+from infer.backends.cpu.state import Words, field_index, integers, words_of
+from infer.errors import InvalidRequestError
+from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
+from infer.sampling.masks import num_mask_words
 
 MAX_GROUPS = 1024
+FIELD = {name: field_index(SAMPLE, name) for name in SAMPLE.fields or ()}
 
 Arguments = npt.NDArray[Any]
 
 
-def bind(
-    logits: Tensor, rows: Rows, history: History | None, allowed: Tensor | None, positions: int, offset: int
-) -> tuple[Arguments, Sequence[Any]]:
-    """The arguments for a batch, and what must live as long as they do. `positions` is an address."""
-    num_rows, vocab = len(rows), rows.vocab_size
-    num_vectors = -(-vocab // LANES)
-    group_vectors = -(-num_vectors // MAX_GROUPS)
-    num_groups = -(-num_vectors // group_vectors)
-    padded = num_groups * group_vectors * LANES
-    arguments = np.zeros(1, SAMPLE)
-    arguments["logits"], arguments["row_stride"], arguments["vocab"] = logits.data_ptr(), logits.stride(0), vocab
-    arguments["num_groups"], arguments["group_vectors"], arguments["padded"] = num_groups, group_vectors, padded
-    arguments["positions"], arguments["position_offset"] = positions, offset
-    columns = [getattr(rows, name).contiguous() for name in SAMPLE_COLUMNS]
-    for name, column in zip(SAMPLE_COLUMNS, columns, strict=True):
-        arguments[name] = column.data_ptr()
-    arguments["mask_words"] = rows.masks.shape[1]
-    arguments["allowed"] = 0 if allowed is None else allowed.data_ptr()
-    if history is not None:
-        arguments["capacity"] = history.capacity
-        arguments["prompt_lengths"] = history.num_prompt_tokens.data_ptr()
-        for name in SAMPLE_HISTORY:
-            arguments[name] = getattr(history, name).data_ptr()
-    sizes = {
-        "maxima": num_rows * num_groups,
-        "ends": len(rows.end_ids),
-        "values": num_rows * padded,
-        "ids": num_rows * padded,
-        "weights": num_rows * padded,
-    }
-    scratch = [_uncleared(sizes.get(name, num_rows * MAX_THREADS), dtype) for name, dtype in SAMPLE_SCRATCH]
-    for (name, _), memory in zip(SAMPLE_SCRATCH, scratch, strict=True):
-        arguments[name] = memory.ctypes.data
-    own = np.stack([np.arange(num_rows), np.ones(num_rows), np.zeros(num_rows)]).astype(np.int64)
-    arguments["num_rows"] = num_rows
-    for name, line in zip(("starts", "alive", "sampled"), own, strict=True):
-        arguments[name] = line.ctypes.data
-    return arguments, (logits, rows, history, allowed, columns, scratch, own, own[2])
+@final
+class SampleArguments:
+    """A record for logits that stay where they are. Another selection changes some words of it.
+
+    `positions` is an address; `starts`, `alive` and `sampled` have an entry for each row, by default for one line of
+    logits each.
+    """
+
+    def __init__(self, logits: Tensor, positions: int, position_offset: int) -> None:
+        self._logits = logits
+        self.record = np.zeros(1, SAMPLE)
+        self.words = words_of(self.record)
+        self.room = 0  # rows that there is memory for
+        self.starts, self.alive, self.sampled = integers(0), integers(0), integers(0)
+        self._scratch = {name: np.zeros(0, dtype) for name, dtype in SAMPLE_SCRATCH}
+        self._columns: SamplingColumns | None = None
+        self._history: History | None = None
+        self._selection: object = None
+        self.set(
+            logits=logits.data_ptr(),
+            row_stride=logits.stride(0),
+            positions=positions,
+            position_offset=position_offset,
+        )
+
+    def set(self, **values: int) -> None:
+        for name, value in values.items():
+            self.words[FIELD[name]] = value
+
+    def point(self, **memory: Words) -> None:
+        self.set(**{name: ctypes.addressof(words) for name, words in memory.items()})
+
+    def bind(self, columns: SamplingColumns, history: History | None) -> None:
+        """Point to what is selected. Costs nothing where it is what it was."""
+        if columns.selection is self._selection and history is self._history:
+            return
+        if (history is None or history.vocab_size != columns.vocab_size) and columns.has_penalty:
+            raise InvalidRequestError(f"rows with a penalty need a history of {columns.vocab_size} words")
+        is_new, num_ends = columns is not self._columns, len(columns.end_ids)
+        has_room = len(columns) <= self.room and num_ends <= len(self._scratch["ends"])
+        self._selection = None  # until all is in its place
+        if is_new:
+            self._columns = None
+            self._cut(columns.vocab_size)
+            self.set(**{name: columns.whole[name].data_ptr() for name in SAMPLE_COLUMNS})
+        if history is not None and history is not self._history:
+            self.set(capacity=history.capacity, prompt_lengths=history.num_prompt_tokens.data_ptr())
+            self.set(**{name: getattr(history, name).data_ptr() for name in SAMPLE_HISTORY})
+        self.set(num_rows=len(columns), **{name: getattr(columns, name).data_ptr() for name in SAMPLE_LISTS})
+        if is_new or not has_room:
+            self._make_room(len(columns), num_ends)
+        self._columns, self._history, self._selection = columns, history, columns.selection
+
+    def _cut(self, vocab_size: int) -> None:
+        num_vectors = -(-vocab_size // LANES)
+        group_vectors = -(-num_vectors // MAX_GROUPS)
+        self._num_groups = -(-num_vectors // group_vectors)
+        self._padded = self._num_groups * group_vectors * LANES
+        self.set(vocab=vocab_size, mask_words=num_mask_words(vocab_size))
+        self.set(num_groups=self._num_groups, group_vectors=group_vectors, padded=self._padded)
+
+    def _make_room(self, num_rows: int, num_ends: int) -> None:
+        """For so many rows or more: their number is doubled, so that few joins find too little."""
+        if num_rows > self.room:
+            self.room = 1 << (num_rows - 1).bit_length()
+            self.starts, self.alive, self.sampled = (integers(self.room) for _ in range(3))
+            self.starts[:], self.alive[:] = list(range(self.room)), [1] * self.room
+            self.point(starts=self.starts, alive=self.alive, sampled=self.sampled)
+        sizes = {
+            "maxima": self.room * self._num_groups,
+            "ends": num_ends,
+            **dict.fromkeys(("values", "ids", "weights"), self.room * self._padded),
+        }
+        for name, dtype in SAMPLE_SCRATCH:
+            size = sizes.get(name, self.room * MAX_THREADS)
+            if size > len(self._scratch[name]):
+                self._scratch[name] = _uncleared(size, dtype)
+                self.set(**{name: self._scratch[name].ctypes.data})
 
 
 def _uncleared(count: int, dtype: np.dtype) -> Arguments:

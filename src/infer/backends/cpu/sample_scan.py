@@ -78,7 +78,7 @@ def _penalise(args, row, logits, begin, end):  # type: ignore[no-untyped-def]
     if penalty != 1:
         for position in range(max(0, length - load_i64(args.repetition_window + 8 * row)), length):
             token = np.int64(load_i32(tokens + 4 * position))
-            if begin <= token < end and load_i32(last + 4 * token) == position:
+            if begin <= token < end and load_i32(last + 4 * token) == position + 1:
                 value = load_scalar_f32(logits + 4 * token)
                 if _is_finite(value):
                     penalised = value / penalty if value > 0 else value * penalty
@@ -90,7 +90,7 @@ def _penalise(args, row, logits, begin, end):  # type: ignore[no-untyped-def]
     counts = args.counts + 4 * args.vocab * slot
     for position in range(load_i64(args.prompt_lengths + 8 * slot), length):
         token = np.int64(load_i32(tokens + 4 * position))
-        if begin <= token < end and load_i32(last + 4 * token) == position:
+        if begin <= token < end and load_i32(last + 4 * token) == position + 1:
             value = load_scalar_f32(logits + 4 * token)
             if _is_finite(value):
                 value = _bounded(value - frequency * np.float32(load_i32(counts + 4 * token)))

@@ -1,4 +1,4 @@
-"""The sampler as three commands, for a batch at once or behind the head of a recorded step."""
+"""The sampler as three commands, for a batch at once or after the head of a recorded step."""
 
 import torch
 from jaxtyping import Float, Int
@@ -7,35 +7,39 @@ from torch import Tensor
 from infer.backends.cpu.compiled import compiled_address
 from infer.backends.cpu.recording import scope
 from infer.backends.cpu.records import SAMPLE
-from infer.backends.cpu.sample_rows import Arguments, bind
+from infer.backends.cpu.sample_rows import SampleArguments
 from infer.backends.cpu.table import BARRIER, Command
-from infer.sampling.columns import Rows
+from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 
 
 def choose_tokens(
     logits: Float[Tensor, "rows vocab"],
-    rows: Rows,
+    columns: SamplingColumns,
     history: History | None,
     positions: Int[Tensor, "rows"],
     allowed: Int[Tensor, "rows words"] | None = None,
 ) -> Int[Tensor, "rows"]:
     """Rows that are edited are copied first: the caller's logits stay."""
     x = logits.float()
-    if x.stride(-1) != 1 or ((rows.has_edits or allowed is not None) and x.data_ptr() == logits.data_ptr()):
+    if x.stride(-1) != 1 or ((columns.has_edits or allowed is not None) and x.data_ptr() == logits.data_ptr()):
         x = x.clone(memory_format=torch.contiguous_format)
     positions = positions.contiguous()
     allowed = None if allowed is None else allowed.contiguous()
-    arguments, keeps = bind(x, rows, history, allowed, positions.data_ptr(), 0)
-    with scope("sample", len(rows), wanted=positions) as run:
-        run.table.append(commands(arguments, (keeps, positions)))
-    return torch.from_numpy(keeps[-1])
+    arguments = SampleArguments(x, positions.data_ptr(), position_offset=0)
+    arguments.bind(columns, history)
+    arguments.set(allowed=0 if allowed is None else allowed.data_ptr())
+    with scope("sample", len(columns), wanted=positions) as run:
+        run.table.append(commands(arguments, keeps=(positions, allowed)))
+    return torch.tensor(arguments.sampled[: len(columns)], dtype=torch.int64)
 
 
-def commands(arguments: Arguments, keeps: object) -> list[Command]:
+def commands(arguments: SampleArguments, keeps: object = None) -> list[Command]:
     """Scan, narrow, choose: `sampled` holds a token or a negative code for each of the step's wanted logits."""
     makers = (".sample_scan:make_scan", ".sample_narrow:make_narrow", ".sample_choose:make_choose")
-    return [
-        Command(compiled_address(maker, SAMPLE), arguments, BARRIER, f"sample.{maker.rpartition('_')[2]}", (keeps,))
-        for maker in makers
-    ]
+    return [command(maker, arguments, keeps) for maker in makers]
+
+
+def command(maker: str, arguments: SampleArguments, keeps: object = None) -> Command:
+    label = f"sample.{maker.partition('make_')[2]}"
+    return Command(compiled_address(maker, SAMPLE), arguments.record, BARRIER, label, (arguments, keeps))

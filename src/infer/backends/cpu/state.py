@@ -31,6 +31,11 @@ STATE = np.dtype(
 )
 
 
+def integers(count: int) -> Words:
+    """Zeros, as compiled code and Python share them."""
+    return (ctypes.c_int64 * count)()
+
+
 def words_of(array: npt.NDArray[Any]) -> Words:
     """The same memory as single integers: between two walks Python is cold, and numpy takes ten times as long."""
     return (ctypes.c_int64 * (array.nbytes // 8)).from_buffer(array.data)

@@ -101,6 +101,11 @@ class Team:
             self._learn(walk, last[1], choice, taken)
 
     @property
+    def walk_seconds(self) -> float:
+        """Of all walks."""
+        return self._clock[1]
+
+    @property
     def is_closed(self) -> bool:
         return bool(self._job_words[_JOB["is_closed"]])
 

@@ -1,7 +1,8 @@
 """What every sampling kernel is handed: the logits, each row's parameters as one line of 64-bit fields, the edits.
 
 A field holds an integer, or the bits of a float: one short line a row in place of a dozen columns in as many places.
-The lines are made once per `Rows` and live as long as it does, where they are: a captured graph may keep their address.
+The lines are made once for a selection, and stay where they are while the columns live: a captured graph may keep
+their address.
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infer.sampling.columns import Rows
+from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 
 FIELDS = (
@@ -76,62 +77,66 @@ class Batch(NamedTuple):
     lengths: Any
 
 
-def make_batch(logits: Tensor, rows: Rows, history: History | None, positions: Tensor, allowed: Tensor | None) -> Batch:
-    fields = fields_of(rows)
-    has_history = rows.has_penalty and history is not None
+def make_batch(
+    logits: Tensor, columns: SamplingColumns, history: History | None, positions: Tensor, allowed: Tensor | None
+) -> Batch:
+    fields = fields_of(columns)
+    has_history = columns.has_penalty and history is not None
     return Batch(
         logits=logits,
         row_stride=logits.stride(0),
-        vocab_size=rows.vocab_size,
+        vocab_size=columns.vocab_size,
         fields=fields,
         positions=positions,
         allowed=fields if allowed is None else allowed,
         allowed_stride=0 if allowed is None else allowed.stride(0),
-        masks=rows.masks if rows.has_mask else fields,
-        num_words=rows.masks.shape[1],
-        bias_ids=rows.bias_ids if rows.has_bias else fields,
-        biases=rows.biases if rows.has_bias else fields,
-        end_ids=rows.end_ids if rows.has_min_new_tokens else fields,
+        masks=columns.masks if columns.has_mask else fields,
+        num_words=columns.masks.shape[1],
+        bias_ids=columns.bias_ids if columns.has_bias else fields,
+        biases=columns.biases if columns.has_bias else fields,
+        end_ids=columns.end_ids if columns.has_min_new_tokens else fields,
         last=history.last if has_history and history else fields,
         counts=history.counts if has_history and history else fields,
         lengths=history.lengths if has_history and history else fields,
     )
 
 
-_fields_by_rows: WeakKeyDictionary[Rows, Tensor] = WeakKeyDictionary()
+_fields_by_columns: WeakKeyDictionary[SamplingColumns, tuple[object, Tensor]] = WeakKeyDictionary()
 
 
-def fields_of(rows: Rows) -> Tensor:
-    """int64 [rows, fields]. Greedy rows have no filter."""
-    known = _fields_by_rows.get(rows)
-    if known is not None:
-        return known
-    is_sampled = rows.temperature != 0
-    top_k = torch.where(is_sampled, rows.top_k, 0)
-    top_p = torch.where(is_sampled, rows.top_p, 1.0)
-    log_min_p = torch.where(is_sampled, rows.log_min_p, -torch.inf)
+def fields_of(columns: SamplingColumns) -> Tensor:
+    """int64 [slots, fields], of which a line for each row is written. Greedy rows have no filter."""
+    selection, fields = _fields_by_columns.get(columns, (None, None))
+    if fields is None:
+        fields = torch.empty(columns.num_slots, len(FIELDS), dtype=torch.int64, device=columns.device)
+    if selection is columns.selection:
+        return fields
+    is_sampled = columns.temperature != 0
+    top_k = torch.where(is_sampled, columns.top_k, 0)
+    top_p = torch.where(is_sampled, columns.top_p, 1.0)
+    log_min_p = torch.where(is_sampled, columns.log_min_p, -torch.inf)
     column_by_name = {
-        "temperature": _bits(rows.temperature),
-        "temperature_last": rows.temperature_last.to(torch.int64),
+        "temperature": _bits(columns.temperature),
+        "temperature_last": columns.temperature_last.to(torch.int64),
         "top_k": top_k,
         "top_p": top_p.view(torch.int64),
         "log_min_p": _bits(log_min_p),
         "is_filtered": ((top_k > 0) | (top_p < 1) | (log_min_p > -torch.inf)).to(torch.int64),
-        "seed": rows.seed,
-        "first_free_position": rows.num_prompt_tokens + rows.min_new_tokens,
-        "mask_index": rows.mask_index,
-        "history_slot": rows.history_slot,
-        "repetition_penalty": _bits(rows.repetition_penalty),
-        "repetition_window": rows.repetition_window,
-        "frequency_penalty": _bits(rows.frequency_penalty),
-        "presence_penalty": _bits(rows.presence_penalty),
-        "bias_start": rows.bias_starts[:-1],
-        "bias_stop": rows.bias_starts[1:],
-        "end_start": rows.end_starts[:-1],
-        "end_stop": rows.end_starts[1:],
+        "seed": columns.seed,
+        "first_free_position": columns.num_prompt_tokens + columns.min_new_tokens,
+        "mask_index": columns.mask_index,
+        "history_slot": columns.history_slot,
+        "repetition_penalty": _bits(columns.repetition_penalty),
+        "repetition_window": columns.repetition_window,
+        "frequency_penalty": _bits(columns.frequency_penalty),
+        "presence_penalty": _bits(columns.presence_penalty),
+        "bias_start": columns.bias_starts[:-1],
+        "bias_stop": columns.bias_starts[1:],
+        "end_start": columns.end_starts[:-1],
+        "end_stop": columns.end_starts[1:],
     }
-    fields = torch.stack([column_by_name[name] for name in FIELDS], dim=1).contiguous()
-    _fields_by_rows[rows] = fields
+    torch.stack([column_by_name[name] for name in FIELDS], dim=1, out=fields[: len(columns)])
+    _fields_by_columns[columns] = columns.selection, fields
     return fields
 
 

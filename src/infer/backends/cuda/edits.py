@@ -75,14 +75,14 @@ def _masked(x, words, batch, ids):
 def _penalised(x, batch, row, slot, ids):
     is_valid = (ids >= 0) & (ids < batch.vocab_size)
     at = slot * batch.vocab_size + ids
-    last = tl.load(batch.last + at, mask=is_valid, other=-1)
+    last = tl.load(batch.last + at, mask=is_valid, other=0)
     counts = tl.load(batch.counts + at, mask=is_valid, other=0)
 
     penalty = single(batch, row, REPETITION_PENALTY)
     if penalty != 1.0:
         start = tl.load(batch.lengths + slot) - integer(batch, row, REPETITION_WINDOW)
         penalised = finite(x, tl.where(x > 0, tl.div_rn(x, penalty), x * penalty))
-        x = tl.where((last >= 0) & (last >= start), penalised, x)
+        x = tl.where((last > 0) & (last > start), penalised, x)
     penalty = single(batch, row, FREQUENCY_PENALTY)
     if penalty != 0:
         x = tl.where(counts > 0, finite(x, x - penalty * counts.to(tl.float32)), x)

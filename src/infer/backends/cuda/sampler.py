@@ -1,6 +1,7 @@
 """`ops.choose_tokens` as two launches for a batch without filters and four with: the tokens of `sampling.sampler`.
 
-Nothing is read back and no shape depends on a value: after one call with the same `Rows` it can be captured in a graph.
+Nothing is read back and no shape depends on a value: after one call with the same selection it can be captured in a
+graph.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torch import Tensor
 from infer.backends.cuda.batch import make_batch
 from infer.backends.cuda.filtered import choose_filtered, weigh_blocks
 from infer.backends.cuda.plain import choose_plain, score_blocks
-from infer.sampling.columns import Rows
+from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 from infer.sampling.sampler import check_shapes
 
@@ -40,56 +41,57 @@ def tiling_of(vocab_size: int) -> Tiling:
 
 
 def choose_tokens(
-    logits: Tensor, rows: Rows, history: History | None, positions: Tensor, allowed: Tensor | None = None
+    logits: Tensor, columns: SamplingColumns, history: History | None, positions: Tensor, allowed: Tensor | None = None
 ) -> Tensor:
     """Raises InvalidRequestError for wrong shapes: a kernel would read past them."""
-    check_shapes(logits, rows, history, positions, allowed)
-    return choose_by(tiling_of(rows.vocab_size), logits, rows, history, positions, allowed)
+    check_shapes(logits, columns, history, positions, allowed)
+    return choose_by(tiling_of(columns.vocab_size), logits, columns, history, positions, allowed)
 
 
 def choose_by(
     tiling: Tiling,
     logits: Tensor,
-    rows: Rows,
+    columns: SamplingColumns,
     history: History | None,
     positions: Tensor,
     allowed: Tensor | None = None,
 ) -> Tensor:
     """The same tokens by any tiling."""
-    token_ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-    if not len(rows):
+    token_ids = torch.empty(len(columns), dtype=torch.int64, device=logits.device)
+    if not len(columns):
         return token_ids
     if logits.dtype == torch.float64 or logits.stride(1) != 1:
         logits = logits.float().contiguous()
     positions = positions.contiguous()
     allowed = None if allowed is None else allowed.contiguous()
-    num_blocks, num_chunks = triton.cdiv(rows.vocab_size, tiling.block), triton.cdiv(rows.vocab_size, tiling.chunk)
-    has_filters = rows.max_top_k > 0 or len(rows.with_top_p) > 0 or rows.has_min_p
-    edits = {"EDITS": 2 if allowed is not None else int(rows.has_edits)}
+    num_blocks = triton.cdiv(columns.vocab_size, tiling.block)
+    num_chunks = triton.cdiv(columns.vocab_size, tiling.chunk)
+    has_filters = columns.max_top_k > 0 or columns.has_top_p or columns.has_min_p
+    edits = {"EDITS": 2 if allowed is not None else int(columns.has_edits)}
     blocks = {"BLOCK": tiling.block, "BLOCKS": triton.next_power_of_2(num_blocks)}
-    batch = make_batch(logits, rows, history, positions, allowed)
+    batch = make_batch(logits, columns, history, positions, allowed)
 
     def scratch(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(len(rows), *shape, dtype=dtype, device=logits.device)
+        return torch.empty(len(columns), *shape, dtype=dtype, device=logits.device)
 
     scores, largests = scratch(num_blocks, dtype=torch.float32), scratch(num_blocks, dtype=torch.float32)
     score_ids = scratch(num_blocks, dtype=torch.int32)
     maxima = scratch(num_chunks if has_filters else 1, dtype=torch.int32)
-    score_blocks[num_blocks, len(rows)](
+    score_blocks[num_blocks, len(columns)](
         batch, scores, score_ids, largests, maxima,
         BLOCK=tiling.block, CHUNK=tiling.chunk, **edits, FILTERS=has_filters, num_warps=tiling.num_warps, **EXACT,
     )  # fmt: skip
-    choose_plain[(len(rows),)](
+    choose_plain[(len(columns),)](
         batch, scores, score_ids, largests, token_ids, num_blocks, **blocks, **edits, num_warps=4, **EXACT
     )
     if has_filters:
         sums = scratch(num_blocks, dtype=torch.int64)
-        if len(rows.with_top_p):
-            weigh_blocks[num_blocks, len(rows)](
+        if columns.has_top_p:
+            weigh_blocks[num_blocks, len(columns)](
                 batch, largests, sums, num_blocks, **blocks, **edits, num_warps=tiling.num_warps, **EXACT
             )
         gathered = scratch(tiling.capacity // tiling.chunk, dtype=torch.int32)
-        choose_filtered[(len(rows),)](
+        choose_filtered[(len(columns),)](
             batch, largests, sums, maxima, gathered, token_ids, num_blocks, **blocks,
             CHUNK=tiling.chunk, CHUNKS=triton.next_power_of_2(num_chunks), CAPACITY=tiling.capacity, **edits,
             num_warps=tiling.filter_warps, **EXACT,

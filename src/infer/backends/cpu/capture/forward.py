@@ -13,15 +13,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from infer.backends.base import Captured, Chained, Verified
-from infer.backends.cpu.capture.sampled import Chain, Verifier
+from infer.backends.base import Captured, Generated
+from infer.backends.cpu.capture.sampled import MultiStep, Verifier
 from infer.backends.cpu.recording import record
 from infer.backends.cpu.state import STATE, field_index, words_of
 from infer.backends.cpu.table import Walk
 from infer.backends.cpu.threads import team
 from infer.errors import InvalidRequestError
 from infer.operands.step import Masks, Part, Step
-from infer.sampling.columns import Rows
+from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 
 Forward = Callable[[Step], Tensor]
@@ -45,7 +45,7 @@ class CapturedForward(Captured):
         self._state_words = words_of(self._recording.state)
         self.table = self._recording.table
         self._walk = Walk(self.table)
-        self._chain: Chain | None = None
+        self._multi_step: MultiStep | None = None
         self._verifier: Verifier | None = None
 
     def run(self, step: Step, num_threads: int | None = None) -> Float[Tensor, "wanted vocab"]:
@@ -63,46 +63,46 @@ class CapturedForward(Captured):
         num_tokens, num_lines = sum(len(part.token_ids) for part in parts), sum(part.num_lines for part in parts)
         return num_tokens <= self.capacity and num_lines <= self.wanted_capacity
 
-    def run_chain(
+    def run_multi_step(
         self,
         parts: Sequence[Part],
         starts: Sequence[int],
         count: int,
-        rows: Rows,
+        columns: SamplingColumns,
         history: History | None = None,
         stop_ids: Sequence[int] = (),
         masks: Masks | None = None,
         num_threads: int | None = None,
-    ) -> Chained:
+    ) -> Generated:
         if len(parts) > self.wanted_capacity:
-            raise InvalidRequestError(f"a chain takes up to {self.wanted_capacity} rows, got {len(parts)}")
-        if len(parts) != len(rows) or any(not len(part.token_ids) == part.num_lines == 1 for part in parts):
-            raise InvalidRequestError(f"a chain takes one wanted token for each of {len(rows)} rows")
+            raise InvalidRequestError(f"a multi-step takes up to {self.wanted_capacity} rows, got {len(parts)}")
+        if len(parts) != len(columns) or any(not len(part.token_ids) == part.num_lines == 1 for part in parts):
+            raise InvalidRequestError(f"a multi-step takes one wanted token for each of {len(columns)} rows")
         self._load(parts, starts)
-        chain = self._chain
-        if chain is None or chain.rows is not rows or chain.history is not history:
-            chain = self._chain = Chain(self._recording, self._walk, self._logits, rows, history)
-        return chain.run(self._recording.state, count, stop_ids, masks, num_threads)
+        if self._multi_step is None:
+            self._multi_step = MultiStep(self._recording, self._walk, self._logits)
+        return self._multi_step.run(self._recording.state, count, columns, history, stop_ids, masks, num_threads)
 
     def run_verified(
         self,
         parts: Sequence[Part],
         starts: Sequence[int],
-        rows: Rows,
+        columns: SamplingColumns,
         history: History | None = None,
         masks: Masks | None = None,
         num_threads: int | None = None,
-    ) -> Verified:
+    ) -> Generated:
         if not self.takes(parts):
             raise InvalidRequestError(
                 f"a step takes up to {self.capacity} tokens and {self.wanted_capacity} wanted ones, "
                 f"got {sum(len(part.token_ids) for part in parts)} and {sum(part.num_lines for part in parts)}"
             )
+        if len(parts) != len(columns):
+            raise InvalidRequestError(f"a step takes a part for each of {len(columns)} rows, got {len(parts)}")
         self._load(parts, starts)
-        verifier = self._verifier
-        if verifier is None or verifier.rows is not rows or verifier.history is not history:
-            verifier = self._verifier = Verifier(self._walk, self._logits, rows, history)
-        return verifier.run(self._recording.state, parts, starts, masks, num_threads)
+        if self._verifier is None:
+            self._verifier = Verifier(self._walk, self._logits)
+        return self._verifier.run(self._recording.state, parts, starts, columns, history, masks, num_threads)
 
     def profile(self, step: Step, num_threads: int | None = None) -> list[tuple[str, int]]:
         """Each command's label and the cycles that thread 0 spent in it, barrier included."""

@@ -1,11 +1,13 @@
 """A recorded forward with the sampler's commands after it, so that no token leaves compiled code to be chosen.
 
-Whatever a run needs is written before it, so one that an exception kept from its end leaves nothing to the next.
+Both tables are made once for a recording, whatever is sampled: sequences that join or leave change some words of the
+arguments. Whatever a run needs is written before it, so one that an exception kept from its end leaves nothing to the
+next.
 
-Chain      forward, await_mask, scan, narrow,                walked once per token, each the next one's input
+MultiStep  forward, await_mask, scan, narrow,                walked once per token, each the next one's input
            choose, advance
 Verifier   forward, await_mask; scan, narrow,                the rest walked once per entry: a row's entries are its
-           choose, accept                                    line behind the last known token and one behind each draft
+           choose, accept                                    line after the last known token and one after each draft
 """
 
 import ctypes
@@ -13,114 +15,87 @@ from collections.abc import Callable, Generator, Sequence
 from itertools import pairwise
 from typing import Any, final
 
-import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from infer.backends.base import Chained, Verified
+from infer.backends.base import Generated
 from infer.backends.cpu import sampling
-from infer.backends.cpu.compiled import compiled_address
 from infer.backends.cpu.recording import Recording
 from infer.backends.cpu.records import SAMPLE, WALK
-from infer.backends.cpu.sample_rows import bind
-from infer.backends.cpu.state import Words, field_index, field_offset, words_of
-from infer.backends.cpu.table import BARRIER, Command, DispatchTable, Walk
+from infer.backends.cpu.sample_rows import FIELD, SampleArguments
+from infer.backends.cpu.state import Words, field_index, field_offset, integers
+from infer.backends.cpu.table import DispatchTable, Walk
 from infer.backends.cpu.threads import team
-from infer.operands.step import Masks, Part, StepEnd, TokenIds
-from infer.sampling.columns import Rows
+from infer.operands.step import Masks, Part, StepEnd
+from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 
 State = npt.NDArray[Any]
-_STEPS = 64  # of a chain, that it has room for from the beginning
+_STEPS = 64  # without a return, that there is room for from the beginning
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int64)
-_SAMPLE = {name: field_index(SAMPLE, name) for name in SAMPLE.fields or ()}
-_STOP = _SAMPLE["stop"]
+_STOP, _ENTRY, _NUM_GENERATED = FIELD["stop"], FIELD["entry"], FIELD["num_generated"]
 _REPEATS = field_index(WALK, "repeats")
 
 
 @final
-class Chain:
-    """The table with the sampler's commands behind it, for rows of parameters. Walked once per token."""
+class MultiStep:
+    """Several sampled steps without a return to Python. Single integers are read as `ctypes` has them: between two
+    steps Python's code is cold, and numpy's index takes ten times as long."""
 
-    def __init__(
-        self, recording: Recording, forward: Walk, logits: Tensor, rows: Rows, history: History | None
-    ) -> None:
-        positions = recording.step.positions.data_ptr()
-        self.rows, self.history = rows, history
-        self._arguments, keeps = bind(logits, rows, history, None, positions, 1)
-        self._ended = np.zeros(len(rows), np.int64)
-        self._arguments["ended"] = self._ended.ctypes.data
-        self._room = _Room(_STEPS, len(rows))
-        advance = compiled_address(".sample_advance:make_advance", SAMPLE)
-        await_mask = compiled_address(".sample_advance:make_await_mask", SAMPLE)
-        table = DispatchTable(
-            [
-                Command(await_mask, self._arguments, BARRIER, "sample.await_mask"),
-                *sampling.commands(self._arguments, keeps),
-                Command(advance, self._arguments, BARRIER, "sample.advance"),
-            ]
-        )
-        self._walk = Walk(table, forward)
-        self._walk.arguments["stop"] = self._arguments.ctypes.data + field_offset(SAMPLE, "stop")
+    def __init__(self, recording: Recording, forward: Walk, logits: Tensor) -> None:
+        self._arguments = SampleArguments(logits, recording.step.positions.data_ptr(), position_offset=1)
+        self._walk = _walk(forward, self._arguments, ".sample_advance:make_advance")
+        self._num_steps, self._num_rows = 0, 0  # that there is room for
 
     def run(
-        self, state: State, count: int, stop_ids: Sequence[int], masks: Masks | None, num_threads: int | None
-    ) -> Chained:
-        if count > len(self._room.generated):
-            self._room = _Room(count, len(self.rows))
-        room, words, stops = self._room, words_of(self._arguments), np.array(stop_ids, np.int64)
-        for name, value in (
-            ("generated", room.generated_at),
-            ("stamps", room.stamps_at),
-            ("num_generated", 0),
-            ("stop", 0),
-            ("stop_ids", stops.ctypes.data),
-            ("num_stop_ids", len(stops)),
-            ("follow", 0),
-        ):
-            words[_SAMPLE[name]] = value
-        self._ended[:] = 0
+        self,
+        state: State,
+        count: int,
+        columns: SamplingColumns,
+        history: History | None,
+        stop_ids: Sequence[int],
+        masks: Masks | None,
+        num_threads: int | None,
+    ) -> Generated:
+        arguments, num_rows = self._arguments, len(columns)
+        words = arguments.words
+        arguments.bind(columns, history)
+        self._make_room(count, arguments.room)
+        stops = (ctypes.c_int64 * len(stop_ids))(*stop_ids)
+        arguments.set(num_generated=0, stop=0, stop_ids=ctypes.addressof(stops), num_stop_ids=len(stops), follow=0)
+        ctypes.memset(self._ended, 0, ctypes.sizeof(self._ended))
         self._walk.words[_REPEATS] = count
-        _bind_masks(words, masks)
-        follower = None if masks is None else Follower(masks.follower(room.token_ids, count), words)
+        _bind_masks(arguments, masks)
+        follower = None if masks is None else Follower(masks.follower(self._generated, count), words)
         if follower is not None:
-            words[_SAMPLE["follow"]] = follower.address
+            arguments.set(follow=follower.address)
         team().run(self._walk, state, num_threads)
         if follower is not None:
             follower.close()
-        num_steps = words[_SAMPLE["num_generated"]]
-        stamps = room.stamps[: 2 * num_steps]
-        ends = [
-            StepEnd(forward / 1e9, sampling / 1e9) for forward, sampling in zip(stamps[::2], stamps[1::2], strict=True)
-        ]
-        return Chained(room.generated[:num_steps].copy(), ends)
+        num_steps = words[_NUM_GENERATED]
+        stamps = [stamp / 1e9 for stamp in self._stamps[: 2 * num_steps]]
+        return Generated(
+            [self._generated[row : num_steps * num_rows : num_rows] for row in range(num_rows)],
+            [StepEnd(*pair) for pair in zip(stamps[::2], stamps[1::2], strict=True)],
+        )
 
-
-@final
-class _Room:
-    """For the tokens and times of so many steps. Python reads single integers as `ctypes` has them: its code is warm
-    from the call of a follower, where numpy's index takes ten times as long."""
-
-    def __init__(self, num_steps: int, num_rows: int) -> None:
-        self.generated = np.zeros((num_steps, num_rows), np.int64)
-        self.generated_at = self.generated.ctypes.data
-        self.token_ids: TokenIds = (ctypes.c_int64 * self.generated.size).from_buffer(self.generated.data)
-        self.stamps: TokenIds = (ctypes.c_int64 * (2 * num_steps))()
-        self.stamps_at = ctypes.addressof(self.stamps)
-
-
-def _bind_masks(arguments: Words, masks: Masks | None) -> None:
-    arguments[_SAMPLE["allowed"]] = 0 if masks is None else masks.words.data_ptr()
-    arguments[_SAMPLE["mask_ready"]] = 0 if masks is None else masks.is_ready.ctypes.data
+    def _make_room(self, num_steps: int, num_rows: int) -> None:
+        if num_steps <= self._num_steps and num_rows <= self._num_rows:
+            return
+        self._num_steps, self._num_rows = max(num_steps, _STEPS), num_rows
+        self._generated, self._stamps, self._ended = (
+            integers(size) for size in (self._num_steps * num_rows, 2 * self._num_steps, num_rows)
+        )
+        self._arguments.point(generated=self._generated, stamps=self._stamps, ended=self._ended)
 
 
 @final
 class Follower:
     """A function of Python's as compiled code calls it, in the thread that began the walk; False stops that.
 
-    The chain ends unless the function has returned: compiled code sets `stop` before the call, and only True clears it.
-    A generator, as an interrupt that came while compiled code ran is raised where Python goes on: here within a `try`.
-    In a plain function that would be before its first line, and ctypes drops what a callback raises.
+    The step is the last unless the function has returned: compiled code sets `stop` before the call, and only True
+    clears it. A generator, as an interrupt that came while compiled code ran is raised where Python goes on: here
+    within a `try`. In a plain function that would be before its first line, and ctypes drops what a callback raises.
     """
 
     def __init__(self, follow: Callable[[int], bool], words: Words) -> None:
@@ -152,63 +127,73 @@ class Follower:
 class Verifier:
     """A step that samples some of its rows, and goes on sampling a row while its drafts turn out right."""
 
-    def __init__(self, forward: Walk, logits: Tensor, rows: Rows, history: History | None) -> None:
-        self.rows, self.history = rows, history
-        num_rows, self._max_entries = len(rows), len(logits)
-        self._positions, self._lines, self._alive, self._drafted, self._counts = _integers(5, num_rows)
-        self._drafts, self._generated = _integers(2, num_rows * self._max_entries)
-        (self._stamps,) = _integers(1, self._max_entries + 1)
-        self._arguments, keeps = bind(logits, rows, history, None, ctypes.addressof(self._positions), 0)
-        self._words = words_of(self._arguments)
-        self._words[_SAMPLE["draft_stride"]] = self._max_entries
-        for name, memory in (
-            ("starts", self._lines),
-            ("alive", self._alive),
-            ("drafts", self._drafts),
-            ("num_drafts", self._drafted),
-            ("counts_sampled", self._counts),
-            ("generated", self._generated),
-            ("stamps", self._stamps),
-        ):
-            self._words[_SAMPLE[name]] = ctypes.addressof(memory)
-        accept = compiled_address(".sample_advance:make_accept", SAMPLE)
-        await_mask = compiled_address(".sample_advance:make_await_mask", SAMPLE)
-        table = DispatchTable(
-            [
-                Command(await_mask, self._arguments, BARRIER, "sample.await_mask"),
-                *sampling.commands(self._arguments, keeps),
-                Command(accept, self._arguments, BARRIER, "sample.accept"),
-            ]
-        )
-        self._walk = Walk(table, forward)
+    def __init__(self, forward: Walk, logits: Tensor) -> None:
+        self._arguments = SampleArguments(logits, positions=0, position_offset=0)
+        self._walk = _walk(forward, self._arguments, ".sample_advance:make_accept")
         self._walk.arguments["again"] = len(forward.rows) + 1
-        self._walk.arguments["stop"] = self._arguments.ctypes.data + field_offset(SAMPLE, "stop")
+        self._max_entries, self._num_rows = len(logits), 0
+        self._stamps = integers(self._max_entries + 1)
+        self._arguments.set(draft_stride=self._max_entries)
+        self._arguments.point(stamps=self._stamps)
 
     def run(
         self,
         state: State,
         parts: Sequence[Part],
         starts: Sequence[int],
+        columns: SamplingColumns,
+        history: History | None,
         masks: Masks | None,
         num_threads: int | None,
-    ) -> Verified:
-        lines, most = 0, 0
+    ) -> Generated:
+        arguments, lines, most = self._arguments, 0, 0
+        arguments.bind(columns, history)
+        self._make_room(arguments.room)
         for row, (part, start) in enumerate(zip(parts, starts, strict=True)):
             num_drafts = part.num_drafts
-            self._positions[row], self._lines[row] = start + len(part.token_ids) - num_drafts, lines
-            self._alive[row], self._drafted[row], self._counts[row] = part.is_wanted, num_drafts, 0
+            self._positions[row], arguments.starts[row] = start + len(part.token_ids) - num_drafts, lines
+            arguments.alive[row], self._drafted[row], self._counts[row] = part.is_wanted, num_drafts, 0
             if num_drafts:
                 at = row * self._max_entries
                 self._drafts[at : at + num_drafts] = list(part.drafts)
             lines, most = lines + part.num_lines, max(most, num_drafts)
-        self._words[_SAMPLE["entry"]] = self._words[_SAMPLE["stop"]] = 0
+        arguments.set(entry=0, stop=0)
         self._walk.words[_REPEATS] = 1 + most
-        _bind_masks(self._words, masks)
+        _bind_masks(arguments, masks)
         team().run(self._walk, state, num_threads)
-        num_rows, stamps = len(parts), [stamp / 1e9 for stamp in self._stamps[: self._words[_SAMPLE["entry"]] + 1]]
-        found = [self._generated[row : num_rows * count : num_rows] for row, count in enumerate(self._counts)]
-        return Verified(found, [StepEnd(*pair) for pair in pairwise(stamps)])
+        num_rows, num_entries = len(parts), arguments.words[_ENTRY]
+        stamps = [stamp / 1e9 for stamp in self._stamps[: num_entries + 1]]
+        return Generated(
+            [self._generated[row : num_rows * count : num_rows] for row, count in enumerate(self._counts[:num_rows])],
+            [StepEnd(*pair) for pair in pairwise(stamps)],
+        )
+
+    def _make_room(self, num_rows: int) -> None:
+        if num_rows <= self._num_rows:
+            return
+        self._num_rows = num_rows
+        self._positions, self._drafted, self._counts = (integers(num_rows) for _ in range(3))
+        self._drafts, self._generated = (integers(num_rows * self._max_entries) for _ in range(2))
+        self._arguments.point(
+            positions=self._positions,
+            drafts=self._drafts,
+            num_drafts=self._drafted,
+            counts_sampled=self._counts,
+            generated=self._generated,
+        )
 
 
-def _integers(count: int, size: int) -> list[Words]:
-    return [(ctypes.c_int64 * size)() for _ in range(count)]
+def _walk(forward: Walk, arguments: SampleArguments, last: str) -> Walk:
+    """The forward, the sampler's commands, and what makes of their tokens the next repeat."""
+    first = sampling.command(".sample_advance:make_await_mask", arguments)
+    table = DispatchTable([first, *sampling.commands(arguments), sampling.command(last, arguments)])
+    walk = Walk(table, forward)
+    walk.arguments["stop"] = arguments.record.ctypes.data + field_offset(SAMPLE, "stop")
+    return walk
+
+
+def _bind_masks(arguments: SampleArguments, masks: Masks | None) -> None:
+    if masks is None:
+        arguments.set(allowed=0, mask_ready=0)
+    else:
+        arguments.set(allowed=masks.words.data_ptr(), mask_ready=masks.is_ready.ctypes.data)

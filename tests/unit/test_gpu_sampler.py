@@ -34,6 +34,7 @@ import triton.language as tl  # noqa: E402 - there may be no Triton
 from triton.runtime import interpreter  # noqa: E402
 
 from infer.backends import cuda  # noqa: E402
+from infer.backends.cuda.batch import fields_of  # noqa: E402
 from infer.backends.cuda.noise import ROUGH_ERROR, gumbel_of, hash_tokens, rough_gumbel  # noqa: E402
 from infer.backends.cuda.order import key_of, logit_of  # noqa: E402
 from infer.backends.cuda.sampler import EXACT, Tiling, choose_by, tiling_of  # noqa: E402
@@ -274,6 +275,22 @@ def test_kept_sets_end_at_the_smallest_ids_among_equals(top_k: int | None, top_p
     positions = torch.arange(12)
     expected = sampler.choose_tokens(logits, columns, None, positions)
     assert choose_by(tiling, logits, columns, None, positions).tolist() == expected.tolist()
+
+
+def test_another_selection_is_read_where_the_first_one_was() -> None:
+    generator = random.Random(5)
+    params = [SamplingParams(seed=seed, top_k=5 if seed % 2 else None, logit_bias={seed: 3.0}) for seed in range(6)]
+    columns, logits = SamplingColumns(6, 200), drawn_logits(generator, 6, 200)
+    for slot, each in enumerate(params):
+        columns.write(slot, each)
+    places = set()
+    for slots in ([0, 1, 2, 3, 4, 5], [4, 1], [5, 0, 2]):
+        columns.select(slots)
+        positions = torch.arange(len(slots))
+        expected = sampler.choose_tokens(logits[slots], columns, None, positions)
+        assert choose_by(SMALL, logits[slots], columns, None, positions).tolist() == expected.tolist()
+        places.add(fields_of(columns).data_ptr())
+    assert len(places) == 1
 
 
 def test_a_token_does_not_depend_on_the_other_rows() -> None:

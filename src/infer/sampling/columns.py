@@ -47,10 +47,6 @@ class _Lists(NamedTuple):
     num_logprobs: int | None = None
     is_processed: bool = False
 
-    @property
-    def are_empty(self) -> bool:
-        return not self.biases and not self.end_ids and self.mask is None
-
 
 @final
 class _Column:
@@ -80,6 +76,7 @@ class SamplingColumns:
     starts[i + 1]. A slot that nothing was written for is greedy.
     """
 
+    # A number for each row.
     temperature = _Column(np.float32, lambda slot: _temperature(slot.params.temperature))  # 0 is greedy
     top_k = _Column(np.int64, lambda slot: _top_k(slot.params.top_k, slot.vocab_size))  # 0 is off
     top_p = _Column(np.float64, lambda slot: max(slot.params.top_p, SMALLEST_TOP_P))
@@ -94,6 +91,7 @@ class SamplingColumns:
     min_new_tokens = _Column(np.int64, lambda slot: _count(slot.params.min_new_tokens))
     history_slot = _Column(np.int64, lambda slot: slot.number if uses_history(slot.params) else -1)  # −1: no penalties
     mask_index = _Column(np.int64, lambda slot: -1)  # which of `masks` the row has; −1 for none
+
     bias_ids: Int[Tensor, "biases"]
     biases: Float[Tensor, "biases"]  # float64, finite or −inf
     end_ids: Int[Tensor, "ends"]  # EOS and stop ids, banned until the minimum length
@@ -126,7 +124,7 @@ class SamplingColumns:
             self._host |= zip(names, lines[mine].view(dtype), strict=True)
             self.whole |= zip(names, self._on_device[mine].view(_TORCH[dtype.type]), strict=True)
         self._lists = [_Lists()] * num_slots
-        self._are_lists_empty = False
+        self._has_lists = True  # so that the first selection, of nothing, makes the empty ones
         self._slots: tuple[int, ...] | None = None
         self.select(())
 
@@ -179,10 +177,11 @@ class SamplingColumns:
             group.of_rows[:, :count] = group.of_slots[:, index]
         self.num_logprobs = tuple(each.num_logprobs for each in lists)
         self.is_processed = tuple(each.is_processed for each in lists)
-        are_empty = all(each.are_empty for each in lists)
-        if not (are_empty and self._are_lists_empty):
+        has_lists = any(each.biases or each.end_ids or each.mask is not None for each in lists)
+        if has_lists or self._has_lists:
+            self._has_lists = True
             self._join(lists)
-        self._are_lists_empty = are_empty
+            self._has_lists = has_lists
         if self._on_device is not self._on_host:
             self._on_device.copy_(self._on_host)
         self.selection, self._slots = object(), slots

@@ -92,21 +92,24 @@ class SampleArguments:
 
     def _make_room(self, num_rows: int, num_ends: int) -> None:
         """For so many rows or more: their number is doubled, so that few joins find too little."""
-        if num_rows > self.room:
-            self.room = 1 << (num_rows - 1).bit_length()
-            self.starts, self.alive, self.sampled = (integers(self.room) for _ in range(3))
-            self.starts[:], self.alive[:] = list(range(self.room)), [1] * self.room
-            self.point(starts=self.starts, alive=self.alive, sampled=self.sampled)
+        room = self.room if num_rows <= self.room else 1 << (num_rows - 1).bit_length()
+        self.room = 0  # until all is in its place
+        if room > len(self.sampled):
+            self.starts = (ctypes.c_int64 * room)(*range(room))
+            self.alive = (ctypes.c_int64 * room)(*[1] * room)
+            self.sampled = integers(room)
+        self.point(starts=self.starts, alive=self.alive, sampled=self.sampled)
         sizes = {
-            "maxima": self.room * self._num_groups,
+            "maxima": room * self._num_groups,
             "ends": num_ends,
-            **dict.fromkeys(("values", "ids", "weights"), self.room * self._padded),
+            **dict.fromkeys(("values", "ids", "weights"), room * self._padded),
         }
         for name, dtype in SAMPLE_SCRATCH:
-            size = sizes.get(name, self.room * MAX_THREADS)
+            size = sizes.get(name, room * MAX_THREADS)
             if size > len(self._scratch[name]):
                 self._scratch[name] = _uncleared(size, dtype)
-                self.set(**{name: self._scratch[name].ctypes.data})
+            self.set(**{name: self._scratch[name].ctypes.data})
+        self.room = room
 
 
 def _uncleared(count: int, dtype: np.dtype) -> Arguments:

@@ -82,11 +82,11 @@ class MultiStep:
     def _make_room(self, num_steps: int, num_rows: int) -> None:
         if num_steps <= self._num_steps and num_rows <= self._num_rows:
             return
-        self._num_steps, self._num_rows = max(num_steps, _STEPS), num_rows
-        self._generated, self._stamps, self._ended = (
-            integers(size) for size in (self._num_steps * num_rows, 2 * self._num_steps, num_rows)
-        )
+        num_steps, self._num_rows = max(num_steps, _STEPS), 0  # until all is in its place
+        self._generated, self._stamps = integers(num_steps * num_rows), integers(2 * num_steps)
+        self._ended = integers(num_rows)
         self._arguments.point(generated=self._generated, stamps=self._stamps, ended=self._ended)
+        self._num_steps, self._num_rows = num_steps, num_rows
 
 
 @final
@@ -171,7 +171,7 @@ class Verifier:
     def _make_room(self, num_rows: int) -> None:
         if num_rows <= self._num_rows:
             return
-        self._num_rows = num_rows
+        self._num_rows = 0  # until all is in its place
         self._positions, self._drafted, self._counts = (integers(num_rows) for _ in range(3))
         self._drafts, self._generated = (integers(num_rows * self._max_entries) for _ in range(2))
         self._arguments.point(
@@ -181,6 +181,7 @@ class Verifier:
             counts_sampled=self._counts,
             generated=self._generated,
         )
+        self._num_rows = num_rows
 
 
 def _walk(forward: Walk, arguments: SampleArguments, last: str) -> Walk:

@@ -1,4 +1,4 @@
-"""`follower` against the methods that it stands for."""
+"""`advance` against the methods that it stands for."""
 
 import random
 from importlib import import_module
@@ -32,7 +32,7 @@ def place(constraint: Constraint, vocab_size: int) -> tuple[list[int], list[int]
     return allowed_ids(constraint, vocab_size), constraint.forced(), constraint.done
 
 
-def test_to_follow_is_accept_done_forced_and_fill(compilers: list[Compiler]) -> None:
+def test_to_advance_is_accept_done_forced_and_fill(compilers: list[Compiler]) -> None:
     seen = {True: 0, False: 0}
     for compiler, vocab_size in zip(compilers, VOCABS, strict=True):
         lines = np.zeros((2, -(-vocab_size // 32)), np.int32)
@@ -46,7 +46,7 @@ def test_to_follow_is_accept_done_forced_and_fill(compilers: list[Compiler]) -> 
                 line = lines[rng.randrange(2)]
                 line[:] = 0x5A5A5A5A
                 before, asked = line.copy(), rng.random() < 0.8
-                has_choice = following.follower(line)(token_id, not asked)
+                has_choice = following.advance(token_id, line, not asked)
                 assert has_choice == (not stepping.done and not stepping.forced())
                 assert place(following, vocab_size) == place(stepping, vocab_size)
                 expected = before.copy()
@@ -59,14 +59,13 @@ def test_to_follow_is_accept_done_forced_and_fill(compilers: list[Compiler]) -> 
     assert min(seen.values()) > 20
 
 
-def test_one_follower_goes_on_over_many_tokens(compilers: list[Compiler]) -> None:
+def test_a_constraint_advances_over_many_tokens(compilers: list[Compiler]) -> None:
     for compiler, vocab_size in zip(compilers, VOCABS, strict=True):
         mask, expected = np.zeros((2, -(-vocab_size // 32)), np.int32)
         following, stepping = (compiler.compile(Grammar("regex", "[ab]*")) for _ in range(2))
-        follow = following.follower(mask)
         for token_id in b"abbaabab" * 4:
             assert stepping.accept([token_id]) == 1
-            assert follow(token_id, False)
+            assert following.advance(token_id, mask, False)
             stepping.fill(expected)
             assert (mask == expected).all()
         following.rollback(20)
@@ -74,13 +73,12 @@ def test_one_follower_goes_on_over_many_tokens(compilers: list[Compiler]) -> Non
         assert place(following, vocab_size) == place(stepping, vocab_size)
 
 
-def test_an_end_id_ends_what_is_followed(compilers: list[Compiler]) -> None:
+def test_an_end_id_ends_the_advance(compilers: list[Compiler]) -> None:
     constraint = compilers[0].compile(Grammar("regex", "[ab]*"))
     mask = np.zeros(-(-VOCABS[0] // 32), np.int32)
-    follow = constraint.follower(mask)
-    assert follow(ord("a"), False)
+    assert constraint.advance(ord("a"), mask, False)
     end_id = max(i for i in allowed_ids(constraint, VOCABS[0]) if i >= 256)
-    assert not follow(end_id, False)
+    assert not constraint.advance(end_id, mask, False)
     assert (constraint.done, constraint.num_accepted) == (True, 2)
     constraint.rollback(1)
     assert (constraint.done, constraint.num_accepted) == (False, 1)
@@ -89,11 +87,11 @@ def test_an_end_id_ends_what_is_followed(compilers: list[Compiler]) -> None:
 def test_a_token_that_no_mask_allows_raises(compilers: list[Compiler]) -> None:
     constraint = compilers[0].compile(Grammar("regex", PATTERN))
     with pytest.raises(ConstraintError, match="the grammar"):
-        constraint.follower(np.zeros(-(-VOCABS[0] // 32), np.int32))(ord("q"), False)
+        constraint.advance(ord("q"), np.zeros(-(-VOCABS[0] // 32), np.int32), False)
 
 
 @pytest.mark.parametrize("compilers", ["llguidance"], indirect=True)
-def test_a_library_that_gives_up_amid_a_chain_says_so_when_it_is_asked(
+def test_a_library_that_gives_up_amid_a_multi_step_says_so_when_it_is_asked(
     compilers: list[Compiler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tight = import_module("llguidance").LLParserLimits(step_max_items=40)
@@ -101,15 +99,14 @@ def test_a_library_that_gives_up_amid_a_chain_says_so_when_it_is_asked(
     following = compilers[0].compile(Grammar("grammar", 'start: "x" s\ns: s s | "a" | "b"'))
     mask, text = np.zeros(-(-VOCABS[0] // 32), np.int32), b"x" + b"ab" * 12
     following.accept(text[:1])
-    follow = following.follower(mask)
-    num_followed = next(index for index in range(1, len(text)) if not follow(text[index], False))
+    num_followed = next(index for index in range(1, len(text)) if not following.advance(text[index], mask, False))
     assert 1 < following.num_accepted == num_followed + 1 < len(text)
     assert (following.done, following.forced()) == (False, [])
     with pytest.raises(ConstraintError, match="cannot be followed further"):
         following.fill(mask)
 
 
-def test_a_mask_that_cannot_be_filled_ends_what_is_followed_and_is_told_when_it_is_asked_for() -> None:
+def test_a_mask_that_cannot_be_filled_ends_the_advance_and_is_told_when_it_is_asked_for() -> None:
     class Broken(Constraint):
         num_tokens = 0
 
@@ -135,7 +132,6 @@ def test_a_mask_that_cannot_be_filled_ends_what_is_followed_and_is_told_when_it_
             return False
 
     constraint, mask = Broken(), np.zeros(4, np.int32)
-    follow = constraint.follower(mask)
-    assert follow(1, True)
-    assert not follow(1, False)
+    assert constraint.advance(1, mask, True)
+    assert not constraint.advance(1, mask, False)
     assert constraint.num_accepted == 2

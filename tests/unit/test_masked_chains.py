@@ -12,7 +12,7 @@ import torch
 from numba import njit
 
 from infer import ops
-from infer.backends.cpu.capture.sampled import Follower
+from infer.backends.cpu.capture.sampled import StepCallback
 from infer.backends.cpu.control import call_python
 from infer.backends.cpu.records import SAMPLE
 from infer.backends.cpu.state import words_of
@@ -139,26 +139,26 @@ def test_an_interrupt_that_came_while_compiled_code_ran_is_raised_behind_it(monk
     monkeypatch.setattr("sys.unraisablehook", dropped.append)
     raise_signal = ctypes.cast(ctypes.CDLL(None)["raise"], ctypes.c_void_p).value
     arguments, seen = np.ones(1, SAMPLE), list[int]()  # `stop` is set before each call
-    follower = Follower(lambda number: seen.append(number) is None, words_of(arguments))
-    call_interrupted(raise_signal, 0, follower.address)
+    callback = StepCallback(lambda number: seen.append(number) is None, words_of(arguments))
+    call_interrupted(raise_signal, 0, callback.address)
     assert (seen, int(arguments["stop"][0])) == ([1], 0)
     arguments["stop"] = 1
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        call_interrupted(raise_signal, int(signal.SIGINT), follower.address)
+        call_interrupted(raise_signal, int(signal.SIGINT), callback.address)
     finally:
         signal.signal(signal.SIGINT, previous)
     assert (seen, int(arguments["stop"][0])) == ([1], 1)
     with pytest.raises(KeyboardInterrupt):
-        follower.close()
+        callback.close()
     assert dropped == []
 
 
-def test_a_follower_that_says_no_stops_the_walk() -> None:
+def test_a_callback_that_says_no_stops_the_walk() -> None:
     arguments = np.ones(1, SAMPLE)
-    follower = Follower(lambda number: False, words_of(arguments))
-    call_interrupted(ctypes.cast(ctypes.CDLL(None)["abs"], ctypes.c_void_p).value, 0, follower.address)
-    follower.close()
+    callback = StepCallback(lambda number: False, words_of(arguments))
+    call_interrupted(ctypes.cast(ctypes.CDLL(None)["abs"], ctypes.c_void_p).value, 0, callback.address)
+    callback.close()
     assert int(arguments["stop"][0]) == 1
 
 

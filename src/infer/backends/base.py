@@ -57,7 +57,7 @@ class Captured(ABC):
         positions.
 
         Fewer if every row met one of stop_ids; the last may hold a negative code, where a row failed. `history` has
-        seen the step's tokens and sees what is sampled. `masks` are the first step's; `masks.follower` sees each.
+        seen the step's tokens and sees what is sampled. `masks` are the first step's; `masks.advance` sees each.
         """
 
     @abstractmethod

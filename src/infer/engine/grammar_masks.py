@@ -1,4 +1,4 @@
-"""The grammars' masks of a step: filled at once or by another thread while it runs, in a chain from step to step."""
+"""The grammars' masks of a step: filled at once, by another thread while it runs, or between two steps of several."""
 
 import math
 import os
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import final
+from typing import NamedTuple, final
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ import torch
 from infer import ops
 from infer.engine.running import Mask, Running
 from infer.errors import ConstraintError
-from infer.grammar import Follow
 from infer.operands.step import Masks, Part, TokenIds
 from infer.sampling.masks import num_mask_words
 
@@ -69,9 +68,28 @@ class MaskFiller:
         self.learn(num_lines, time.thread_time() - started)
 
 
+class _Job(NamedTuple):
+    """A constrained row's lines of one step."""
+
+    row: int
+    running: Running
+    masks: Sequence[Mask]
+    drafts: Sequence[int]
+
+    def advance(self, token_id: int, is_last: bool) -> bool:
+        """False also where the grammar raises: a ConstraintError it raises again when the token is accepted."""
+        return self.running.attempt(partial(self._try_advance, token_id, is_last), False)
+
+    def _try_advance(self, token_id: int, is_last: bool) -> bool:
+        constraint = self.running.constraint
+        with suppress(ConstraintError):
+            return constraint is not None and constraint.advance(token_id, self.masks[0], is_last)
+        return False
+
+
 @final
 class _Filling:
-    """The lines of one step, and of those of its chain, which take each other's places."""
+    """The lines of one step, and of those of its multi-step, which take each other's places."""
 
     def __init__(self, filler: MaskFiller, active: Sequence[Running], parts: Sequence[Part]) -> None:
         self._filler, self._active = filler, list(active)
@@ -81,13 +99,14 @@ class _Filling:
         self._lines = np.full((ends[-1], num_mask_words(active[0].generation.vocab_size)), -1, np.int32)
         self._is_ready = np.zeros(1, np.int64)
         self._publish = filler.backend.publisher(self._is_ready)
-        self.masks = Masks(torch.from_numpy(self._lines), self._is_ready, self._wait, self._follower)
+        self.masks = Masks(torch.from_numpy(self._lines), self._is_ready, self._wait, self._advance)
         self._jobs = [
-            (index, running, list(self._lines[end - part.num_lines : end]), part.drafts)
-            for index, (running, part, end) in enumerate(zip(active, parts, ends, strict=True))
+            _Job(row, running, list(self._lines[end - part.num_lines : end]), part.drafts)
+            for row, (running, part, end) in enumerate(zip(active, parts, ends, strict=True))
             if _is_wanted(running, part)
         ]
         self._promise: Future[None] | None = None
+        self._is_apart = False  # in a multi-step, another thread fills the lines
 
     def fits(self, active: Sequence[Running], parts: Sequence[Part]) -> bool:
         """Whether it serves this step too: rows that go on token by token."""
@@ -103,59 +122,29 @@ class _Filling:
         if self._promise is not None:
             self._promise.result()
 
-    def _follower(self, token_ids: TokenIds, num_steps: int) -> Callable[[int], bool]:
-        rows = [(index, running.stats, _follower_of(running, lines[0])) for index, running, lines, _ in self._jobs]
-        num_rows = len(self._active)
-
-        def follow_apart(num_generated: int) -> bool:
-            start = num_rows * (num_generated - 1)
-            following = [(token_ids[start + index], follow_row) for index, _, follow_row in rows]
-            return self._follow_apart(following, num_generated == num_steps)
-
-        def follow(num_generated: int) -> bool:
-            start, is_last = num_rows * (num_generated - 1), num_generated == num_steps
-            started = time.perf_counter() if num_generated == 1 else 0.0  # the clock alone takes 9 µs here
-            for index, stats, follow_row in rows:
-                if not follow_row(token_ids[start + index], is_last):
-                    return False
-                stats.masks_filled += not is_last
-            return num_generated > 1 or self._filler.learn(len(self._lines), time.perf_counter() - started)
-
-        return follow if self._promise is None else follow_apart
-
-    def _follow_apart(self, rows: Sequence[tuple[int, Follow]], is_last: bool) -> bool:
-        self._wait()  # it is done: this raises what it raised
-        goes_on = all(follow(token_id, True) for token_id, follow in rows)
-        if goes_on and not is_last:
-            self.begin()
-        return goes_on
+    def _advance(self, token_ids: TokenIds, num_steps: int, num_generated: int) -> bool:
+        start, is_last = len(self._active) * (num_generated - 1), num_generated == num_steps
+        if num_generated == 1:
+            self._is_apart = self._promise is not None
+        if self._is_apart:
+            self._wait()  # it is done: this raises what it raised
+            goes_on = all(job.advance(token_ids[start + job.row], True) for job in self._jobs)
+            if goes_on and not is_last:
+                self.begin()
+            return goes_on
+        started = time.perf_counter() if num_generated == 1 else 0.0  # the clock alone takes 9 µs here
+        for job in self._jobs:
+            if not job.advance(token_ids[start + job.row], is_last):
+                return False
+            job.running.stats.masks_filled += not is_last
+        return num_generated > 1 or self._filler.learn(len(self._lines), time.perf_counter() - started)
 
     def _fill(self) -> None:
         try:
-            for _, running, masks, drafts in self._jobs:
-                running.attempt(partial(running.fill, masks, drafts), None)
+            for job in self._jobs:
+                job.running.attempt(partial(job.running.fill, job.masks, job.drafts), None)
         finally:
             self._publish()
-
-
-def _follower_of(running: Running, mask: Mask) -> Follow:
-    """False also where the grammar raises: a ConstraintError it raises again when the token is accepted."""
-
-    def make() -> Follow:
-        assert running.constraint is not None
-        return running.constraint.follower(mask)
-
-    follow_row = running.attempt(make, None)
-
-    def try_follow(token_id: int, is_last: bool) -> bool:
-        with suppress(ConstraintError):
-            return follow_row is not None and follow_row(token_id, is_last)
-        return False
-
-    def follow(token_id: int, is_last: bool) -> bool:
-        return running.attempt(partial(try_follow, token_id, is_last), False)
-
-    return follow
 
 
 def _is_wanted(running: Running, part: Part) -> bool:

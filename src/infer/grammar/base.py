@@ -5,7 +5,7 @@ Everything is a function of the tokens accepted so far: a constraint that was ro
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -15,7 +15,6 @@ from infer.errors import ConstraintError
 from infer.sampling_params import SamplingParams
 
 Mask = npt.NDArray[np.int32]
-Follow = Callable[[int, bool], bool]
 GrammarKind = Literal["json_schema", "regex", "grammar", "choice"]
 
 
@@ -67,28 +66,25 @@ class Constraint(ABC):
     def done(self) -> bool:
         """Whether the text is complete and nothing but an end id may follow."""
 
-    def follower(self, mask: Mask) -> Follow:
-        """For the tokens of a chain: `follow(token_id, is_last)` accepts one that the last mask allows and fills `mask`
-        with what may follow it, unless it is the last.
+    def advance(self, token_id: int, mask: Mask, is_last: bool) -> bool:
+        """Between two steps of a multi-step: accept a token that the last mask allows and, unless it is the last, fill
+        `mask` with what may follow it.
 
         False where there is no choice to make: it is done, something is forced, or `fill` would raise; then `mask` is
-        not to be used and no more to be followed. Raises as `accept` does. While it is used nobody else may call.
+        not to be used. Raises as `accept` does. Nobody else may call meanwhile.
 
-        What the others say one by one. Between two steps of a chain Python is cold, and each call costs.
+        The other methods, one by one. There Python is cold and each call costs: those of a library that are left out
+        save 60 µs a token.
         """
-
-        def follow(token_id: int, is_last: bool) -> bool:
-            self.accept([token_id])
-            if self.done or self.forced():
-                return False
-            try:
-                if not is_last:
-                    self.fill(mask)
-            except ConstraintError:  # which it raises again when it is asked for the mask
-                return False
-            return True
-
-        return follow
+        self.accept([token_id])
+        if self.done or self.forced():
+            return False
+        try:
+            if not is_last:
+                self.fill(mask)
+        except ConstraintError:  # which it raises again when it is asked for the mask
+            return False
+        return True
 
 
 def grammar_of(params: SamplingParams) -> Grammar | None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from infer.errors import ConstraintError
 from infer.grammar.backend import Backend, Source
-from infer.grammar.base import Follow, Grammar, Mask
+from infer.grammar.base import Grammar, Mask
 from infer.grammar.matcher import Matcher
 from infer.grammar.sandbox_child import llguidance_limits
 from infer.grammar.vocabulary import Vocabulary
@@ -59,12 +59,13 @@ class _LlguidanceMatcher(Matcher):
         self._vocabulary = vocabulary
         self._num_ids = len(vocabulary.token_bytes)
         self._own = np.zeros(-(-num_ids // 32), dtype=np.int32)
+        self._num_words, self._num_bytes = len(self._own), self._own.nbytes
         self._rest = vocabulary.vocab_size % 32
         self._mask: Mask | None = None  # whose address is known
         self._where = 0
 
     def fill(self, mask: Mask) -> None:
-        self._matcher.unsafe_compute_mask_ptr(self._address(mask), self._own.nbytes)
+        self._matcher.unsafe_compute_mask_ptr(self._address(mask), self._num_bytes)
         if self._matcher.is_error():
             self._fail()
         self._complete(mask)
@@ -73,12 +74,12 @@ class _LlguidanceMatcher(Matcher):
         """Of the caller's memory where it is large enough."""
         if mask is not self._mask:
             self._mask = mask
-            found = mask if len(mask) >= len(self._own) else self._own
+            found = mask if len(mask) >= self._num_words else self._own
             self._where = found.ctypes.data
         return self._where
 
     def _complete(self, mask: Mask) -> None:
-        num_words, num_own = len(mask), len(self._own)
+        num_words, num_own = len(mask), self._num_words
         if num_words > num_own:
             mask[num_own:] = 0
         elif num_words < num_own:
@@ -86,25 +87,18 @@ class _LlguidanceMatcher(Matcher):
         if self._rest:  # an end id of our own making lies behind the vocabulary
             mask.view(np.uint32)[self._vocabulary.vocab_size // 32] &= (1 << self._rest) - 1
 
-    def follower(self, mask: Mask) -> Follow:
+    def advance(self, token_id: int, mask: Mask, is_last: bool) -> bool:
         """Four calls in place of six: what is consumed unasked was allowed, and whoever fails has stopped."""
-        address, num_bytes, is_whole = self._address(mask), self._own.nbytes, len(mask) == len(self._own)
-        consume, forced = self._matcher.consume_token, self._matcher.compute_ff_tokens
-        fill, is_stopped = self._matcher.unsafe_compute_mask_ptr, self._matcher.is_stopped
-        is_exact = is_whole and not self._rest
-
-        def follow(token_id: int, is_last: bool) -> bool:
-            if not consume(token_id):
-                self._fail()
-            if forced():
-                return False
-            if not is_last:
-                fill(address, num_bytes)
-                if not is_exact:
-                    self._complete(mask)
-            return not is_stopped()
-
-        return follow
+        matcher = self._matcher
+        if not matcher.consume_token(token_id):
+            self._fail()
+        if matcher.compute_ff_tokens():
+            return False
+        if not is_last:
+            matcher.unsafe_compute_mask_ptr(self._address(mask), self._num_bytes)
+            if self._rest or len(mask) != self._num_words:
+                self._complete(mask)
+        return not matcher.is_stopped()
 
     def accept(self, token_id: int) -> bool:
         if not 0 <= token_id < self._num_ids:

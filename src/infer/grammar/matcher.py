@@ -6,7 +6,7 @@ from threading import Lock
 from typing import final
 
 from infer.errors import ConstraintError
-from infer.grammar.base import Constraint, Follow, Mask
+from infer.grammar.base import Constraint, Mask
 from infer.grammar.vocabulary import Vocabulary
 
 MAX_FORCED = 64  # tokens in one plan; what follows them is planned when they are written
@@ -38,22 +38,18 @@ class Matcher(ABC):
     def is_stopped(self) -> bool:
         """Whether the grammar is fulfilled and no text may follow."""
 
-    def follower(self, mask: Mask) -> Follow:
-        """As a constraint's, for tokens that are no end ids, from a place where nothing is forced."""
-
-        def follow(token_id: int, is_last: bool) -> bool:
-            if not self.accept(token_id):
-                raise ConstraintError(f"the grammar refuses token {token_id}, which its mask allows")
-            if self.forced() or self.is_stopped():
-                return False
-            try:
-                if not is_last:
-                    self.fill(mask)
-            except ConstraintError:
-                return False
-            return True
-
-        return follow
+    def advance(self, token_id: int, mask: Mask, is_last: bool) -> bool:
+        """As a constraint's, for a token that is no end id, where nothing is forced."""
+        if not self.accept(token_id):
+            raise ConstraintError(f"the grammar refuses token {token_id}, which its mask allows")
+        if self.forced() or self.is_stopped():
+            return False
+        try:
+            if not is_last:
+                self.fill(mask)
+        except ConstraintError:
+            return False
+        return True
 
 
 @final
@@ -112,24 +108,19 @@ class StepwiseConstraint(Constraint):
         with self._lock:
             return self._has_ended or self._is_stopped
 
-    def follower(self, mask: Mask) -> Follow:
-        with self._lock:
-            if self._plans[-1]:
-                return super().follower(mask)
-            plans, end_ids, follow_text = self._plans, self._end_ids, self._matcher.follower(mask)
-
-        def follow(token_id: int, is_last: bool) -> bool:
-            if token_id in end_ids:
-                self._accept(token_id)
-                return False
-            if follow_text(token_id, is_last):
-                plans.append(())
-                return True
-            plans.append(self._plan())
-            self._is_stopped = self._matcher.is_stopped()
+    def advance(self, token_id: int, mask: Mask, is_last: bool) -> bool:
+        plans = self._plans
+        if plans[-1]:
+            return super().advance(token_id, mask, is_last)
+        if token_id in self._end_ids:
+            self._accept(token_id)
             return False
-
-        return follow
+        if self._matcher.advance(token_id, mask, is_last):
+            plans.append(())
+            return True
+        plans.append(self._plan())
+        self._is_stopped = self._matcher.is_stopped()
+        return False
 
     def _accept(self, token_id: int) -> bool:
         plan = self._plans[-1]

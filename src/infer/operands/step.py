@@ -117,7 +117,7 @@ class Masks:
     words: Int[Tensor, "lines words"]
     is_ready: npt.NDArray[np.int64]  # one number: 1 when all are filled
     wait: Callable[[], object]  # returns when they are
-    follower: Callable[[TokenIds, int], Callable[[int], bool]]
-    """For a chain: the array in which its tokens will stand, row after row, and the number of its steps. What it gives
-    is called behind each of them with the number so far: it fills the lines for the next one, or has them filled; False
-    ends the chain. Nothing is warm behind a step: the less it touches, the sooner it returns."""
+    advance: Callable[[TokenIds, int, int], bool]
+    """In a multi-step, called after each step: the array in which its tokens stand, row after row, the number of its
+    steps, and how many of them are done. It fills the lines for the next one, or has them filled; False ends the
+    multi-step. Nothing is warm after a step: the less it touches, the sooner it returns."""

@@ -207,7 +207,7 @@ SAMPLE = np.dtype(
         ("num_drafts", np.int64),  # int64 [rows]
         ("counts_sampled", np.int64),  # int64 [rows]: how many tokens a verified step gave
         ("mask_ready", np.int64),  # int64: not 0 when another thread has filled `allowed`
-        ("follow", np.int64),  # Python's, called after each step of several with the number so far, or 0
+        ("after_step", np.int64),  # Python's, called after each step of several with the number so far, or 0
         ("stamps", np.int64),  # int64 nanoseconds; a multi-step: the end of each forward and of the sampling after it;
         # a verified step: the end of the forward, then of each entry
     ]

@@ -56,9 +56,9 @@ def make_advance() -> Callable[..., None]:
         args.num_generated += 1
         if num_ended == args.num_rows:
             args.stop = 1
-        if args.follow != 0 and args.stop == 0:
+        if args.after_step != 0 and args.stop == 0:
             args.stop = 1  # unless it returns and clears this: whatever is raised within ends the multi-step
-            call_python(args.follow, args.num_generated)
+            call_python(args.after_step, args.num_generated)
 
     return advance
 

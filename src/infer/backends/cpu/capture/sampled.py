@@ -12,6 +12,7 @@ Verifier   forward, await_mask; scan, narrow,                the rest walked onc
 
 import ctypes
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, final
 
@@ -62,16 +63,16 @@ class MultiStep:
         arguments.bind(columns, history)
         self._make_room(count, arguments.room)
         stops = (ctypes.c_int64 * len(stop_ids))(*stop_ids)
-        arguments.set(num_generated=0, stop=0, stop_ids=ctypes.addressof(stops), num_stop_ids=len(stops), follow=0)
+        arguments.set(num_generated=0, stop=0, stop_ids=ctypes.addressof(stops), num_stop_ids=len(stops), after_step=0)
         ctypes.memset(self._ended, 0, ctypes.sizeof(self._ended))
         self._walk.words[_REPEATS] = count
         _bind_masks(arguments, masks)
-        follower = None if masks is None else Follower(masks.follower(self._generated, count), words)
-        if follower is not None:
-            arguments.set(follow=follower.address)
+        callback = None if masks is None else StepCallback(partial(masks.advance, self._generated, count), words)
+        if callback is not None:
+            arguments.set(after_step=callback.address)
         team().run(self._walk, state, num_threads)
-        if follower is not None:
-            follower.close()
+        if callback is not None:
+            callback.close()
         num_steps = words[_NUM_GENERATED]
         stamps = [stamp / 1e9 for stamp in self._stamps[: 2 * num_steps]]
         return Generated(
@@ -90,7 +91,7 @@ class MultiStep:
 
 
 @final
-class Follower:
+class StepCallback:
     """A function of Python's as compiled code calls it, in the thread that began the walk; False stops that.
 
     The step is the last unless the function has returned: compiled code sets `stop` before the call, and only True
@@ -98,9 +99,9 @@ class Follower:
     within a `try`. In a plain function that would be before its first line, and ctypes drops what a callback raises.
     """
 
-    def __init__(self, follow: Callable[[int], bool], words: Words) -> None:
+    def __init__(self, after_step: Callable[[int], bool], words: Words) -> None:
         self._error: BaseException | None = None
-        self._steps = self._run(follow, words)
+        self._steps = self._run(after_step, words)
         next(self._steps)
         self._callback = _CALLBACK(self._steps.send)
         self.address = ctypes.cast(self._callback, ctypes.c_void_p).value or 0
@@ -111,10 +112,10 @@ class Follower:
         if self._error is not None:
             raise self._error
 
-    def _run(self, follow: Callable[[int], bool], words: Words) -> Generator[None, int, None]:
+    def _run(self, after_step: Callable[[int], bool], words: Words) -> Generator[None, int, None]:
         try:
             while True:
-                if follow((yield)):
+                if after_step((yield)):
                     words[_STOP] = 0
         except GeneratorExit:
             return

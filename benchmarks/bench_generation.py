@@ -29,8 +29,8 @@ import torch
 
 from generation_report import append_log, compare, log_row, picture, table
 from infer import LLM, GenerationResult, SamplingParams, __version__
+from infer.bench.recomputed import generate_recomputed
 from infer.bench.speed import kv_bytes, weight_bytes_by_kind
-from infer.engine.stream import generate
 from infer.outputs import GenerationTiming, percentile
 from machine import available_cores, device_line, read_rate, resident_bytes, unmeasured_bytes
 from workload import CONFIGS, SEED, SUITES, Config, make_synthetic_prompt
@@ -67,7 +67,7 @@ def measure(llm: LLM, setting: Setting, config: Config, prompt: list[int]) -> di
     def run() -> GenerationResult:
         if setting.kv_cache:
             return llm.generate(prompt, params)
-        return generate(llm.model, llm.tokenizer, prompt, params, use_cache=False)
+        return generate_recomputed(llm, prompt, params)
 
     for _ in range(setting.warmups):
         run()

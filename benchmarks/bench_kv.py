@@ -27,10 +27,10 @@ from infer.errors import InvalidRequestError
 from infer.kvcache.settings import CacheSettings
 from infer.llm import set_num_threads
 from infer.model.transformer import Transformer
-from infer.operands.step import Part
+from infer.operands.step import Chunk
 from infer.ops import backend_of
 from infer.quantization.kv_formats import KV_TYPES, key_block_bytes, num_blocks, value_block_bytes
-from infer.runner.context import CachedContext
+from infer.runner.runner import CachedRunner
 from infer.sampling.columns import SamplingColumns
 from machine import available_cores, write_report
 from needles import reference_text
@@ -88,7 +88,7 @@ def measure_quality(name: str, kv_types: Sequence[str], num_tokens: int, window:
     tokenizer = load_tokenizer(name)
     token_ids = tokenizer.encode(reference_text())[:num_tokens]
     contexts = {
-        kind: CachedContext(model, window, capture=False, settings=CacheSettings(kv_type=kind))
+        kind: CachedRunner(model, window, capture=False, settings=CacheSettings(kv_type=kind))
         for kind in (REFERENCE, *kv_types)
     }
     found = {kind: Quality(name, kind, window) for kind in contexts}
@@ -107,10 +107,11 @@ def measure_quality(name: str, kv_types: Sequence[str], num_tokens: int, window:
     return list(found.values())
 
 
-def _log_probabilities(model: Transformer, context: CachedContext, token_ids: list[int]) -> Tensor:
+def _log_probabilities(model: Transformer, runner: CachedRunner, token_ids: list[int]) -> Tensor:
     with backend_of(model.device).threads():
-        logits = context.forward([Part(0, token_ids, num_drafts=len(token_ids) - 1)])
-    context.commit(0, len(token_ids))
+        runner.reserve(0, len(token_ids))
+        logits = runner.forward([Chunk(0, token_ids, num_drafts=len(token_ids) - 1)])
+    runner.commit(0, len(token_ids))
     return logits.log_softmax(-1)
 
 
@@ -146,7 +147,7 @@ def measure_speed(
     largest = min(max(contexts) + num_tokens, model.max_seq_len)
     token_ids = make_prompt(model, largest, seed=0)
     columns = SamplingColumns.of([SamplingParams(temperature=0)], model.architecture.vocab_size, num_prompt_tokens=[1])
-    filled = {kind: CachedContext(model, largest, settings=CacheSettings(kv_type=kind)) for kind in kv_types}
+    filled = {kind: CachedRunner(model, largest, settings=CacheSettings(kv_type=kind)) for kind in kv_types}
     found = []
     for context in sorted({min(context, largest - num_tokens) for context in contexts}):
         for each in filled.values():
@@ -154,7 +155,7 @@ def measure_speed(
         rates: dict[str, list[float]] = {kind: [] for kind in kv_types}
         for number in range(rounds + 1):
             for kind, each in filled.items():
-                rate = _chain_rate(model, each, columns, context, num_tokens)
+                rate = _multi_step_rate(model, each, columns, context, num_tokens)
                 if number:  # the first warms up
                     rates[kind].append(rate)
         for kind, measured in rates.items():
@@ -165,15 +166,16 @@ def measure_speed(
 
 
 @torch.inference_mode()
-def _chain_rate(
-    model: Transformer, context: CachedContext, columns: SamplingColumns, length: int, num_tokens: int
+def _multi_step_rate(
+    model: Transformer, runner: CachedRunner, columns: SamplingColumns, length: int, num_tokens: int
 ) -> float:
     with backend_of(model.device).threads():
         started = time.perf_counter()
-        made, _ = context.chain([(0, 5)], num_tokens, columns, None, ())
+        runner.reserve(0, num_tokens)
+        (sampled,), _ = runner.multi_step([Chunk(0, [5])], num_tokens, columns, None, ())
         seconds = time.perf_counter() - started
-    context.truncate(0, length)
-    return len(made[0]) / seconds
+    runner.truncate(0, length)
+    return len(sampled.token_ids) / seconds
 
 
 def speed_lines(found: Sequence[Speed]) -> Iterator[str]:

@@ -210,7 +210,7 @@ class Recorded:
         arguments = SampleArguments(self._logits, case.positions.data_ptr(), position_offset=0)
         arguments.bind(case.columns, case.history)
         run = EagerRun(len(case.columns), len(case.columns))
-        run.state["num_tokens"] = run.state["num_wanted"] = len(case.columns)
+        run.state["num_tokens"] = run.state["num_logits"] = len(case.columns)
         run.table.append(commands(arguments))
         self._run, self._walk, self.labels = run, Walk(run.table), run.table.labels
         self._cycles = np.zeros(len(self.labels), np.int64)

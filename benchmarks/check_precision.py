@@ -36,7 +36,7 @@ from infer.llm import set_num_threads
 from infer.model.load import dense
 from infer.operands.step import Step
 from infer.ops import backend_of
-from infer.runner.context import make_cache
+from infer.runner.runner import make_cache
 from machine import available_cores, cpu_model
 
 TEXT = Path(__file__).with_name("precision_text.txt")
@@ -77,7 +77,7 @@ class InferSource(LogitsSource):
     def read(self, token_ids: list[int], start: int) -> Tensor:
         self._cache.reserve(0, len(token_ids))
         with backend_of(self._model.device).threads():
-            logits = self._model.forward(Step.of(token_ids, start, wanted=range(len(token_ids))), self._cache)
+            logits = self._model.forward(Step.of(token_ids, start, logit_indices=range(len(token_ids))), self._cache)
         self._cache.commit(0, len(token_ids))
         return logits
 

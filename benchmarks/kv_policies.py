@@ -20,8 +20,8 @@ from infer import LLM, ops
 from infer.errors import InvalidRequestError
 from infer.kvcache.settings import CacheSettings
 from infer.llm import set_num_threads
-from infer.operands.step import Part
-from infer.runner.context import CachedContext
+from infer.operands.step import Chunk
+from infer.runner.runner import CachedRunner
 from machine import available_cores, write_report
 from needles import make_needles, reference_text
 
@@ -53,9 +53,9 @@ def settings(budgets: Sequence[int], longest: int) -> list[tuple[str, int | None
     return [("none", None), *((policy, budget) for policy in POLICIES for budget in budgets if budget < longest)]
 
 
-def make_context(llm: LLM, policy: str, budget: int | None) -> CachedContext:
+def make_context(llm: LLM, policy: str, budget: int | None) -> CachedRunner:
     kept = {} if budget is None else {"eviction_window": budget, "protected_prefix": 4}
-    return CachedContext(llm.model, llm.max_seq_len, settings=CacheSettings(eviction_policy=policy, **kept))
+    return CachedRunner(llm.model, llm.max_seq_len, settings=CacheSettings(eviction_policy=policy, **kept))
 
 
 class Policies:
@@ -65,16 +65,15 @@ class Policies:
         self.all = settings(budgets, longest)
         self._contexts = [make_context(llm, *each) for each in self.all]
 
-    def read(self, token_ids: Sequence[int]) -> list[CachedContext]:
+    def read(self, token_ids: Sequence[int]) -> list[CachedRunner]:
         """A context for each, that of the whole cache last: none of them may change it."""
         whole, *others = self._contexts
-        whole.clear()
+        whole.truncate(0, 0)
         whole.extend(0, token_ids)
         for context in others:
-            context.clear()
+            context.truncate(0, 0)
             if context.compresses_prompts:
                 context.cache.copy_row(0, whole.cache, 0)
-                context.restore(0, token_ids)
             else:
                 context.extend(0, token_ids)
         return self._contexts
@@ -89,7 +88,7 @@ def measure_recall(name: str, budgets: Sequence[int], num_tokens: int, per_depth
     answers: list[list[bool]] = [[] for _ in policies.all]
     for needle in make_needles(llm.tokenizer, num_tokens, DEPTHS * per_depth):
         for found, context in zip(answers, policies.read(needle.token_ids[:-1]), strict=True):
-            said = greedy_answer(context, needle.token_ids[-1], ANSWER_TOKENS)
+            said = greedy_answer(context, needle.token_ids, ANSWER_TOKENS)
             found.append(needle.answer in llm.tokenizer.decode(said))
         print(f"depth {needle.depth:.2f}: " + " ".join(str(int(found[-1])) for found in answers), flush=True)
     recalls = []
@@ -100,15 +99,16 @@ def measure_recall(name: str, budgets: Sequence[int], num_tokens: int, per_depth
 
 
 @torch.inference_mode()
-def greedy_answer(context: CachedContext, last: int, count: int) -> list[int]:
+def greedy_answer(context: CachedRunner, prompt: list[int], count: int) -> list[int]:
     """What follows a prompt that is read but for its last token."""
-    made = [last]
+    made = prompt[-1:]
     with ops.backend_of(torch.device("cpu")).threads():
         while len(made) <= count:
-            logits = context.forward([Part(0, made[-1:])])
+            context.reserve(0, 1)
+            logits = context.forward([Chunk(0, made[-1:])])
             context.commit(0, 1)
             if len(made) == 1:
-                context.end_prompt(0)
+                context.after_prompt(0, prompt)
             made.append(int(logits[0].argmax()))
     return made[1:]
 
@@ -133,7 +133,7 @@ def measure_tails(name: str, budgets: Sequence[int], num_tokens: int, num_last: 
     token_ids = llm.tokenizer.encode(reference_text())[:num_tokens]
     found = []
     for (policy, budget), context in zip(policies.all, policies.read(token_ids[: num_known - 1]), strict=True):
-        context.end_prompt(0)
+        context.after_prompt(0, token_ids[: num_known - 1])
         scored = context.score(0, token_ids[num_known - 1 :], 0, llm.architecture.vocab_size)
         found.append(Tail(policy, budget, num_tokens, _perplexity_of([each.logprob for each in scored])))
         print(f"{policy} {budget or ''}: perplexity {found[-1].perplexity:.3f} on the last {num_last}", flush=True)

@@ -6,7 +6,8 @@ and samples with `sampling.reference`. All else is compared with it.
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal
@@ -17,17 +18,20 @@ from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig
 
 from byte_tokenizer import write_byte_tokenizer
 from infer import load_model, load_tokenizer
-from infer.engine.admission import begin
-from infer.engine.decode import Batch, run_all
-from infer.engine.generation import Generation
-from infer.engine.running import Running
+from infer.engine.batch import answer_all
+from infer.engine.engine import Engine
+from infer.engine.lease import Lease
+from infer.engine.request import make_request
+from infer.engine.sequence import Sequence as Answering
 from infer.engine.stream import Stream
+from infer.engine.text_output import TextOutput
 from infer.grammar import Compiler, Constraint, grammar_of, make_compiler
 from infer.kvcache.settings import CacheSettings
 from infer.model.transformer import Transformer
 from infer.operands.step import Step
 from infer.outputs import GenerationResult, TokenLogprob
-from infer.runner.context import CachedContext, Context, RecomputedContext, make_cache
+from infer.runner.recompute import RecomputeRunner
+from infer.runner.runner import CachedRunner, Runner, make_cache
 from infer.sampling import reference, sampler
 from infer.sampling_params import SamplingParams
 from infer.tokenizer import Tokenizer
@@ -207,32 +211,33 @@ def by_definition(world: World, case: Case) -> Outcome:
 
 def _by_definition(world: World, case: Case) -> Outcome:
     tokenizer, params = world.tokenizer, case.params
-    generation = Generation(tokenizer, list(case.prompt), params, world.model.max_seq_len)
+    output = TextOutput(tokenizer, params, world.model.max_seq_len - len(case.prompt))
+    token_ids, text = list(case.prompt), ""
     constraint = constraint_of(world, params)
     logprobs, is_complete = list[TokenLogprob](), False
-    while not generation.is_finished():
-        logits, allowed = full_logits(world, generation.history), None
+    while output.finish_reason is None:
+        logits, allowed = full_logits(world, token_ids), None
         if constraint is not None:
             words = np.zeros(-(-VOCAB_SIZE // 32), np.int32)
             constraint.fill(words)
             bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:VOCAB_SIZE]
             allowed = torch.from_numpy(bits.astype(bool))
         options: dict[str, Any] = {"num_prompt_tokens": len(case.prompt), "eos_token_ids": tokenizer.eos_token_ids}
-        token_id = reference.sample_token(logits, generation.history, params, allowed=allowed, **options)
+        token_id = reference.sample_token(logits, token_ids, params, allowed=allowed, **options)
         if params.logprobs is not None:
             if params.logprobs_mode == "processed":
-                logits = reference.process_logits(logits, generation.history, params, allowed=allowed, **options)
+                logits = reference.process_logits(logits, token_ids, params, allowed=allowed, **options)
             logprobs.append(_logprob(logits, token_id, params.logprobs))
         if constraint is not None:
             assert constraint.accept([token_id]) == 1
             is_complete = constraint.done
-        generation.accept(token_id, is_complete=is_complete)
-    assert generation.finish_reason is not None
+        token_ids.append(token_id)
+        text += output.push(token_id, is_complete=is_complete).text
     return Outcome(
-        generation.token_ids,
-        "".join(generation._texts),
-        generation.finish_reason,
-        generation.stop_reason,
+        token_ids[len(case.prompt) :],
+        text,
+        output.finish_reason,
+        output.stop_reason,
         None if constraint is None else is_complete,
         None,
         None if params.logprobs is None else logprobs,
@@ -306,57 +311,71 @@ class Way:
         return f"{kind}, drafts {self.drafts}, chunk {self.chunk}, chain {self.chain}"
 
 
-def make_running(
-    world: World, case: Case, way: Way, expected: Sequence[int] = (), *, reused_tokens: int = 0, **options: Any
-) -> Running:
-    generation = begin(world.model, world.tokenizer, list(case.prompt), case.params)
-    generation.reused_tokens = reused_tokens
-    running = Running(
-        generation,
-        constraint=constraint_of(world, case.params),
-        num_draft_tokens=0 if way.drafts == "none" else 8,
-        **options,
-    )
-    fake: Any = running
+def make_sequence(world: World, case: Case, way: Way, expected: Sequence[int] = (), **options: Any) -> Answering:
+    """`options` are a request's."""
+    request = make_request(world.model, world.tokenizer, list(case.prompt), case.params)
+    grammar = grammar_of(case.params)
+    made = {
+        "make_constraint": None if grammar is None else partial(world.compiler.compile, grammar),
+        "num_draft_tokens": 0 if way.drafts == "none" else 8,
+        "prefill_chunk": way.chunk,
+    }
+    sequence = Answering(replace(request, **{**made, **options}))
+    fake: Any = sequence
     if way.drafts not in ("none", "adaptive"):
         fake._policy = Always()
     if way.drafts in ("right", "half", "random", "ends"):
         fake._draft = Oracle(way.drafts, expected, len(case.prompt))
-    return running
+    return sequence
 
 
-def make_context(
-    world: World, way: Way, capacity: int = CONTEXT, num_rows: int = 1, step_tokens: int | None = None
-) -> Context:
+def make_runner(
+    world: World, way: Way, capacity: int = CONTEXT, num_slots: int = 1, step_tokens: int | None = None
+) -> Runner:
     if not way.cached:
-        return RecomputedContext(world.model, world.settings)
-    options = {"num_rows": num_rows, "capture": way.capture, "step_tokens": step_tokens}
-    return CachedContext(world.model, capacity, settings=world.settings, **options)
+        return RecomputeRunner(world.model, world.settings)
+    options = {"num_slots": num_slots, "capture": way.capture, "step_tokens": step_tokens}
+    return CachedRunner(world.model, capacity, settings=world.settings, **options)
+
+
+class Place:
+    """An engine, and the lease of a slot for answers that follow one another."""
+
+    def __init__(self, world: World, way: Way, runner: Runner | None = None) -> None:
+        self.runner = runner or make_runner(world, way)
+        self.engine, self.lease = Engine(self.runner, max_steps=way.chain), Lease()
+
+    def stream(self, sequence: Answering) -> Stream:
+        return Stream(self.engine, self.engine.submit(sequence, self.lease))
+
+    @property
+    def length(self) -> int:
+        return 0 if self.lease.slot is None else self.runner.lengths[self.lease.slot]
 
 
 def run_alone(
-    world: World, case: Case, way: Way, expected: Sequence[int] = (), context: Context | None = None
+    world: World, case: Case, way: Way, expected: Sequence[int] = (), place: Place | None = None
 ) -> GenerationResult:
-    context = context or make_context(world, way)
-    reused_tokens = context.lengths[0]
-    batch = Batch(context, world.model.device, prefill_chunk=way.chunk, chain=way.chain)
-    running = make_running(world, case, way, expected, reused_tokens=reused_tokens)
-    result = Stream(running, batch).run()
-    assert context.lengths[0] + len(running.pending) == len(case.prompt) + len(result.token_ids)
+    place = place or Place(world, way)
+    sequence = make_sequence(world, case, way, expected)
+    result = place.stream(sequence).run()
+    assert sequence.num_computed + sequence.num_pending == len(case.prompt) + len(result.token_ids)
+    assert place.length == len(place.lease.token_ids) <= sequence.num_computed
     return result
 
 
 def run_batch(
-    world: World, cases: Sequence[Case], way: Way, num_rows: int, expected: Sequence[Sequence[int]]
+    world: World, cases: Sequence[Case], way: Way, num_slots: int, expected: Sequence[Sequence[int]]
 ) -> list[GenerationResult]:
-    waiting = [make_running(world, case, way, ids) for case, ids in zip(cases, expected, strict=True)]
-    return run_all(
-        world.model,
-        waiting,
-        num_rows,
-        lambda done, total: None,
-        prefill_chunk=way.chunk,
-        chain=way.chain,
-        capture=way.capture,
-        settings=world.settings,
-    )
+    waiting = [make_sequence(world, case, way, ids) for case, ids in zip(cases, expected, strict=True)]
+    return run_all(world, waiting, way, num_slots)
+
+
+def run_all(
+    world: World, waiting: Sequence[Answering], way: Way, num_slots: int, **options: Any
+) -> list[GenerationResult]:
+    """`options` are a runner's."""
+    made = {"capture": way.capture, "settings": world.settings, **options}
+    engine = Engine(CachedRunner(world.model, CONTEXT, num_slots=num_slots, **made), max_steps=way.chain)
+    ended = dict(answer_all(engine, iter(waiting), num_slots))
+    return [ended[number] for number in range(len(waiting))]

@@ -1,5 +1,5 @@
+from infer.engine.request_options import RequestOptions as RequestOptions
 from infer.engine.stream import Stream as Stream
-from infer.engine.stream import generate as generate
 from infer.errors import InferError as InferError
 from infer.errors import InvalidRequestError as InvalidRequestError
 from infer.errors import ModelError as ModelError

@@ -2,12 +2,11 @@
 
 import asyncio
 import gc
-import threading
 import warnings
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Self, SupportsIndex, Unpack, final
+from typing import Any, NoReturn, Self, SupportsIndex, Unpack, final, overload
 
 import torch
 from jaxtyping import Float
@@ -16,25 +15,24 @@ from torch import Tensor
 from infer.catalog.models import shown_as, weights_name
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.generation_config import defaults_of
-from infer.engine.admission import check_prompt
-from infer.engine.decode import OnPrefill, OnResult, OnToken, run_all
+from infer.engine.batch import Ended, answer_all
 from infer.engine.host import Host, HostSettings
+from infer.engine.lease import Lease
 from infer.engine.model_settings import (
     DeviceName,
     DtypeName,
     EvictionPolicy,
     GrammarBackend,
     KVType,
-    Overflow,
     PrecisionName,
-    Speculation,
     WeightsType,
     checks_settings,
 )
-from infer.engine.prompt_ids import Message, Prompt, encode_conversation, pairs_of
-from infer.engine.request_options import RequestOptions, check_callback, check_count
-from infer.engine.running import Running
-from infer.engine.stream import Stream
+from infer.engine.prompt_ids import Message, Prompt, encode_conversation, is_list_of_texts, pairs_as_needed, pairs_of
+from infer.engine.request import check_prompt
+from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback, check_count, split_options
+from infer.engine.sequence import Sequence as Answer
+from infer.engine.stream import OnPrefill, OnToken, Stream
 from infer.engine.token_trace import logits_of, trace_token
 from infer.errors import InvalidRequestError
 from infer.kvcache.settings import CacheSettings
@@ -49,21 +47,21 @@ from infer.model.from_checkpoint import (
 from infer.model.load import OnProgress
 from infer.model.transformer import Transformer
 from infer.operands.architecture import Architecture
+from infer.operands.step import MAX_STEP_LOGITS
 from infer.outputs import GenerationResult, Piece, SampleTrace, TokenLogprob
 from infer.runner.closing import closed
-from infer.runner.context import MAX_LINES, PREFILL_CHUNK
 from infer.sampling.defaults import default_params
 from infer.sampling.keywords import Params, SamplingKeywords, refuse_sampling, split_keywords
 from infer.sampling_params import SamplingParams
 from infer.session.session import Session
-from infer.session.transcript import Said
-from infer.speculation.ngram import NUM_DRAFT_TOKENS
+from infer.session.transcript import Transcript
 from infer.system.available_memory import give_back_freed
 from infer.tokenizer import Tokenizer
 from infer.tokenizer.template_process import start_rendering
 
 __all__ = ["LLM", "load_model", "load_tokenizer", "set_num_threads"]
 
+OnResult = Callable[[int, GenerationResult], None]
 BATCH_SIZE = 8  # prompts in one step
 MAX_LOGPROBS = 20
 
@@ -76,7 +74,8 @@ class LLM:
     `dtype="auto"` keeps the weights as their file stores them; a float type dequantises them at load.
     `weights="q8"` or `"q4"` quantises float weights at load, `"bf16"` rounds them. `precision` is that of the
     activations beside quantised weights on a CPU: "exact" (16 bits) or "fast" (8). `max_seq_len` None is the model's
-    own context, 8,192 tokens at most. `kv_type` to `reuse_prefixes` are `CacheSettings`. `threads` counts for the
+    own context, 8,192 tokens at most. `kv_type` to `reuse_prefixes` are `CacheSettings`; all answers and sessions share
+    `pool_pages` pages of 64 tokens (None: 8 full contexts', or as many as the memory holds). `threads` counts for the
     whole process. `capture=False` runs each op by itself: slower, with the same tokens. `chat_template` stands in place
     of the model's own; with `allow_special` control tokens that are written in a message are control, not text.
     `grammar_backend` holds answers to a schema, a pattern or a grammar. Safe to call from several threads.
@@ -101,6 +100,7 @@ class LLM:
         protected_prefix: int = CacheSettings().protected_prefix,
         memory_threshold_mb: int | None = None,
         reuse_prefixes: bool = False,
+        pool_pages: int | None = None,
         grammar_backend: GrammarBackend = "llguidance",
         threads: int | None = None,
         capture: bool = True,
@@ -130,7 +130,7 @@ class LLM:
             asked = (device, dtype, weights, precision, max_seq_len)
             network = load_checked(checkpoint, tokenizer, *asked, on_progress, cache)
         fingerprint = f"{checkpoint.fingerprint()} {weights} {precision} {kept_dtype}"
-        kept = HostSettings(fingerprint, cache, capture, grammar_backend, self.sampling_defaults)
+        kept = HostSettings(fingerprint, cache, pool_pages, capture, grammar_backend, self.sampling_defaults)
         self._host = Host(network, tokenizer, kept)
         loaded_as = next((each for each in (kept_dtype, weights) if each != "auto"), stored)
         self._shown = shown_as(model, checkpoint, network.architecture, loaded_as, network.max_seq_len)
@@ -160,6 +160,13 @@ class LLM:
             self._host = None
             gc.collect()
             give_back_freed()
+
+    def trim(self) -> int:
+        """Give the memory that no answer uses back to the system: how many bytes of the cache.
+
+        Idle sessions lose what their cache holds, and compute it again with their next answer.
+        """
+        return self._opened.engine.trim()
 
     @property
     def _opened(self) -> Host:
@@ -193,67 +200,71 @@ class LLM:
         """What a call without params is answered with: the model's own values, and neutral ones where it has none."""
         return default_params(self.sampling_defaults, is_chat=is_chat)
 
+    @overload
+    def generate(
+        self,
+        prompt: list[str] | tuple[str, ...],
+        params: Params | Sequence[Params] | None = None,
+        *,
+        options: RequestOptions | None = None,
+        **keywords: Unpack[RequestKeywords],
+    ) -> list[GenerationResult]: ...
+
+    @overload
     def generate(
         self,
         prompt: Prompt,
         params: Params | None = None,
         *,
         on_token: OnToken | None = None,
-        cancel: threading.Event | None = None,
-        speculation: Speculation | None = None,
-        num_draft_tokens: int = NUM_DRAFT_TOKENS,
-        prefill_chunk: int = PREFILL_CHUNK,
         on_prefill: OnPrefill | None = None,
-        overflow: Overflow = "error",
-        **sampling: Unpack[SamplingKeywords],
-    ) -> GenerationResult:
-        """The whole answer. Without `params` and keywords it is `default_params`, of a chat for messages.
+        options: RequestOptions | None = None,
+        **keywords: Unpack[RequestKeywords],
+    ) -> GenerationResult: ...
 
-        `on_token(token_id, text)` sees each token as it comes and cancels by returning False, `cancel` from another
-        thread; both end with finish_reason "abort". For the rest see `stream`.
+    def generate(
+        self,
+        prompt: Any,
+        params: Any = None,
+        *,
+        on_token: OnToken | None = None,
+        on_prefill: OnPrefill | None = None,
+        options: RequestOptions | None = None,
+        **keywords: Unpack[RequestKeywords],
+    ) -> GenerationResult | list[GenerationResult]:
+        """The whole answer to a text, ids or messages; to a list of texts a list of answers, as `generate_all` gives.
+
+        Without `params` and keywords it is `default_params`, of a chat for messages. `on_token(token_id, text)` sees
+        each token as it comes and cancels by returning False, `cancel` from another thread; both end with
+        finish_reason "abort". For the rest see `stream`.
         """
         check_callback("on_token", on_token)
-        return self.stream(
-            prompt,
-            params,
-            cancel=cancel,
-            speculation=speculation,
-            num_draft_tokens=num_draft_tokens,
-            prefill_chunk=prefill_chunk,
-            on_prefill=on_prefill,
-            overflow=overflow,
-            **sampling,
-        ).run(on_token)
+        if not is_list_of_texts(prompt):
+            return self.stream(prompt, params, on_prefill=on_prefill, options=options, **keywords).run(on_token)
+        if on_token is not None or on_prefill is not None:
+            raise InvalidRequestError("on_token and on_prefill are for one prompt, got a list: see generate_all()")
+        return self.generate_all(prompt, params, options=options, **keywords)
 
     def stream(
         self,
         prompt: Prompt,
         params: Params | None = None,
         *,
-        cancel: threading.Event | None = None,
-        speculation: Speculation | None = None,
-        num_draft_tokens: int = NUM_DRAFT_TOKENS,
-        prefill_chunk: int = PREFILL_CHUNK,
         on_prefill: OnPrefill | None = None,
-        overflow: Overflow = "error",
-        **sampling: Unpack[SamplingKeywords],
+        options: RequestOptions | None = None,
+        **keywords: Unpack[RequestKeywords],
     ) -> Stream:
         """Pieces of text as they come; `.result` is there when they end.
 
-        `speculation="ngram"` verifies guesses of up to `num_draft_tokens` in one step: the same tokens, sooner where
-        the text repeats. A prompt is run `prefill_chunk` tokens at a time, after each of which
-        `on_prefill(done, total)` is called and `cancel` looked at. A prompt that is too long is an error, or with
-        `overflow="truncate_left"` loses its beginning, so that the answer has its room (`prompt_ids.fitted`).
+        Keywords are fields of `SamplingParams` and of `RequestOptions`: `speculation="ngram"` verifies guesses of up to
+        `num_draft_tokens` in one step: the same tokens, sooner where the text repeats. A prompt is run `prefill_chunk`
+        tokens at a time, after each of which `on_prefill(done, total)` is called and `cancel` looked at. A prompt that
+        is too long is an error, or with `overflow="truncate_left"` loses its beginning, so that the answer has its room
+        (`prompt_ids.fitted`).
         """
         host = self._opened
         check_callback("on_prefill", on_prefill)
-        options = RequestOptions(
-            cancel=cancel,
-            speculation=speculation,
-            num_draft_tokens=num_draft_tokens,
-            prefill_chunk=prefill_chunk,
-            overflow=overflow,
-        )
+        options, sampling = split_options(options, keywords)
         return host.stream(prompt, host.sampled_by(prompt, params, sampling), options, on_prefill=on_prefill)
 
     async def astream(self, prompt: Prompt, params: Params | None = None, **keywords: Any) -> AsyncIterator[Piece]:
@@ -272,14 +283,10 @@ class LLM:
         params: Params | Sequence[Params] | None = None,
         *,
         batch_size: int = BATCH_SIZE,
-        speculation: Speculation | None = None,
-        num_draft_tokens: int = NUM_DRAFT_TOKENS,
-        prefill_chunk: int = PREFILL_CHUNK,
-        cancel: threading.Event | None = None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         on_result: OnResult | None = None,
-        overflow: Overflow = "error",
-        **sampling: Unpack[SamplingKeywords],
+        options: RequestOptions | None = None,
+        **keywords: Unpack[RequestKeywords],
     ) -> list[GenerationResult]:
         """The answers to several prompts, in their order, up to `batch_size` of them in one step (64 at most).
 
@@ -288,32 +295,37 @@ class LLM:
         the first begins.
         """
         host = self._opened
-        check_count("batch_size", batch_size, 1, MAX_LINES)
-        options = RequestOptions(
-            cancel=cancel,
-            speculation=speculation,
-            num_draft_tokens=num_draft_tokens,
-            prefill_chunk=prefill_chunk,
-            overflow=overflow,
-        )
-        waiting = []
-        for index, (prompt, own) in enumerate(pairs_of(prompts, params)):
-            try:
-                asked = host.sampled_by(prompt, own, sampling)
-                waiting.append(host.begin(host.fit(prompt, asked, options, None), asked, options))
-            except InvalidRequestError as error:
-                raise type(error)(f"prompt {index}: {error}") from error
-            host.open.add(waiting[-1], Running.cancel)
-        return run_all(
-            host.model,
-            waiting,
-            batch_size,
-            on_progress,
-            prefill_chunk=prefill_chunk,
-            capture=host.settings.capture,
-            settings=host.settings.cache,
-            on_result=on_result,
-        )
+        check_count("batch_size", batch_size, 1, MAX_STEP_LOGITS)
+        options, sampling = split_options(options, keywords)
+        requests = list(host.requests(pairs_of(prompts, params), options, sampling))
+        results: dict[int, GenerationResult] = {}
+
+        def on_step(num_ended: int) -> None:
+            on_progress(num_ended, len(requests))
+
+        for index, result in answer_all(host.engine, map(Answer, requests), batch_size, on_step):
+            results[index] = result
+            if on_result is not None:
+                on_result(index, result)
+        return [results[index] for index in range(len(requests))]
+
+    def generate_iter(
+        self,
+        prompts: Iterable[Prompt],
+        params: Params | Iterable[Params] | None = None,
+        *,
+        batch_size: int = BATCH_SIZE,
+        options: RequestOptions | None = None,
+        **keywords: Unpack[RequestKeywords],
+    ) -> Iterator[Ended]:
+        """`(index, result)` of each answer as it ends, for as many prompts as there are: each is taken from `prompts`,
+        and checked, when there is room for it. Leaving the loop ends the answers under way.
+        """
+        host = self._opened
+        check_count("batch_size", batch_size, 1, MAX_STEP_LOGITS)
+        options, sampling = split_options(options, keywords)
+        requests = host.requests(pairs_as_needed(prompts, params), options, sampling)
+        return answer_all(host.engine, map(Answer, requests), batch_size)
 
     def chat(
         self,
@@ -321,19 +333,33 @@ class LLM:
         params: Params | None = None,
         *,
         on_token: OnToken | None = None,
-        cancel: threading.Event | None = None,
-        overflow: Overflow = "error",
+        on_prefill: OnPrefill | None = None,
+        options: RequestOptions | None = None,
         **keywords: Any,
     ) -> GenerationResult:
-        """Answer a conversation, rendered by the model's own template. Keywords are those of `SamplingParams` and of
+        """Answer a conversation, rendered by the model's own template. Keywords are those of `stream` and of
         `Tokenizer.encode_chat`, variables of the template among them.
         """
         check_callback("on_token", on_token)
+        return self.stream_chat(messages, params, on_prefill=on_prefill, options=options, **keywords).run(on_token)
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        params: Params | None = None,
+        *,
+        on_prefill: OnPrefill | None = None,
+        options: RequestOptions | None = None,
+        **keywords: Any,
+    ) -> Stream:
+        """`chat`, piece by piece."""
         host = self._opened
-        sampling, variables = split_keywords(keywords, host.tokenizer.chat_templates)
-        options = RequestOptions(cancel=cancel, overflow=overflow)
+        check_callback("on_prefill", on_prefill)
+        options, others = split_options(options, keywords)
+        sampling, variables = split_keywords(others, host.tokenizer.chat_templates)
         encode = partial(encode_conversation, host.tokenizer, variables)
-        return host.stream(messages, host.sampled_by(messages, params, sampling), options, encode=encode).run(on_token)
+        asked = host.sampled_by(messages, params, sampling)
+        return host.stream(messages, asked, options, on_prefill=on_prefill, encode=encode)
 
     def session(
         self, *, system: str | None = None, tools: Sequence[Message] | None = None, **template_variables: Any
@@ -344,7 +370,7 @@ class LLM:
         template = template_variables | ({} if tools is None else {"tools": list(tools)})
         if (messages or template) and not self.can_chat:
             raise InvalidRequestError("the model has no chat template: use append() and generate() with plain text")
-        return Session(self._opened, Said(messages=messages, template=template, num_given=len(messages)))
+        return Session(self._opened, Transcript(messages=messages, template=template, num_given=len(messages)))
 
     def load_session(self, path: str | Path) -> Session:
         """A session that `Session.save` wrote, by this process or another one with the same model."""
@@ -360,11 +386,8 @@ class LLM:
         check_count("num", num, 0, MAX_LOGPROBS)
         host = self._opened
         token_ids = check_prompt(host.model, host.tokenizer, host.encode(prompt), room=0)
-        context = host.contexts.take()
-        try:
-            return [None, *context.score(0, token_ids, num, host.vocab_size)]
-        finally:
-            host.contexts.give_back(context)
+        score = partial(host.runner.score, token_ids=token_ids, num_top=num, vocab_size=host.vocab_size)
+        return [None, *host.engine.change(Lease(), score)]
 
     def sample_trace(
         self,

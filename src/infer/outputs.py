@@ -16,6 +16,8 @@ class Piece:
 
     token_id: int
     text: str
+    logprob: "TokenLogprob | None" = None  # where log-probabilities are asked for
+    finish_reason: FinishReason | None = None  # of the last one: why the answer ended
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from infer import load_model, load_tokenizer
-from infer.operands.step import Part
+from infer.operands.step import Chunk
 from infer.ops import backend_of
-from infer.runner.context import CachedContext
+from infer.runner.runner import CachedRunner
 from oracle import mean_kl
 
 pytestmark = pytest.mark.slow
@@ -27,9 +27,10 @@ def test_fewer_bits_change_little(name: str) -> None:
     token_ids = load_tokenizer(name).encode(TEXT)[:NUM_TOKENS]
     logits = {}
     for kv_type in ("f32", *MOST):
-        context = CachedContext(replace(model, kv_type=kv_type), NUM_TOKENS, capture=False)
+        context = CachedRunner(replace(model, kv_type=kv_type), NUM_TOKENS, capture=False)
+        context.reserve(0, len(token_ids))
         with backend_of(model.device).threads():
-            logits[kv_type] = context.forward([Part(0, token_ids, num_drafts=NUM_COMPARED - 1)]).clone()
+            logits[kv_type] = context.forward([Chunk(0, token_ids, num_drafts=NUM_COMPARED - 1)]).clone()
     found = {kv_type: mean_kl(logits["f32"], logits[kv_type]) for kv_type in MOST}
     assert all(0 < found[kv_type] <= most for kv_type, most in MOST.items()), found
     assert found["f16"] < found["q8"] < found["q4"], found

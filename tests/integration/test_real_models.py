@@ -12,10 +12,11 @@ import torch
 from extent import IS_WHOLE, usual_or_all
 from infer import LLM, SamplingParams, ops
 from infer.backends.cpu.capture.forward import CapturedForward
+from infer.bench.recomputed import generate_recomputed
 from infer.checkpoint import open_checkpoint
-from infer.operands.step import Part, Step
+from infer.operands.step import Chunk, Step
 from infer.ops import backend_of
-from infer.runner.context import CachedContext, make_cache
+from infer.runner.runner import CachedRunner, make_cache
 from oracle import make_oracle, mean_kl, oracle_logits
 from watched import python_command
 
@@ -159,11 +160,12 @@ def test_a_chain_of_the_table_gives_the_tokens_of_uncaptured_steps(smollm2: LLM)
     llm, num_tokens = smollm2, usual_or_all(150, 400)
     ids = llm.tokenizer.encode(PROMPTS[10])
     chained = llm.generate(ids, SamplingParams(temperature=0, max_new_tokens=num_tokens, ignore_eos=True)).token_ids
-    context = CachedContext(llm.model, 512, capture=False)
+    context = CachedRunner(llm.model, 512, capture=False)
     tokens, pending = list[int](), list(ids)
     with torch.inference_mode(), backend_of(llm.model.device).threads():
         while len(tokens) < num_tokens:
-            tokens.append(int(context.forward([Part(0, pending)])[0].argmax()))
+            context.reserve(0, len(pending))
+            tokens.append(int(context.forward([Chunk(0, pending)])[0].argmax()))
             context.commit(0, len(pending))
             pending = tokens[-1:]
     assert chained == tokens
@@ -217,13 +219,11 @@ def test_seeded_sampling_repeats_and_seeds_differ(smollm2: LLM) -> None:
 
 
 def test_the_cache_changes_nothing() -> None:
-    from infer import generate
-
     llm = LLM("smollm2", dtype="float32", max_seq_len=256)
     prompt_ids = llm.tokenizer.encode("The best thing about")
     params = SamplingParams(temperature=0, max_new_tokens=12)
-    cached = generate(llm.model, llm.tokenizer, prompt_ids, params)
-    recomputed = generate(llm.model, llm.tokenizer, prompt_ids, params, use_cache=False)
+    cached = llm.generate(prompt_ids, params)
+    recomputed = generate_recomputed(llm, prompt_ids, params)
     assert cached.token_ids == recomputed.token_ids
 
 

@@ -157,7 +157,7 @@ def prompts_of_any_kind(folder: Path) -> dict[str, Any]:
     endless["content"] = endless
     good = {"role": "user", "content": "a"}
     prompts: list[Any] = [
-        *([None], ["x"], [1.5], [True], [[]], [-1], [10**30], [good, 5], [good, None], None, 5, "\ud800"),
+        *([None], ["x", 5], [1.5], [True], [[]], [-1], [10**30], [good, 5], [good, None], None, 5, "\ud800"),
         *([good | {(1, 2): 3}], [good | {"content": deep}], [endless], [good | {"content": 10**5000}]),
         *([good | {"content": "\ud800"}], [good | {"content": float("nan")}], [good | {1: 2, "1": 3}]),
         *("a", [1, 2], [good], (1, 2)),

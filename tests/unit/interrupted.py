@@ -258,7 +258,7 @@ def interrupt_sessions(llm: LLM, begun: Session, name: str, saved: Path, num_pla
         if name == "close":
             session.close()
             session = begun.fork()
-        ask = session.generate if session._said.num_raw_tokens else partial(session.send, "go on")
+        ask = session.generate if session._transcript.num_raw_tokens else partial(session.send, "go on")
         result = ask(ANSWERED)
         assert result.token_ids == llm.generate(session.token_ids[: -len(result.token_ids)], ANSWERED).token_ids, where
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-import infer.runner.context
+import infer.runner.runner
 from infer import LLM, InvalidRequestError, SamplingParams
 from infer.kvcache.settings import CacheSettings
 from infer.model.memory import cache_bytes
-from infer.runner.context import make_cache
+from infer.runner.runner import make_cache
 from infer.system.available_memory import available_memory_bytes, total_memory_bytes
 from test_session import make_model
 
@@ -84,7 +84,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 
 def set_available(monkeypatch: pytest.MonkeyPatch, num_bytes: int | None) -> None:
-    monkeypatch.setattr(infer.runner.context, "available_memory_bytes", lambda: num_bytes)
+    monkeypatch.setattr(infer.runner.runner, "available_memory_bytes", lambda: num_bytes)
 
 
 def row_bytes(llm: LLM, num_tokens: int) -> int:
@@ -94,22 +94,17 @@ def row_bytes(llm: LLM, num_tokens: int) -> int:
     )
 
 
-def test_a_batch_that_does_not_fit_is_refused_with_the_one_that_would(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
+def test_a_model_has_pages_for_as_many_contexts_as_fit_and_batches_wait_for_them(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(temperature=0, max_new_tokens=95, ignore_eos=True)
     prompts: list[Any] = [[40 + index] * 5 for index in range(20)]
-    set_available(monkeypatch, 7 * row_bytes(llm, 100))
-    with monkeypatch.context() as within:
-        within.setattr(infer.runner.context, "PagedCache", None)  # nothing is allocated
-        with pytest.raises(
-            InvalidRequestError, match=r"20 x 100 tokens of cache need .* MB.*: batch_size=7 fits"
-        ) as error:
-            llm.generate_all(prompts, params, batch_size=64)
-    assert "\n" not in str(error.value)
-    together = llm.generate_all(prompts, params, batch_size=7)
-    set_available(monkeypatch, None)
-    assert [result.token_ids for result in together] == [llm.generate(each, params).token_ids for each in prompts]
+    expected = [llm.generate(each, params).token_ids for each in prompts]
+    for count, found in ((2.5, 2), (1.2, 1), (100, 8)):
+        set_available(monkeypatch, int(count * row_bytes(llm, 400)))
+        small = LLM(make_model(tmp_path))
+        assert small._opened.runner.cache.pool_pages == [found * 7]
+        assert [result.token_ids for result in small.generate_all(prompts, params, batch_size=64)] == expected
 
 
 def test_a_row_that_does_not_fit_is_refused_with_the_length_that_would(

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from infer.engine.decode import CHAIN, LONGEST_CHAIN, Batch, run_all
-from infer.engine.stream import Stream
+from infer.engine.scheduler import FIRST_STEPS, MAX_STEPS, Kind
 from infer.outputs import GenerationResult
+from infer.runner.runner import CachedRunner
 from infer.sampling_params import SamplingParams
-from path_cases import Case, Outcome, Way, World, by_definition, make_context, make_running, make_world
+from path_cases import Case, Outcome, Place, Way, World, by_definition, make_sequence, make_world, run_all
 
 CASE = Case("long", tuple(b"abc abc"), SamplingParams(temperature=0, max_new_tokens=140, ignore_eos=True))
 
@@ -19,18 +19,18 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 def run(world: World, case: Case, way: Way, chain: int | None = None) -> GenerationResult:
-    batch = Batch(make_context(world, way), world.model.device, chain=chain)
-    return Stream(make_running(world, case, way), batch).run()
+    way = replace(way, chain=chain)
+    return Place(world, way).stream(make_sequence(world, case, way)).run()
 
 
-@pytest.mark.parametrize(("seconds", "longest"), [(1e9, LONGEST_CHAIN), (0.0, 1)], ids=["fast", "slow"])
+@pytest.mark.parametrize(("seconds", "longest"), [(1e9, MAX_STEPS), (0.0, 1)], ids=["fast", "slow"])
 def test_a_chain_lasts_a_tenth_of_a_second(
     world: World, seconds: float, longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infer.engine.decode.CHAIN_SECONDS", seconds)
+    monkeypatch.setattr("infer.engine.scheduler.MAX_SECONDS", seconds)
     result = run(world, CASE, Way())
     assert Outcome.of(result) == by_definition(world, CASE)
-    rest = 140 - 1 - CHAIN
+    rest = 140 - 1 - FIRST_STEPS
     if longest == 1:
         assert (result.stats.chains, result.stats.single_steps) == (1, 1 + rest)
     else:
@@ -38,7 +38,7 @@ def test_a_chain_lasts_a_tenth_of_a_second(
 
 
 def test_a_chain_is_short_where_a_stop_or_a_draft_may_end_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.engine.decode.CHAIN_SECONDS", 1e9)
+    monkeypatch.setattr("infer.engine.scheduler.MAX_SECONDS", 1e9)
     stopped = replace(CASE, params=replace(CASE.params, stop=["never said"]))
     for case, way in ((stopped, Way()), (CASE, Way("ngram"))):
         result = run(world, case, way)
@@ -47,47 +47,50 @@ def test_a_chain_is_short_where_a_stop_or_a_draft_may_end_it(world: World, monke
 
 
 def test_a_chain_that_was_asked_for_is_what_runs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.engine.decode.CHAIN_SECONDS", 0.0)
+    monkeypatch.setattr("infer.engine.scheduler.MAX_SECONDS", 0.0)
     assert run(world, CASE, Way(), chain=20).stats.chains == 7
 
 
 def test_a_chain_is_as_long_as_the_last_ones_were_fast(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
 
-    def seconds(batch: Batch) -> float:
+    def seconds() -> float:
         nonlocal now
         now += 0.02
         return now
 
-    monkeypatch.setattr(Batch, "_now", seconds)
+    monkeypatch.setattr("infer.engine.engine.time.perf_counter", seconds)
     result = run(world, CASE, Way())  # a step of 20 ms, chains of 20 ms: 2.5 ms a token, then less and less
     assert Outcome.of(result) == by_definition(world, CASE)
     assert result.stats.chains == 4
 
 
 def test_what_a_draft_costs_is_learnt_from_steps_like_it(world: World) -> None:
-    """Tokens that were forced have no logits of their own, and rows with other samplers take other times."""
-    context = make_context(world, Way())
-    batch, running = Batch(context, world.model.device), make_running(world, CASE, Way())
-    batch.add(running)
-    list(batch.step())
-    running.pending = [*running.pending, 98, 99]
-    list(batch.step())
-    assert not any(context.step_times[1, 0, 1].is_known(count) for count in (1, 3, 7))
-    list(batch.step())
-    assert context.step_times[1, 0, 1].is_known(1)
-    assert list(context.step_times) == [(1, 0, 1)]
-    batch.close()
+    """Tokens that were forced have no logits of their own, and sequences with other samplers take other times."""
+    place, sequence = Place(world, Way(chain=1)), make_sequence(world, CASE, Way())
+    place.engine.submit(sequence)
+    times = place.engine.scheduler.step_times
+    place.engine.advance(sequence)
+    sequence.token_ids += [98, 99]
+    sequence.num_read = len(sequence.pieces)
+    place.engine.advance(sequence)
+    assert not any(times[Kind(1, 0, 1)].is_known(count) for count in (1, 3, 7))
+    sequence.num_read = len(sequence.pieces)
+    place.engine.advance(sequence)
+    assert times[Kind(1, 0, 1)].is_known(1)
+    assert list(times) == [Kind(1, 0, 1)]
 
 
-def test_only_rows_that_run_hold_the_index_of_their_prompt(world: World) -> None:
-    waiting = [make_running(world, replace(CASE, name=str(index)), Way("adaptive")) for index in range(5)]
-    most = 0
+def test_only_sequences_that_run_hold_the_index_of_their_prompt(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = [make_sequence(world, replace(CASE, name=str(index)), Way("adaptive")) for index in range(5)]
+    most, commit = 0, CachedRunner.commit
 
-    def count(done: int, total: int) -> None:
+    def count(runner: CachedRunner, slot: int, num_tokens: int) -> None:
         nonlocal most
-        most = max(most, sum(running._draft is not None for running in waiting))
+        most = max(most, sum(sequence._draft is not None for sequence in waiting))
+        commit(runner, slot, num_tokens)
 
-    run_all(world.model, waiting, 2, count)
+    monkeypatch.setattr(CachedRunner, "commit", count)
+    run_all(world, waiting, Way("adaptive"), 2)
     assert most == 2
-    assert not any(running._draft for running in waiting)
+    assert not any(sequence._draft for sequence in waiting)

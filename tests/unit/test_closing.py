@@ -17,7 +17,6 @@ import pytest
 
 from infer import LLM, GenerationResult, InvalidRequestError, SamplingParams, Session, Stream
 from infer.errors import ClosedError, InferError
-from infer.runner.context_pool import MAX_IDLE
 from test_session import make_model
 from watched import python_command
 
@@ -33,6 +32,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> LLM:
     return LLM(folder, capture=False)
+
+
+def is_idle(llm: LLM) -> bool:
+    """Whether no answer goes on, and none holds a slot."""
+    engine = llm._opened.engine
+    return not engine.sequences and not list(engine._slots.sequences)
 
 
 def in_thread(call: Callable[[], Any]) -> Any:
@@ -58,15 +63,15 @@ class Reader:
         self.stream, self.error = stream, None
         self.is_within, self.may_go = threading.Event(), threading.Event()
         self.pieces: list[Any] = []
-        accept = stream._running.accept
+        accept = stream.sequence.accept
 
-        def held_accept(token_id: int) -> Any:
-            if len(stream._running.generation.token_ids) == 2:
+        def held_accept(*token: Any) -> Any:
+            if len(stream.sequence.pieces) == 2:
                 self.is_within.set()
                 self.may_go.wait()
-            return accept(token_id)
+            return accept(*token)
 
-        monkeypatch.setattr(stream._running, "accept", held_accept)
+        monkeypatch.setattr(stream.sequence, "accept", held_accept)
         self.thread = threading.Thread(target=self._read)
         self.thread.start()
         self.is_within.wait()
@@ -81,14 +86,13 @@ class Reader:
 def close_while_read(stream: Stream, close: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> Reader:
     """`close` is called in this thread while another one is within a step."""
     reader = Reader(stream, monkeypatch)
-    must_wait = stream.reading._must_wait
+    cancel = stream.sequence.cancel
 
-    def let_go() -> bool:
-        is_waiting = must_wait()
+    def let_go() -> None:
+        cancel()
         reader.may_go.set()
-        return is_waiting
 
-    monkeypatch.setattr(stream.reading, "_must_wait", let_go)
+    monkeypatch.setattr(stream.sequence, "cancel", let_go)
     close()
     reader.thread.join()
     return reader
@@ -108,11 +112,10 @@ def test_a_stream_that_another_thread_closes_ends_for_its_reader_and_frees_the_s
     assert session.send("go on", SHORT).token_ids == expected.token_ids
 
 
-def test_a_stream_that_another_thread_closes_gives_its_context_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm._opened.contexts._idle.clear()
+def test_a_stream_that_another_thread_closes_gives_its_slot_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = llm.stream("hello", LONG)
     close_while_read(stream, stream.close, monkeypatch)
-    assert llm._opened.contexts.num_idle == 1
+    assert is_idle(llm)
     assert list(stream) == []
     assert llm.generate("hello", SHORT).token_ids == llm.generate("hello", LONG).token_ids[:5]
 
@@ -158,9 +161,7 @@ def test_a_callback_may_close_what_it_is_called_by(llm: LLM) -> None:
 
 @pytest.mark.parametrize("closes_elsewhere", [False, True])
 def test_a_callback_of_the_step_itself_may_close_the_stream(llm: LLM, closes_elsewhere: bool) -> None:
-    """Which gives back what it holds only once the step has ended: nobody waits for ever."""
-    contexts = llm._opened.contexts
-    contexts._idle.clear()
+    """It is called between two steps: nobody waits for ever."""
     opened: list[Stream] = []
 
     def on_prefill(done: int, total: int) -> None:
@@ -171,17 +172,15 @@ def test_a_callback_of_the_step_itself_may_close_the_stream(llm: LLM, closes_els
             opened[0].close()
             with pytest.raises(InvalidRequestError, match="by a callback of its own step"):
                 next(opened[0])
-        assert contexts.num_idle == 0
+        assert is_idle(llm)
 
     opened.append(llm.stream([5] * 40, LONG, prefill_chunk=8, on_prefill=on_prefill))
     assert list(opened[0]) == []
     assert opened[0].result.finish_reason == "abort"
-    assert contexts.num_idle == 1
+    assert is_idle(llm)
 
 
 def test_what_a_callback_raises_gives_everything_back(llm: LLM) -> None:
-    llm._opened.contexts._idle.clear()
-
     def fail(*values: object) -> None:
         raise KeyError("mine")
 
@@ -189,7 +188,7 @@ def test_what_a_callback_raises_gives_everything_back(llm: LLM) -> None:
         llm.generate("hello", LONG, on_token=fail)
     with pytest.raises(KeyError):
         llm.generate([5] * 40, LONG, prefill_chunk=8, on_prefill=fail)
-    assert llm._opened.contexts.num_idle == 1
+    assert is_idle(llm)
 
 
 def test_with_closes_a_stream(llm: LLM) -> None:
@@ -227,26 +226,27 @@ def test_a_stream_is_read_by_async_for(llm: LLM) -> None:
     asyncio.run(leave())
 
 
-# Contexts that are idle
+# Slots that are idle
 
 
-def test_a_burst_of_answers_leaves_few_contexts(llm: LLM) -> None:
+def test_a_burst_of_answers_leaves_nothing(llm: LLM) -> None:
     streams = [llm.stream("hello", LONG) for _ in range(6)]
     sessions = [llm.session() for _ in range(6)]
     for stream in streams:
         next(stream)
     for session in sessions:
         session.append("hello")
-    contexts = [weakref.ref(stream.reading._on_end.args[0][0]) for stream in streams]  # type: ignore[union-attr]
-    contexts += [weakref.ref(session._cache.context) for session in sessions]
-    assert len(set(contexts)) == 12
+    lengths = llm._opened.runner.lengths
+    assert sum(length > 0 for length in lengths) >= 12
     for stream in streams:
         stream.close()
     sessions[0].close()
     del stream, session, streams, sessions
-    gc.collect()
-    assert llm._opened.contexts.num_idle == MAX_IDLE
-    assert sum(context() is not None for context in contexts) == MAX_IDLE
+    assert llm.generate("hello", SHORT).token_ids
+    llm._opened.engine.trim()
+    assert not any(lengths)
+    llm._opened.runner.cache.check_integrity()
+    assert llm._opened.runner.cache.free_pages == llm._opened.runner.cache.pool_pages
 
 
 # Models and sessions that are closed
@@ -259,11 +259,12 @@ def test_a_closed_model_refuses_every_call_in_one_line(folder: Path) -> None:
     said = session.messages
     open_stream = session.stream("hello", LONG)
     next(open_stream)
-    model, context = weakref.ref(llm.model), weakref.ref(session._cache.context)
+    model, cache = weakref.ref(llm.model), weakref.ref(llm._opened.runner.cache)
     with llm as same:
         assert same is llm
     llm.close()
-    assert model() is context() is None, "their memory is the system's again"
+    gc.collect()
+    assert model() is cache() is None, "their memory is the system's again"
     assert stream.result.finish_reason == open_stream.result.finish_reason == "abort"
     assert repr(llm).endswith(", closed)")
     assert repr(session).endswith(", closed)")
@@ -329,14 +330,15 @@ def test_a_callback_may_close_the_model(folder: Path) -> None:
         llm.generate("hello")
 
 
-def test_a_closed_session_gives_its_context_back(llm: LLM) -> None:
-    llm._opened.contexts._idle.clear()
+def test_a_closed_session_gives_its_slot_back(llm: LLM) -> None:
     with llm.session() as session:
         session.append("hello")
-        assert llm._opened.contexts.num_idle == 0
-    assert llm._opened.contexts.num_idle == 1
+        slot = session._cache.lease.slot
+        assert slot is not None
+        assert llm._opened.runner.lengths[slot] == 5
+    llm._opened.engine.trim()
+    assert llm._opened.runner.lengths[slot] == 0
     session.close()
-    assert llm._opened.contexts.num_idle == 1
     kept = llm.session()
     stream = kept.stream("hello", LONG)
     next(stream)

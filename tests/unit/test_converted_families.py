@@ -14,7 +14,7 @@ from infer.checkpoint.lazy_weights import LazyWeights
 from infer.model.families import make_architecture
 from infer.model.load import load_transformer
 from infer.operands.step import Step
-from infer.runner.context import make_cache
+from infer.runner.runner import make_cache
 from tiny import LONGROPE, TINY, Tiny, make_tiny
 
 # What llama.cpp's files have no word for: another activation, some settings of yarn, an order of their own of layers
@@ -33,7 +33,7 @@ def logits(path: Path) -> torch.Tensor:
         model = load_transformer(architecture, weights, device=device, dtype=torch.float32)
         cache = make_cache(model, 100)
         cache.reserve(0, 100)
-        return model.forward(Step.of(token_ids, wanted=range(100)), cache)
+        return model.forward(Step.of(token_ids, logit_indices=range(100)), cache)
 
 
 @pytest.mark.parametrize("tiny", CONVERTED, ids=lambda tiny: tiny.name)

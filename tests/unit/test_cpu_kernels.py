@@ -26,7 +26,7 @@ from infer.backends.cpu.layouts import LAYOUTS
 from infer.backends.cpu.threads import set_num_threads
 from infer.errors import InvalidRequestError
 from infer.operands.architecture import Activation
-from infer.operands.step import Part, Step
+from infer.operands.step import Chunk, Step
 from infer.operands.weights import Heads, Norm, Projection, RopeTable, StoredWeight
 from infer.sampling import sampler
 from infer.sampling.columns import SamplingColumns
@@ -313,7 +313,7 @@ class Tiny:
             attended = cpu.attend(cpu.norm_project(x, self.norm, qkv), self.heads, layer, step)
             x = cpu.project_add(x, attended, output, None)
             x = cpu.project_add(x, cpu.norm_gate(x, self.norm, gate_up, "silu"), down, self.norm)
-        return cpu.head(x, step.wanted, self.norm, self.embedding)
+        return cpu.head(x, step.logit_indices, self.norm, self.embedding)
 
 
 @pytest.fixture(scope="module")
@@ -327,7 +327,7 @@ IDS = [(i * 37) % 300 for i in range(330)]
 def prefill(tiny: Tiny, run: Callable[[Step], Tensor], sizes: list[int], row: int = 0) -> Tensor:
     start, logits = 0, []
     for size in sizes:
-        logits.append(run(Step.of(IDS[start : start + size], start, row=row, wanted=range(size))).clone())
+        logits.append(run(Step.of(IDS[start : start + size], start, row=row, logit_indices=range(size))).clone())
         start += size
     return torch.cat(logits)
 
@@ -344,13 +344,13 @@ def test_chunks_of_any_size_give_the_same_bits(tiny: Tiny, sizes: list[int]) -> 
 
 def test_neighbours_in_a_batch_change_no_bit(tiny: Tiny) -> None:
     alone = prefill(tiny, tiny.forward, [20], row=1)
-    steps = [Step.of(IDS[:20], row=row, wanted=range(20)) for row in range(4)]
+    steps = [Step.of(IDS[:20], row=row, logit_indices=range(20)) for row in range(4)]
     assert torch.equal(tiny.forward(Step.join(steps)).view(4, 20, -1), alone.expand(4, -1, -1))
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 def test_a_recording_gives_the_bits_of_the_ops_one_by_one(tiny: Tiny, num_threads: int) -> None:
-    captured = CapturedForward(tiny.forward, capacity=64, wanted_capacity=40)
+    captured = CapturedForward(tiny.forward, capacity=64, max_logits=40)
     expected = prefill(tiny, tiny.forward, [330])
     for sizes in ([330], [1] * 330, [50] * 6 + [30]):
         assert torch.equal(prefill(tiny, lambda step: captured.run(step, num_threads), sizes), expected)
@@ -388,21 +388,23 @@ def begin_rows(params: list[SamplingParams], capacity: int = 200) -> tuple[Sampl
 def test_a_multi_step_gives_the_tokens_of_single_steps(tiny: Tiny, params: SamplingParams) -> None:
     captured = CapturedForward(tiny.forward, capacity=64)
     expected = single_steps(tiny, params, 100)
-    start = [Part(0, [7])], [0]
+    start = [Chunk(0, [7])], [0]
     assert captured.run_multi_step(*start, 100, *begin_rows([params])).token_ids == [expected]
     (stopped,), _ = captured.run_multi_step(*start, 100, *begin_rows([params]), stop_ids=[expected[20], 299])
     assert stopped == expected[: len(stopped)]
     assert stopped[-1] in (expected[20], 299)
     columns, history = begin_rows([params])
     (first,), _ = captured.run_multi_step(*start, 40, columns, history)
-    (then,), _ = captured.run_multi_step([Part(0, first[-1:])], [40], 60, columns, history)
+    (then,), _ = captured.run_multi_step([Chunk(0, first[-1:])], [40], 60, columns, history)
     assert first + then == expected
 
 
 def test_a_multi_step_of_rows_gives_each_row_its_own_tokens(tiny: Tiny) -> None:
     captured = CapturedForward(tiny.forward, capacity=64)
     params = PARAMS[:4]
-    together = captured.run_multi_step([Part(row, [7]) for row in range(4)], [0] * 4, 50, *begin_rows(params)).token_ids
+    together = captured.run_multi_step(
+        [Chunk(row, [7]) for row in range(4)], [0] * 4, 50, *begin_rows(params)
+    ).token_ids
     assert together == [single_steps(tiny, row, 50) for row in params]
 
 
@@ -419,11 +421,11 @@ def test_rows_that_join_and_leave_change_nothing_of_a_recording_but_words(tiny: 
             history.begin(slot, [7])
         columns.select(slots)
         expected = [single_steps(tiny, PARAMS[(slot + len(slots)) % len(PARAMS)], 6) for slot in slots]
-        parts = [Part(slot, [7]) for slot in slots]
+        parts = [Chunk(slot, [7]) for slot in slots]
         assert captured.run_multi_step(parts, [0] * len(slots), 5, columns, history).token_ids == [
             token_ids[:5] for token_ids in expected
         ]
-        last = [Part(slot, token_ids[4:5]) for slot, token_ids in zip(slots, expected, strict=True)]
+        last = [Chunk(slot, token_ids[4:5]) for slot, token_ids in zip(slots, expected, strict=True)]
         assert captured.run_verified(last, [5] * len(slots), columns, history).token_ids == [
             token_ids[5:] for token_ids in expected
         ]
@@ -437,13 +439,13 @@ def test_rows_with_a_penalty_and_no_history_are_refused(tiny: Tiny) -> None:
     captured = CapturedForward(tiny.forward, capacity=64)
     columns = SamplingColumns.of([SamplingParams(temperature=0, presence_penalty=1.0)], 300)
     with pytest.raises(InvalidRequestError, match="need a history of 300 words"):
-        captured.run_verified([Part(0, [7])], [0], columns)
+        captured.run_verified([Chunk(0, [7])], [0], columns)
 
 
 def test_a_row_that_fails_ends_the_multi_step_with_its_code(tiny: Tiny) -> None:
     captured = CapturedForward(tiny.forward, capacity=64)
     columns, history = begin_rows([SamplingParams(temperature=0, allowed_token_ids=[3], logit_bias={3: -math.inf})])
-    assert captured.run_multi_step([Part(0, [7])], [0], 10, columns, history).token_ids == [[sampler.NOTHING_ALLOWED]]
+    assert captured.run_multi_step([Chunk(0, [7])], [0], 10, columns, history).token_ids == [[sampler.NOTHING_ALLOWED]]
 
 
 def test_labels_name_the_layer_and_the_op(tiny: Tiny) -> None:

@@ -1,6 +1,7 @@
 """n-gram drafts against a naive search."""
 
 import subprocess
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +11,15 @@ from infer.speculation.ngram import MAX_MATCH, MAX_NGRAM, MIN_NGRAM, NgramDraft
 from watched import python_command
 
 token_ids = st.lists(st.integers(0, 3), max_size=60)
+
+
+def follow(draft: NgramDraft, token_ids: Iterable[int]) -> list[tuple[int, bool]]:
+    """As a sequence does: its ids grow, then the draft looks at them."""
+    found = []
+    for token_id in token_ids:
+        draft._ids.append(token_id)
+        found.append(draft.follow(token_id))
+    return found
 
 
 class Naive:
@@ -54,12 +64,12 @@ class Naive:
 @settings(max_examples=150, deadline=None)
 @given(token_ids, token_ids, st.integers(0, 12))
 def test_proposals_are_those_of_a_naive_search(prompt: list[int], said: list[int], max_tokens: int) -> None:
-    draft, naive = NgramDraft(prompt), Naive(prompt)
+    draft, naive = NgramDraft(list(prompt)), Naive(prompt)
     for token_id in said:
         assert draft.propose(max_tokens) == naive.propose(max_tokens)
         assert draft.match() == naive.guess[1]
         naive.append(token_id)
-        draft.append([token_id])
+        follow(draft, [token_id])
     assert draft.propose(max_tokens) == naive.propose(max_tokens)
     assert len(draft) == len(naive.ids)
 
@@ -67,20 +77,20 @@ def test_proposals_are_those_of_a_naive_search(prompt: list[int], said: list[int
 @settings(max_examples=60, deadline=None)
 @given(token_ids, token_ids)
 def test_what_follows_tells_what_would_have_been_guessed(prompt: list[int], said: list[int]) -> None:
-    draft, asked = NgramDraft(prompt), NgramDraft(prompt)
+    draft, asked = NgramDraft(list(prompt)), NgramDraft(list(prompt))
     for token_id in said:
         proposed, match = asked.propose(1), asked.match()
-        assert draft.follow(token_id) == (match, proposed == [token_id])
-        asked.append([token_id])
+        assert follow(draft, [token_id]) == [(match, proposed == [token_id])]
+        follow(asked, [token_id])
         assert draft.propose(9) == asked.propose(9)
 
 
 def test_a_copy_goes_on_to_its_end_and_a_new_ending_proposes_nothing() -> None:
     draft = NgramDraft([10, 11, 12, 13, 14, 15, 1])
     assert draft.propose(4) == []
-    draft.append([11, 12])
+    follow(draft, [11, 12])
     assert draft.propose(3) == [13, 14, 15]
-    draft.append([13, 14, 15, 1])
+    follow(draft, [13, 14, 15, 1])
     assert draft.propose(3) == [11, 12, 13]
 
 
@@ -101,14 +111,14 @@ def test_the_longest_ending_wins_over_the_latest() -> None:
 )
 def test_a_copy_goes_on_behind_what_was_changed_or_left_out(said: list[int], proposed: list[int]) -> None:
     draft = NgramDraft([*range(10, 30), 1])
-    draft.append(said)
+    follow(draft, said)
     assert draft.propose(3) == proposed
     assert draft.match() == (1 if proposed else 0)
 
 
 def test_an_edited_copy_is_believed_more_than_two_tokens_that_were_elsewhere() -> None:
     draft = NgramDraft([*range(10, 30), 99, 13, 50, 1])
-    draft.append([10, 11, 99, 13])
+    follow(draft, [10, 11, 99, 13])
     assert draft.propose(2) == [14, 15]
 
 

@@ -148,7 +148,8 @@ class Machine:
 
 def drafted(prompt: Sequence[int], answer: Sequence[int], machine: Machine, times: StepTimes, fixed: int = -1) -> float:
     """What an answer takes with drafts of the policy's size, or of a fixed one."""
-    draft, policy, num_said, began = NgramDraft(prompt), DraftPolicy(), 0, machine.clock
+    ids = list(prompt)
+    draft, policy, num_said, began = NgramDraft(ids), DraftPolicy(), 0, machine.clock
     while num_said < len(answer):
         match, rest = draft.match(), answer[num_said:]
         asked = policy.num_draft_tokens(times, match) if match else 0
@@ -162,6 +163,7 @@ def drafted(prompt: Sequence[int], answer: Sequence[int], machine: Machine, time
             new = rest[: min(policy.tokens_between(times), PLAIN_CHAIN)]
             times.learn(1, machine.step(1, len(new)) / len(new))
         for token_id in new:
+            ids.append(token_id)
             policy.observe(*draft.follow(token_id))
         num_said += len(new)
     return machine.clock - began

@@ -8,18 +8,19 @@ import pytest
 from infer import LLM
 from infer.errors import InvalidRequestError
 from infer.kvcache.settings import CacheSettings
-from infer.runner.context import CachedContext
+from infer.runner.runner import CachedRunner
 from infer.sampling_params import SamplingParams
 from path_cases import (
     CASES,
     CONTEXT,
     EOS,
     Outcome,
+    Place,
     Way,
     World,
     by_definition,
-    make_context,
     make_folder,
+    make_runner,
     make_world,
     run_alone,
     run_batch,
@@ -53,14 +54,13 @@ def expected(world: World) -> dict[str, Outcome]:
 def test_a_cache_that_forgets_says_what_is_said_without_one(
     world: World, expected: dict[str, Outcome], way: Way
 ) -> None:
-    context = make_context(world, way, step_tokens=STEP)
-    assert isinstance(context, CachedContext)
+    runner = make_runner(world, way, step_tokens=STEP)
+    assert isinstance(runner, CachedRunner)
     for case in SOME:
-        context.clear()
-        result = run_alone(world, case, way, expected[case.name].token_ids, context)
+        result = run_alone(world, case, way, expected[case.name].token_ids, Place(world, way, runner))
         assert Outcome.of(result) == expected[case.name], case.name
-        context.cache.check_integrity()
-    tables = [rows.table for rows in context.cache.groups]
+        runner.cache.check_integrity()
+    tables = [rows.table for rows in runner.cache.groups]
     assert any(table.pages_per_row < CONTEXT // 16 for table in tables)
 
 

@@ -16,7 +16,7 @@ from infer.model.families import make_architecture
 from infer.model.load import load_transformer
 from infer.model.transformer import Transformer
 from infer.operands.step import Step
-from infer.runner.context import make_cache
+from infer.runner.runner import make_cache
 from tiny import ONE_EACH, TINY, Tiny, make_tiny
 
 LENGTH = 100  # fills the windows several times over
@@ -67,7 +67,7 @@ def chunked_logits(model: Transformer, token_ids: Sequence[int], chunk: int) -> 
     pieces = []
     for start in range(0, len(token_ids), chunk):
         ids = token_ids[start : start + chunk]
-        pieces.append(captured.run(Step.of(ids, start, wanted=range(len(ids)))).clone())
+        pieces.append(captured.run(Step.of(ids, start, logit_indices=range(len(ids)))).clone())
         cache.commit(0, len(ids))
     return torch.cat(pieces)
 
@@ -100,7 +100,7 @@ def test_ragged_rows_equal_each_row_alone(pair: tuple[Any, Transformer]) -> None
     while any(start < len(ids) for start, ids in zip(done, prompts, strict=True)):
         takes = [min(9 + 4 * row, len(ids) - done[row]) for row, ids in enumerate(prompts)]
         steps = [
-            Step.of(ids[done[row] : done[row] + take], done[row], row=row, wanted=range(take))
+            Step.of(ids[done[row] : done[row] + take], done[row], row=row, logit_indices=range(take))
             for row, (ids, take) in enumerate(zip(prompts, takes, strict=True))
             if take
         ]
@@ -119,7 +119,7 @@ def test_only_wanted_logits_are_computed(pair: tuple[Any, Transformer]) -> None:
     oracle, model = pair
     token_ids = random_ids(20)
     with torch.inference_mode():
-        logits = model.forward(Step.of(token_ids, wanted=[3, 19, 4]), make_reserved(model))
+        logits = model.forward(Step.of(token_ids, logit_indices=[3, 19, 4]), make_reserved(model))
     assert (logits - expected_logits(oracle, token_ids)[[3, 19, 4]]).abs().max() <= TOLERANCE
 
 
@@ -135,6 +135,6 @@ def test_what_was_not_committed_leaves_no_trace(pair: tuple[Any, Transformer]) -
         model.forward(Step.of(drafts, 40), drafted)
         drafted.commit(0, 0)
         ids = random_ids(5, seed=3)
-        after_plain = model.forward(Step.of(ids, 40, wanted=range(5)), plain)
-        after_drafted = model.forward(Step.of(ids, 40, wanted=range(5)), drafted)
+        after_plain = model.forward(Step.of(ids, 40, logit_indices=range(5)), plain)
+        after_drafted = model.forward(Step.of(ids, 40, logit_indices=range(5)), drafted)
     assert torch.equal(after_plain, after_drafted)

@@ -15,7 +15,7 @@ from infer.model.families import make_architecture
 from infer.model.load import load_transformer
 from infer.operands.architecture import Architecture, LongRope
 from infer.operands.step import Step
-from infer.runner.context import make_cache
+from infer.runner.runner import make_cache
 
 SIZES: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
 SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 256}
@@ -168,6 +168,6 @@ def test_the_text_of_a_multimodal_gemma_3_is_that_of_transformers(tmp_path: Path
         model = load_transformer(architecture, weights, device=device, dtype=torch.float32)
         cache = make_cache(model, 50)
         cache.reserve(0, 50)
-        logits = model.forward(Step.of(token_ids, wanted=range(50)), cache)
+        logits = model.forward(Step.of(token_ids, logit_indices=range(50)), cache)
         expected = oracle(torch.tensor([token_ids])).logits[0]
     assert (logits - expected).abs().max() <= 1e-4

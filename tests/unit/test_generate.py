@@ -2,20 +2,23 @@
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from byte_tokenizer import END_OF_TURN, EOS, VOCAB_SIZE, write_byte_tokenizer
-from infer.engine.decode import Batch
-from infer.engine.generation import Generation
-from infer.engine.running import Running
+from infer.engine.engine import Engine
+from infer.engine.request import Request
+from infer.engine.sequence import Sequence as Answering
 from infer.engine.stream import Stream
-from infer.operands.step import Part
+from infer.model.transformer import Transformer
+from infer.operands.step import Chunk
 from infer.outputs import GenerationResult, Piece
-from infer.runner.context import Context
+from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
 from infer.tokenizer import Tokenizer
 
@@ -27,13 +30,23 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.from_folder(folder)
 
 
-class Rowwise(Context):
-    """One row without a model: `logits` says what follows each token."""
+class Rowwise(Runner):
+    """One slot without a model: `logits` says what follows each token."""
 
     def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
+        super().__init__(Mock(spec=Transformer, device=torch.device("cpu"), max_seq_len=1000, rope_border=None))
         self.chunks: list[list[int]] = []
         self._length = 0
+
+    @property
+    def num_slots(self) -> int:
+        return 1
+
+    def reset(self) -> None:
+        self._length = 0
+
+    def reserve(self, slot: int, num_tokens: int) -> None:
+        return
 
     @property
     def lengths(self) -> Sequence[int]:
@@ -42,16 +55,16 @@ class Rowwise(Context):
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         raise NotImplementedError
 
-    def forward(self, parts: Sequence[Part]) -> Tensor:
+    def forward(self, parts: Sequence[Chunk]) -> Tensor:
         (part,) = parts
         self.chunks.append(list(part.token_ids))
-        lines = [self.logits(part.token_ids) for _ in range(part.num_lines)]
+        lines = [self.logits(part.token_ids) for _ in range(part.num_logits)]
         return torch.stack(lines) if lines else torch.zeros(0, VOCAB_SIZE)
 
-    def commit(self, row: int, count: int) -> None:
+    def commit(self, slot: int, count: int) -> None:
         self._length += count
 
-    def truncate(self, row: int, length: int) -> None:
+    def truncate(self, slot: int, length: int) -> None:
         self._length = length
 
 
@@ -69,22 +82,19 @@ class Scripted(Rowwise):
         return logits
 
 
-def make_stream(
-    generation: Generation,
-    context: Context,
-    *,
-    cancel: threading.Event | None = None,
-    prefill_chunk: int = 512,
-    **options: Any,
-) -> Stream:
-    batch = Batch(context, torch.device("cpu"), prefill_chunk=prefill_chunk)
-    return Stream(Running(generation, cancel=cancel), batch, **options)
+def make_request(tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams, limit: int) -> Request:
+    return Request(tokenizer, tuple(prompt), params, limit, tokenizer.vocab_size)
+
+
+def make_stream(request: Request, runner: Runner, **options: Any) -> Stream:
+    engine = Engine(runner)
+    return Stream(engine, engine.submit(Answering(request)), **options)
 
 
 def run(tokenizer: Tokenizer, script: Sequence[int] | bytes, limit: int = 1000, **values: Any) -> GenerationResult:
     params = SamplingParams(**{"temperature": 0.0, "max_new_tokens": 50, "seed": 0} | values)
-    generation = Generation(tokenizer, [1, 2, 3], params, limit)
-    return make_stream(generation, Scripted(list(script))).run()
+    request = make_request(tokenizer, [1, 2, 3], params, limit)
+    return make_stream(request, Scripted(list(script))).run()
 
 
 def test_greedy_says_the_likeliest_tokens_until_the_length(tokenizer: Tokenizer) -> None:
@@ -110,8 +120,8 @@ def test_ignore_eos_goes_on_but_stop_token_ids_still_stop(tokenizer: Tokenizer) 
 def test_a_stop_string_across_tokens_is_cut_and_never_shown(tokenizer: Tokenizer) -> None:
     seen: list[str] = []
     params = SamplingParams(temperature=0, stop=["END", "\n\n"], seed=0)
-    generation = Generation(tokenizer, [1], params, 100)
-    stream = make_stream(generation, Scripted(b"one\nEN two END three"))
+    request = make_request(tokenizer, [1], params, 100)
+    stream = make_stream(request, Scripted(b"one\nEN two END three"))
     for piece in stream:
         seen.append(piece.text)
     assert "".join(seen) == stream.result.text == "one\nEN two "
@@ -149,8 +159,8 @@ def test_a_full_context_ends_the_answer_with_its_own_reason(tokenizer: Tokenizer
 def test_characters_come_whole(tokenizer: Tokenizer) -> None:
     text = "né 日本 🎉"
     params = SamplingParams(temperature=0, seed=0)
-    generation = Generation(tokenizer, [1], params, 100)
-    pieces = list(make_stream(generation, Scripted([*text.encode(), EOS])))
+    request = make_request(tokenizer, [1], params, 100)
+    pieces = list(make_stream(request, Scripted([*text.encode(), EOS])))
     assert "".join(piece.text for piece in pieces) == text
     assert not any("�" in piece.text for piece in pieces)
 
@@ -167,7 +177,7 @@ def test_the_callback_sees_every_token_and_false_cancels(tokenizer: Tokenizer) -
         return False if len(seen) == 3 else None
 
     params = SamplingParams(temperature=0, seed=0)
-    stream = make_stream(Generation(tokenizer, [1], params, 100), Scripted(b"abcdef"))
+    stream = make_stream(make_request(tokenizer, [1], params, 100), Scripted(b"abcdef"))
     result = stream.run(on_token)
     assert seen == list(b"abc") == result.token_ids
     assert (result.text, result.finish_reason, result.stop_reason) == ("abc", "abort", "cancelled")
@@ -176,7 +186,7 @@ def test_the_callback_sees_every_token_and_false_cancels(tokenizer: Tokenizer) -
 def test_a_cancel_from_outside_is_seen_within_one_token(tokenizer: Tokenizer) -> None:
     cancel = threading.Event()
     params = SamplingParams(temperature=0, seed=0)
-    stream = make_stream(Generation(tokenizer, [1], params, 100), Scripted(b"abcdef"), cancel=cancel)
+    stream = make_stream(replace(make_request(tokenizer, [1], params, 100), cancel=cancel), Scripted(b"abcdef"))
     assert next(stream) == Piece(ord("a"), "a")
     cancel.set()
     assert list(stream) == []
@@ -186,7 +196,7 @@ def test_a_cancel_from_outside_is_seen_within_one_token(tokenizer: Tokenizer) ->
 def test_a_prompt_runs_in_chunks_and_then_token_by_token(tokenizer: Tokenizer) -> None:
     context = Scripted(b"ab")
     params = SamplingParams(temperature=0, seed=0, max_new_tokens=2)
-    make_stream(Generation(tokenizer, list(range(10)), params, 100), context, prefill_chunk=4).run()
+    make_stream(replace(make_request(tokenizer, list(range(10)), params, 100), prefill_chunk=4), context).run()
     assert context.chunks == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [ord("a")]]
 
 
@@ -199,7 +209,7 @@ def test_the_first_token_is_sampled_like_every_other(tokenizer: Tokenizer) -> No
 
     def first(seed: int) -> int:
         params = SamplingParams(temperature=2.0, seed=seed, max_new_tokens=1)
-        return make_stream(Generation(tokenizer, [1], params, 10), Flat()).run().token_ids[0]
+        return make_stream(make_request(tokenizer, [1], params, 10), Flat()).run().token_ids[0]
 
     assert len({first(seed) for seed in range(30)}) > 15
     assert [first(seed) for seed in range(5)] == [first(seed) for seed in range(5)]
@@ -212,7 +222,7 @@ def test_logits_that_are_nan_end_the_row_with_an_error(tokenizer: Tokenizer) -> 
             return logits * torch.nan if len(self.chunks) == 3 else logits
 
     params = SamplingParams(temperature=0, seed=0)
-    result = make_stream(Generation(tokenizer, [1], params, 100), Broken(b"abcdef")).run()
+    result = make_stream(make_request(tokenizer, [1], params, 100), Broken(b"abcdef")).run()
     assert (result.text, result.finish_reason) == ("ab", "error")
     assert result.error is not None
     assert "NaN" in result.error
@@ -235,8 +245,8 @@ def test_logprobs_come_with_every_token(tokenizer: Tokenizer) -> None:
 def test_a_dropped_stream_gives_back_what_it_held(tokenizer: Tokenizer) -> None:
     ended: list[bool] = []
     params = SamplingParams(temperature=0, seed=0)
-    generation = Generation(tokenizer, [1], params, 100)
-    stream = make_stream(generation, Scripted(b"abc"), on_end=lambda: ended.append(True))
+    request = make_request(tokenizer, [1], params, 100)
+    stream = make_stream(request, Scripted(b"abc"), on_end=lambda: ended.append(True))
     next(stream)
     del stream
     assert ended == [True]

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
-from infer import LLM, InvalidRequestError, ModelError, SamplingParams, generate, load_model, load_tokenizer, ops
+from infer import LLM, InvalidRequestError, ModelError, SamplingParams, load_tokenizer, ops
+from infer.bench.recomputed import generate_recomputed
 from infer.checkpoint.generation_config import sampling_defaults
 from infer.errors import ContextLengthError
 from infer.sampling_params import UnknownParameterError
@@ -54,11 +55,8 @@ def llm(folder: Path) -> LLM:
 def test_capture_and_cache_change_no_token(llm: LLM, folder: Path, params: SamplingParams) -> None:
     expected = llm.generate("once upon", params).token_ids
     assert LLM(folder, capture=False).generate("once upon", params).token_ids == expected
-    model, _ = load_model(folder)
-    tokenizer = load_tokenizer(folder)
-    prompt_ids = tokenizer.encode("once upon")
-    for values in ({"use_cache": False}, {"prefill_chunk": 3}, {"capture": False, "prefill_chunk": 1}):
-        assert generate(model, tokenizer, prompt_ids, params, **values).token_ids == expected
+    assert llm.generate("once upon", params, prefill_chunk=3).token_ids == expected
+    assert generate_recomputed(llm, llm.tokenizer.encode("once upon"), params).token_ids == expected
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

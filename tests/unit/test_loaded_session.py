@@ -116,7 +116,7 @@ def check(llm: LLM, case: Case, path: Path) -> None:
         loaded.save(path)
         llm.generate(make_ids(40, seed=4), case.kind)
         loaded = llm.load_session(path)
-    loaded._cache.context.cache.check_integrity()
+    llm._opened.runner.cache.check_integrity()
     if case.forks:
         loaded = loaded.fork()
     found, expected = go_on(loaded, case), go_on(session, case)
@@ -178,8 +178,7 @@ def test_a_file_has_no_more_of_a_window_than_its_last_tokens_see(base: Path, tmp
         session = llm.session()
         session.append(make_ids(count))
         session.save(tmp_path / "session")
-        (shape,) = {
-            tuple(tensor.shape[:2]) for name, tensor in session._cache.context.cache.export_row(0) if name != "states"
-        }
+        stored = llm._opened.runner.cache.export_row(session._cache.lease.slot or 0)
+        (shape,) = {tuple(tensor.shape[:2]) for name, tensor in stored if name != "states"}
         sizes.append(shape)
     assert sizes == [(2, 20 - 1 + SPARE_TOKENS)] * 2

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, Phi3Config
 
-import infer.engine.running
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from infer import LLM, SamplingParams
 from infer.errors import InvalidRequestError
 from infer.kvcache.paged import PagedCache
 from infer.model.transformer import Transformer
-from infer.operands.step import Part, Step
-from infer.runner.context import CachedContext
-from infer.sampling.columns import Rows
+from infer.operands.step import Chunk, Step
+from infer.runner.runner import CachedRunner
+from infer.sampling.columns import SamplingColumns
 from path_cases import Always
 from tiny import LONGROPE, Tiny, make_tiny
 
@@ -85,8 +84,8 @@ def test_an_answer_that_passes_the_border_is_that_of_everything_computed_again(
     oracle, llm = pair
     prompt = random_ids(length)
     expected = expected_greedy(oracle, prompt, 24)
-    monkeypatch.setattr(infer.engine.running, "DraftPolicy", lambda most: Always())
-    monkeypatch.setattr(infer.engine.running, "NgramDraft", lambda prompt: Knowing(expected))
+    monkeypatch.setattr("infer.engine.sequence.DraftPolicy", lambda most: Always())
+    monkeypatch.setattr("infer.engine.sequence.NgramDraft", lambda prompt: Knowing(expected))
     result = llm.generate(prompt, GREEDY, speculation=speculation)
     assert result.token_ids == expected
     assert (result.stats.drafts_accepted > 0) == (speculation is not None)
@@ -100,11 +99,14 @@ def test_rows_on_both_sides_of_the_border_do_not_disturb_each_other(pair: tuple[
     assert [result.token_ids for result in together] == alone
 
 
-def context_of(llm: LLM, lengths: Sequence[int], **options: Any) -> CachedContext:
-    context = CachedContext(llm.model, 128, num_rows=len(lengths), **options)
-    for row, length in enumerate(lengths):
-        context.extend(row, random_ids(length, seed=length))
-    return context
+def runner_of(llm: LLM, lengths: Sequence[int], num_next: int = 0, **options: Any) -> CachedRunner:
+    """Slots of so many tokens, with room for some more."""
+    runner = CachedRunner(llm.model, 128, num_slots=len(lengths), **options)
+    for slot, length in enumerate(lengths):
+        runner.choose_rope(slot, length)
+        runner.extend(slot, random_ids(length, seed=length))
+        runner.reserve(slot, num_next)
+    return runner
 
 
 @pytest.mark.parametrize("count", [1, 4])
@@ -112,36 +114,41 @@ def test_rows_on_both_sides_of_the_border_take_one_step(
     pair: tuple[Any, LLM], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, llm = pair
-    parts = [Part(row, random_ids(count, seed=row), num_drafts=count - 1) for row in range(2)]
+    parts = [Chunk(row, random_ids(count, seed=row), num_drafts=count - 1) for row in range(2)]
     alone = [
-        context_of(llm, [length]).forward([replace(part, row=0)]) for length, part in zip((10, 100), parts, strict=True)
+        runner_of(llm, [length], count).forward([replace(part, slot=0)])
+        for length, part in zip((10, 100), parts, strict=True)
     ]
-    context, steps, forward = context_of(llm, [10, 100], capture=False), list[Step](), Transformer.forward
+    runner, steps, forward = runner_of(llm, [10, 100], count, capture=False), list[Step](), Transformer.forward
 
     def counted(model: Transformer, step: Step, cache: PagedCache) -> Tensor:
         steps.append(step)
         return forward(model, step, cache)
 
     monkeypatch.setattr(Transformer, "forward", counted)
-    assert torch.equal(context.forward(parts), torch.cat(alone))
+    assert torch.equal(runner.forward(parts), torch.cat(alone))
     assert len(steps) == 1
-    assert torch.equal(context_of(llm, [10, 100]).forward(parts), torch.cat(alone))
+    assert torch.equal(runner_of(llm, [10, 100], count).forward(parts), torch.cat(alone))
 
 
-def test_rows_on_both_sides_of_the_border_share_a_chain_up_to_it(pair: tuple[Any, LLM]) -> None:
+def test_slots_on_both_sides_of_the_border_take_steps_together_up_to_it(pair: tuple[Any, LLM]) -> None:
     _, llm = pair
 
-    def chain(lengths: Sequence[int], count: int) -> list[list[int]]:
-        rows = Rows.pack([GREEDY] * len(lengths), VOCAB_SIZE)
-        return context_of(llm, lengths).chain([(row, 5) for row in range(len(lengths))], count, rows, None, ())[0]
+    def steps(lengths: Sequence[int], count: int) -> list[list[int]]:
+        columns = SamplingColumns.of([GREEDY] * len(lengths), VOCAB_SIZE)
+        chunks = [Chunk(slot, [5]) for slot in range(len(lengths))]
+        sampled, _ = runner_of(llm, lengths, count).multi_step(chunks, count, columns, None, ())
+        return [each.token_ids for each in sampled]
 
-    assert chain([BEYOND - 10, 100], 10) == chain([BEYOND - 10], 10) + chain([100], 10)
-    assert [len(tokens) for tokens in chain([BEYOND - 10, 100], 20)] == [10, 10]
+    assert steps([BEYOND - 10, 100], 10) == steps([BEYOND - 10], 10) + steps([100], 10)
+    runner = runner_of(llm, [BEYOND - 10, 100])
+    assert [runner.rope_room(length) for length in (BEYOND - 9, BEYOND)] == [9, 0]
+    assert runner.rope_room(BEYOND + 1) > 1000
 
 
 def test_only_an_empty_row_changes_its_factors(pair: tuple[Any, LLM]) -> None:
     _, llm = pair
-    cache = context_of(llm, [3, 100]).cache
+    cache = runner_of(llm, [3, 100]).cache
     with pytest.raises(InvalidRequestError, match=r"only an empty row .*, row 0 has tokens"):
         cache.set_rope(0, is_long=True)
     cache.copy_row(0, cache, 1)

@@ -14,13 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from infer import LLM, InvalidRequestError, SamplingParams, load_model
-from infer.engine.decode import Batch, run_all
 from infer.engine.stream import Stream
 from infer.errors import ConstraintError
 from infer.grammar import Constraint
-from infer.operands.step import Clock, Part, StepEnd
-from infer.runner.context import CachedContext
-from infer.runner.verify import SampledTokens
+from infer.operands.step import Chunk, Clock, StepEnd
+from infer.runner.runner import CachedRunner
 from infer.sampling.columns import SamplingColumns
 from path_cases import (
     CONTEXT,
@@ -29,12 +27,14 @@ from path_cases import (
     VOCAB_SIZE,
     Case,
     Outcome,
+    Place,
     Way,
     World,
     by_definition,
-    make_context,
-    make_running,
+    make_runner,
+    make_sequence,
     make_world,
+    run_all,
     run_alone,
     run_batch,
 )
@@ -133,14 +133,13 @@ def test_a_batch_wider_than_a_step_has_lines_gives_each_its_own(world: World) ->
 
 
 def test_a_row_that_is_full_is_refused_before_anything_is_written(world: World) -> None:
-    context = CachedContext(world.model, 8)
-    running = make_running(world, Case("", prompt_of(8), replace(LONG, max_new_tokens=None)), Way())
-    context.sample([running.plan(8, 0)], SamplingColumns.of([LONG], VOCAB_SIZE), None)
-    context.commit(0, 8)
+    runner = CachedRunner(world.model, 8)
+    runner.reserve(0, 8)
+    runner.sample([Chunk(0, prompt_of(8))], SamplingColumns.of([LONG], VOCAB_SIZE), None)
+    runner.commit(0, 8)
     with pytest.raises(InvalidRequestError, match="a row holds 8 tokens, got 9"):
-        context.forward([Part(0, [1])])
-    with pytest.raises(InvalidRequestError, match="a row holds 8 tokens, got 10"):
-        context.chain([(0, 1)], 2, SamplingColumns.of([LONG], VOCAB_SIZE), None, ())
+        runner.reserve(0, 1)
+    assert runner.lengths[0] == 8
 
 
 # Vocabularies
@@ -222,13 +221,13 @@ def test_a_grammar_that_cannot_go_on_fails_its_row_alone(world: World, way: Way,
     bound = Case("regex", prompt_of(7), SamplingParams(regex="[ab]{20}", temperature=0.9, seed=1))
     cases = [free[0], bound, bound, free[1]]
     expected = [by_definition(world, case) for case in cases]
-    waiting = [make_running(world, case, way, outcome.token_ids) for case, outcome in zip(cases, expected, strict=True)]
+    waiting = [
+        make_sequence(world, case, way, outcome.token_ids) for case, outcome in zip(cases, expected, strict=True)
+    ]
     constraint = waiting[1].constraint
     assert constraint is not None
     waiting[1].constraint = Brittle(constraint, num_tokens=5, fault=fault)
-    results = run_all(
-        world.model, waiting, 3, lambda done, total: None, prefill_chunk=way.chunk, chain=way.chain, capture=way.capture
-    )
+    results = run_all(world, waiting, way, 3)
     failed = results.pop(1)
     assert (failed.finish_reason, failed.stop_reason, failed.error) == ("error", "grammar", "too complex")
     said = expected.pop(1).token_ids[:5]
@@ -286,8 +285,8 @@ def test_a_cancel_from_another_thread_ends_a_row_within_a_token(
     said = by_definition(world, case).token_ids
     for count in (1, 2, 7, 20):
         cancel = threading.Event()
-        running = make_running(world, case, way, said, cancel=cancel)
-        stream = Stream(running, Batch(make_context(world, way), world.model.device, chain=way.chain))
+        running = make_sequence(world, case, way, said, cancel=cancel)
+        stream = Place(world, way).stream(running)
         pieces = [next(stream) for _ in range(count)]
         thread = threading.Thread(target=cancel.set)
         thread.start()
@@ -306,26 +305,29 @@ def test_a_cancel_during_a_long_prompt_is_seen_behind_the_chunk(world: World) ->
         if done == 14:
             cancel.set()
 
-    running = make_running(world, Case("", prompt_of(100), LONG), Way(), cancel=cancel)
-    batch = Batch(make_context(world, Way()), world.model.device, prefill_chunk=7)
-    result = Stream(running, batch, on_prefill=on_prefill).run()
-    assert (seen, result.token_ids, result.stop_reason) == ([7, 14, 14], [], "cancelled")
+    running, engine = (
+        make_sequence(world, Case("", prompt_of(100), LONG), Way(chunk=7), cancel=cancel),
+        Place(world, Way()).engine,
+    )
+    result = Stream(engine, engine.submit(running), on_prefill=on_prefill).run()
+    assert (seen, result.token_ids, result.stop_reason) == ([7, 14], [], "cancelled")
 
 
 def test_one_row_of_a_batch_is_cancelled_and_the_others_go_on(world: World) -> None:
     cases = [Case(str(i), prompt_of(4 + i), replace(LONG, seed=i, max_new_tokens=24)) for i in range(5)]
     expected = [by_definition(world, case) for case in cases]
     cancel = threading.Event()
-    waiting = [make_running(world, case, Way(), cancel=cancel if case.name == "2" else None) for case in cases]
-    num_steps = 0
-
-    def on_progress(done: int, total: int) -> None:
-        nonlocal num_steps
-        num_steps += 1
-        if num_steps == 3:
-            cancel.set()
-
-    results = run_all(world.model, waiting, 5, on_progress, chain=4)
+    waiting = [make_sequence(world, case, Way(), cancel=cancel if case.name == "2" else None) for case in cases]
+    engine = Place(world, Way(chain=4), make_runner(world, Way(), num_slots=5)).engine
+    for sequence in waiting:
+        sequence.runs_ahead = True
+        engine.submit(sequence)
+    for _ in range(3):
+        engine.step()
+    cancel.set()
+    while engine.step():
+        pass
+    results = [sequence.result() for sequence in waiting]
     cancelled, others = results.pop(2), [*expected[:2], *expected[3:]]
     assert [Outcome.of(result) for result in results] == others
     assert cancelled.stop_reason == "cancelled"
@@ -335,6 +337,7 @@ def test_one_row_of_a_batch_is_cancelled_and_the_others_go_on(world: World) -> N
 
 def test_a_stream_closed_in_the_middle_gives_everything_back(llm: LLM) -> None:
     before = llm.generate("abc ab", LONG).token_ids
+    llm.generate("abc ab", replace(LONG, regex="[ab ]{40}"))  # its masks have a thread of their own
     num_threads = threading.active_count()
     for speculation in (None, "ngram"):
         for grammar in ({}, {"regex": "[ab ]{40}"}):
@@ -345,7 +348,7 @@ def test_a_stream_closed_in_the_middle_gives_everything_back(llm: LLM) -> None:
             assert list(stream) == []
             assert (stream.result.finish_reason, stream.result.stop_reason) == ("abort", "cancelled")
             assert stream.result.token_ids == before[:11] or grammar
-            assert llm._opened.contexts.num_idle == 1, "its context is there for the next"
+            assert not llm._opened.engine.sequences, "its slot is there for the next"
             assert threading.active_count() == num_threads
             assert llm.generate("abc ab", LONG).token_ids == before
 
@@ -360,7 +363,7 @@ def test_a_callback_that_raises_leaves_the_model_as_it_was(llm: LLM) -> None:
         with pytest.raises(KeyError) as caught:
             llm.generate("abc ab", replace(LONG, **grammar), on_token=on_token)
         assert caught.traceback, "what it holds keeps nothing of the model's"
-        assert llm._opened.contexts.num_idle == 1
+        assert not llm._opened.engine.sequences
         assert llm.generate("abc ab", LONG).token_ids == before
 
 
@@ -420,31 +423,27 @@ def test_each_step_of_a_chain_is_timed_by_itself(world: World) -> None:
 
 
 def test_work_between_two_steps_counts_with_the_next_forward(world: World) -> None:
-    running = make_running(world, Case("", prompt_of(3), LONG), Way())
-    part, drawn = running.plan(8, 0), SampledTokens([97], [])
-    running.stepped(part, drawn, 1, Clock(0.0, [StepEnd(1.0, 1.5)], 1.75))
-    running.waited(4.0)
-    running.stepped(part, drawn, 1, Clock(10.0, [StepEnd(11.0, 11.5)], 12.0))
+    running = make_sequence(world, Case("", prompt_of(3), LONG), Way())
+    running.timer.stepped(1, Clock(0.0, [StepEnd(1.0, 1.5)], 1.75))
+    running.timer.waited(4.0)
+    running.timer.stepped(1, Clock(10.0, [StepEnd(11.0, 11.5)], 12.0))
     timing = running.result().timing
     assert (timing.ttft_s, timing.decode_times_s, timing.sampling_times_s) == (1.5, [0.25 + 4.0 + 1.0], [0.5])
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, GeneratorExit])
+@pytest.mark.parametrize("is_interrupted", [False, True])
 def test_a_prompt_is_compressed_after_its_first_token_but_not_after_an_error(
-    world: World, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    world: World, is_interrupted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = list[int]()
-    monkeypatch.setattr(CachedContext, "compresses_prompts", True)
-    monkeypatch.setattr(CachedContext, "end_prompt", lambda context, row: ended.append(row))
-    batch = Batch(make_context(world, Way()), world.model.device)
-    running = make_running(world, Case("", prompt_of(3), LONG), Way())
-    batch.add(running)
-    if error is KeyboardInterrupt:
-        monkeypatch.setattr(running, "accept", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(CachedRunner, "compresses_prompts", True)
+    monkeypatch.setattr(CachedRunner, "after_prompt", lambda runner, slot, token_ids: ended.append(len(token_ids)))
+    engine, sequence = Place(world, Way()).engine, make_sequence(world, Case("", prompt_of(3), LONG), Way())
+    engine.submit(sequence)
+    if is_interrupted:
+        monkeypatch.setattr(sequence, "accept", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            list(batch.step())
+            engine.advance(sequence)
     else:
-        steps = batch.step()
-        assert next(iter(steps))
-        steps.close()  # type: ignore[attr-defined]  # it is a generator
-    assert ended == ([] if error is KeyboardInterrupt else [0])
+        engine.advance(sequence)
+    assert ended == ([] if is_interrupted else [3])

@@ -16,12 +16,10 @@ from infer.backends.cpu.capture.sampled import StepCallback
 from infer.backends.cpu.control import call_python
 from infer.backends.cpu.records import SAMPLE
 from infer.backends.cpu.state import words_of
-from infer.engine.decode import Batch, run_all
-from infer.engine.stream import Stream
 from infer.errors import ConstraintError
 from infer.grammar import Constraint
 from infer.sampling_params import SamplingParams
-from path_cases import Case, Outcome, Way, World, by_definition, make_context, make_running, make_world, run_alone
+from path_cases import Case, Outcome, Place, Way, World, by_definition, make_sequence, make_world, run_all, run_alone
 
 BOUND = Case("bound", tuple(b"abc abc"), SamplingParams(regex="[ab ]{40}", temperature=0.9, seed=1))
 FREE = Case("free", tuple(b"cab"), SamplingParams(temperature=0.8, seed=2, max_new_tokens=30, ignore_eos=True))
@@ -103,25 +101,23 @@ def test_a_fault_while_a_mask_is_filled_ends_the_answer_and_an_interrupt_the_cal
     world: World, seconds: float, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("infer.engine.grammar_masks.HAND_OVER_SECONDS", seconds)
-    context = make_context(world, Way())
-    running = make_running(world, BOUND, Way())
+    place, running = Place(world, Way()), make_sequence(world, BOUND, Way())
     running.constraint = Watched(running.constraint, at_mask=(6, fail(error)))
-    stream = Stream(running, Batch(context, world.model.device))
+    stream = place.stream(running)
     if isinstance(error, KeyError):
         assert "KeyError: 'bug'" in str(stream.run().error)
     else:
         with pytest.raises(KeyboardInterrupt):
             stream.run()
-    context.truncate(0, 0)
-    assert Outcome.of(run_alone(world, BOUND, Way(), context=context)) == by_definition(world, BOUND)
+    assert Outcome.of(run_alone(world, BOUND, Way(), place=place)) == by_definition(world, BOUND)
 
 
 def test_a_grammar_that_cannot_take_a_token_fails_its_row_alone(world: World) -> None:
     for num_tokens in (1, 2, 6):
-        waiting = [make_running(world, case, Way()) for case in (FREE, BOUND, replace(FREE, prompt=(97,)))]
+        waiting = [make_sequence(world, case, Way()) for case in (FREE, BOUND, replace(FREE, prompt=(97,)))]
         broken = fail(ConstraintError("too complex"))
         waiting[1].constraint = Watched(waiting[1].constraint, at_token=(num_tokens, broken))
-        first, failed, last = run_all(world.model, waiting, 3, lambda done, total: None)
+        first, failed, last = run_all(world, waiting, Way(), 3)
         assert (failed.finish_reason, failed.error) == ("error", "too complex")
         assert failed.token_ids == by_definition(world, BOUND).token_ids[: num_tokens - 1]
         assert Outcome.of(first) == by_definition(world, FREE)
@@ -170,10 +166,8 @@ def test_a_constraint_that_runs_an_op_within_a_step_gets_an_error_instead_of_a_d
         ops.embed(world.model.embedding.parts[0], torch.zeros(1, dtype=torch.int64), 1.0)
 
     monkeypatch.setattr("infer.engine.grammar_masks.HAND_OVER_SECONDS", seconds)
-    context = make_context(world, Way())
-    running = make_running(world, BOUND, Way())
+    place, running = Place(world, Way()), make_sequence(world, BOUND, Way())
     running.constraint = Watched(running.constraint, at_mask=(6, use_an_op))
-    result = Stream(running, Batch(context, world.model.device)).run()
+    result = place.stream(running).run()
     assert "ran the model, or an op, within a step that waits for it" in str(result.error)
-    context.truncate(0, 0)
-    assert Outcome.of(run_alone(world, BOUND, Way(), context=context)) == by_definition(world, BOUND)
+    assert Outcome.of(run_alone(world, BOUND, Way(), place=place)) == by_definition(world, BOUND)

@@ -41,7 +41,7 @@ from infer.model.memory import (
 from infer.model.transformer import Transformer
 from infer.operands.architecture import Layer, Rope
 from infer.operands.weights import Projection
-from infer.runner.context import MAX_LINES, PREFILL_CHUNK, make_cache
+from infer.runner.runner import MAX_STEP_LOGITS, MAX_STEP_TOKENS, make_cache
 from tiny import ONE_EACH, TINY, make_tiny
 from watched import python_command
 
@@ -111,8 +111,8 @@ def test_a_recorded_step_takes_what_was_said(name: str, weights: str, capacity: 
     is_beyond = capacity > model.architecture.most_positions
     cache = make_cache(model, capacity, settings=CacheSettings(eviction_policy="sliding" if is_beyond else "none"))
     cache.reserve(0, 1)
-    captured = CapturedForward(lambda step: model.forward(step, cache), PREFILL_CHUNK, MAX_LINES)
-    assert (STEP_TOKENS, STEP_LOGITS) == (PREFILL_CHUNK, MAX_LINES)
+    captured = CapturedForward(lambda step: model.forward(step, cache), MAX_STEP_TOKENS, MAX_STEP_LOGITS)
+    assert (STEP_TOKENS, STEP_LOGITS) == (MAX_STEP_TOKENS, MAX_STEP_LOGITS)
     held: dict[str, int] = {}
     for (role, *_), tensor in captured._recording._workspace.items():
         role = "quantized" if role.startswith("quantized") else role

@@ -1,16 +1,15 @@
 """A policy that waits for memory to run short: nothing is forgotten before, and what is forgotten goes back."""
 
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from infer import LLM
+from infer.engine.engine import Engine
 from infer.kvcache import paged
 from infer.kvcache.settings import CacheSettings
-from infer.runner.context import CachedContext
-from infer.runner.context_pool import ContextPool
+from infer.runner.runner import CachedRunner
 from infer.sampling_params import SamplingParams
 from path_cases import CONTEXT, EOS, make_folder
 
@@ -60,7 +59,7 @@ def test_short_of_memory_from_the_start_it_is_sliding(folder: Path, monkeypatch:
         page_tokens=PAGE,
     )
     assert llm._host is not None
-    llm._host.contexts = ContextPool(partial(CachedContext, llm.model, llm.max_seq_len, settings=settings))
+    llm._host.engine = Engine(CachedRunner(llm.model, llm.max_seq_len, settings=settings))
     assert llm.generate(make_ids(100), PLAIN, prefill_chunk=PAGE).token_ids == expected.token_ids
 
 
@@ -83,11 +82,10 @@ def test_a_session_that_slid_for_want_of_memory_is_saved_and_loaded(
     set_available(monkeypatch, 1)
     session.save(tmp_path / "saved")
     loaded = llm.load_session(tmp_path / "saved")
-    cache = loaded._cache.context.cache
+    cache, slots = llm._opened.runner.cache, [each._cache.lease.slot or 0 for each in (session, loaded)]
     assert loaded.num_cached_tokens == 110
-    state = session._cache.context.cache.groups[0].state(0)
-    assert cache.groups[0].state(0)._replace(first=0) == state
-    assert cache.groups[0].windows[0] == WINDOW - PREFIX
+    assert cache.groups[0].state(slots[1])._replace(first=0) == cache.groups[0].state(slots[0])
+    assert (cache.groups[0].windows[slots] == WINDOW - PREFIX).all()
     cache.check_integrity()
     wanted, found = session.generate(PLAIN), loaded.generate(PLAIN)
     assert (found.token_ids, found.reused_tokens) == (wanted.token_ids, wanted.reused_tokens)
@@ -106,7 +104,7 @@ def test_what_is_forgotten_goes_back_to_the_system(folder: Path, monkeypatch: py
         page_tokens=256,
     )
     model = LLM(folder, max_seq_len=CONTEXT).model
-    context = CachedContext(model, 2048, num_rows=2, settings=settings)
+    context = CachedRunner(model, 2048, num_slots=2, settings=settings)
     context.extend(0, make_ids(100))
     cache = context.cache
     cache._lengths[0] = 0  # the rest is not run: the model knows fewer positions than a page of the system holds

@@ -19,9 +19,9 @@ from infer.kvcache.paged import PagedCache
 from infer.kvcache.settings import CacheSettings
 from infer.kvcache.snapkv import PromptCompression
 from infer.operands.architecture import Layer
-from infer.operands.step import Part, Step
+from infer.operands.step import Chunk, Step
 from infer.quantization.kv_layout import key_parts, value_parts
-from infer.runner.context import CachedContext, make_cache
+from infer.runner.runner import CachedRunner, make_cache
 from path_cases import CONTEXT, EOS, make_folder
 
 CPU = torch.device("cpu")
@@ -304,11 +304,13 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 def test_forks_of_a_prompt_that_snapkv_compresses_do_not_see_each_other(llm: LLM) -> None:
     """The first of them copies what it moves its slots into; one that cannot is left as it was."""
     model, prompt = llm.model, [(7 * index + index * index // 9) % EOS for index in range(100)]
-    alone = CachedContext(model, CONTEXT, settings=SNAPKV)
+    alone = CachedRunner(model, CONTEXT, settings=SNAPKV)
     alone.extend(0, prompt)
-    whole = alone.forward([Part(0, [5])]).clone()
-    alone.end_prompt(0)
-    expected = alone.forward([Part(0, [5])]).clone()
+    alone.reserve(0, 1)
+    whole = alone.forward([Chunk(0, [5])]).clone()
+    alone.after_prompt(0, prompt)
+    alone.reserve(0, 1)
+    expected = alone.forward([Chunk(0, [5])]).clone()
 
     sizes = {"step_tokens": 512, "pool_pages": 7 + 6}  # those of the prompt, and what is copied of them
     cache = PagedCache(model.architecture.layers, 3, CONTEXT, model.kv_type, CPU, settings=SNAPKV, **sizes)

@@ -12,15 +12,13 @@ from typing import Any
 
 import pytest
 
-import infer.runner.context
 from extent import IS_WHOLE
 from infer import LLM
 from infer.backends.cpu.capture.sampled import Verifier
-from infer.engine.decode import Batch
-from infer.engine.running import Running
+from infer.engine.engine import Engine
+from infer.engine.sequence import Sequence as Answering
 from infer.errors import InferError
-from infer.outputs import Piece
-from infer.runner.context import CachedContext
+from infer.runner.runner import CachedRunner
 from infer.sampling_params import SamplingParams
 from path_cases import (
     CASES,
@@ -28,10 +26,10 @@ from path_cases import (
     WINDOW,
     Case,
     Outcome,
+    Place,
     Way,
     World,
     by_definition,
-    make_context,
     make_folder,
     make_world,
     run_alone,
@@ -134,10 +132,10 @@ def turns(world: World, expected: dict[str, Outcome]) -> list[tuple[Case, Case, 
 
 def gone_on(world: World, turns: Sequence[tuple[Case, Case, Outcome]], way: Way) -> Iterator[tuple[Outcome, Outcome]]:
     for first, second, outcome in turns:
-        context = make_context(world, way)
+        place = Place(world, way)
         said = second.prompt[len(first.prompt) :]
-        run_alone(world, first, way, said, context)
-        yield Outcome.of(run_alone(world, second, way, outcome.token_ids, context)), outcome
+        run_alone(world, first, way, said, place)
+        yield Outcome.of(run_alone(world, second, way, outcome.token_ids, place)), outcome
 
 
 @pytest.mark.parametrize("way", [Way("none", chain=64), Way("right"), Way("half", 7), Way("ends")], ids=str)
@@ -154,18 +152,18 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def never_roll_back(patch: pytest.MonkeyPatch) -> None:
-    commit, reserve = CachedContext.commit, CachedContext._reserve
+    commit, reserve = CachedRunner.commit, CachedRunner.reserve
     lengths: dict[int, int] = {}
 
-    def see(self: CachedContext, parts: Sequence[Any], repeats: int = 1) -> Any:
-        lengths.update({part.row: len(part.token_ids) * repeats for part in parts})
-        return reserve(self, parts, repeats)
+    def see(self: CachedRunner, slot: int, num_tokens: int) -> None:
+        lengths[slot] = num_tokens
+        reserve(self, slot, num_tokens)
 
-    def commit_all(self: CachedContext, row: int, count: int) -> None:
-        commit(self, row, max(count, lengths[row]))
+    def commit_all(self: CachedRunner, slot: int, count: int) -> None:
+        commit(self, slot, max(count, lengths[slot]))
 
-    patch.setattr(CachedContext, "_reserve", see)
-    patch.setattr(CachedContext, "commit", commit_all)
+    patch.setattr(CachedRunner, "reserve", see)
+    patch.setattr(CachedRunner, "commit", commit_all)
 
 
 def draw_the_noise_of_the_next_entry(patch: pytest.MonkeyPatch) -> None:
@@ -194,42 +192,51 @@ def forget_accepted_drafts(patch: pytest.MonkeyPatch) -> None:
 
 
 def leave_the_last_tenant_in_the_row(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CachedContext, "truncate", lambda self, row, length: None)
+    patch.setattr(CachedRunner, "truncate", lambda self, slot, length: None)
 
 
 def mask_with_the_line_before(patch: pytest.MonkeyPatch) -> None:
-    fill = Running.fill
+    fill = Answering.fill
 
-    def fill_wrong(self: Running, masks: Sequence[Any], drafts: Sequence[int]) -> None:
+    def fill_wrong(self: Answering, masks: Sequence[Any], drafts: Sequence[int]) -> None:
         fill(self, masks, drafts)
         for index in range(len(masks) - 1, 0, -1):
             masks[index][:] = masks[index - 1]
 
-    patch.setattr(Running, "fill", fill_wrong)
+    patch.setattr(Answering, "fill", fill_wrong)
 
 
 def keep_what_follows_a_stop(patch: pytest.MonkeyPatch) -> None:
-    def accept_all(self: Batch, running: Running, token_ids: Sequence[int]) -> Iterator[tuple[Running, Piece]]:
-        for token_id in token_ids:
-            piece = running.accept(token_id)
-            if piece is not None:
-                yield running, piece
+    accept = Answering.accept
 
-    patch.setattr(Batch, "_accept", accept_all)
+    def accept_and_go_on(self: Answering, *token: Any) -> Any:
+        reason = self.stop_ids and self._text.finish_reason
+        piece = accept(self, *token)
+        if self._text.finish_reason in ("eos", "stop") and self.room > 0:
+            self._text.finish_reason = reason
+        return piece
+
+    patch.setattr(Answering, "accept", accept_and_go_on)
 
 
-def keep_the_chain_in_the_cache(patch: pytest.MonkeyPatch) -> None:
-    truncate = CachedContext.truncate
+def keep_what_was_never_accepted(patch: pytest.MonkeyPatch) -> None:
+    commit = CachedRunner.commit
 
-    def truncate_to_nothing_only(self: CachedContext, row: int, length: int) -> None:
-        if length == 0:
-            truncate(self, row, length)
+    def commit_one_more(self: CachedRunner, slot: int, count: int) -> None:
+        commit(self, slot, count + (count > 1))
 
-    patch.setattr(CachedContext, "truncate", truncate_to_nothing_only)
+    patch.setattr(CachedRunner, "commit", commit_one_more)
 
 
 def remember_nothing_forced(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Batch, "_remember", lambda self, running, token_id: None)
+    force = Engine._force
+
+    def force_without_history(self: Engine, sequence: Answering) -> None:
+        history, self._history = self._history, None
+        force(self, sequence)
+        self._history = history
+
+    patch.setattr(Engine, "_force", force_without_history)
 
 
 FAULTS: list[Plant] = [
@@ -239,7 +246,7 @@ FAULTS: list[Plant] = [
     leave_the_last_tenant_in_the_row,
     mask_with_the_line_before,
     keep_what_follows_a_stop,
-    keep_the_chain_in_the_cache,
+    keep_what_was_never_accepted,
     remember_nothing_forced,
 ]
 
@@ -278,8 +285,8 @@ def test_a_planted_fault_is_found(
 def test_steps_larger_than_the_recording_run_in_pieces_that_say_the_same(
     world: World, expected: dict[str, Outcome], way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(infer.runner.context, "PREFILL_CHUNK", 6)
-    monkeypatch.setattr(infer.runner.context, "MAX_LINES", 4)
+    monkeypatch.setattr("infer.runner.runner.MAX_STEP_TOKENS", 6)
+    monkeypatch.setattr("infer.runner.runner.MAX_STEP_LOGITS", 4)
     check(together(world, CASES[::4], way, expected), expected, way)
 
 

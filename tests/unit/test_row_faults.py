@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from infer import LLM, SamplingParams
-from infer.engine.decode import Batch, run_all
-from infer.engine.running import Running
+from infer.engine.engine import Engine
+from infer.engine.sequence import Sequence as Answering
 from infer.engine.stream import Stream
 from infer.kvcache.settings import CacheSettings
-from infer.runner.context import CachedContext
-from path_cases import Case, Outcome, Way, World, by_definition, make_context, make_running, make_world
+from infer.runner.runner import CachedRunner
+from path_cases import Case, Outcome, Place, Way, World, by_definition, make_sequence, make_world, run_all
 
 LONG = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
 BOUND = SamplingParams(regex="abc abc[ab ]{20}", temperature=0.9, seed=1)
@@ -61,19 +61,19 @@ FAULTS = {
 }
 
 
-def plant(running: Running, place: str, name: str, num_right: int) -> None:
+def plant(running: Answering, place: str, name: str, num_right: int) -> None:
     part: Any = running
     if place == "constraint":
         part.constraint = Faulty(running.constraint, name, num_right)
     elif place == "detokenizer":
-        part.generation._detokenizer = Faulty(running.generation._detokenizer, name, num_right)
+        part._text._detokenizer = Faulty(part._text._detokenizer, name, num_right)
     elif place == "draft":
         part._draft = Faulty(part._draft, name, num_right)
     else:
         part._policy = Faulty(part._policy, name, num_right)
 
 
-def check_failed(running: Running, expected: Sequence[int]) -> bool:
+def check_failed(running: Answering, expected: Sequence[int]) -> bool:
     """Whether the fault was met: where the way never comes to it, the answer is whole."""
     result = running.result()
     assert running.result().text == result.text, "asking again changes nothing"
@@ -95,19 +95,13 @@ def test_a_fault_in_one_row_costs_no_other_row_a_token(world: World, way: Way, f
     cases = [Case(str(i), PROMPT[: 5 + 7 * i], params) for i, params in enumerate([LONG, BOUND, BOUND, LONG, LONG])]
     cases[3] = replace(cases[3], params=replace(LONG, temperature=0.8, seed=3, repetition_penalty=1.2))
     expected = [by_definition(world, case) for case in cases]
-    waiting = [make_running(world, case, way, outcome.token_ids) for case, outcome in zip(cases, expected, strict=True)]
-    if getattr(waiting[1], {"constraint": "constraint", "detokenizer": "generation"}.get(place, "_draft")) is None:
+    waiting = [
+        make_sequence(world, case, way, outcome.token_ids) for case, outcome in zip(cases, expected, strict=True)
+    ]
+    if getattr(waiting[1], {"constraint": "constraint", "detokenizer": "_text"}.get(place, "_draft")) is None:
         return  # it has no drafts
     plant(waiting[1], place, name, num_right)
-    options = {"prefill_chunk": way.chunk, "chain": way.chain, "capture": way.capture}
-    results = run_all(
-        world.model,
-        waiting,
-        3,
-        lambda done, total: None,
-        settings=CacheSettings(reuse_prefixes=True, page_tokens=16),
-        **options,  # type: ignore[arg-type]
-    )
+    results = run_all(world, waiting, way, 3, settings=CacheSettings(reuse_prefixes=True, page_tokens=16))
     has_failed = check_failed(waiting[1], expected[1].token_ids)
     assert has_failed or name in ("flush", "rollback", "advance", "fill", "forced", "propose", "num_draft_tokens")
     results.pop(1)
@@ -121,48 +115,44 @@ def test_after_a_fault_alone_the_context_serves_the_next_answer(world: World, wa
     place, name = FAULTS[fault]
     case = Case("", PROMPT[:9], BOUND)
     expected = by_definition(world, case)
-    context = make_context(world, way)
-    running = make_running(world, case, way, expected.token_ids)
+    place = Place(world, way)
+    running = make_sequence(world, case, way, expected.token_ids)
     if place in ("draft", "policy") and way.drafts == "none":
         return
     plant(running, place, name, 2)
-    Stream(running, Batch(context, world.model.device, prefill_chunk=way.chunk, chain=way.chain)).run()
-    assert context.is_sound
+    place.stream(running).run()
     if check_failed(running, expected.token_ids) and name != "flush":
-        assert context.lengths[0] == 0
-    context.truncate(0, 0)
-    again = make_running(world, case, way, expected.token_ids)
-    result = Stream(again, Batch(context, world.model.device, prefill_chunk=way.chunk, chain=way.chain)).run()
+        assert place.length == 0
+    again = make_sequence(world, case, way, expected.token_ids)
+    result = place.stream(again).run()
     assert Outcome.of(result) == expected
 
 
 def test_what_a_failed_row_stored_is_nobodys_prefix(world: World) -> None:
     settings = CacheSettings(reuse_prefixes=True, page_tokens=16)
-    context = CachedContext(world.model, 100, settings=settings)
+    runner = CachedRunner(world.model, 100, settings=settings)
+    engine = Engine(runner)
     for has_fault in (False, True):
-        running = make_running(world, Case("", PROMPT, LONG), Way())
+        running = make_sequence(world, Case("", PROMPT, LONG), Way())
         if has_fault:
             plant(running, "detokenizer", "push", 5)
-        context.truncate(0, 0)
-        running.reuse(context.adopt(0, running.generation.prompt_token_ids))
-        Stream(running, Batch(context, world.model.device)).run()
+        Stream(engine, engine.submit(running)).run()
         assert running.has_fault == has_fault
-        context.truncate(0, 0)
-        assert context.adopt(0, PROMPT) == (0 if has_fault else 32)
-    context.truncate(0, 0)
-    context.cache.check_integrity()  # type: ignore[attr-defined]  # it is a paged one
+        assert runner.adopt(0, PROMPT) == (0 if has_fault else 32)
+        runner.truncate(0, 0)
+    runner.cache.check_integrity()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_an_interrupt_ends_the_call_all_the_same(world: World, error: type[BaseException]) -> None:
-    running = make_running(world, Case("", PROMPT, LONG), Way())
+    running = make_sequence(world, Case("", PROMPT, LONG), Way())
 
-    def stop(token_id: int) -> None:
+    def stop(token_id: int, logprob: object) -> None:
         raise error
 
     running.accept = stop  # type: ignore[method-assign,assignment]
     with pytest.raises(error):
-        run_all(world.model, [running], 1, lambda done, total: None)
+        run_all(world, [running], Way(), 1)
 
 
 def test_what_a_callback_of_the_user_raises_ends_the_call(folder: Path, world: World) -> None:
@@ -186,16 +176,16 @@ def test_a_session_whose_answer_had_a_fault_goes_on(
     session, fresh = llm.session(), llm.session()
     for each in (session, fresh):
         each.append("abc ab")
-    accept, calls = Running.accept, list[int]()
+    accept, calls = Answering.accept, list[int]()
 
-    def fail(running: Running, token_id: int) -> Any:
+    def fail(running: Answering, token_id: int, *logprob: Any) -> Any:
         calls.append(token_id)
         if len(calls) == 5:
             raise ZeroDivisionError
-        return accept(running, token_id)
+        return accept(running, token_id, *logprob)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Running, "accept", fail)
+        patched.setattr(Answering, "accept", fail)
         assert session.generate(LONG).stop_reason == "internal"
     assert session.token_ids == fresh.token_ids
     assert session.generate(LONG).token_ids == fresh.generate(LONG).token_ids

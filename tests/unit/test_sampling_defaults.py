@@ -12,7 +12,7 @@ from infer import LLM, SamplingParams
 from infer.checkpoint import open_checkpoint, resolve
 from infer.checkpoint.find import INSTALLED_MODELS
 from infer.checkpoint.generation_config import defaults_of
-from infer.engine.admission import begin
+from infer.engine.request import make_request
 from infer.sampling.defaults import PRESETS, SamplingDefaults, default_params
 from test_llm import folder  # noqa: F401  # a fixture
 
@@ -70,9 +70,9 @@ def test_a_call_without_parameters_takes_the_table(folder: Path, monkeypatch: py
 
     def watch(model: Any, tokenizer: Any, prompt: Any, params: SamplingParams, *others: Any, **named: Any) -> Any:
         seen.append(params)
-        return begin(model, tokenizer, prompt, params, *others, **named)
+        return make_request(model, tokenizer, prompt, params, *others, **named)
 
-    monkeypatch.setattr("infer.engine.host.begin", watch)
+    monkeypatch.setattr("infer.engine.host.make_request", watch)
     message = {"role": "user", "content": "ab"}
     llm.generate("ab")
     llm.generate([message])

@@ -15,7 +15,6 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule,
 
 from infer import LLM, InvalidRequestError, SamplingParams
 from infer.cli.chat import ChatSession, run_command
-from infer.engine.decode import Batch
 from infer.session import session_file
 from infer.session.session import Session
 from test_session import GREEDY, GREEDY_VALUES, NUM_TOKENS, SAMPLED, SAMPLED_VALUES, check_fresh, make_model
@@ -140,15 +139,13 @@ def stop_behind_nine(stop: threading.Event, done: int, total: int) -> None:
         stop.set()
 
 
-def test_a_file_does_not_hold_what_was_read_and_never_answered(
-    talk: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_does_not_hold_what_was_read_and_never_answered(talk: Session, tmp_path: Path) -> None:
     """A turn that is stopped in the midst of its prompt."""
-    monkeypatch.setattr("infer.session.session.Batch", partial(Batch, prefill_chunk=3))
     contents = []
     for forgotten in ("a secret", "nothing that matters"):
         stop = threading.Event()
-        stream = talk.stream(forgotten, GREEDY, cancel=stop, on_prefill=partial(stop_behind_nine, stop))
+        stop_early = partial(stop_behind_nine, stop)
+        stream = talk.stream(forgotten, GREEDY, prefill_chunk=3, cancel=stop, on_prefill=stop_early)
         assert list(stream) == []
         assert len(talk.token_ids) < len(talk._cache.token_ids) < stream.result.prompt_tokens
         talk.save(tmp_path / "talk")

@@ -11,9 +11,9 @@ from infer import LLM
 from infer.errors import InvalidRequestError
 from infer.kvcache.settings import OBSERVED_TOKENS, CacheSettings
 from infer.kvcache.snapkv import choose_slots
-from infer.operands.step import Part
+from infer.operands.step import Chunk
 from infer.quantization.kv_layout import decode_keys, decode_values, key_parts, value_parts
-from infer.runner.context import CachedContext
+from infer.runner.runner import CachedRunner
 from infer.sampling_params import SamplingParams
 from path_cases import CONTEXT, EOS, make_folder
 
@@ -55,10 +55,10 @@ def test_the_slots_with_the_most_attention_are_kept_with_their_neighbours() -> N
 @torch.inference_mode()
 def test_what_is_kept_lies_there_to_the_bit_and_is_all_that_the_next_token_sees(llm: LLM) -> None:
     prompt = make_ids(120)
-    whole, kept = CachedContext(llm.model, CONTEXT), CachedContext(llm.model, CONTEXT, settings=SNAPKV)
+    whole, kept = CachedRunner(llm.model, CONTEXT), CachedRunner(llm.model, CONTEXT, settings=SNAPKV)
     for context in (whole, kept):
         context.extend(0, prompt)
-    kept.end_prompt(0)
+    kept.after_prompt(0, prompt)
     kept.cache.check_integrity()
     (rows,) = (rows for rows in kept.cache.groups if rows.group.is_evicting)
     assert rows.state(0) == (len(prompt) - WINDOW, PREFIX, WINDOW - PREFIX, WINDOW)
@@ -73,10 +73,12 @@ def test_what_is_kept_lies_there_to_the_bit_and_is_all_that_the_next_token_sees(
             assert slots == sorted(set(slots))
             selections.add(tuple(slots))
     assert len(selections) > 1, "every head chose the same"
-    assert not kept.forward([Part(0, [5])]).equal(whole.forward([Part(0, [5])]))
+    for context in (whole, kept):
+        context.reserve(0, 1)
+    assert not kept.forward([Chunk(0, [5])]).equal(whole.forward([Chunk(0, [5])]))
 
 
-def stored(context: CachedContext, layer: int, num_slots: int) -> tuple[Tensor, Tensor]:
+def stored(context: CachedRunner, layer: int, num_slots: int) -> tuple[Tensor, Tensor]:
     """Keys and values of the first slots, [kv_heads, slots, dim] each."""
     cache = context.cache
     memory, (rows,) = cache.memory.layers[layer], (rows for rows in cache.groups if layer in rows.group.layers)

@@ -7,18 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infer.engine.decode import Batch
-from infer.engine.stream import Stream
 from infer.sampling_params import SamplingParams
 from path_cases import (
     DRAFTS,
     EOS,
     Case,
     Outcome,
+    Place,
     Way,
     World,
-    make_context,
-    make_running,
+    make_sequence,
     make_world,
     run_alone,
 )
@@ -67,9 +65,8 @@ def test_the_text_ends_where_a_search_of_the_decoded_text_says(
     expected = expected_of(world, whole, stop, include)
 
     case = Case("stopped", prompt, replace(params, stop=stop, include_stop_str_in_output=include))
-    context = make_context(world, way)
-    running = make_running(world, case, way, whole)  # the drafts go on as if nothing stopped
-    stream = Stream(running, Batch(context, world.model.device, prefill_chunk=way.chunk, chain=way.chain))
+    place = Place(world, way)
+    stream = place.stream(make_sequence(world, case, way, whole))  # the drafts go on as if nothing stopped
     pieces = list(stream)
     assert Outcome.of(stream.result) == expected
     assert [piece.token_id for piece in pieces] == expected.token_ids
@@ -77,8 +74,8 @@ def test_the_text_ends_where_a_search_of_the_decoded_text_says(
 
     # What stood behind the stop is in neither cache nor history: the same context goes on as a new one would.
     then = Case("then", (*prompt, *expected.token_ids, ord("b")), replace(params, max_new_tokens=6))
-    assert context.lengths[0] == len(then.prompt) - 2
-    gone_on = run_alone(world, then, way, (), context)
+    assert place.length == len(then.prompt) - 2
+    gone_on = run_alone(world, then, way, (), place)
     assert gone_on.token_ids == run_alone(world, then, Way()).token_ids
 
 

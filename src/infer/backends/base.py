@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infer.operands.outline import ModelOutline
-from infer.operands.step import Masks, Part, Step, StepEnd
+from infer.operands.step import Chunk, Masks, Step, StepEnd
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 
@@ -24,7 +24,7 @@ Forward = Callable[[Step], Tensor]
 
 
 class Generated(NamedTuple):
-    """The tokens sampled after each part, of which the last may be the code of a failed row. When each step ended, or
+    """The tokens sampled after each chunk, of which the last may be the code of a failed row. When each step ended, or
     each entry of a step that verifies drafts."""
 
     token_ids: list[list[int]]
@@ -35,17 +35,17 @@ class Captured(ABC):
     """A forward that was recorded once. What it computes is what the same ops compute one by one, to the bit."""
 
     @abstractmethod
-    def run(self, step: Step) -> Float[Tensor, "wanted vocab"]:
-        """The wanted logits, in a buffer that the next run may overwrite."""
+    def run(self, step: Step) -> Float[Tensor, "logits vocab"]:
+        """The logits asked for, in a buffer that the next run may overwrite."""
 
     @abstractmethod
-    def takes(self, parts: Sequence[Part]) -> bool:
+    def takes(self, chunks: Sequence[Chunk]) -> bool:
         """Whether they fit one replay."""
 
     @abstractmethod
     def run_multi_step(
         self,
-        parts: Sequence[Part],
+        chunks: Sequence[Chunk],
         starts: Sequence[int],
         count: int,
         columns: SamplingColumns,
@@ -53,8 +53,8 @@ class Captured(ABC):
         stop_ids: Sequence[int] = (),
         masks: Masks | None = None,
     ) -> Generated:
-        """Up to `count` sampled steps without a return to Python, from parts of one token each, all wanted, at their
-        positions.
+        """Up to `count` steps without a return to Python, from chunks of one token each, at their positions; all are
+        sampled after.
 
         Fewer if every row met one of stop_ids; the last may hold a negative code, where a row failed. `history` has
         seen the step's tokens and sees what is sampled. `masks` are the first step's; `masks.advance` sees each.
@@ -63,13 +63,13 @@ class Captured(ABC):
     @abstractmethod
     def run_verified(
         self,
-        parts: Sequence[Part],
+        chunks: Sequence[Chunk],
         starts: Sequence[int],
         columns: SamplingColumns,
         history: History | None = None,
         masks: Masks | None = None,
     ) -> Generated:
-        """Parts from their positions on. For each wanted one what is sampled after it: those of its drafts that were
+        """Chunks from their positions on. For each with logits what is sampled after it: those of its drafts that were
         right, and the token after them."""
 
     @abstractmethod
@@ -125,7 +125,7 @@ class Backend(ABC):
         system's again as far as it can be."""
         return
 
-    def capture(self, forward: Forward, capacity: int, wanted_capacity: int) -> Captured | None:
+    def capture(self, forward: Forward, capacity: int, max_logits: int) -> Captured | None:
         """`forward` recorded for up to so many tokens and logits at once.
 
         The tensors that it reads and writes (weights, cache) must stay where they are. Recording runs no kernel.

@@ -192,12 +192,12 @@ def norm_gate(
 
 def head(
     x: Float[Tensor, "tokens hidden"],
-    wanted: Int[Tensor, "wanted"],
+    logit_indices: Int[Tensor, "logits"],
     norm: Norm,
     projection: Projection,
     softcap: float | None = None,
-) -> Float[Tensor, "wanted vocab"]:
-    return softcapped(project(normalize(x[wanted], norm), projection).float(), softcap)
+) -> Float[Tensor, "logits vocab"]:
+    return softcapped(project(normalize(x[logit_indices], norm), projection).float(), softcap)
 
 
 def choose_tokens(

@@ -24,8 +24,7 @@ from infer.bench.speed import (
 )
 from infer.llm import LLM
 from infer.model.transformer import Transformer
-from infer.operands.step import Part
-from infer.runner.context import PREFILL_CHUNK, CachedContext
+from infer.runner.runner import CachedRunner
 
 CALIBRATION_TOKENS = 256  # a step that is long beside what Python adds to it
 PREFILL_STEPS, DECODE_STEPS = 3, 32
@@ -89,18 +88,15 @@ def profile(
         Memory(ops.backend_of(model.device).num_threads(), read_bytes) as memory,
         ops.backend_of(model.device).threads(),
     ):
-        context = CachedContext(model, workload.max_seq_len)
-        seconds_per_cycle = _calibrate(context, prompt[:CALIBRATION_TOKENS])
+        runner = CachedRunner(model, workload.max_seq_len)
+        seconds_per_cycle = _calibrate(runner, prompt[:CALIBRATION_TOKENS])
         for step in range(PREFILL_STEPS):
-            prefill_steps.append(context.profile(prompt[: workload.prompt_tokens]))
+            prefill_steps.append(runner.profile(prompt[: workload.prompt_tokens]))
             on_progress(step + 1, num_parts)
-        for start in range(0, workload.depth, PREFILL_CHUNK):
-            chunk = prompt[start : min(start + PREFILL_CHUNK, workload.depth)]
-            context.forward([Part(0, chunk, is_wanted=False)])
-            context.commit(0, len(chunk))
+        runner.extend(0, prompt[: workload.depth])
         rates = [memory.read_rate()]
         for step in range(DECODE_STEPS):
-            decode_steps.append(context.profile(prompt[:1]))
+            decode_steps.append(runner.profile(prompt[:1]))
             on_progress(PREFILL_STEPS + step + 1, num_parts)
         rates.append(memory.read_rate())
     prefill, decode = (_seconds_by_label(steps, seconds_per_cycle) for steps in (prefill_steps, decode_steps))
@@ -156,12 +152,12 @@ def flops_by_kind(model: Transformer, num_tokens: int, context: int) -> dict[str
     return flops
 
 
-def _calibrate(context: CachedContext, token_ids: Sequence[int]) -> float:
+def _calibrate(runner: CachedRunner, token_ids: Sequence[int]) -> float:
     """Seconds of a cycle. The best of a few: what disturbs adds to the clock alone."""
     rates = []
     for _ in range(PREFILL_STEPS):
         started = time.perf_counter()
-        cycles = sum(spent for _, spent in context.profile(token_ids))
+        cycles = sum(spent for _, spent in runner.profile(token_ids))
         rates.append((time.perf_counter() - started) / max(cycles, 1))
     return min(rates)
 

@@ -86,8 +86,9 @@ def path_options(function: Function) -> Function:
     options = [
         click.option("--speculation", type=click.Choice(["ngram"]),
                      help="Verify guesses several at a time: faster where the text repeats, with the same tokens."),
-        click.option("--draft-tokens", type=click.IntRange(1, MAX_DRAFT_TOKENS), default=NUM_DRAFT_TOKENS,
-                     show_default=True, help="With --speculation: guesses in one step, at most."),
+        click.option("--num-draft-tokens", "--draft-tokens", "draft_tokens", type=click.IntRange(1, MAX_DRAFT_TOKENS),
+                     default=NUM_DRAFT_TOKENS, show_default=True,
+                     help="With --speculation: guesses in one step, at most."),
         click.option("--prefill-chunk", type=click.IntRange(1, PREFILL_CHUNK), default=PREFILL_CHUNK, show_default=True,
                      help="Tokens of a prompt in one step."),
         click.option("--stats", is_flag=True, help="Which path ran, and what it did, on stderr."),

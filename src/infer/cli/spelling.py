@@ -22,7 +22,6 @@ ALIASES = {  # taken where the command has the option that they stand for
     "--system-prompt": "--system",
     "--file": "--prompt-file",
     "--num-threads": "--threads",
-    "--num-draft-tokens": "--draft-tokens",
 }
 REPLACED = {  # flags of document 003 that nothing is left to ask for
     "--zero-copy": "--zero-copy is always so on a CPU: nothing is copied between devices",

@@ -1,24 +1,24 @@
 """A loaded model and how it begins an answer: what `LLM` and its sessions share."""
 
 import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
-from infer.engine.admission import begin, vocab_size_of
-from infer.engine.decode import Batch, OnPrefill
+from infer.engine.engine import Engine
 from infer.engine.prompt_ids import Prompt, PromptIds, fitted, is_conversation, prompt_ids
+from infer.engine.request import Request, make_request, vocab_size_of
 from infer.engine.request_options import RequestOptions
-from infer.engine.running import Running
-from infer.engine.stream import Stream
+from infer.engine.sequence import Sequence
+from infer.engine.stream import OnPrefill, Stream
 from infer.errors import InvalidRequestError
 from infer.grammar import grammar_of, make_compiler
 from infer.kvcache.settings import CacheSettings
 from infer.model.transformer import Transformer
+from infer.operands.step import MAX_STEP_LOGITS
 from infer.runner.closing import OpenAnswers
-from infer.runner.context import CachedContext
-from infer.runner.context_pool import ContextPool
+from infer.runner.runner import CachedRunner, default_pool_pages
 from infer.sampling.keywords import Params, params_of
 from infer.sampling_params import SamplingParams
 from infer.tokenizer import Tokenizer
@@ -33,6 +33,7 @@ class HostSettings:
 
     weights: str
     cache: CacheSettings
+    pool_pages: int | None
     capture: bool
     grammar_backend: str
     sampling_defaults: Mapping[str, Any]
@@ -43,15 +44,22 @@ class Host:
     def __init__(self, model: Transformer, tokenizer: Tokenizer, settings: HostSettings) -> None:
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
         self.vocab_size = vocab_size_of(model, tokenizer)
-        self.contexts = ContextPool(
-            partial(CachedContext, model, model.max_seq_len, capture=settings.capture, settings=settings.cache)
+        self.runner = CachedRunner(
+            model,
+            model.max_seq_len,
+            num_slots=MAX_STEP_LOGITS,
+            capture=settings.capture,
+            settings=settings.cache,
+            pool_pages=settings.pool_pages or default_pool_pages(model, settings.cache),
         )
+        self.engine = Engine(self.runner)
         self.open = OpenAnswers()
         self._compiler = make_compiler(tokenizer, self.vocab_size, backend=settings.grammar_backend)
 
     def close(self) -> None:
         self.open.close()
-        self.contexts.close()
+        self.engine.close()
+        del self.runner
 
     def template_problem(self) -> InvalidRequestError | None:
         """What is wrong with the model's own chat template; plain text needs none."""
@@ -89,17 +97,31 @@ class Host:
             encode = partial(prompt_ids, tokenizer=self.tokenizer, max_seq_len=longest)
         return fitted(prompt, encode, bos, most, params, options.overflow)
 
-    def begin(self, prompt: PromptIds, params: SamplingParams, options: RequestOptions) -> Running:
-        """A request that was checked, whose grammar is compiled. Raises InvalidRequestError."""
-        generation = begin(self.model, self.tokenizer, prompt.token_ids, params)
-        generation.truncated_tokens = prompt.truncated_tokens
-        grammar = grammar_of(params)
-        return Running(
-            generation,
-            constraint=None if grammar is None else self._compiler.compile(grammar),
+    def request(self, prompt: PromptIds, params: SamplingParams, options: RequestOptions) -> Request:
+        """Raises InvalidRequestError for what it cannot be."""
+        grammar, make_constraint = grammar_of(params), None
+        if grammar is not None:
+            make_constraint = partial(self._compiler.compile, grammar)
+            make_constraint()  # what cannot be compiled is refused here
+        return replace(
+            make_request(self.model, self.tokenizer, prompt.token_ids, params),
+            make_constraint=make_constraint,
             num_draft_tokens=options.num_draft_tokens if options.speculation else 0,
+            prefill_chunk=options.prefill_chunk,
             cancel=options.cancel,
+            num_truncated=prompt.truncated_tokens,
         )
+
+    def requests(
+        self, prompts: Iterable[tuple[Prompt, Params | None]], options: RequestOptions, keywords: Mapping[str, Any]
+    ) -> Iterator[Request]:
+        """One after the other. What one of them raises names its number."""
+        for index, (prompt, params) in enumerate(prompts):
+            try:
+                asked = self.sampled_by(prompt, params, keywords)
+                yield self.request(self.fit(prompt, asked, options, None), asked, options)
+            except InvalidRequestError as error:
+                raise type(error)(f"prompt {index}: {error}") from error
 
     def stream(
         self,
@@ -110,12 +132,9 @@ class Host:
         on_prefill: OnPrefill | None = None,
         encode: Encode | None = None,
     ) -> Stream:
-        """An answer in a context of its own."""
-        running = self.begin(self.fit(prompt, params, options, encode), params, options)
-        context = self.contexts.take()
-        running.reuse(context.adopt(0, running.generation.prompt_token_ids))
-        batch = Batch(context, self.model.device, prefill_chunk=options.prefill_chunk)
-        stream = Stream(running, batch, on_prefill=on_prefill, on_end=partial(self.contexts.give_back_once, [context]))
+        """An answer at a slot of its own."""
+        request = self.request(self.fit(prompt, params, options, encode), params, options)
+        stream = Stream(self.engine, self.engine.submit(Sequence(request)), on_prefill=on_prefill)
         self.open.add(stream, Stream.close)
         return stream
 

@@ -96,7 +96,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             raise InvalidRequestError(f"dtype must be one of {', '.join(get_args(DtypeName))}, got {value!r:.80}")
         if name in _FLAGS and not isinstance(value, bool):
             raise InvalidRequestError(f"{name} must be True or False, got {value!r:.80}")
-        if name in ("max_seq_len", "threads") and value is not None:
+        if name in ("max_seq_len", "threads", "pool_pages") and value is not None:
             _check_count(name, value, 2 if name == "max_seq_len" else 1)
         if name == "chat_template" and value is not None and not isinstance(value, str):
             raise InvalidRequestError(f"chat_template must be a template's text or None, got {value!r:.80}")

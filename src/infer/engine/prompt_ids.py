@@ -5,7 +5,8 @@ A prompt that is far too long is refused before it is tokenized.
 
 import operator
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,6 +86,23 @@ def pairs_of(prompts: Sequence[Prompt], params: Any) -> Sequence[tuple[Prompt, P
     if len(each) != len(given):
         raise InvalidRequestError(f"params must be one or one a prompt: {len(given)} prompts, {len(each)} params")
     return list(zip(given, each, strict=True))
+
+
+def pairs_as_needed(prompts: Iterable[Prompt], params: Any) -> Iterator[tuple[Prompt, Params | None]]:
+    """`pairs_of` for prompts of which nobody knows how many there are. Raises InvalidRequestError."""
+    if isinstance(prompts, str | bytes | bytearray | memoryview | Mapping) or not isinstance(prompts, Iterable):
+        raise InvalidRequestError(
+            f"prompts must be an iterable of prompts, got {type(prompts).__name__}: generate() answers one prompt"
+        )
+    if params is None or isinstance(params, SamplingParams | Mapping):
+        return zip(prompts, repeat(params))
+    if isinstance(params, str | bytes) or not isinstance(params, Iterable):
+        raise InvalidRequestError(f"params must be one or an iterable of one a prompt, got {params!r:.80}")
+    return zip(prompts, params, strict=True)
+
+
+def is_list_of_texts(prompt: Any) -> bool:
+    return isinstance(prompt, list | tuple) and len(prompt) > 0 and all(isinstance(each, str) for each in prompt)
 
 
 def is_conversation(prompt: Any) -> bool:

@@ -1,12 +1,14 @@
 """What may be asked of one request besides its prompt and how it is sampled; every value is checked when it is made."""
 
 import threading
-from dataclasses import dataclass
-from typing import final, get_args, no_type_check
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, final, get_args, no_type_check
 
 from infer.engine.model_settings import Overflow, Speculation
 from infer.errors import InvalidRequestError
-from infer.runner.context import PREFILL_CHUNK
+from infer.operands.step import MAX_STEP_TOKENS
+from infer.sampling.keywords import SamplingKeywords
 from infer.speculation.ngram import MAX_DRAFT_TOKENS, NUM_DRAFT_TOKENS
 
 
@@ -20,7 +22,7 @@ class RequestOptions:
     cancel: threading.Event | None = None
     speculation: Speculation | None = None
     num_draft_tokens: int = NUM_DRAFT_TOKENS
-    prefill_chunk: int = PREFILL_CHUNK  # tokens of a prompt in one step
+    prefill_chunk: int = MAX_STEP_TOKENS  # tokens of a prompt in one step
     overflow: Overflow = "error"  # what happens to a prompt that is too long
 
     def __post_init__(self) -> None:
@@ -29,8 +31,29 @@ class RequestOptions:
         if self.speculation is not None:
             check_choice("speculation", self.speculation, get_args(Speculation), " or None")
         check_count("num_draft_tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
-        check_count("prefill_chunk", self.prefill_chunk, 1, PREFILL_CHUNK)
+        check_count("prefill_chunk", self.prefill_chunk, 1, MAX_STEP_TOKENS)
         check_choice("overflow", self.overflow, get_args(Overflow))
+
+
+_NAMES = frozenset(field.name for field in fields(RequestOptions))
+
+
+class RequestKeywords(SamplingKeywords, total=False):
+    """What every call takes as keywords: the fields of `RequestOptions` and of `SamplingParams`."""
+
+    cancel: threading.Event | None
+    speculation: Speculation | None
+    num_draft_tokens: int
+    prefill_chunk: int
+    overflow: Overflow
+
+
+def split_options(options: RequestOptions | None, keywords: Mapping[str, Any]) -> tuple[RequestOptions, dict[str, Any]]:
+    """`options`, or the default ones, changed by the keywords that are theirs; and the other keywords."""
+    if options is not None and not isinstance(options, RequestOptions):
+        raise InvalidRequestError(f"options must be RequestOptions or None, got {options!r:.80}")
+    own = {name: value for name, value in keywords.items() if name in _NAMES}
+    return replace(options or RequestOptions(), **own), {n: v for n, v in keywords.items() if n not in _NAMES}
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...], others: str = "") -> None:

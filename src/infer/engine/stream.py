@@ -1,32 +1,20 @@
-"""`Stream`: an answer as it comes, read by one thread at a time and closed by any; `generate` reads a whole one.
-
-What an answer holds is given back once: by the thread that reads, where one does, else by who closes. Where a signal's
-exception came in between, by whoever closes next, or when the stream is dropped.
-"""
+"""`Stream`: an answer as it comes, read by one thread at a time and closed by any."""
 
 import asyncio
 import os
 import threading
-import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, NoReturn, Self, SupportsIndex, final
 
-import torch
-
-from infer.engine.admission import begin
-from infer.engine.decode import Batch, OnPrefill, OnToken, decode
-from infer.engine.running import Running
+from infer.engine.engine import Engine
+from infer.engine.sequence import Sequence
 from infer.errors import InvalidRequestError
-from infer.grammar import Constraint
-from infer.model.transformer import Transformer
 from infer.outputs import GenerationResult, Piece
-from infer.runner.context import PREFILL_CHUNK, CachedContext, Context, RecomputedContext
-from infer.sampling_params import SamplingParams
 from infer.system.locks import long_lock
-from infer.tokenizer import Tokenizer
 
-_LOOK_SECONDS = 0.001  # between two looks at whether the thread that reads has left its step
+OnToken = Callable[[int, str], bool | None]
+OnPrefill = Callable[[int, int], None]
 
 
 @final
@@ -38,17 +26,15 @@ class Stream(Iterator[Piece]):
 
     def __init__(
         self,
-        running: Running,
-        batch: Batch,
+        engine: Engine,
+        sequence: Sequence,
         *,
         on_prefill: OnPrefill | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_end` is called when the loop has ended; again where an exception left it, of which it must make sense."""
-        self._running = running
-        self._result: GenerationResult | None = None
-        self.reading = Reading(running, on_end)
-        self.reading.pieces = decode(running, batch, None if on_prefill is None else self.reading.calling(on_prefill))
+        """`on_end` is called when the answer has ended, again where an exception left it."""
+        self.sequence = sequence
+        self.reading = Reading(engine, sequence, on_prefill, on_end)
         weakref.finalize(self, self.reading.close)
 
     def __iter__(self) -> Self:
@@ -77,19 +63,17 @@ class Stream(Iterator[Piece]):
         raise TypeError("a stream cannot be copied or pickled: it is an answer under way")
 
     def __repr__(self) -> str:
-        generation = self._running.generation
-        state = generation.finish_reason or ("closed" if self.reading.is_closed else "open")
-        return f"Stream({state}, {len(generation.token_ids)} tokens)"
+        state = self.sequence.finish_reason if self.reading.is_closed else None
+        return f"Stream({state or 'open'}, {self.sequence.num_read} tokens)"
 
     def cancel(self) -> None:
         """No further token: finish_reason is "abort", unless the answer had already ended. For any thread."""
-        self._running.cancel()
+        self.reading.cancel()
 
     def close(self) -> None:
         """End the answer and give back what it held; happens by itself at its end and when it is dropped.
 
-        For any thread. Where another thread is within a step, waits for it to leave: it gets no further piece. Within a
-        callback of the step itself (`on_prefill`), what is held is given back once the callback has returned.
+        For any thread. Where a step is under way, waits for its end: a thread that reads gets no further piece.
         """
         self.reading.close()
 
@@ -101,20 +85,20 @@ class Stream(Iterator[Piece]):
         return self.run()
 
     def run(self, on_token: OnToken | None = None) -> GenerationResult:
+        """Read to the end. `on_token(token_id, text)` sees each token and cancels by returning False."""
         try:
+            self.sequence.runs_ahead = True
             for piece in self:
                 if on_token is not None and on_token(piece.token_id, piece.text) is False:
                     self.cancel()
         except BaseException:
             self.close()
             raise
-        if self._result is None:
-            self._result = self._running.result()
-        return self._result
+        return self.sequence.result()
 
 
 class _Reader(NamedTuple):
-    """The thread that is within a step, and its process. Told from others by identity."""
+    """The thread that is reading, and its process. Told from others by identity."""
 
     process: int
     thread: int
@@ -122,21 +106,21 @@ class _Reader(NamedTuple):
 
 @final
 class Reading:
-    """Who is within a step, and whether what the answer held was given back. `pieces` is the loop.
+    """What is read of a sequence, and whether its end was seen to.
 
     `is_closed`: no further piece comes, as it was closed, read to its end, or left by an exception.
     """
 
-    pieces: Generator[Piece, None, None]
-
-    def __init__(self, running: Running, on_end: Callable[[], None]) -> None:
-        self._running = running
+    def __init__(
+        self, engine: Engine, sequence: Sequence, on_prefill: OnPrefill | None, on_end: Callable[[], None]
+    ) -> None:
+        self._engine, self._sequence, self._on_prefill = engine, sequence, on_prefill
         self._on_end: Callable[[], None] | None = on_end
         self._changing = long_lock()
         self._reader: _Reader | None = None
-        self._is_calling = False  # whether the step is in a callback, of which nobody knows how long it takes
+        self._num_shown = 0  # tokens of the prompt that `on_prefill` was told of
         self._is_ending = False
-        self.is_closed = False
+        self.is_closed = self._is_cancelled = False
 
     def next(self) -> Piece:
         reader = _Reader(os.getpid(), threading.get_ident())
@@ -146,10 +130,8 @@ class Reading:
             with self._changing:
                 if self._reader is not None:
                     raise InvalidRequestError("another thread is reading the stream: one reads at a time")
-                if self.is_closed:
-                    raise StopIteration
                 self._reader = reader
-            return next(self.pieces)
+            return self._next()
         except BaseException:
             if self._reader is reader:
                 self.is_closed = True
@@ -160,75 +142,57 @@ class Reading:
                 if self.is_closed:
                     self._end()
 
+    def cancel(self) -> None:
+        self._is_cancelled = True
+        self._sequence.cancel()
+
     def close(self) -> None:
         self.is_closed = True
-        self._running.cancel()
-        while self._must_wait():
-            time.sleep(_LOOK_SECONDS)
+        self._engine.cancel(self._sequence)
         self._end()
 
-    def calling(self, callback: OnPrefill) -> OnPrefill:
-        def call(done: int, total: int) -> None:
-            try:
-                self._is_calling = True
-                callback(done, total)
-            finally:
-                self._is_calling = False
+    def _next(self) -> Piece:
+        sequence = self._sequence
+        while True:
+            self._poll_cancel()
+            has_ended = sequence.has_ended  # before its pieces are looked at: there come no more
+            with self._changing:
+                if self.is_closed or self._is_cancelled:
+                    raise StopIteration
+                if sequence.num_read < len(sequence.pieces):
+                    piece = sequence.pieces[sequence.num_read]
+                    sequence.num_read += 1
+                    return piece
+                if has_ended:
+                    raise StopIteration
+            self._engine.advance(sequence)
+            self._show_prefill()
 
-        return call
+    def _poll_cancel(self) -> None:
+        event = self._sequence.request.cancel
+        if event is not None and event.is_set():
+            self.cancel()
 
-    def _must_wait(self) -> bool:
-        """For another thread of this process to leave its step; a child that was forked has none of its parent's."""
-        reader = self._reader
-        if reader is None or self._is_calling:
-            return False
-        return reader.process == os.getpid() and reader.thread != threading.get_ident()
+    def _show_prefill(self) -> None:
+        sequence = self._sequence
+        if self._on_prefill is None or sequence.pieces or sequence.is_finished:
+            return
+        if sequence.num_computed > self._num_shown:
+            self._num_shown = sequence.num_computed
+            self._on_prefill(self._num_shown, sequence.num_prompt_tokens)
 
     def _end(self) -> None:
-        """Unless somebody is within a step, who then does. The loop first: what it commits belongs to this answer."""
+        """What was not read is no part of the answer. Within a step of this thread, a later call sees to it."""
+        if self._engine.is_stepping_here:
+            return
         with self._changing:
-            if self._reader is not None or self._on_end is None or self._is_ending:
+            if self._on_end is None or self._is_ending:
                 return
             try:
                 self._is_ending = True
-                try:
-                    self.pieces.close()
-                finally:
-                    self._running.generation.cancel()
-                    self._on_end()
-                    self._on_end = None
+                self._engine.cancel(self._sequence)
+                self._sequence.keep(self._sequence.num_read)
+                self._on_end()
+                self._on_end = None
             finally:
                 self._is_ending = False
-
-
-def generate(
-    model: Transformer,
-    tokenizer: Tokenizer,
-    prompt_token_ids: Sequence[int],
-    params: SamplingParams,
-    *,
-    device: str | torch.device | None = None,
-    use_cache: bool = True,
-    on_token: OnToken | None = None,
-    cancel: threading.Event | None = None,
-    prefill_chunk: int = PREFILL_CHUNK,
-    chain: int | None = None,
-    capture: bool = True,
-    constraint: Constraint | None = None,
-    num_draft_tokens: int = 0,
-) -> GenerationResult:
-    """Generate from a prompt of ids, with the parameters exactly as given.
-
-    `on_token(token_id, text)` sees every token as it comes; returning False cancels. `use_cache=False` runs the whole
-    sequence again for each token, `capture=False` runs its ops one by one: both slower, with the same tokens, as with
-    any `prefill_chunk`, `chain` and `num_draft_tokens`. `device`, where given, must be the model's.
-    """
-    if device is not None and torch.device(device).type != model.device.type:
-        raise InvalidRequestError(f"device={device} but the model lies on {model.device}: load it there")
-    generation = begin(model, tokenizer, prompt_token_ids, params)
-    context: Context = RecomputedContext(model)
-    if use_cache:
-        context = CachedContext(model, generation.max_tokens, capture=capture)
-    batch = Batch(context, model.device, prefill_chunk=prefill_chunk, chain=chain)
-    running = Running(generation, constraint=constraint, num_draft_tokens=num_draft_tokens, cancel=cancel)
-    return Stream(running, batch).run(on_token)

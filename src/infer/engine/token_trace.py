@@ -10,9 +10,9 @@ from torch import Tensor
 from infer.errors import InferError, InvalidRequestError
 from infer.kvcache.settings import CacheSettings
 from infer.model.transformer import Transformer
-from infer.operands.step import Step
+from infer.operands.step import MAX_STEP_TOKENS, Step
 from infer.outputs import GenerationResult, SampleTrace
-from infer.runner.context import PREFILL_CHUNK, make_cache
+from infer.runner.runner import make_cache
 from infer.sampling import trace
 from infer.sampling_params import SamplingParams
 from infer.tokenizer import Tokenizer
@@ -26,9 +26,9 @@ def logits_of(
     cache.set_rope(0, is_long=model.is_long(len(token_ids)))
     first = 0 if last is None else max(len(token_ids) - last, 0)
     chunks = []
-    for start in range(0, len(token_ids), PREFILL_CHUNK):
-        chunk = token_ids[start : start + PREFILL_CHUNK]
-        step = Step.of(chunk, start, wanted=range(max(first - start, 0), len(chunk))).to(model.device)
+    for start in range(0, len(token_ids), MAX_STEP_TOKENS):
+        chunk = token_ids[start : start + MAX_STEP_TOKENS]
+        step = Step.of(chunk, start, logit_indices=range(max(first - start, 0), len(chunk))).to(model.device)
         cache.reserve(0, len(chunk))
         chunks.append(model.forward(step, cache))
         cache.commit(0, len(chunk))

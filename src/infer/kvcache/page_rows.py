@@ -54,6 +54,12 @@ class GroupRows:
         for row in range(num_rows):
             self.clear(row)
 
+    def reset(self) -> None:
+        """As new, whatever a change that was left midway has made of it."""
+        self.table.reset()
+        for row in range(len(self.shifts)):
+            self.clear(row)
+
     def clear(self, row: int) -> None:
         self.table.truncate(row, 0)
         self.restore(row, self.state_from_start(is_short=False))

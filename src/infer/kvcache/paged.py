@@ -149,6 +149,19 @@ class PagedCache:
             raise InvalidRequestError(f"only an empty row gets other rope factors, row {row} has tokens")
         self.memory.set_rope(row, int(is_long))
 
+    @property
+    def shares_prefixes(self) -> bool:
+        return self._shares
+
+    def reset(self) -> None:
+        """Empty every row, whatever a change that was left midway has made of it."""
+        self.observer = None
+        self._keys = [[] for _ in self._lengths]
+        self._lengths[:] = self._reserved[:] = [0] * len(self._lengths)
+        for rows in self.groups:
+            rows.reset()
+        self.memory.publish()
+
     def reserve(self, row: int, num_tokens: int) -> None:
         """Make room for a row's next tokens. Before the step, or the multi-step, that attends with them.
 

@@ -127,9 +127,14 @@ class PageTable:
     ) -> None:
         self.page_tokens, self.pages_per_row, self._num_fixed = page_tokens, pages_per_row, num_fixed
         self.on_take: Callable[[int], None] = lambda page: None
-        self.pool = PagePool(num_rows * pages_per_row if pool_pages is None else pool_pages)
         self.table = np.zeros((num_rows, num_pages(num_slots, page_tokens)), np.int64)
-        self._held: list[dict[int, int]] = [{} for _ in range(num_rows)]
+        self._num_pages = num_rows * pages_per_row if pool_pages is None else pool_pages
+        self.reset()
+
+    def reset(self) -> None:
+        """No row holds a page."""
+        self.pool = PagePool(self._num_pages)
+        self._held: list[dict[int, int]] = [{} for _ in range(len(self.table))]
 
     def reserve(self, row: int, start: int, end: int, first_seen: int) -> list[tuple[int, int]]:
         """Make slots [start, end) the row's own, to be written: (from, to) of the pages to be copied before.

@@ -13,6 +13,7 @@ from infer.backends.memory_rules import StepSizes, memory_rules
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.errors import InvalidRequestError, ModelError
 from infer.kvcache.groups import make_groups, most_pages, pool_sizes
+from infer.kvcache.pages import num_pages
 from infer.kvcache.settings import CacheSettings
 from infer.model.tensors import expected_shapes
 from infer.operands.architecture import Architecture, Layer
@@ -125,14 +126,15 @@ def check_rows_fit(
     pool_pages: int | None = None,
     available: int | None,
 ) -> None:
-    """For what is allocated after loading: the cache, the history and the logits of so many rows.
+    """For what is allocated after loading: the cache, and the history and the logits of as many rows as fit it full.
 
     Raises InvalidRequestError, with the setting that would fit, where they would take more than is available.
     """
 
     def needed(tokens: int, rows: int, pages: int | None = None) -> int:
+        full = rows if pages is None else min(rows, num_pages(pages, num_pages(tokens, cache.page_tokens)))
         each = 12 * architecture.vocab_size + 8 * tokens
-        return cache_bytes(architecture.layers, cache, kv_type, tokens, rows, pages) + rows * each
+        return cache_bytes(architecture.layers, cache, kv_type, tokens, rows, pages) + full * each
 
     total = needed(num_tokens, num_rows, pool_pages)
     if available is None or total <= available:
@@ -231,9 +233,9 @@ def cache_bytes(
 ) -> int:
     """All pages: what keys and values take once every page of the pools has been written."""
     groups, total = make_groups(layers, settings, num_tokens, STEP_TOKENS), 0
-    for group, num_pages in zip(groups, pool_sizes(groups, num_rows, pool_pages, num_tokens), strict=True):
+    for group, count in zip(groups, pool_sizes(groups, num_rows, pool_pages, num_tokens), strict=True):
         per_token = sum(slot_bytes(layers[index], kv_type) for index in group.layers)
-        total += num_pages * settings.page_tokens * per_token
+        total += count * settings.page_tokens * per_token
     return total
 
 

@@ -52,8 +52,8 @@ class Transformer:
         """Whether a sequence of so many tokens turns by the second set, from its first to its last."""
         return self.rope_border is not None and length > self.rope_border
 
-    def forward(self, step: Step, cache: PagedCache) -> Float[Tensor, "wanted vocab"]:
-        """float32 logits of the wanted tokens. Appends the step's keys and values to the cache provisionally."""
+    def forward(self, step: Step, cache: PagedCache) -> Float[Tensor, "logits vocab"]:
+        """float32 logits at `step.logit_indices`. Appends the step's keys and values to the cache provisionally."""
         x = ops.embed(self.embedding.parts[0], step.tokens, self.architecture.embedding_scale).to(self.dtype)
         for layer, block in enumerate(self.blocks):
             qkv = ops.norm_project(x, block.attention_norm, block.qkv)
@@ -61,4 +61,4 @@ class Transformer:
             x = ops.project_add(x, attended, block.output, block.post_attention_norm)
             hidden = ops.norm_gate(x, block.mlp_norm, block.gate_up, block.activation)
             x = ops.project_add(x, hidden, block.down, block.post_mlp_norm)
-        return ops.head(x, step.wanted, self.norm, self.head, self.architecture.logit_softcap)
+        return ops.head(x, step.logit_indices, self.norm, self.head, self.architecture.logit_softcap)

@@ -1,10 +1,10 @@
 """The ragged batch that every path hands to `forward`, and the axis names that tensors carry in their types.
 
-    tokens   all tokens of a step, rows one after the other     rows     sequences in the batch
-    wanted   tokens whose logits are asked for                  vocab    entries of the vocabulary
+    tokens   all tokens of a step, sequence after sequence      rows     sequences in the step
+    logits   tokens of a step whose logits are computed         vocab    entries of the vocabulary
     hidden   the residual stream                                out      whatever a projection makes
 
-Prefill, decode and verify are one thing: a number of tokens per row.
+Prefill, decode and verify are one thing: a number of tokens per sequence.
 """
 
 import ctypes
@@ -18,24 +18,27 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+MAX_STEP_TOKENS = 512  # of one step: a cancel is seen between two
+MAX_STEP_LOGITS = 64  # of one step: sequences and their drafts
+
 TokenIds = ctypes.Array[ctypes.c_int64]
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one row brings to a step: tokens that its cache has not, of which the last `num_drafts` are guesses.
+class Chunk:
+    """One sequence's share of a step: `token_ids` to compute, the last `num_drafts` of them drafts.
 
-    Wanted are the logits behind the last known token and behind each draft, or none in the midst of a prompt.
+    `num_drafts + 1` logits are returned, or none inside a prompt.
     """
 
-    row: int
+    slot: int
     token_ids: Sequence[int]
     num_drafts: int = 0
-    is_wanted: bool = True
+    has_logits: bool = True
 
     @property
-    def num_lines(self) -> int:
-        return self.num_drafts + 1 if self.is_wanted else 0
+    def num_logits(self) -> int:
+        return self.num_drafts + 1 if self.has_logits else 0
 
     @property
     def drafts(self) -> Sequence[int]:
@@ -44,22 +47,24 @@ class Part:
 
 @dataclass(frozen=True)
 class Step:
-    """One forward. A row's tokens are contiguous and its positions increase by one."""
+    """One forward. A sequence's tokens are contiguous and its positions increase by one."""
 
     tokens: Int[Tensor, "tokens"]
     positions: Int[Tensor, "tokens"]  # absolute; they keep growing when the cache forgets
     rows: Int[Tensor, "tokens"]  # the sequence that owns the token
-    wanted: Int[Tensor, "wanted"]  # indices into tokens
+    logit_indices: Int[Tensor, "logits"]  # indices into tokens
 
     @classmethod
-    def of(cls, token_ids: Sequence[int], start: int = 0, *, row: int = 0, wanted: Sequence[int] | None = None) -> Self:
-        """One row's tokens from position `start`; `wanted` defaults to the last one."""
+    def of(
+        cls, token_ids: Sequence[int], start: int = 0, *, row: int = 0, logit_indices: Sequence[int] | None = None
+    ) -> Self:
+        """One sequence's tokens from position `start`; `logit_indices` defaults to the last one."""
         count = len(token_ids)
         return cls(
             tokens=torch.tensor(token_ids, dtype=torch.int64),
             positions=torch.arange(start, start + count),
             rows=torch.full((count,), row, dtype=torch.int64),
-            wanted=torch.tensor([count - 1] if wanted is None else wanted, dtype=torch.int64),
+            logit_indices=torch.tensor([count - 1] if logit_indices is None else logit_indices, dtype=torch.int64),
         )
 
     @classmethod
@@ -72,25 +77,32 @@ class Step:
             tokens=torch.cat([s.tokens for s in steps]),
             positions=torch.cat([s.positions for s in steps]),
             rows=torch.cat([s.rows for s in steps]),
-            wanted=torch.cat([s.wanted + offset for s, offset in zip(steps, offsets, strict=False)]),
+            logit_indices=torch.cat([s.logit_indices + offset for s, offset in zip(steps, offsets, strict=False)]),
         )
 
     @classmethod
-    def of_parts(cls, parts: Sequence[Part], starts: Sequence[int]) -> Self:
-        """Several rows' parts, each from its row's position in `starts` on."""
-        if all(len(part.token_ids) == part.num_lines == 1 for part in parts):  # a step of decoding: half the time
-            columns = ([part.token_ids[0] for part in parts], starts, [part.row for part in parts], range(len(parts)))
+    def of_chunks(cls, chunks: Sequence[Chunk], starts: Sequence[int]) -> Self:
+        """Several rows' chunks, each from its row's position in `starts` on."""
+        if all(len(chunk.token_ids) == chunk.num_logits == 1 for chunk in chunks):  # a step of decoding: half the time
+            columns = (
+                [chunk.token_ids[0] for chunk in chunks],
+                starts,
+                [chunk.slot for chunk in chunks],
+                range(len(chunks)),
+            )
             return cls(*(torch.from_numpy(np.array(column, np.int64)) for column in columns))
-        ends = np.cumsum([len(part.token_ids) for part in parts])
-        wanted = [np.arange(end - part.num_lines, end) for part, end in zip(parts, ends.tolist(), strict=True)]
-        positions = [np.arange(at, at + len(part.token_ids)) for part, at in zip(parts, starts, strict=True)]
-        rows = np.repeat([part.row for part in parts], [len(part.token_ids) for part in parts])
-        token_ids = np.array([token_id for part in parts for token_id in part.token_ids], np.int64)
-        arrays = (token_ids, np.concatenate(positions), rows, np.concatenate(wanted))
+        ends = np.cumsum([len(chunk.token_ids) for chunk in chunks])
+        logit_indices = [
+            np.arange(end - chunk.num_logits, end) for chunk, end in zip(chunks, ends.tolist(), strict=True)
+        ]
+        positions = [np.arange(at, at + len(chunk.token_ids)) for chunk, at in zip(chunks, starts, strict=True)]
+        rows = np.repeat([chunk.slot for chunk in chunks], [len(chunk.token_ids) for chunk in chunks])
+        token_ids = np.array([token_id for chunk in chunks for token_id in chunk.token_ids], np.int64)
+        arrays = (token_ids, np.concatenate(positions), rows, np.concatenate(logit_indices))
         return cls(*(torch.from_numpy(array) for array in arrays))
 
     def to(self, device: torch.device) -> "Step":
-        return Step(*(t.to(device) for t in (self.tokens, self.positions, self.rows, self.wanted)))
+        return Step(*(t.to(device) for t in (self.tokens, self.positions, self.rows, self.logit_indices)))
 
 
 class StepEnd(NamedTuple):

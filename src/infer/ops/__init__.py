@@ -109,13 +109,13 @@ def norm_gate(
 
 def head(
     x: Float[Tensor, "tokens hidden"],
-    wanted: Int[Tensor, "wanted"],
+    logit_indices: Int[Tensor, "logits"],
     norm: Norm,
     projection: Projection,
     softcap: float | None = None,
-) -> Float[Tensor, "wanted vocab"]:
-    """float32 logits of the wanted tokens only: project(norm(x[wanted])), or softcap × tanh(that / softcap)."""
-    logits: Tensor = backend_of(x.device).kernels.head(x, wanted, norm, projection, softcap)
+) -> Float[Tensor, "logits vocab"]:
+    """float32 logits of some tokens: project(norm(x[logit_indices])), or softcap × tanh(that / softcap)."""
+    logits: Tensor = backend_of(x.device).kernels.head(x, logit_indices, norm, projection, softcap)
     return logits
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from infer import ops
-from infer.operands.step import Part
+from infer.operands.step import Chunk
 from infer.outputs import TokenLogprob
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
@@ -21,7 +21,7 @@ from infer.sampling.sampler import Sampled
 @final
 @dataclass
 class SampledTokens:
-    """What one part gave: the drafts that were right and the token after them, or the code of a failed row."""
+    """What one chunk gave: the drafts that were right and the token after them, or the code of a failed row."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprob]
@@ -29,22 +29,22 @@ class SampledTokens:
 
 def verify(
     logits: Float[Tensor, "lines vocab"],
-    parts: Sequence[Part],
+    chunks: Sequence[Chunk],
     positions: Sequence[int],
     columns: SamplingColumns,
     history: History | None,
     masks: Int[Tensor, "lines words"] | None,
 ) -> tuple[list[SampledTokens], list[float]]:
-    """Sample line by line: a part goes on to its next line while what was sampled is what was drafted. Also when each
+    """Sample line by line: a chunk goes on to its next line while what was sampled is what was drafted. Also when each
     line was sampled, by `time.perf_counter`. `masks` lie on the host, wherever the logits are.
     """
-    found = [SampledTokens([], []) for _ in parts]
-    starts = np.cumsum([0, *(part.num_lines for part in parts)]).tolist()
-    alive = [index for index, part in enumerate(parts) if part.is_wanted]
+    found = [SampledTokens([], []) for _ in chunks]
+    starts = np.cumsum([0, *(chunk.num_logits for chunk in chunks)]).tolist()
+    alive = [index for index, chunk in enumerate(chunks) if chunk.has_logits]
     entry, ended = 0, list[float]()
     while alive:
-        # Every row takes part, those that are through with any line: their tokens are not looked at.
-        lines = torch.full((len(parts),), starts[alive[0]] + entry)
+        # Every row takes chunk, those that are through with any line: their tokens are not looked at.
+        lines = torch.full((len(chunks),), starts[alive[0]] + entry)
         for index in alive:
             lines[index] = starts[index] + entry
         where = torch.tensor(positions, device=logits.device) + entry
@@ -57,7 +57,7 @@ def verify(
         alive = [
             index
             for index in alive
-            if entry < parts[index].num_drafts and token_ids[index] == parts[index].drafts[entry]
+            if entry < chunks[index].num_drafts and token_ids[index] == chunks[index].drafts[entry]
         ]
         ops.backend_of(logits.device).synchronize()
         ended.append(time.perf_counter())

@@ -8,7 +8,6 @@ where a change of it was left midway, and a call has ended as soon as its `final
 """
 
 import copy
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,24 +15,22 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, NoReturn, ParamSpec, Self, SupportsIndex, TypeVar, Unpack, final
 
-from infer.engine.admission import check_prompt
-from infer.engine.decode import Batch, OnPrefill, OnToken
 from infer.engine.host import Host
-from infer.engine.model_settings import Overflow, Speculation
+from infer.engine.lease import common_length
 from infer.engine.prompt_ids import Message, prompt_ids
-from infer.engine.request_options import RequestOptions, check_callback
-from infer.engine.running import Running
-from infer.engine.stream import Reading, Stream
+from infer.engine.request import check_prompt
+from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback, split_options
+from infer.engine.sequence import Sequence as Answering
+from infer.engine.stream import OnPrefill, OnToken, Reading, Stream
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult
 from infer.runner.closing import closed
-from infer.sampling.keywords import Params, SamplingKeywords
+from infer.sampling.keywords import Params
 from infer.sampling_params import SamplingParams
-from infer.session.session_cache import SessionCache
+from infer.session.session_cache import SessionCache, Tensors
 from infer.session.session_file import read_session, write_session
-from infer.session.spelling import common_length, keep_spelling
-from infer.session.transcript import Said, copied
-from infer.speculation.ngram import NUM_DRAFT_TOKENS
+from infer.session.spelling import keep_spelling
+from infer.session.transcript import Transcript, copied
 from infer.system.locks import long_lock
 
 _Arguments = ParamSpec("_Arguments")
@@ -68,10 +65,10 @@ class Session:
     dropped give back what the cache holds.
     """
 
-    def __init__(self, host: Host, said: Said) -> None:
+    def __init__(self, host: Host, transcript: Transcript) -> None:
         self._opened_host: Host | None = host
-        self._said = said
-        self._cache = SessionCache(host.contexts)
+        self._transcript = transcript
+        self._cache = SessionCache(host)
         self._entering = long_lock()
         self._caller: object | None = None  # the call, or the answer of the stream, that has the session to itself
         self._last: _Begun | None = None
@@ -89,8 +86,8 @@ class Session:
         raise TypeError("a session cannot be copied or pickled: fork() copies it, save() writes it to a file")
 
     def __repr__(self) -> str:
-        said, state = self._said, ", closed" if self._is_closed else ""
-        return f"Session({len(said.messages)} messages, {len(said.token_ids)} tokens{state})"
+        transcript, state = self._transcript, ", closed" if self._is_closed else ""
+        return f"Session({len(transcript.messages)} messages, {len(transcript.token_ids)} tokens{state})"
 
     def close(self) -> None:
         """End the answer under way and give back the cache. For any thread; again does nothing.
@@ -112,16 +109,16 @@ class Session:
     @property
     def token_ids(self) -> list[int]:
         """All that was said, in the template's own form."""
-        return list(self._said.token_ids)
+        return list(self._transcript.token_ids)
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        return copy.deepcopy(self._said.messages)
+        return copy.deepcopy(self._transcript.messages)
 
     @property
     def num_cached_tokens(self) -> int:
         """How many of `token_ids` a next turn need not run again."""
-        return common_length(self._cache.token_ids, self._said.token_ids)
+        return common_length(self._cache.token_ids, self._transcript.token_ids)
 
     def send(
         self,
@@ -129,11 +126,9 @@ class Session:
         params: Params | None = None,
         *,
         on_token: OnToken | None = None,
-        cancel: threading.Event | None = None,
-        speculation: Speculation | None = None,
-        num_draft_tokens: int = NUM_DRAFT_TOKENS,
-        overflow: Overflow = "error",
-        **sampling: Unpack[SamplingKeywords],
+        on_prefill: OnPrefill | None = None,
+        options: RequestOptions | None = None,
+        **keywords: Unpack[RequestKeywords],
     ) -> GenerationResult:
         """The answer to a further message; a text is the user's. Both are messages of the session from then on.
 
@@ -142,10 +137,9 @@ class Session:
         `overflow="truncate_left"` the session forgets its oldest turns where they leave no room for the answer.
         """
         check_callback("on_token", on_token)
-        options = RequestOptions(
-            cancel=cancel, speculation=speculation, num_draft_tokens=num_draft_tokens, overflow=overflow
-        )
-        begin = partial(self._begin, partial(Said.asked, message=message), params, sampling, options)
+        check_callback("on_prefill", on_prefill)
+        options, sampling = split_options(options, keywords)
+        begin = partial(self._begin, partial(Transcript.asked, message=message), params, sampling, options, on_prefill)
         return self._run(begin, on_token)
 
     def stream(
@@ -153,19 +147,14 @@ class Session:
         message: str | Message,
         params: Params | None = None,
         *,
-        cancel: threading.Event | None = None,
-        speculation: Speculation | None = None,
-        num_draft_tokens: int = NUM_DRAFT_TOKENS,
         on_prefill: OnPrefill | None = None,
-        overflow: Overflow = "error",
-        **sampling: Unpack[SamplingKeywords],
+        options: RequestOptions | None = None,
+        **keywords: Unpack[RequestKeywords],
     ) -> Stream:
         """`send`, piece by piece. A stream that is closed early keeps what was said, as a cancelled answer does."""
         check_callback("on_prefill", on_prefill)
-        options = RequestOptions(
-            cancel=cancel, speculation=speculation, num_draft_tokens=num_draft_tokens, overflow=overflow
-        )
-        return self._begin(partial(Said.asked, message=message), params, sampling, options, on_prefill)
+        options, sampling = split_options(options, keywords)
+        return self._begin(partial(Transcript.asked, message=message), params, sampling, options, on_prefill)
 
     def answer(
         self,
@@ -173,21 +162,16 @@ class Session:
         params: Params | None = None,
         *,
         on_token: OnToken | None = None,
-        cancel: threading.Event | None = None,
-        speculation: Speculation | None = None,
-        num_draft_tokens: int = NUM_DRAFT_TOKENS,
         on_prefill: OnPrefill | None = None,
-        overflow: Overflow = "error",
-        **sampling: Unpack[SamplingKeywords],
+        options: RequestOptions | None = None,
+        **keywords: Unpack[RequestKeywords],
     ) -> GenerationResult:
         """The answer to a whole conversation in place of the session's own: what both share is not run again."""
         check_callback("on_token", on_token)
         check_callback("on_prefill", on_prefill)
-        options = RequestOptions(
-            cancel=cancel, speculation=speculation, num_draft_tokens=num_draft_tokens, overflow=overflow
-        )
+        options, sampling = split_options(options, keywords)
 
-        def ask(said: Said) -> Messages:
+        def ask(transcript: Transcript) -> Messages:
             return [copied(message) for message in messages]
 
         return self._run(partial(self._begin, ask, params, sampling, options, on_prefill), on_token)
@@ -197,45 +181,43 @@ class Session:
         params: Params | None = None,
         *,
         on_token: OnToken | None = None,
-        cancel: threading.Event | None = None,
-        speculation: Speculation | None = None,
-        num_draft_tokens: int = NUM_DRAFT_TOKENS,
-        overflow: Overflow = "error",
-        **sampling: Unpack[SamplingKeywords],
+        on_prefill: OnPrefill | None = None,
+        options: RequestOptions | None = None,
+        **keywords: Unpack[RequestKeywords],
     ) -> GenerationResult:
         """Go on from the ids as they stand, without a template; what is said is part of them, but of no message."""
         check_callback("on_token", on_token)
-        options = RequestOptions(
-            cancel=cancel, speculation=speculation, num_draft_tokens=num_draft_tokens, overflow=overflow
-        )
-        return self._run(partial(self._begin, lambda said: None, params, sampling, options), on_token)
+        check_callback("on_prefill", on_prefill)
+        options, sampling = split_options(options, keywords)
+        begin = partial(self._begin, lambda transcript: None, params, sampling, options, on_prefill)
+        return self._run(begin, on_token)
 
     @_exclusively
     def append(self, prompt: str | Sequence[int]) -> None:
         """Run further ids, so that `generate` begins behind them. A text is encoded; BOS stands only at the start."""
-        before = self._said.token_ids
+        before = self._transcript.token_ids
         model, tokenizer = self._host.model, self._host.tokenizer
         new = prompt_ids(prompt, tokenizer, model.max_seq_len, add_special=not before)
         if not new:
             return
         token_ids = check_prompt(model, tokenizer, [*before, *new], room=0)
         self._cache.extend(token_ids)
-        self._said = self._said.with_tokens(token_ids)
+        self._transcript = self._transcript.with_tokens(token_ids)
 
     @_exclusively
     def rewind(self, count: int) -> None:
         """Forget the last `count` tokens, and the messages of each turn that they belong to."""
-        length = len(self._said.token_ids)
+        length = len(self._transcript.token_ids)
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= length:
             raise InvalidRequestError(f"rewind takes from 0 to the session's {length} tokens, got {count!r:.80}")
-        said = self._said.shortened(length - count)
-        self._cache.keep_common(said.token_ids)
-        self._said = said
+        transcript = self._transcript.shortened(length - count)
+        self._cache.keep_common(transcript.token_ids)
+        self._transcript = transcript
 
     @_exclusively
     def fork(self) -> "Session":
         """A copy that goes its own way."""
-        other = Session(self._host, self._said)
+        other = Session(self._host, self._transcript)
         other._cache.copy_of(self._cache)
         return other
 
@@ -244,42 +226,44 @@ class Session:
         """Write ids, messages and cache to a file, and a note of the caller's own, as JSON has it. The old file or the
         new one stands there, never half of it.
         """
-        said = self._said
-        num_cached = self._cache.keep_common(said.token_ids)
-        record = said.to_record() | {"num_cached": num_cached, "note": {} if note is None else dict(note)}
-        cache = self._cache.context.cache
-        write_session(
-            Path(path), self._host.fingerprint(cache.kind), said.token_ids, record, partial(cache.export_row, 0)
-        )
+        transcript, fingerprint = self._transcript, self._host.fingerprint(self._host.runner.cache.kind)
+
+        def write(num_cached: int, tensors: Tensors) -> None:
+            record = transcript.to_record() | {"num_cached": num_cached, "note": {} if note is None else dict(note)}
+            write_session(Path(path), fingerprint, transcript.token_ids, record, tensors)
+
+        self._cache.export(transcript.token_ids, write)
 
     @_exclusively
     def load(self, path: str | Path) -> dict[str, Any]:
         """Become what was saved; returns the note. Raises InvalidRequestError, nothing changed, for a file that is not
         whole or not of this model.
         """
-        cache = self._cache.context.cache
+        cache = self._host.runner.cache
         saved = read_session(Path(path), self._host.fingerprint(cache.kind), cache.num_bytes)
         try:
-            said = Said.from_record(saved.token_ids, saved.record)
-            if said.token_ids:
-                check_prompt(self._host.model, self._host.tokenizer, said.token_ids, room=0)
+            transcript = Transcript.from_record(saved.token_ids, saved.record)
+            if transcript.token_ids:
+                check_prompt(self._host.model, self._host.tokenizer, transcript.token_ids, room=0)
             num_cached = saved.record.get("num_cached")
-            if type(num_cached) is not int or not 0 <= num_cached <= len(said.token_ids):
-                raise InvalidRequestError(f"num_cached must be in [0, {len(said.token_ids)}], got {num_cached!r:.80}")
+            if type(num_cached) is not int or not 0 <= num_cached <= len(transcript.token_ids):
+                raise InvalidRequestError(
+                    f"num_cached must be in [0, {len(transcript.token_ids)}], got {num_cached!r:.80}"
+                )
             note = saved.record.get("note", {})
             if not isinstance(note, dict):
                 raise InvalidRequestError(f"note must be an object, got {note!r:.80}")
-            self._cache.load(saved.tensors, said.token_ids[:num_cached])
+            self._cache.load(saved.tensors, transcript.token_ids[:num_cached])
         except InvalidRequestError as error:
             raise type(error)(f"{path} cannot be loaded: {error}") from error
-        self._said = said
+        self._transcript = transcript
         return note
 
     def _render(self, messages: Any) -> list[int]:
         """What the template makes of them, in the spelling that was said and that the cache holds."""
         tokenizer = self._host.tokenizer
-        rendered = tokenizer.encode_chat(messages, **self._said.template)
-        return keep_spelling(self._said.token_ids, rendered, tokenizer.token_bytes, tokenizer.special_token_ids)
+        rendered = tokenizer.encode_chat(messages, **self._transcript.template)
+        return keep_spelling(self._transcript.token_ids, rendered, tokenizer.token_bytes, tokenizer.special_token_ids)
 
     def _enter(self, caller: object) -> None:
         """The session is the caller's now. Raises InvalidRequestError where it is another's, and ClosedError."""
@@ -308,7 +292,7 @@ class Session:
 
     def _begin(
         self,
-        ask: Callable[[Said], Messages | None],
+        ask: Callable[[Transcript], Messages | None],
         params: Params | None,
         sampling: Mapping[str, Any],
         options: RequestOptions,
@@ -318,10 +302,11 @@ class Session:
         caller = object()
         try:
             self._enter(caller)
-            messages = ask(self._said)
+            messages = ask(self._transcript)
             answer = self._prepare(messages, self._host.sampled_by(messages or (), params, sampling), options)
-            batch = Batch(self._cache.begin_answer(), self._host.model.device)
-            stream = Stream(answer.running, batch, on_prefill=on_prefill, on_end=partial(self._settle, answer))
+            engine = self._host.engine
+            sequence = engine.submit(answer.sequence, self._cache.lease)
+            stream = Stream(engine, sequence, on_prefill=on_prefill, on_end=partial(self._settle, answer))
             self._last = _Begun(weakref.ref(stream), stream.reading)
             self._caller = answer
             return stream
@@ -333,40 +318,32 @@ class Session:
     def _prepare(self, messages: Messages | None, params: SamplingParams, options: RequestOptions) -> "_Answer":
         host = self._host
         if messages is None:
-            fitting = host.fit(self._said.token_ids, params, options, _unchanged)
+            fitting = host.fit(self._transcript.token_ids, params, options, _unchanged)
         else:
             fitting = host.fit(messages, params, options, self._render)
             messages = [dict(message) for message in fitting.messages]
-        running = host.begin(fitting, params, options)
-        prompt, num_before = running.generation.prompt_token_ids, len(self._cache.token_ids)
-        running.generation.dropped_tokens = num_before - common_length(self._cache.token_ids, prompt)
-        running.reuse(self._cache.keep_common(prompt, len(prompt) - 1))
-        return _Answer(running, messages)
+        return _Answer(Answering(host.request(fitting, params, options)), messages)
 
     def _settle(self, answer: "_Answer") -> None:
         """However the answer ended: what the cache holds, and whether it counts as said. Again does nothing."""
-        said = self._said
+        transcript = self._transcript
         try:
             if self._caller is answer:
-                said = self._said_after(answer)
+                transcript = self._transcript_after(answer)
         finally:
             if self._caller is answer:
-                self._said, self._caller = said, None
+                self._transcript, self._caller = transcript, None
                 self._end_if_closed()
 
-    def _said_after(self, answer: "_Answer") -> Said:
-        generation, messages = answer.running.generation, answer.messages
-        generation.cancel()
-        result, token_ids = answer.running.result(), generation.history
-        self._cache.end_answer(token_ids)
+    def _transcript_after(self, answer: "_Answer") -> Transcript:
+        result, token_ids, messages = answer.sequence.result(), answer.sequence.token_ids, answer.messages
         if result.error:
-            self._cache.keep_common(token_ids, generation.reused_tokens)
-            return self._said
+            return self._transcript
         if messages is None:
-            return self._said.with_tokens(token_ids)
+            return self._transcript.with_tokens(token_ids)
         if result.finish_reason == "abort" and not result.text:
-            return self._said
-        return self._said.answered(token_ids, [*messages, {"role": "assistant", "content": result.text}])
+            return self._transcript
+        return self._transcript.answered(token_ids, [*messages, {"role": "assistant", "content": result.text}])
 
 
 @final
@@ -381,7 +358,7 @@ class _Begun:
 class _Answer:
     """`messages` are what it answers; None where it goes on from the ids as they stood."""
 
-    running: Running
+    sequence: Answering
     messages: Messages | None
 
 

@@ -1,113 +1,110 @@
-"""What a session's cache holds: a context of one row, and the ids whose keys and values lie in it.
+"""What a session's cache holds: a leased slot, and the ids whose keys and values lie in it.
 
-A signal's exception may leave any change midway. So a change is marked before it begins and after it has ended; where
-the second mark is missing, the next use begins with an empty context, and the prompt is run again.
+The engine may take the slot away, or lose what it held: then `token_ids` are none, and the prompt is run again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import final
 
 from torch import Tensor
 
-from infer.errors import InferError, InvalidRequestError
+from infer.engine.host import Host
+from infer.engine.lease import Lease, common_length
+from infer.errors import OutOfPagesError
 from infer.runner.closing import closed
-from infer.runner.context import CachedContext
-from infer.runner.context_pool import ContextPool
-from infer.session.spelling import common_length
+
+Tensors = Callable[[], Iterator[tuple[str, Tensor]]]
 
 
 @final
 class SessionCache:
     """For one call at a time; `give_back` is for any thread."""
 
-    def __init__(self, contexts: ContextPool) -> None:
-        self._contexts = contexts
-        self._context: CachedContext | None = contexts.take()
-        self._token_ids: list[int] = []
-        self._is_whole = True  # no change is under way, and none was left midway
+    def __init__(self, host: Host) -> None:
+        self._open_host: Host | None = host
+        self._lease: Lease | None = Lease()
+
+    @property
+    def lease(self) -> Lease:
+        """Raises ClosedError after `give_back`."""
+        if (lease := self._lease) is None:
+            raise closed("session")
+        return lease
+
+    @property
+    def _host(self) -> Host:
+        if (host := self._open_host) is None:
+            raise closed("session")
+        return host
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """None while an answer uses the context."""
-        return self._token_ids if self._is_whole else ()
-
-    @property
-    def context(self) -> CachedContext:
-        """Holds `token_ids`. Raises ClosedError after `give_back`."""
-        context = self._context
-        if context is None:
-            raise closed("session")
-        if not self._is_whole:
-            self._context = context = self._contexts.take()
-            self._token_ids = []
-            self._is_whole = True
-        return context
+        """None while an answer uses the slot."""
+        return () if self._lease is None else self._lease.token_ids
 
     def give_back(self) -> None:
-        """To the next session or answer. Again does nothing."""
-        context, self._context = self._context, None
-        if context is not None and self._is_whole:
-            self._contexts.give_back(context)
+        """To whom needs a slot next. Again does nothing."""
+        self._lease = self._open_host = None
 
-    def keep_common(self, token_ids: Sequence[int], most: int | None = None) -> int:
-        """Forget all but what these ids begin with, and all behind the first `most`: how many are left.
-
-        Where the cache has forgotten what the next token must see, nothing is left.
+    def keep_common(self, token_ids: Sequence[int]) -> int:
+        """Forget all but what these ids begin with: how many are left. Where the cache has forgotten what the next
+        token must see, nothing is.
         """
-        context = self.context
-        length = common_length(self._token_ids, token_ids)
-        length = length if most is None else min(length, most)
-        self._is_whole = False
-        context.truncate(0, length)
-        num_held = context.lengths[0]
-        del self._token_ids[num_held:]
-        if not len(self._token_ids) == num_held <= length:  # what is run next would be nothing, for ever, or wrong
-            raise InferError(
-                f"the session's cache held {num_held} tokens where it must hold {len(self._token_ids)} and {length} "
-                "at most, a fault of ours: ask again, and it begins with an empty one"
-            )
-        self._is_whole = True
-        return num_held
+        return self._host.engine.change(self.lease, partial(self._keep_common, token_ids))
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Hold exactly these ids: what is missing is run."""
-        num_held, context = self.keep_common(token_ids), self.context
-        self._is_whole = False
-        context.extend(0, token_ids[num_held:])
-        self._token_ids = list(token_ids[: context.lengths[0]])
-        self._is_whole = True
 
-    def begin_answer(self) -> CachedContext:
-        """The context, for an answer's loop to use until `end_answer`."""
-        context = self.context
-        self._is_whole = False
-        return context
+        def extend(slot: int) -> None:
+            self._keep_common(token_ids, slot)
+            self._host.runner.choose_rope(slot, len(token_ids))
+            self.lease.token_ids = []
+            try:
+                self._host.runner.extend(slot, token_ids[self._host.runner.lengths[slot] :])
+            except OutOfPagesError:
+                self.lease.token_ids = list(token_ids[: self._host.runner.lengths[slot]])
+                raise
+            self.lease.token_ids = list(token_ids)
 
-    def end_answer(self, token_ids: Sequence[int]) -> None:
-        """The loop has run these ids, or the first of them. Where it left the midst of a step, nothing is held."""
-        context = self._context
-        if context is None or not context.is_sound:
-            return
-        context.end_answer(0)
-        self._token_ids = list(token_ids[: context.lengths[0]])
-        self._is_whole = True
+        self._host.engine.change(self.lease, extend)
 
     def copy_of(self, other: "SessionCache") -> None:
-        source, context = other.context, self.context
-        self._is_whole = False
-        context.cache.copy_row(0, source.cache, 0)
-        context.restore(0, other.token_ids)
-        self._token_ids = list(other.token_ids)
-        self._is_whole = True
+        """Both share what is stored until one of them writes."""
+        source = other.lease
+
+        def copy(slot: int) -> None:
+            if source.slot is not None:
+                self._host.runner.copy_slot(slot, source.slot)
+                self.lease.token_ids = list(source.token_ids)
+
+        self._host.engine.change(self.lease, copy)
+
+    def export(self, token_ids: Sequence[int], write: Callable[[int, Tensors], None]) -> None:
+        """`write(number, tensors)` is given what is stored of these ids: of their first so many."""
+
+        def export(slot: int) -> None:
+            num_cached = self._keep_common(token_ids, slot)
+            write(num_cached, partial(self._host.runner.cache.export_row, slot))
+
+        self._host.engine.change(self.lease, export)
 
     def load(self, tensors: Mapping[str, Tensor], token_ids: Sequence[int]) -> None:
         """Hold what was exported for these ids. Raises InvalidRequestError, nothing changed, for what does not fit."""
-        context = self.context
-        self._is_whole = False
-        try:
-            context.import_row(0, tensors, token_ids)
-        except InvalidRequestError:
-            self._is_whole = True
-            raise
-        self._token_ids = list(token_ids)
-        self._is_whole = True
+
+        def load(slot: int) -> None:
+            self._host.runner.import_slot(slot, tensors, len(token_ids))
+            self.lease.token_ids = list(token_ids)
+
+        self._host.engine.change(self.lease, load)
+
+    def _keep_common(self, token_ids: Sequence[int], slot: int) -> int:
+        lease = self.lease
+        held = lease.token_ids[: common_length(lease.token_ids, token_ids)]
+        lease.token_ids = []
+        self._host.runner.truncate(slot, len(held))
+        num_held = self._host.runner.lengths[slot]
+        if num_held > len(held):
+            raise RuntimeError(f"the cache holds {num_held} tokens where {len(held)} are right")
+        lease.token_ids = held[:num_held]
+        return num_held

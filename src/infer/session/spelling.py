@@ -1,13 +1,6 @@
 """Two spellings of one conversation: the ids that were said, and those that template and tokenizer make of it."""
 
 from collections.abc import Collection, Sequence
-from itertools import takewhile
-from operator import eq
-
-
-def common_length(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many ids both begin with."""
-    return sum(1 for _ in takewhile(bool, map(eq, left, right)))
 
 
 def keep_spelling(

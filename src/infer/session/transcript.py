@@ -5,8 +5,8 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, final
 
+from infer.engine.lease import common_length
 from infer.errors import InvalidRequestError
-from infer.session.spelling import common_length
 
 
 @final
@@ -20,7 +20,7 @@ class Turn:
 
 @final
 @dataclass(frozen=True)
-class Said:
+class Transcript:
     """Ids behind the last turn belong to no message. `template` are further variables of the chat template."""
 
     token_ids: list[int] = field(default_factory=list)

@@ -4,7 +4,6 @@ A guess costs a look at a dictionary; whether it is worth verifying is `DraftPol
 What each guess would have been worth is seen when its token is there, whether it was verified or not.
 """
 
-from collections.abc import Iterable, Sequence
 from typing import NamedTuple, final
 
 NUM_DRAFT_TOKENS = 15  # in one step, unless asked otherwise
@@ -37,8 +36,9 @@ class NgramDraft:
     index holds, for every n-gram, where it last ended before a token that is known: appending a token is O(1).
     """
 
-    def __init__(self, prompt_ids: Sequence[int] = ()) -> None:
-        self._ids = ids = list(prompt_ids)
+    def __init__(self, token_ids: list[int]) -> None:
+        """`token_ids` are the caller's own list: it appends to it, then calls `follow`."""
+        self._ids = ids = token_ids
         self._end_by_ngram: dict[tuple[int, ...], int] = {}  # the place behind its last occurrence
         for size in range(MIN_NGRAM, MAX_NGRAM + 1):
             ngrams = zip(*(ids[start:] for start in range(size)), strict=False)
@@ -50,18 +50,12 @@ class NgramDraft:
         """Tokens of prompt and output."""
         return len(self._ids)
 
-    def append(self, token_ids: Iterable[int]) -> None:
-        """Tokens that were accepted; drafts that were not are never appended."""
-        for token_id in token_ids:
-            self.follow(token_id)
-
     def follow(self, token_id: int) -> tuple[int, bool]:
-        """Append a token: what `match` was before it, and whether `propose` would have begun with it."""
+        """A token was appended to the ids: what `match` was before it, and whether `propose` would have begun so."""
         ids, guess = self._ids, self._guess
         is_right = guess.match > 0 and ids[guess.start] == token_id
         for ngram in self._endings:
-            self._end_by_ngram[ngram] = len(ids)
-        ids.append(token_id)
+            self._end_by_ngram[ngram] = len(ids) - 1
         self._endings = self._make_endings()
         self._guess = self._guessed(self._continued(guess, is_right=is_right))
         return guess.match, is_right

@@ -154,7 +154,7 @@ def _keep_token(x, weight, factor, args, token, num_tokens, out):  # type: ignor
 
 @njit(forceinline=True)
 def _token_at(args, state, token):  # type: ignore[no-untyped-def]
-    source = load_i64(state.wanted + 8 * token) if args.of_wanted else token
+    source = load_i64(state.logit_indices + 8 * token) if args.of_logits else token
     return args.x + 4 * args.features * source
 
 
@@ -172,7 +172,7 @@ def make_normalize() -> Callable[..., None]:
 
     def normalize(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
-        num_tokens = state.num_wanted if args.of_wanted else state.num_tokens
+        num_tokens = state.num_logits if args.of_logits else state.num_tokens
         first, end, out = num_tokens * thread // num_threads, num_tokens * (thread + 1) // num_threads, args.out
         if num_tokens == 1 and args.private_bytes != 0:
             first, end, out = 0, 1, args.out + thread * args.private_bytes

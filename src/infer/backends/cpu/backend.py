@@ -35,9 +35,9 @@ class CpuBackend(TorchBackend):
         kept = f"kernels are not kept: {trouble}" if trouble else f"kernels in {kernel_cache.cache_folder()}"
         return f"{isa.instruction_set()}{also}, {default_num_threads()} threads; {kept}"
 
-    def capture(self, forward: Forward, capacity: int, wanted_capacity: int) -> Captured:
+    def capture(self, forward: Forward, capacity: int, max_logits: int) -> Captured:
         captured: Captured = import_module("infer.backends.cpu.capture.forward").CapturedForward(
-            forward, capacity, wanted_capacity
+            forward, capacity, max_logits
         )
         return captured
 

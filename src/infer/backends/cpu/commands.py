@@ -50,8 +50,8 @@ def norm_project(run: Run, x: Tensor, norm: Norm | None, projection: Projection)
 
 
 def head(run: Run, x: Tensor, norm: Norm, projection: Projection, softcap: float | None) -> Tensor:
-    logits = run.tensor("logits", run.wanted_capacity, projection.out_features)
-    _project(run, x, norm, projection, logits, of_wanted=True, softcap=softcap)
+    logits = run.tensor("logits", run.max_logits, projection.out_features)
+    _project(run, x, norm, projection, logits, of_logits=True, softcap=softcap)
     return logits
 
 
@@ -87,9 +87,9 @@ def norm_gate(run: Run, x: Tensor, norm: Norm | None, gate_up: Projection, activ
     if features % BLOCK == 0:
         run.produced(out, arguments)
     function = compiled_address(".matmul:make_gate", EPILOGUE, activation)
-    source = _activations(run, x, norm, weight, of_wanted=False)
+    source = _activations(run, x, norm, weight, of_logits=False)
     groups = -(-features // LANES)
-    _matmul(run, weight, groups, second, source, (function, arguments), BARRIER, of_wanted=False)
+    _matmul(run, weight, groups, second, source, (function, arguments), BARRIER, of_logits=False)
     return out
 
 
@@ -183,7 +183,7 @@ def _project(
     out: Tensor,
     *,
     adding: bool = False,
-    of_wanted: bool = False,
+    of_logits: bool = False,
     softcap: float | None = None,
 ) -> None:
     """out = project(norm(x)), or out += it, or out = softcap × tanh(it / softcap)."""
@@ -195,13 +195,13 @@ def _project(
         weight = _packed(part)
         kind = (weight.layout.is_float, weight.planes)
         if kind not in sources:
-            sources[kind] = _activations(run, x, norm, weight, of_wanted=of_wanted)
+            sources[kind] = _activations(run, x, norm, weight, of_logits=of_logits)
         arguments = _epilogue(out, column, weight.out_features, projection.bias)
         arguments["softcap"] = softcap or 0
         column += weight.out_features
         barrier = BARRIER if index == len(projection.parts) - 1 else NO_BARRIER
         epilogue = (function, arguments)
-        _matmul(run, weight, weight.num_groups, 0, sources[kind], epilogue, barrier, of_wanted=of_wanted)
+        _matmul(run, weight, weight.num_groups, 0, sources[kind], epilogue, barrier, of_logits=of_logits)
 
 
 def _epilogue(out: Tensor, column: int, num_columns: int, bias: Tensor | None) -> Arguments:
@@ -212,7 +212,7 @@ def _epilogue(out: Tensor, column: int, num_columns: int, bias: Tensor | None) -
     return arguments
 
 
-def _activations(run: Run, x: Tensor, norm: Norm | None, weight: PackedWeight, *, of_wanted: bool) -> tuple[int, int]:
+def _activations(run: Run, x: Tensor, norm: Norm | None, weight: PackedWeight, *, of_logits: bool) -> tuple[int, int]:
     """Where norm(x) lies as activation records, and how far apart the threads' own copies of a single token.
 
     A tile may read SPARE_TOKENS more than there are.
@@ -224,11 +224,11 @@ def _activations(run: Run, x: Tensor, norm: Norm | None, weight: PackedWeight, *
         address = run.quantized(x, planes, (run.capacity + SPARE_TOKENS) * token_bytes)
         if address is not None:
             return address, 0
-    copies = max(run.wanted_capacity if of_wanted else run.capacity, run.max_threads)
+    copies = max(run.max_logits if of_logits else run.capacity, run.max_threads)
     records = run.tensor("activations", (copies + SPARE_TOKENS) * token_bytes, dtype=torch.uint8)
     arguments = np.zeros(1, NORMALIZE)
     arguments["x"], arguments["out"], arguments["features"] = x.data_ptr(), records.data_ptr(), weight.in_features
-    arguments["private_bytes"], arguments["of_wanted"] = token_bytes, of_wanted
+    arguments["private_bytes"], arguments["of_logits"] = token_bytes, of_logits
     arguments["planes"] = 0 if layout.is_float else planes
     keeps: tuple[object, ...] = (x, records)
     if norm is not None:
@@ -249,7 +249,7 @@ def _matmul(
     epilogue: tuple[int, Arguments],
     barrier: int,
     *,
-    of_wanted: bool,
+    of_logits: bool,
 ) -> None:
     layout, planes = weight.layout, weight.planes
     num_records = layout.num_records(weight.in_features)
@@ -259,7 +259,7 @@ def _matmul(
     arguments["group_bytes"], arguments["num_groups"] = weight.group_bytes, num_groups
     pairs = num_groups % 2 == 0 if second_weights else num_groups >= GROUPS_PER_THREAD * run.num_threads
     arguments["groups_per_unit"] = 2 if pairs else 1
-    arguments["num_records"], arguments["of_wanted"] = num_records, of_wanted
+    arguments["num_records"], arguments["of_logits"] = num_records, of_logits
     arguments["activations"], arguments["private_bytes"] = source
     panels = max(1, _CACHED_ACTIVATIONS // token_bytes // PANEL)
     arguments["tokens_per_block"] = panels * PANEL

@@ -130,7 +130,7 @@ def make_matmul(type_: str, planes: int, isa: str) -> Callable[..., None]:
 
     def matmul(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
-        num_tokens = state.num_wanted if args.of_wanted else state.num_tokens
+        num_tokens = state.num_logits if args.of_logits else state.num_tokens
         activations = args.activations + (thread * args.private_bytes if num_tokens == 1 else 0)
         num_units = (args.num_groups + args.groups_per_unit - 1) // args.groups_per_unit
         buffer, scratch = simd.stack(_BUFFER_BYTES), simd.stack(SCRATCH_BYTES)

@@ -71,10 +71,10 @@ def norm_gate(
 
 def head(
     x: Float[Tensor, "tokens hidden"],
-    wanted: Int[Tensor, "wanted"],
+    logit_indices: Int[Tensor, "logits"],
     norm: Norm,
     projection: Projection,
     softcap: float | None = None,
-) -> Float[Tensor, "wanted vocab"]:
-    with scope("head", num_tokens=len(x), wanted=wanted) as run:
+) -> Float[Tensor, "logits vocab"]:
+    with scope("head", num_tokens=len(x), logit_indices=logit_indices) as run:
         return commands.head(run, x, norm, projection, softcap)

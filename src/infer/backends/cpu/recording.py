@@ -28,10 +28,10 @@ Arguments = npt.NDArray[Any]
 
 
 class Run(ABC):
-    """A table being filled. `capacity` and `wanted_capacity` are the most tokens that it may be run with."""
+    """A table being filled. `capacity` and `max_logits` are the most tokens that it may be run with."""
 
-    def __init__(self, capacity: int, wanted_capacity: int) -> None:
-        self.capacity, self.wanted_capacity = capacity, wanted_capacity
+    def __init__(self, capacity: int, max_logits: int) -> None:
+        self.capacity, self.max_logits = capacity, max_logits
         self.table = DispatchTable()
         self.state = aligned(1, STATE)
         self.num_threads = team().num_threads  # to share work by
@@ -56,8 +56,8 @@ class Run(ABC):
 
 @final
 class EagerRun(Run):
-    def __init__(self, capacity: int, wanted_capacity: int) -> None:
-        super().__init__(capacity, wanted_capacity)
+    def __init__(self, capacity: int, max_logits: int) -> None:
+        super().__init__(capacity, max_logits)
         self._keeps: list[Tensor] = []
 
     def tensor(self, role: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -76,10 +76,10 @@ class EagerRun(Run):
 class Recording(Run):
     """One step being recorded. `step` is what to hand to `forward`: its arrays are the slots."""
 
-    def __init__(self, capacity: int, wanted_capacity: int) -> None:
-        super().__init__(capacity, wanted_capacity)
+    def __init__(self, capacity: int, max_logits: int) -> None:
+        super().__init__(capacity, max_logits)
         tokens, positions, rows = (torch.zeros(capacity, dtype=torch.int64) for _ in range(3))
-        self.step = Step(tokens, positions, rows, torch.zeros(wanted_capacity, dtype=torch.int64))
+        self.step = Step(tokens, positions, rows, torch.zeros(max_logits, dtype=torch.int64))
         point_to_step(self.state, self.step)
         self._workspace: dict[tuple[Any, ...], Tensor] = {}
         self._producer_by_address: dict[int, Arguments] = {}
@@ -117,9 +117,9 @@ _active: ContextVar[Recording | None] = ContextVar("infer_recording", default=No
 
 
 @contextmanager
-def record(capacity: int, wanted_capacity: int) -> Iterator[Recording]:
+def record(capacity: int, max_logits: int) -> Iterator[Recording]:
     """Ops called inside append to the recording instead of running."""
-    recording = Recording(capacity, wanted_capacity)
+    recording = Recording(capacity, max_logits)
     token = _active.set(recording)
     try:
         yield recording
@@ -133,29 +133,29 @@ def scope(
     num_tokens: int = 0,
     *,
     tokens: Tensor | None = None,
-    wanted: Tensor | None = None,
+    logit_indices: Tensor | None = None,
     step: Step | None = None,
 ) -> Iterator[Run]:
     """The run that an op's commands go to. An eager one is run at the end."""
     recording = _active.get()
     if recording is not None:
-        _check_slots(recording.step, tokens, wanted, step)
+        _check_slots(recording.step, tokens, logit_indices, step)
         recording.enter(name)
         yield recording
         return
     none = torch.zeros(0, dtype=torch.int64)
     if step is None:
         tokens = none if tokens is None else tokens.to(torch.int64).contiguous()
-        wanted = none if wanted is None else wanted.to(torch.int64).contiguous()
-        step = Step(tokens, tokens, tokens, wanted)  # no op without a step reads positions or rows
+        logit_indices = none if logit_indices is None else logit_indices.to(torch.int64).contiguous()
+        step = Step(tokens, tokens, tokens, logit_indices)  # no op without a step reads positions or rows
         num_tokens = num_tokens or len(tokens)
     else:
         num_tokens = len(step.tokens)
-        arrays = (step.tokens, step.positions, step.rows, step.wanted)
+        arrays = (step.tokens, step.positions, step.rows, step.logit_indices)
         step = Step(*(array.to(torch.int64).contiguous() for array in arrays))
-    run = EagerRun(num_tokens, len(step.wanted))
+    run = EagerRun(num_tokens, len(step.logit_indices))
     point_to_step(run.state, step)
-    run.state["num_tokens"], run.state["num_wanted"] = num_tokens, len(step.wanted)
+    run.state["num_tokens"], run.state["num_logits"] = num_tokens, len(step.logit_indices)
     run.label = name
     yield run
     if num_tokens:
@@ -163,12 +163,12 @@ def scope(
 
 
 def point_to_step(state: Arguments, step: Step) -> None:
-    for name in ("tokens", "positions", "rows", "wanted"):
+    for name in ("tokens", "positions", "rows", "logit_indices"):
         state[name] = getattr(step, name).data_ptr()
 
 
-def _check_slots(slots: Step, tokens: Tensor | None, wanted: Tensor | None, step: Step | None) -> None:
-    given = [(tokens, slots.tokens), (wanted, slots.wanted)]
+def _check_slots(slots: Step, tokens: Tensor | None, logit_indices: Tensor | None, step: Step | None) -> None:
+    given = [(tokens, slots.tokens), (logit_indices, slots.logit_indices)]
     if step is not None:
         given += [(step.tokens, slots.tokens), (step.positions, slots.positions), (step.rows, slots.rows)]
     if any(x is not None and x.data_ptr() != slot.data_ptr() for x, slot in given):

@@ -45,7 +45,7 @@ NORMALIZE = np.dtype(
         ("features", np.int64),
         ("out", np.int64),
         ("private_bytes", np.int64),  # not 0: a single token is done by every thread, at out + thread × this
-        ("of_wanted", np.int64),  # only the wanted tokens
+        ("of_logits", np.int64),  # only the tokens whose logits are computed
     ]
 )
 
@@ -116,7 +116,7 @@ MATMUL = np.dtype(
         ("num_records", np.int64),
         ("activations", np.int64),
         ("private_bytes", np.int64),  # not 0: a single token's activations lie at activations + thread × this
-        ("of_wanted", np.int64),
+        ("of_logits", np.int64),
         ("tokens_per_block", np.int64),  # activations that stay in the cache while the weights stream by
         ("unpacked", np.int64),  # a unit's weights as `matrix_tiles` take them, at unpacked + thread × unpacked_bytes
         ("unpacked_bytes", np.int64),
@@ -127,7 +127,7 @@ MATMUL = np.dtype(
 
 EPILOGUE = np.dtype(
     [
-        ("out", np.int64),  # f32 [tokens, row_stride]; 0: not wanted
+        ("out", np.int64),  # f32 [tokens, row_stride]; 0: not asked for
         ("row_stride", np.int64),
         ("first_column", np.int64),
         ("num_columns", np.int64),

@@ -29,13 +29,13 @@ def choose_tokens(
     arguments = SampleArguments(x, positions.data_ptr(), position_offset=0)
     arguments.bind(columns, history)
     arguments.set(allowed=0 if allowed is None else allowed.data_ptr())
-    with scope("sample", len(columns), wanted=positions) as run:
+    with scope("sample", len(columns), logit_indices=positions) as run:
         run.table.append(commands(arguments, keeps=(positions, allowed)))
     return torch.tensor(arguments.sampled[: len(columns)], dtype=torch.int64)
 
 
 def commands(arguments: SampleArguments, keeps: object = None) -> list[Command]:
-    """Scan, narrow, choose: `sampled` holds a token or a negative code for each of the step's wanted logits."""
+    """Scan, narrow, choose: `sampled` holds a token or a negative code for each of the step's logits."""
     makers = (".sample_scan:make_scan", ".sample_narrow:make_narrow", ".sample_choose:make_choose")
     return [command(maker, arguments, keeps) for maker in makers]
 

@@ -16,11 +16,11 @@ _ADDRESS = np.int64
 STATE = np.dtype(
     [
         ("num_tokens", np.int64),
-        ("num_wanted", np.int64),
+        ("num_logits", np.int64),
         ("tokens", _ADDRESS),  # int64 each: the step's arrays
         ("positions", _ADDRESS),
         ("rows", _ADDRESS),
-        ("wanted", _ADDRESS),
+        ("logit_indices", _ADDRESS),
         ("padding", np.int64, 10),
         ("barrier", np.int64),  # arrivals so far, on a cache line of its own
         ("dismissed", np.int64),  # the arrivals after which thread 0 goes on alone, or 0

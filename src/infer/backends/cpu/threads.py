@@ -129,7 +129,7 @@ class Team:
             )
 
     def _learn(self, walk: Walk, state: Words, choice: Choice, seconds: float) -> None:
-        tokens = max(state[_STATE["num_tokens"]], state[_STATE["num_wanted"]])
+        tokens = max(state[_STATE["num_tokens"]], state[_STATE["num_logits"]])
         units, class_ = walk.words[_WALK["walked"]], tokens
         if tokens > _LARGE_STEP:
             units, class_ = units * tokens, _LARGE_STEP + tokens.bit_length()

@@ -52,7 +52,7 @@ def make_walk() -> Callable[..., None]:
                 for part in range(first, end):
                     control.call_command(load_i64(row), load_i64(row + 8), state_address, part, num_threads)
                 flag = load_i64(row + 16)
-                if not is_alone and (flag == 1 or (flag == 2 and max(state.num_tokens, state.num_wanted) > 1)):
+                if not is_alone and (flag == 1 or (flag == 2 and max(state.num_tokens, state.num_logits) > 1)):
                     arrivals += num_threads
                     beyond = stalls - args.patience if thread == 0 and args.patience != 0 else 0
                     if beyond > 0 and beyond > (control.cycles() - started) >> _SHARE_SHIFT:

@@ -1,6 +1,6 @@
 """A forward recorded once as a table of commands, and run for any step: decode, verify, a batch, a chunk of a prompt.
 
-The table reads the numbers of tokens and of wanted logits, and the step's arrays, from fixed slots when it is walked
+The table reads the numbers of tokens and of logits, and the step's arrays, from fixed slots when it is walked
 (`backends.cpu.state`); nothing else changes between walks. So there is one recording for a model and its cache, and
 what it computes is what the same ops compute one by one, to the bit.
 """
@@ -20,12 +20,12 @@ from infer.backends.cpu.state import STATE, field_index, words_of
 from infer.backends.cpu.table import Walk
 from infer.backends.cpu.threads import team
 from infer.errors import InvalidRequestError
-from infer.operands.step import Masks, Part, Step
+from infer.operands.step import Chunk, Masks, Step
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 
 Forward = Callable[[Step], Tensor]
-_NUM_TOKENS, _NUM_WANTED = field_index(STATE, "num_tokens"), field_index(STATE, "num_wanted")
+_NUM_TOKENS, _NUM_LOGITS = field_index(STATE, "num_tokens"), field_index(STATE, "num_logits")
 
 
 @final
@@ -35,12 +35,12 @@ class CapturedForward(Captured):
     The tensors that forward reads and writes (weights, cache) must stay where they are.
     """
 
-    def __init__(self, forward: Forward, capacity: int = 512, wanted_capacity: int = 32) -> None:
-        with record(capacity, wanted_capacity) as self._recording:
+    def __init__(self, forward: Forward, capacity: int = 512, max_logits: int = 32) -> None:
+        with record(capacity, max_logits) as self._recording:
             self._logits = forward(self._recording.step)
-        self.capacity, self.wanted_capacity = capacity, wanted_capacity
+        self.capacity, self.max_logits = capacity, max_logits
         slots = self._recording.step
-        self._slots = [array.numpy() for array in (slots.tokens, slots.positions, slots.rows, slots.wanted)]
+        self._slots = [array.numpy() for array in (slots.tokens, slots.positions, slots.rows, slots.logit_indices)]
         self._slot_words = [words_of(array) for array in self._slots]
         self._state_words = words_of(self._recording.state)
         self.table = self._recording.table
@@ -48,24 +48,27 @@ class CapturedForward(Captured):
         self._multi_step: MultiStep | None = None
         self._verifier: Verifier | None = None
 
-    def run(self, step: Step, num_threads: int | None = None) -> Float[Tensor, "wanted vocab"]:
-        """The wanted logits, in a buffer that the next run overwrites if they fit one piece."""
+    def run(self, step: Step, num_threads: int | None = None) -> Float[Tensor, "logits vocab"]:
+        """The logits asked for, in a buffer that the next run overwrites if they fit one piece."""
         pieces = []
         for piece in self._pieces(step):
             self._fill(piece)
             team().run(self._walk, self._recording.state, num_threads)
-            pieces.append(self._logits[: len(piece.wanted)])
+            pieces.append(self._logits[: len(piece.logit_indices)])
             if len(piece.tokens) < len(step.tokens):
                 pieces[-1] = pieces[-1].clone()
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def takes(self, parts: Sequence[Part]) -> bool:
-        num_tokens, num_lines = sum(len(part.token_ids) for part in parts), sum(part.num_lines for part in parts)
-        return num_tokens <= self.capacity and num_lines <= self.wanted_capacity
+    def takes(self, chunks: Sequence[Chunk]) -> bool:
+        num_tokens, num_logits = (
+            sum(len(chunk.token_ids) for chunk in chunks),
+            sum(chunk.num_logits for chunk in chunks),
+        )
+        return num_tokens <= self.capacity and num_logits <= self.max_logits
 
     def run_multi_step(
         self,
-        parts: Sequence[Part],
+        chunks: Sequence[Chunk],
         starts: Sequence[int],
         count: int,
         columns: SamplingColumns,
@@ -74,35 +77,35 @@ class CapturedForward(Captured):
         masks: Masks | None = None,
         num_threads: int | None = None,
     ) -> Generated:
-        if len(parts) > self.wanted_capacity:
-            raise InvalidRequestError(f"a multi-step takes up to {self.wanted_capacity} rows, got {len(parts)}")
-        if len(parts) != len(columns) or any(not len(part.token_ids) == part.num_lines == 1 for part in parts):
-            raise InvalidRequestError(f"a multi-step takes one wanted token for each of {len(columns)} rows")
-        self._load(parts, starts)
+        if len(chunks) > self.max_logits:
+            raise InvalidRequestError(f"a multi-step takes up to {self.max_logits} rows, got {len(chunks)}")
+        if len(chunks) != len(columns) or any(not len(chunk.token_ids) == chunk.num_logits == 1 for chunk in chunks):
+            raise InvalidRequestError(f"a multi-step takes one token with logits for each of {len(columns)} rows")
+        self._load(chunks, starts)
         if self._multi_step is None:
             self._multi_step = MultiStep(self._recording, self._walk, self._logits)
         return self._multi_step.run(self._recording.state, count, columns, history, stop_ids, masks, num_threads)
 
     def run_verified(
         self,
-        parts: Sequence[Part],
+        chunks: Sequence[Chunk],
         starts: Sequence[int],
         columns: SamplingColumns,
         history: History | None = None,
         masks: Masks | None = None,
         num_threads: int | None = None,
     ) -> Generated:
-        if not self.takes(parts):
+        if not self.takes(chunks):
             raise InvalidRequestError(
-                f"a step takes up to {self.capacity} tokens and {self.wanted_capacity} wanted ones, "
-                f"got {sum(len(part.token_ids) for part in parts)} and {sum(part.num_lines for part in parts)}"
+                f"a step takes up to {self.capacity} tokens and {self.max_logits} logits, "
+                f"got {sum(len(chunk.token_ids) for chunk in chunks)} and {sum(chunk.num_logits for chunk in chunks)}"
             )
-        if len(parts) != len(columns):
-            raise InvalidRequestError(f"a step takes a part for each of {len(columns)} rows, got {len(parts)}")
-        self._load(parts, starts)
+        if len(chunks) != len(columns):
+            raise InvalidRequestError(f"a step takes a chunk for each of {len(columns)} rows, got {len(chunks)}")
+        self._load(chunks, starts)
         if self._verifier is None:
             self._verifier = Verifier(self._walk, self._logits)
-        return self._verifier.run(self._recording.state, parts, starts, columns, history, masks, num_threads)
+        return self._verifier.run(self._recording.state, chunks, starts, columns, history, masks, num_threads)
 
     def profile(self, step: Step, num_threads: int | None = None) -> list[tuple[str, int]]:
         """Each command's label and the cycles that thread 0 spent in it, barrier included."""
@@ -116,37 +119,37 @@ class CapturedForward(Captured):
 
     def _fill(self, step: Step) -> None:
         state = self._recording.state
-        for slot, values in zip(self._slots, (step.tokens, step.positions, step.rows, step.wanted), strict=True):
+        for slot, values in zip(self._slots, (step.tokens, step.positions, step.rows, step.logit_indices), strict=True):
             slot[: len(values)] = values.numpy()
-        state["num_tokens"], state["num_wanted"] = len(step.tokens), len(step.wanted)
+        state["num_tokens"], state["num_logits"] = len(step.tokens), len(step.logit_indices)
 
-    def _load(self, parts: Sequence[Part], starts: Sequence[int]) -> None:
-        """`_fill` with `Step.of_parts`, without a step between: a step of decoding is short, and torch takes long."""
-        tokens, positions, rows, wanted = self._slot_words
-        at = num_wanted = 0
-        for part, start in zip(parts, starts, strict=True):
-            count, num_lines = len(part.token_ids), part.num_lines
+    def _load(self, chunks: Sequence[Chunk], starts: Sequence[int]) -> None:
+        """`_fill` with `Step.of_chunks`, without a step between: a step of decoding is short, and torch takes long."""
+        tokens, positions, rows, logit_indices = self._slot_words
+        at = logits_at = 0
+        for chunk, start in zip(chunks, starts, strict=True):
+            count, num_logits = len(chunk.token_ids), chunk.num_logits
             end = at + count
-            tokens[at:end], rows[at:end] = list(part.token_ids), [part.row] * count
+            tokens[at:end], rows[at:end] = list(chunk.token_ids), [chunk.slot] * count
             positions[at:end] = list(range(start, start + count))
-            wanted[num_wanted : num_wanted + num_lines] = list(range(end - num_lines, end))
-            at, num_wanted = end, num_wanted + num_lines
-        self._state_words[_NUM_TOKENS], self._state_words[_NUM_WANTED] = at, num_wanted
+            logit_indices[logits_at : logits_at + num_logits] = list(range(end - num_logits, end))
+            at, logits_at = end, logits_at + num_logits
+        self._state_words[_NUM_TOKENS], self._state_words[_NUM_LOGITS] = at, logits_at
 
     def _pieces(self, step: Step) -> Iterator[Step]:
         num_tokens = len(step.tokens)
-        if num_tokens <= self.capacity and len(step.wanted) <= self.wanted_capacity:
+        if num_tokens <= self.capacity and len(step.logit_indices) <= self.max_logits:
             yield step
             return
-        wanted = step.wanted.tolist()
-        if wanted != sorted(wanted):
-            raise InvalidRequestError("the wanted tokens of a step longer than the recording must be in order")
+        logit_indices = step.logit_indices.tolist()
+        if logit_indices != sorted(logit_indices):
+            raise InvalidRequestError("the logit indices of a step longer than the recording must be in order")
         start = 0
         while start < num_tokens:
             end = min(num_tokens, start + self.capacity)
-            mine = [index for index in wanted if start <= index < end]
-            if len(mine) > self.wanted_capacity:
-                mine = mine[: self.wanted_capacity]
+            mine = [index for index in logit_indices if start <= index < end]
+            if len(mine) > self.max_logits:
+                mine = mine[: self.max_logits]
                 end = mine[-1] + 1
             tokens, positions, rows = (x[start:end] for x in (step.tokens, step.positions, step.rows))
             yield Step(tokens, positions, rows, torch.tensor([index - start for index in mine], dtype=torch.int64))

@@ -27,7 +27,7 @@ from infer.backends.cpu.sample_rows import FIELD, SampleArguments
 from infer.backends.cpu.state import Words, field_index, field_offset, integers
 from infer.backends.cpu.table import DispatchTable, Walk
 from infer.backends.cpu.threads import team
-from infer.operands.step import Masks, Part, StepEnd
+from infer.operands.step import Chunk, Masks, StepEnd
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 
@@ -140,7 +140,7 @@ class Verifier:
     def run(
         self,
         state: State,
-        parts: Sequence[Part],
+        chunks: Sequence[Chunk],
         starts: Sequence[int],
         columns: SamplingColumns,
         history: History | None,
@@ -150,19 +150,19 @@ class Verifier:
         arguments, lines, most = self._arguments, 0, 0
         arguments.bind(columns, history)
         self._make_room(arguments.room)
-        for row, (part, start) in enumerate(zip(parts, starts, strict=True)):
-            num_drafts = part.num_drafts
-            self._positions[row], arguments.starts[row] = start + len(part.token_ids) - num_drafts, lines
-            arguments.alive[row], self._drafted[row], self._counts[row] = part.is_wanted, num_drafts, 0
+        for row, (chunk, start) in enumerate(zip(chunks, starts, strict=True)):
+            num_drafts = chunk.num_drafts
+            self._positions[row], arguments.starts[row] = start + len(chunk.token_ids) - num_drafts, lines
+            arguments.alive[row], self._drafted[row], self._counts[row] = chunk.has_logits, num_drafts, 0
             if num_drafts:
                 at = row * self._max_entries
-                self._drafts[at : at + num_drafts] = list(part.drafts)
-            lines, most = lines + part.num_lines, max(most, num_drafts)
+                self._drafts[at : at + num_drafts] = list(chunk.drafts)
+            lines, most = lines + chunk.num_logits, max(most, num_drafts)
         arguments.set(entry=0, stop=0)
         self._walk.words[_REPEATS] = 1 + most
         _bind_masks(arguments, masks)
         team().run(self._walk, state, num_threads)
-        num_rows, num_entries = len(parts), arguments.words[_ENTRY]
+        num_rows, num_entries = len(chunks), arguments.words[_ENTRY]
         stamps = [stamp / 1e9 for stamp in self._stamps[: num_entries + 1]]
         return Generated(
             [self._generated[row : num_rows * count : num_rows] for row, count in enumerate(self._counts[:num_rows])],

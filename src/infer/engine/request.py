@@ -1,20 +1,44 @@
-"""What a request must be before the loop takes it: a prompt that fits, ids that exist, a seed that is known."""
+"""A request: what a user asked, checked and immutable."""
 
 import secrets
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import SupportsIndex
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import SupportsIndex, final
 
-from infer.engine.generation import Generation
 from infer.errors import ContextLengthError, InvalidRequestError
+from infer.grammar import Constraint
 from infer.model.transformer import Transformer
+from infer.operands.step import MAX_STEP_TOKENS
 from infer.sampling_params import SamplingParams
 from infer.tokenizer import Tokenizer
 
 
-def begin(
+@final
+@dataclass(frozen=True)
+class Request:
+    """`vocab_size` and more are ids that are never sampled. `num_draft_tokens` 0 is without drafts."""
+
+    tokenizer: Tokenizer
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    max_total_tokens: int
+    vocab_size: int
+    make_constraint: Callable[[], Constraint] | None = None  # the grammar's matcher, at its beginning
+    num_draft_tokens: int = 0
+    prefill_chunk: int = MAX_STEP_TOKENS
+    cancel: threading.Event | None = None
+    num_truncated: int = 0  # tokens of the prompt that were cut on its left
+
+    @property
+    def max_new_tokens(self) -> int:
+        room, asked = self.max_total_tokens - len(self.prompt_token_ids), self.params.max_new_tokens
+        return room if asked is None else min(asked, room)
+
+
+def make_request(
     model: Transformer, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams
-) -> Generation:
+) -> Request:
     """Check a request against the model and draw a seed where none was given.
 
     Raises InvalidRequestError for what `check_prompt` refuses and for parameters that name ids outside the vocabulary.
@@ -25,11 +49,11 @@ def begin(
         _check_ids(name, getattr(params, name) or (), vocab_size)
     if params.seed is None:
         params = replace(params, seed=secrets.randbits(64))
-    return Generation(tokenizer, token_ids, params, model.max_seq_len, vocab_size)
+    return Request(tokenizer, tuple(token_ids), params, model.max_seq_len, vocab_size)
 
 
 def vocab_size_of(model: Transformer, tokenizer: Tokenizer) -> int:
-    """The ids that can be read and said: either may have rows that the other has not."""
+    """The ids that both the model and the tokenizer have: either may have more."""
     return min(model.architecture.vocab_size, tokenizer.vocab_size)
 
 

@@ -1,0 +1,363 @@
+"""The engine of a loaded model: all sequences, whoever asked for them, go through its steps.
+
+A step is planned (`Scheduler`), run (`Runner`), and each sequence accepts what was sampled for it; then the cache keeps
+what was accepted. All of that is done when `step` returns. A step serves sequences at different places: chunks of
+prompts, single tokens, drafts to verify, with a grammar or without.
+"""
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from functools import partial
+from typing import NamedTuple, TypeVar, final
+
+from infer.engine.grammar_masks import MaskFiller
+from infer.engine.lease import Lease
+from infer.engine.scheduler import Demand, Kind, Plan, Scheduler
+from infer.engine.sequence import Sequence
+from infer.engine.slots import Slots
+from infer.errors import InferError, OutOfPagesError
+from infer.operands.step import MAX_STEP_LOGITS, Chunk, Clock, Masks, StepEnd
+from infer.outputs import Piece
+from infer.runner.closing import closed
+from infer.runner.runner import Runner
+from infer.runner.verify import SampledTokens
+from infer.sampling.columns import SamplingColumns, uses_history
+from infer.sampling.history import History
+from infer.system.locks import long_lock
+
+_YIELD_SECONDS = 50e-6  # for a thread that waits to take the lock
+_Found = TypeVar("_Found")
+
+
+class Output(NamedTuple):
+    """What a step gave a sequence."""
+
+    sequence: Sequence
+    pieces: Items[Piece]
+
+
+class _Work(NamedTuple):
+    """What a step computes of a sequence."""
+
+    sequence: Sequence
+    chunk: Chunk
+
+
+@final
+class Engine:
+    """For any thread: whoever waits for tokens runs the next step, for all who do.
+
+    An exception that comes from outside (a signal's) may leave a step midway. Then the next call begins with an empty
+    cache, and sequences that go on are computed again.
+    """
+
+    def __init__(self, runner: Runner, *, max_steps: int | None = None) -> None:
+        """`max_steps` without a return to Python; None: as many as take a tenth of a second."""
+        self._open_slots: Slots | None = Slots(runner)
+        self._device = runner.model.device
+        self._lock = long_lock()
+        self._is_sound = True  # no step is under way, and none was left midway
+        self._sequences: list[Sequence] = []  # that go on, in the order in which they came
+        self._waiting = set[Sequence]()  # those whose callers wait for the lock
+        self.scheduler = Scheduler(MAX_STEP_LOGITS, max_steps)
+        self._columns: SamplingColumns | None = None  # of the sequences' parameters
+        self._history: History | None = None
+        self._filler = MaskFiller(self._device)
+
+    @property
+    def _slots(self) -> Slots:
+        """Raises ClosedError after `close`."""
+        if (slots := self._open_slots) is None:
+            raise closed()
+        return slots
+
+    @property
+    def runner(self) -> Runner:
+        """Raises ClosedError after `close`."""
+        return self._slots.runner
+
+    @property
+    def sequences(self) -> Items[Sequence]:
+        """Those that go on."""
+        return tuple(self._sequences)
+
+    def submit(self, sequence: Sequence, lease: Lease | None = None) -> Sequence:
+        """It takes part in the steps until it is finished; with a lease, at its slot. After `close` it is cancelled."""
+        sequence.lease = lease
+        self._sequences.append(sequence)
+        if self._open_slots is None:
+            self.close()
+        return sequence
+
+    def cancel(self, sequence: Sequence) -> None:
+        """End a sequence. No step is for it afterwards; called within a step, once that has ended."""
+        sequence.cancel()
+        if not self.is_stepping_here:
+            with self._lock:
+                if self._open_slots is not None:
+                    self._become_sound()
+                    self._let_go()
+
+    def advance(self, sequence: Sequence) -> None:
+        """Run a step, unless another thread has run one that gave the sequence something or ended it."""
+        num_pieces, sequence.is_asked = len(sequence.pieces), True
+        self._waiting.add(sequence)
+        try:
+            with self._lock:
+                self._waiting.discard(sequence)
+                if not sequence.has_ended and len(sequence.pieces) == num_pieces:
+                    self._step()
+        finally:
+            self._waiting.discard(sequence)
+        if self._waiting:
+            time.sleep(_YIELD_SECONDS)
+
+    def step(self) -> list[Output]:
+        """One step, or several without a return to Python, of the sequences whose callers wait: what it gave each."""
+        with self._lock:
+            return self._step()
+
+    def change(self, lease: Lease, change: Callable[[int], _Found]) -> _Found:
+        """What `change` gives for the lease's slot, called while no step runs. It keeps `lease.token_ids` true.
+
+        Called again where pages were missing and others gave theirs up. An InferError that it raises is a refusal:
+        nothing was changed. Raises ClosedError.
+        """
+        with self._lock:
+            self._become_sound()
+            while True:
+                self._is_sound = False
+                while (slot := self._slots.hold(lease)) is None:
+                    self._slots.preempt_last()
+                try:
+                    found = change(slot)
+                except InferError as error:
+                    is_short = isinstance(error, OutOfPagesError)
+                    has_helped = is_short and (self._slots.reclaim(lease) or self._slots.preempt_last())
+                    self._is_sound = True
+                    if not has_helped:
+                        raise
+                else:
+                    self._is_sound = True
+                    return found
+
+    def trim(self) -> int:
+        """Give the memory of what nobody waits for back to the system, the caches of idle sessions included: how many
+        bytes. Their next answers are computed from their beginning.
+        """
+        with self._lock:
+            self._become_sound()
+            self._is_sound = False
+            while self._slots.reclaim():
+                pass
+            num_bytes = self.runner.give_back_free()
+            self._is_sound = True
+            return num_bytes
+
+    def close(self) -> None:
+        """Sequences that go on end as cancelled; the cache is given up."""
+        for sequence in list(self._sequences):
+            sequence.cancel()
+        if self.is_stepping_here:
+            self._open_slots = None
+            return
+        with self._lock:
+            for sequence in list(self._sequences):
+                sequence.abort()
+                sequence.end()
+            self._sequences.clear()
+            self._open_slots = self._history = self._columns = None
+            self._filler.close()
+
+    @property
+    def is_stepping_here(self) -> bool:
+        """Whether this thread is within a step, which a signal's handler or the end of an object has come between."""
+        return bool(self._lock._is_owned())  # type: ignore[attr-defined]  # as threading.Condition asks
+
+    def _become_sound(self) -> None:
+        slots = self._slots
+        if self._is_sound:
+            return
+        self._filler.close()  # it may still fill a mask of a sequence
+        slots.reset()
+        for sequence in list(self._sequences):
+            sequence.restart()
+        self._columns = self._history = None
+        self._filler = MaskFiller(self._device)
+        self._is_sound = True
+
+    # A step
+
+    def _step(self) -> list[Output]:
+        self._become_sound()
+        self._is_sound = False
+        self._let_go()
+        self._admit()
+        active = [each for each in self._slots.sequences if each.wants_tokens]
+        counts = [len(sequence.pieces) for sequence in active]
+        for sequence in active:
+            self._force(sequence)
+        self._compute([sequence for sequence in active if not sequence.is_finished])
+        self._let_go()
+        self._is_sound = True
+        return [Output(sequence, sequence.pieces[count:]) for sequence, count in zip(active, counts, strict=True)]
+
+    def _let_go(self) -> None:
+        """Sequences that are finished or cancelled leave."""
+        for sequence in list(self._sequences):
+            sequence.poll_cancel()
+            if sequence.is_finished:
+                self._slots.leave(sequence)
+                self._sequences.remove(sequence)
+                sequence.end()
+
+    def _admit(self) -> None:
+        """Sequences that wait enter, in their order, while there are slots and pages."""
+        for sequence in list(self._sequences):
+            if sequence.has_slot or not sequence.wants_tokens:
+                continue
+            sequence.timer.begin()
+            if not self._slots.enter(sequence):
+                return
+            sequence.must_end_prompt = self.runner.compresses_prompts
+            self._write_params(sequence)
+
+    def _force(self, sequence: Sequence) -> None:
+        """Accept the tokens that the grammar leaves no choice about."""
+        forced, forcing = list[int](), sequence.force()
+        while (token_id := sequence.attempt(partial(next, forcing, None), None)) is not None:
+            if sequence.attempt(partial(sequence.accept, token_id), None) is None:
+                break
+            forced.append(token_id)
+        if forced and self._history is not None and uses_history(sequence.params):
+            self._history.extend(sequence.slot, forced)
+
+    def _compute(self, active: list[Sequence]) -> None:
+        started = time.perf_counter()
+        plan, works = self._plan_what_fits(active)
+        if not works:
+            return
+        masks = self._filler.start(works)
+        sampled, ends, is_multi_step = self._sample(plan, works, masks)
+        if masks is not None:
+            masks.wait()
+        clock = Clock(started, ends, time.perf_counter())
+        self._learn(plan, works, len(ends) if is_multi_step else 1, clock)
+        for work, found in zip(works, sampled, strict=True):
+            if work.chunk.has_logits:
+                self._settle(work, found, clock, is_multi_step=is_multi_step)
+            else:
+                self.runner.commit(work.chunk.slot, len(work.chunk.token_ids))
+                work.sequence.prefilled(len(work.chunk.token_ids), clock.ended - started)
+            self._remember(work.sequence)
+        for work in works:
+            if work.sequence.must_end_prompt:
+                self._end_prompt(work.sequence)
+
+    def _plan_what_fits(self, active: list[Sequence]) -> tuple[Plan, list[_Work]]:
+        """Without the sequences that fail meanwhile, or have no pages."""
+        slots, reserve = self._slots, self.runner.reserve
+        while True:
+            plan, works = self._plan(active)
+            for sequence, chunk in works:
+                if not sequence.is_finished and sequence.has_slot:
+                    num_tokens = max(plan.num_steps, len(chunk.token_ids))
+                    slots.with_pages(sequence, partial(reserve, sequence.slot, num_tokens))
+            able = [sequence for sequence in active if sequence.has_slot and not sequence.is_finished]
+            if len(able) == len(active):
+                return plan, works
+            active = able
+
+    def _plan(self, active: Items[Sequence]) -> tuple[Plan, list[_Work]]:
+        if not active:
+            return Plan([], [], 1), []
+        times, most = self.scheduler.step_times[_kind_of(active)], self.scheduler.max_drafts(len(active))
+        rooms, nothing = [self._rope_room(sequence) for sequence in active], list[int]()
+        drafts = [
+            sequence.attempt(partial(sequence.propose, min(most, room), times), nothing)
+            for sequence, room in zip(active, rooms, strict=True)
+        ]
+        demands = [
+            Demand(sequence.num_schedulable, len(proposed), min(sequence.max_steps(times), sequence.room, 1 + room))
+            for sequence, proposed, room in zip(active, drafts, rooms, strict=True)
+        ]
+        plan = self.scheduler.plan(demands, min(sequence.request.prefill_chunk for sequence in active))
+        return plan, [
+            _Work(sequence, sequence.schedule(num_tokens, proposed[:num_drafts]))
+            for sequence, proposed, num_tokens, num_drafts in zip(active, drafts, *plan[:2], strict=True)
+        ]
+
+    def _rope_room(self, sequence: Sequence) -> int:
+        """How many tokens may follow with the same rope factors. A sequence that comes to others is computed again."""
+        length, runner = len(sequence.token_ids), self.runner
+        if runner.choose_rope(sequence.slot, length):
+            sequence.recompute()
+        return runner.rope_room(length)
+
+    def _sample(
+        self, plan: Plan, works: Items[_Work], masks: Masks | None
+    ) -> tuple[list[SampledTokens], list[StepEnd], bool]:
+        """What was sampled after each chunk, when each round of it ended, and whether those were steps of their own."""
+        chunks, columns = [work.chunk for work in works], self._select_params(works)
+        if plan.num_steps > 1:
+            stop_ids = frozenset[int]().union(*(work.sequence.stop_ids for work in works))
+            sampled, ends = self.runner.multi_step(chunks, plan.num_steps, columns, self._history, stop_ids, masks)
+            if ends:
+                return sampled, ends, True
+        return *self.runner.sample(chunks, columns, self._history, masks), False
+
+    def _learn(self, plan: Plan, works: Items[_Work], num_steps: int, clock: Clock) -> None:
+        """Before the tokens are accepted."""
+        is_like_drafts = all(sequence.pieces and len(chunk.token_ids) == chunk.num_logits for sequence, chunk in works)
+        times = self.scheduler.step_times[_kind_of([work.sequence for work in works])] if is_like_drafts else None
+        self.scheduler.update(plan, num_steps, clock.ended - clock.started, times)
+
+    def _settle(self, work: _Work, sampled: SampledTokens, clock: Clock, *, is_multi_step: bool) -> None:
+        sequence, chunk = work
+        num_before, logprobs = len(sequence.pieces), iter(sampled.logprobs)
+        for token_id in sampled.token_ids:
+            sequence.attempt(partial(sequence.accept, token_id, next(logprobs, None)), None)
+            if sequence.is_finished:
+                break
+        num_accepted = len(sequence.pieces) - num_before
+        self.runner.commit(chunk.slot, len(chunk.token_ids) - chunk.num_drafts + max(0, num_accepted - 1))
+        sequence.stepped(chunk, sampled, num_accepted, clock, is_multi_step=is_multi_step)
+
+    def _remember(self, sequence: Sequence) -> None:
+        if self.runner.shares_prefixes and not sequence.has_fault:
+            self.runner.remember(sequence.slot, sequence.token_ids)
+
+    def _end_prompt(self, sequence: Sequence) -> None:
+        """Where all of the prompt is computed and something follows. What it takes is part of the next token's time."""
+        if sequence.num_computed != sequence.num_prompt_tokens or not sequence.pieces:
+            return
+        started = time.perf_counter()
+        prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+        if self._slots.with_pages(sequence, partial(self.runner.after_prompt, sequence.slot, prompt)):
+            sequence.must_end_prompt = False
+        sequence.timer.waited(time.perf_counter() - started)
+
+    # The parameters of sampling
+
+    def _write_params(self, sequence: Sequence) -> None:
+        """Into the columns of its slot, and its tokens into the history where they count."""
+        request, num_slots = sequence.request, self.runner.num_slots
+        if self._columns is None:
+            end_ids = request.tokenizer.eos_token_ids
+            self._columns = SamplingColumns(num_slots, request.vocab_size, end_ids=end_ids, device=self._device)
+        self._columns.write(sequence.slot, sequence.params, sequence.num_prompt_tokens)
+        if uses_history(sequence.params):
+            if self._history is None:
+                self._history = History(num_slots, self.runner.model.max_seq_len, request.vocab_size, self._device)
+            self._history.begin(sequence.slot, sequence.token_ids, sequence.num_prompt_tokens)
+
+    def _select_params(self, works: Items[_Work]) -> SamplingColumns:
+        assert self._columns is not None
+        self._columns.select([work.sequence.slot for work in works])
+        return self._columns
+
+
+def _kind_of(active: Items[Sequence]) -> Kind:
+    num_constrained = sum(sequence.constraint is not None for sequence in active)
+    return Kind(len(active), num_constrained, sum(sequence.params.temperature == 0 for sequence in active))

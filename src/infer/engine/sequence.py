@@ -1,0 +1,383 @@
+"""A sequence: a request being answered. It owns its token ids, and it alone changes its state.
+
+All that follows from the ids (text, grammar, drafts) can be made again from them, so a sequence that was preempted,
+interrupted or cut goes on as if nothing had happened.
+"""
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
+from contextlib import suppress
+from functools import partial
+from typing import TypeVar, final
+
+from infer.engine.lease import Lease
+from infer.engine.request import Request
+from infer.engine.text_output import TextOutput
+from infer.engine.timing import AnswerTimer
+from infer.errors import ConstraintError
+from infer.grammar import Constraint
+from infer.grammar.base import Mask
+from infer.operands.step import Chunk, Clock
+from infer.outputs import FinishReason, GenerationResult, GenerationStats, Piece, TokenLogprob
+from infer.runner.verify import SampledTokens
+from infer.sampling.sampler import message_of
+from infer.sampling_params import SamplingParams
+from infer.speculation.ngram import NgramDraft
+from infer.speculation.policy import DraftPolicy, StepTimes
+
+_STOP_STRING_STEPS = 8  # without a return to Python, where a stop string may end the answer
+NO_SLOT = -1
+Found = TypeVar("Found")
+
+
+@final
+class Sequence:
+    """`token_ids` are the prompt's and, after them, the answer's: the only list of them. The first `num_computed` are
+    in the cache, at `slot`; the others are pending. A token counts as accepted when its piece is in `pieces`.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.token_ids = list(request.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_computed = 0
+        self.slot = NO_SLOT
+        self.pieces: list[Piece] = []
+        self.num_read = 0  # pieces that the caller has taken
+        self.is_asked = False  # whether the caller has begun to take them
+        self.runs_ahead = False  # of the caller, who takes all there are
+        self.lease: Lease | None = None  # a slot that it leaves to the next sequence of its kind
+        self.must_end_prompt = False  # before anything is forced, drafted or run without a return to Python
+        self.has_ended = False  # it has left the engine: nothing of it changes any more but `keep`
+        self.has_fault = False  # its grammar, its text or its drafts raised what they should not
+        self.stats = GenerationStats()
+        self.timer = AnswerTimer()
+        self.num_reused, self.num_dropped = 0, 0
+        self.error: str | None = None
+        self._is_cancelled = False
+        self._is_forcing = False
+        self._grammar_error: str | None = None
+        self._tail: str | None = None  # what was held back of an answer that was cut
+        self._policy: DraftPolicy = DraftPolicy(request.num_draft_tokens)
+        self._draft: NgramDraft | None = None  # while it has a slot
+        self._text = TextOutput(request.tokenizer, request.params, request.max_total_tokens - self.num_prompt_tokens)
+        self.constraint: Constraint | None = None
+        self._num_followed = 0  # tokens that the grammar has taken, but those yet to be accepted
+        self._complete_at: int | None = None  # number of tokens after which the grammar was complete
+        if request.make_constraint is not None:
+            self.constraint = request.make_constraint()
+            self._num_followed = self.constraint.num_accepted
+
+    # What it is
+
+    @property
+    def has_slot(self) -> bool:
+        return self.slot != NO_SLOT
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def num_pending(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def pending(self) -> list[int]:
+        return self.token_ids[self.num_computed :]
+
+    @property
+    def generated(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens : self.num_prompt_tokens + len(self.pieces)]
+
+    @property
+    def room(self) -> int:
+        """How many tokens may follow."""
+        return self._text.limit - len(self.pieces)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        return self._text.stop_ids
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self._text.finish_reason
+
+    @property
+    def is_finished(self) -> bool:
+        return self._text.finish_reason is not None
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the cache lacks the last token alone."""
+        return self.num_pending == 1
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether the next step is for it: its caller has taken what there is, or takes all."""
+        return self.runs_ahead or (self.is_asked and self.num_read >= len(self.pieces))
+
+    @property
+    def num_schedulable(self) -> int:
+        """Pending tokens that the next steps may compute. What an answer's own tokens see may be known only where the
+        prompt has ended.
+        """
+        return self.num_prompt_tokens - self.num_computed if self.must_end_prompt else self.num_pending
+
+    def max_steps(self, times: StepTimes) -> int:
+        """The most steps without a return to Python: none skips a draft worth trying or runs far past a stop string."""
+        if not self.is_decoding or self.must_end_prompt or self.params.logprobs is not None:
+            return 1
+        limit = _STOP_STRING_STEPS if self.params.stop else self.room
+        return limit if self._draft is None else min(limit, self._policy.tokens_between(times))
+
+    # How it ends
+
+    def cancel(self) -> None:
+        """End it before its next token. For any thread: the engine sees it when it next looks."""
+        self._is_cancelled = True
+
+    def poll_cancel(self) -> None:
+        event = self.request.cancel
+        if self._is_cancelled or (event is not None and event.is_set()):
+            self.abort()
+
+    def abort(self) -> None:
+        if self._text.finish_reason is None:
+            self._text.finish("abort", "cancelled")
+
+    def fail(self, code: str, message: str) -> None:
+        self._text.finish("error", code)
+        self.error = message
+
+    def attempt(self, call: Callable[[], Found], otherwise: Found) -> Found:
+        """What the call gives, or `otherwise`: what it raises ends this sequence, not its neighbours. For any thread.
+
+        What the user's own callbacks raise must not come through here.
+        """
+        try:
+            return call()
+        except Exception as error:  # a fault that is not known yet: the others' answers are right all the same
+            self.has_fault = True
+            del self.token_ids[self.num_prompt_tokens + len(self.pieces) :]
+            if self.error is None:
+                place = f"{type(error).__name__}: {error}".splitlines()[0]
+                self.fail("internal", f"a fault of infer in this answer alone: {place:.200}: ask again")
+            return otherwise
+
+    # Its place in the engine
+
+    def enter(self, slot: int, num_computed: int) -> None:
+        """The slot's cache holds its first `num_computed` tokens."""
+        self.slot, self.num_computed = slot, num_computed
+        if not self.pieces:
+            self.num_reused = num_computed
+        if self.request.num_draft_tokens and self._draft is None:
+            self._draft = self.attempt(partial(NgramDraft, self.token_ids), None)
+
+    def leave(self) -> None:
+        """It has ended, or waits for a slot: what only further tokens need is dropped."""
+        self.slot, self._draft = NO_SLOT, None
+
+    def end(self) -> None:
+        self.leave()
+        self.has_ended = True
+
+    def restart(self) -> None:
+        """Nothing of it is computed any more, and a step may have been left midway: all is made again from its ids."""
+        self.leave()
+        self.num_computed = 0
+        if not self.is_finished or self._text.num_tokens != len(self.pieces):
+            self._replay(len(self.pieces))
+
+    def recompute(self) -> None:
+        """Its slot was emptied."""
+        self.num_computed = 0
+
+    def keep(self, num_tokens: int) -> None:
+        """End as if the answer had been cut after so many tokens, where it has more or goes on."""
+        if num_tokens < len(self.pieces):
+            self._replay(num_tokens)
+        self.abort()
+
+    def _replay(self, num_tokens: int) -> None:
+        request = self.request
+        text = TextOutput(request.tokenizer, request.params, request.max_total_tokens - self.num_prompt_tokens)
+        del self.token_ids[self.num_prompt_tokens + num_tokens :]
+        for index, token_id in enumerate(self.token_ids[self.num_prompt_tokens :], 1):
+            text.push(token_id, is_complete=self._complete_at == index)
+        text.finish_reason = text.stop_reason = None
+        self._text = text
+        if request.make_constraint is not None:
+            self.constraint = request.make_constraint()
+            self.constraint.accept(self.token_ids[self.num_prompt_tokens :])
+            self._num_followed = self.constraint.num_accepted
+        if self._complete_at is not None and self._complete_at > num_tokens:
+            self._complete_at = None
+        del self.pieces[num_tokens:]
+        self.timer.keep(num_tokens)
+        self._grammar_error = None
+
+    # Before a step
+
+    def force(self) -> Iterator[int]:
+        """The tokens that the grammar leaves no choice about; each must be accepted before the next is asked for.
+
+        None where log-probabilities are asked for: they need the logits before each token.
+        """
+        if self.params.logprobs is not None or self.must_end_prompt:
+            return
+        while self.constraint is not None and not self.is_finished:
+            forced = self.constraint.forced()
+            if not forced:
+                return
+            for token_id in forced:
+                if self._text.finish_reason is not None:
+                    return
+                self.stats.tokens_forced += 1
+                self._is_forcing = True
+                try:
+                    yield token_id
+                finally:
+                    self._is_forcing = False
+
+    def propose(self, most: int, times: StepTimes) -> list[int]:
+        """Drafts of what follows the pending tokens, at most so many: as many as are worth a step that takes such
+        times. The grammar allows all of them.
+        """
+        if self._draft is None or not self.pieces or self.must_end_prompt:
+            return []
+        match, most = self._draft.match(), min(most, self.room - 1)
+        asked = min(self._policy.num_draft_tokens(times, match, self.num_pending) if match else 0, most)
+        return self._allowed(self._draft.propose(asked)) if asked > 0 else []
+
+    def schedule(self, num_tokens: int, drafts: Items[int]) -> Chunk:
+        """Its share of a step: so many pending tokens and, where those are all, drafts."""
+        taken = self.token_ids[self.num_computed : self.num_computed + num_tokens]
+        is_last = 0 < len(taken) == self.num_pending
+        drafts = drafts if is_last else ()
+        return Chunk(self.slot, [*taken, *drafts], num_drafts=len(drafts), has_logits=is_last)
+
+    def _allowed(self, drafts: list[int]) -> list[int]:
+        """As many as the grammar allows: a step need not run the others."""
+        if self.constraint is None:
+            return drafts
+        count = 0
+        with suppress(ConstraintError):  # which it raises again when the masks are filled
+            while count < len(drafts) and self.constraint.accept([drafts[count]]):
+                count += 1
+        try:
+            self.constraint.rollback(count)
+        except ConstraintError:  # likewise
+            return []
+        return drafts[:count]
+
+    def fill(self, masks: Items[Mask], drafts: Items[int]) -> None:
+        """A mask for what follows now and one for what follows each draft, as far as the grammar allows them. For any
+        thread.
+        """
+        assert self.constraint is not None
+        num_accepted, self._grammar_error = 0, None
+        try:
+            for index, mask in enumerate(masks):
+                self.constraint.fill(mask)
+                self.stats.masks_filled += 1
+                if index == len(drafts) or self.constraint.accept([drafts[index]]) == 0:
+                    break
+                num_accepted += 1
+        except ConstraintError as error:
+            masks[num_accepted][:] = 0
+            self._grammar_error = str(error)
+        try:
+            self.constraint.rollback(num_accepted)
+        except ConstraintError as error:  # nothing may follow what is known
+            masks[0][:] = 0
+            self._grammar_error = str(error)
+
+    # After it
+
+    def prefilled(self, count: int, seconds: float) -> None:
+        """A step computed so many pending tokens and sampled nothing."""
+        self.num_computed += count
+        self.timer.waited(seconds)
+        self.stats.prefill_steps += count > 0
+
+    def accept(self, token_id: int, logprob: TokenLogprob | None = None) -> Piece | None:
+        """What a token adds to the text; None for the code of a failed sample, which ends the sequence."""
+        if self.has_fault:
+            return None
+        if token_id < 0:
+            if self._grammar_error is None:
+                self.fail("logits", message_of(token_id))
+            else:
+                self.fail("grammar", self._grammar_error)
+            return None
+        is_complete = False
+        if self.constraint is not None:
+            try:
+                is_complete = self._follow(token_id)
+            except ConstraintError as error:
+                self.fail("grammar", str(error))
+                return None
+            if is_complete and self._complete_at is None:
+                self._complete_at = len(self.pieces) + 1
+        self.token_ids.append(token_id)
+        if self._draft is not None:
+            guess = self._draft.follow(token_id)
+            if not self._is_forcing:
+                self._policy.observe(*guess)
+        self.pieces.append(self._text.push(token_id, is_complete=is_complete, logprob=logprob))
+        self.timer.arrived()
+        return self.pieces[-1]
+
+    def _follow(self, token_id: int) -> bool:
+        """Move the grammar past a token, unless it has moved already; whether it is complete there."""
+        assert self.constraint is not None
+        if self.constraint.num_accepted == self._num_followed:
+            self._num_followed += self.constraint.accept([token_id])
+        else:
+            self._num_followed += 1
+        return self.constraint.num_accepted == self._num_followed and self.constraint.done
+
+    def stepped(
+        self, chunk: Chunk, sampled: SampledTokens, num_accepted: int, clock: Clock, *, is_multi_step: bool
+    ) -> None:
+        """What was sampled after a chunk, in one step or in several without a return to Python: of the tokens that were
+        accepted, all but the last are computed.
+        """
+        self.num_computed += len(chunk.token_ids) - chunk.num_drafts + max(0, num_accepted - 1)
+        self.timer.stepped(num_accepted, clock)
+        if is_multi_step:
+            self.stats.chains += 1
+            self.stats.chain_tokens += num_accepted
+        else:
+            self.stats.single_steps += 1
+            self.stats.drafts_proposed += chunk.num_drafts
+            self.stats.drafts_accepted += min(len(sampled.token_ids) - 1, num_accepted)
+
+    def _logprobs(self) -> list[TokenLogprob]:
+        return [piece.logprob for piece in self.pieces if piece.logprob is not None]
+
+    def result(self) -> GenerationResult:
+        """Of the answer as it is: "abort" where it goes on."""
+        if self._tail is None and self.finish_reason in ("abort", "error"):
+            self._tail = self.attempt(self._text.flush, "")
+        return GenerationResult(
+            token_ids=self.generated,
+            text="".join(piece.text for piece in self.pieces) + (self._tail or ""),
+            finish_reason=self.finish_reason or "abort",
+            error=self.error,
+            stop_reason=self._text.stop_reason,
+            prompt_tokens=self.num_prompt_tokens,
+            generated_tokens=len(self.pieces),
+            seed=self.params.seed,
+            grammar_complete=None if self.constraint is None else self._complete_at is not None,
+            reused_tokens=self.num_reused,
+            dropped_tokens=self.num_dropped,
+            truncated_tokens=self.request.num_truncated,
+            stats=self.stats,
+            logprobs=None
+            if self.params.logprobs is None
+            else [p.logprob for p in self.pieces if p.logprob is not None],
+            timing=self.timer.result(),
+        )

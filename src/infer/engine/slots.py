@@ -1,0 +1,155 @@
+"""Who has which slot of the runner: sequences that run, and leases between them."""
+
+import weakref
+from collections.abc import Callable, Iterable
+from itertools import count
+from typing import final
+
+from infer.engine.lease import Lease, common_length
+from infer.engine.sequence import Sequence
+from infer.errors import InferError, OutOfPagesError
+from infer.runner.runner import Runner
+
+_OUR_FAULT = "a fault of infer: ask again, and it begins with an empty one"
+
+
+@final
+class Slots:
+    """For the engine alone. Where slots or pages are short, leases that are idle give theirs up, that which was used
+    longest ago before others; then sequences whose callers do not wait; then that which came last.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self._lease_by_slot = weakref.WeakValueDictionary[int, Lease]()
+        self._sequence_by_slot: dict[int, Sequence] = {}
+        self._uses = count(1)
+        self._is_full = False  # a sequence was preempted for others' pages, and none has left since
+
+    @property
+    def sequences(self) -> Iterable[Sequence]:
+        return self._sequence_by_slot.values()
+
+    def enter(self, sequence: Sequence) -> bool:
+        """Give it a slot, with what is stored there of its first tokens; False where there is none."""
+        if self._is_full and any(each.wants_tokens for each in self.sequences):
+            return False
+        lease, runner = sequence.lease, self.runner
+        slot = self._free_slot() if lease is None else self.hold(lease)
+        if slot is None:
+            return False
+        if lease is None:
+            num_computed = runner.adopt(slot, sequence.token_ids)
+        else:
+            num_held = len(lease.token_ids)
+            num_common = common_length(lease.token_ids, sequence.token_ids)
+            lease.token_ids = []
+            runner.choose_rope(slot, len(sequence.token_ids))
+            runner.truncate(slot, min(num_common, len(sequence.token_ids) - 1))
+            num_computed = runner.lengths[slot]
+            if num_computed > num_common:
+                raise InferError(f"the cache holds {num_computed} tokens where {num_common} are right: {_OUR_FAULT}")
+            sequence.num_dropped = num_held - num_common
+        self._sequence_by_slot[slot] = sequence
+        sequence.enter(slot, num_computed)
+        return True
+
+    def leave(self, sequence: Sequence) -> None:
+        """It has ended: its lease keeps what is computed of it."""
+        slot, lease = sequence.slot, sequence.lease
+        if not sequence.has_slot:
+            return
+        if sequence.has_fault:
+            self.runner.forget(slot)
+        if lease is None:
+            self.runner.truncate(slot, 0)
+        else:
+            if sequence.finish_reason == "error":
+                self.runner.truncate(slot, sequence.num_reused)
+            self.runner.after_answer(slot)
+            lease.token_ids = sequence.token_ids[: self.runner.lengths[slot]]
+            lease.last_used = next(self._uses)
+        self._sequence_by_slot.pop(slot, None)
+        self._is_full = False
+
+    def preempt(self, sequence: Sequence) -> None:
+        """It gives up its slot, and is computed again when it has one."""
+        self._is_full = True
+        self.runner.truncate(sequence.slot, 0)
+        del self._sequence_by_slot[sequence.slot]
+        if sequence.lease is not None:
+            self._lease_by_slot.pop(sequence.slot, None)
+            sequence.lease.lose()
+        sequence.restart()
+
+    def preempt_last(self) -> bool:
+        """The sequence that came last; False where there is none."""
+        *_, last = [None, *self.sequences]
+        if last is not None:
+            self.preempt(last)
+        return last is not None
+
+    def hold(self, lease: Lease) -> int | None:
+        """The lease's slot; an empty one where it has none. None where all are in use."""
+        if lease.slot is None and (slot := self._free_slot()) is not None:
+            lease.slot = slot
+            self._lease_by_slot[slot] = lease
+        lease.last_used = next(self._uses)
+        return lease.slot
+
+    def reclaim(self, but: Lease | None = None) -> bool:
+        """Empty a slot for which nobody waits; False where there is none."""
+        used = {*self._sequence_by_slot, *self._lease_by_slot}
+        for slot, length in enumerate(self.runner.lengths):
+            if length and slot not in used:  # its lease was dropped
+                self.runner.truncate(slot, 0)
+                return True
+        leases = list(self._lease_by_slot.items())
+        idle = [(slot, lease) for slot, lease in leases if slot not in self._sequence_by_slot and lease is not but]
+        if idle:
+            slot, oldest = min(idle, key=lambda held: held[1].last_used)
+            oldest.lose()
+            self._lease_by_slot.pop(slot, None)
+            self.runner.truncate(slot, 0)
+            return True
+        paused = [each for each in self.sequences if not each.wants_tokens]
+        if paused:
+            self.preempt(paused[-1])
+        return bool(paused)
+
+    def with_pages(self, sequence: Sequence, change: Callable[[], None]) -> bool:
+        """Call what may miss pages, at the cost of whom others do not wait for, then of sequences that came after it.
+        False where it was preempted itself, or failed, being alone.
+        """
+        while sequence.has_slot:
+            try:
+                change()
+            except OutOfPagesError as error:
+                if self.reclaim():
+                    continue
+                *others, last = self._sequence_by_slot.values()
+                if not others:
+                    sequence.fail("memory", str(error))
+                    return False
+                self.preempt(last)
+            else:
+                return True
+        return False
+
+    def reset(self) -> None:
+        """All slots are empty, and nobody has one."""
+        self.runner.reset()
+        for lease in list(self._lease_by_slot.values()):
+            lease.lose()
+        self._lease_by_slot.clear()
+        self._sequence_by_slot.clear()
+
+    def _free_slot(self) -> int | None:
+        """An empty one: the first that nobody has, or that of the lease used longest ago."""
+        while True:
+            for slot in range(self.runner.num_slots):
+                if slot not in self._sequence_by_slot and slot not in self._lease_by_slot:
+                    self.runner.truncate(slot, 0)
+                    return slot
+            if not self.reclaim():
+                return None

@@ -1,0 +1,58 @@
+"""When an answer's tokens were computed and handed over, in seconds."""
+
+import time
+from typing import final
+
+from infer.operands.step import Clock
+from infer.outputs import GenerationTiming
+
+
+@final
+class AnswerTimer:
+    """Collects what `GenerationTiming` reports of one answer."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None  # by time.perf_counter
+        self._waited = 0.0
+        self._prefill_s: float | None = None
+        self._decode_times_s, self._sampling_times_s, self._arrivals = list[float](), list[float](), list[float]()
+
+    def begin(self) -> None:
+        """From the first call on, somebody waits for the tokens."""
+        if self._began is None:
+            self._began = time.perf_counter()
+
+    def arrived(self) -> None:
+        """One more token, forced or sampled."""
+        self._arrivals.append(time.perf_counter())
+
+    def waited(self, seconds: float) -> None:
+        """Time that gave no token: it counts with the next forward."""
+        self._waited += seconds
+
+    def stepped(self, num_accepted: int, clock: Clock) -> None:
+        """A step, or several without a return to Python, of whose sampled tokens the first so many were accepted.
+
+        The first of all tokens ends the prefill. What Python did before a forward and after the last sampling counts
+        with the next forward; steps whose tokens were dropped count nowhere.
+        """
+        before = clock.started
+        for end in clock.ends[:num_accepted]:
+            forward_s, sampling_s = self._waited + end.forward - before, end.sampling - end.forward
+            if self._prefill_s is None:
+                self._prefill_s = forward_s + sampling_s
+            else:
+                self._decode_times_s.append(forward_s)
+                self._sampling_times_s.append(sampling_s)
+            before, self._waited = end.sampling, 0.0
+        self._waited += clock.ended - before
+
+    def keep(self, num_tokens: int) -> None:
+        """Forget what came after the first so many tokens. Of forced ones, which have no step, it may keep too many."""
+        del self._arrivals[num_tokens:]
+        del self._decode_times_s[max(0, num_tokens - 1) :]
+        del self._sampling_times_s[max(0, num_tokens - 1) :]
+
+    def result(self) -> GenerationTiming:
+        arrivals = [at - (self._began or 0.0) for at in self._arrivals]
+        return GenerationTiming(self._prefill_s or 0.0, self._decode_times_s, self._sampling_times_s, arrivals)

@@ -1,0 +1,386 @@
+"""The forward of a model for many slots at once, and what is sampled after it.
+
+What a step computes is provisional: `commit` says how many of a chunk's tokens stay.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from typing import final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from infer import ops
+from infer.errors import InvalidRequestError
+from infer.kvcache.paged import PagedCache
+from infer.kvcache.pages import num_pages
+from infer.kvcache.settings import CacheSettings
+from infer.kvcache.snapkv import PromptCompression
+from infer.model.memory import check_rows_fit
+from infer.model.transformer import Transformer
+from infer.operands.step import MAX_STEP_LOGITS, MAX_STEP_TOKENS, Chunk, Masks, Step, StepEnd
+from infer.outputs import TokenLogprob
+from infer.runner.verify import SampledTokens, verify
+from infer.sampling.columns import SamplingColumns
+from infer.sampling.history import History
+from infer.sampling.sampler import Sampled, log_probabilities
+from infer.system.available_memory import available_memory_bytes
+
+MAX_FULL_CONTEXTS = 8  # that a model has pages for, unless asked for others
+_MANY = 1 << 30
+
+
+class Runner(ABC):
+    """Slots of tokens, each with its own length."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.model, self._backend = model, ops.backend_of(model.device)
+
+    @property
+    @abstractmethod
+    def num_slots(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def lengths(self) -> Sequence[int]:
+        """Committed tokens of each slot: the next one's position."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Empty all slots, whatever a step that an exception left midway has made of them."""
+
+    @abstractmethod
+    def reserve(self, slot: int, num_tokens: int) -> None:
+        """Make room for a slot's next tokens, before they are run. Raises OutOfPagesError, nothing changed."""
+
+    @abstractmethod
+    def forward(self, chunks: Sequence[Chunk]) -> Float[Tensor, "logits vocab"]:
+        """Run the chunks provisionally: their logits, chunk after chunk."""
+
+    @abstractmethod
+    def commit(self, slot: int, count: int) -> None:
+        """Keep the first `count` tokens of those that were run."""
+
+    @abstractmethod
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget the slot's tokens from position `length` on. `lengths` says what is left: where tokens that were
+        evicted would be needed, nothing.
+        """
+
+    def forget(self, slot: int) -> None:
+        """Empty a slot that failed: nobody may begin with what it stored."""
+        self.truncate(slot, 0)
+
+    def adopt(self, slot: int, token_ids: Sequence[int]) -> int:
+        """Give an empty slot what others have stored for the first of these tokens: how many."""
+        return 0
+
+    def remember(self, slot: int, token_ids: Sequence[int]) -> None:
+        """What the slot's committed tokens are: others may begin with them."""
+        return
+
+    def give_back_free(self) -> int:
+        """Return the memory of pages that hold nothing to the system: how many bytes."""
+        return 0
+
+    @property
+    def shares_prefixes(self) -> bool:
+        return False
+
+    def choose_rope(self, slot: int, length: int) -> bool:
+        """Have the rope factors that sequences of so many tokens have. True where the slot had others: it is empty."""
+        return False
+
+    def rope_room(self, length: int) -> int:
+        """How many tokens more a sequence may have with the same rope factors."""
+        border = self.model.rope_border
+        return border - length if border is not None and length <= border else _MANY
+
+    @property
+    def compresses_prompts(self) -> bool:
+        """Whether what a token sees changes where a prompt ends."""
+        return False
+
+    def after_prompt(self, slot: int, token_ids: Sequence[int]) -> None:
+        """All of the slot's prompt, these tokens, is committed, and what follows it sampled."""
+        return
+
+    def after_answer(self, slot: int) -> None:
+        """What the slot holds need serve no further token of this answer."""
+        return
+
+    def multi_step(
+        self,
+        chunks: Sequence[Chunk],
+        count: int,
+        columns: SamplingColumns,
+        history: History | None,
+        stop_ids: Collection[int],
+        masks: Masks | None = None,
+    ) -> tuple[list[SampledTokens], list[StepEnd]]:
+        """Up to `count` steps without a return to Python, from chunks of one token: what was sampled after each, until
+        all met a stop id, and when each step ended. Nothing where it cannot. The last may be the code of a failed row.
+        """
+        return [], []
+
+    def sample(
+        self, chunks: Sequence[Chunk], columns: SamplingColumns, history: History | None, masks: Masks | None = None
+    ) -> tuple[list[SampledTokens], list[StepEnd]]:
+        """Run the chunks, entry i of `columns` being chunk i's, and sample after those with logits, on while drafts are
+        right. `history` sees what is sampled. Also when each round of sampling ended.
+        """
+        positions = [self.lengths[chunk.slot] + len(chunk.token_ids) - chunk.num_drafts for chunk in chunks]
+        with self._backend.threads(), torch.inference_mode():
+            logits = self.forward(chunks)[:, : columns.vocab_size]
+            self._backend.synchronize()
+            forward_ended = time.perf_counter()
+            if masks is not None:
+                masks.wait()
+            words = None if masks is None else masks.words
+            sampled, ended = verify(logits, chunks, positions, columns, history, words)
+        return sampled, [StepEnd(*pair) for pair in pairwise([forward_ended, *ended])]
+
+
+@final
+class CachedRunner(Runner):
+    """Runs each token once; keys and values stay in a cache. Captured, a step is a walk over a table."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        capacity: int,
+        *,
+        num_slots: int = 1,
+        capture: bool = True,
+        settings: CacheSettings | None = None,
+        step_tokens: int | None = None,
+        pool_pages: int | None = None,
+    ) -> None:
+        """`capacity` is how many tokens a slot holds, `step_tokens` how many it gets in one step at most. The slots
+        share `pool_pages` pages; None: as many as all of them full take.
+        """
+        super().__init__(model)
+        self._step_tokens = step_tokens or MAX_STEP_TOKENS
+        self._cache = make_cache(
+            model, capacity, num_slots, settings=settings, step_tokens=self._step_tokens, pool_pages=pool_pages
+        )
+        self._compression = PromptCompression(self._cache) if self._cache.settings.keeps_whole_prompts else None
+        self._captured = self._capture() if capture else None
+
+    def _capture(self) -> ops.Captured | None:
+        self._cache.reserve(0, 1)  # where the recording's own step stands, which is not run
+        captured = self._backend.capture(
+            lambda step: self.model.forward(step, self._cache), self._step_tokens, MAX_STEP_LOGITS
+        )
+        self._cache.truncate(0, 0)
+        return captured
+
+    @property
+    def cache(self) -> PagedCache:
+        return self._cache
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._cache.lengths)
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        return self._cache.lengths
+
+    def reset(self) -> None:
+        self._cache.reset()
+
+    def reserve(self, slot: int, num_tokens: int) -> None:
+        self._cache.reserve(slot, num_tokens)
+
+    @torch.inference_mode()
+    def extend(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Append tokens without asking what follows; an exception leaves whole chunks of them."""
+        with self._backend.threads():
+            for start in range(0, len(token_ids), self._step_tokens):
+                chunk = token_ids[start : start + self._step_tokens]
+                self._cache.reserve(slot, len(chunk))
+                self.forward([Chunk(slot, chunk, has_logits=False)])
+                self.commit(slot, len(chunk))
+
+    @torch.inference_mode()
+    def score(self, slot: int, token_ids: Sequence[int], num_top: int, vocab_size: int) -> list[TokenLogprob]:
+        """Append tokens; how likely each but the first was after those before it, by the raw logits.
+
+        Ids from `vocab_size` on are impossible.
+        """
+        found = list[TokenLogprob]()
+        self.choose_rope(slot, self.lengths[slot] + len(token_ids))
+        with self._backend.threads():
+            for start in range(0, len(token_ids), MAX_STEP_LOGITS):
+                chunk = token_ids[start : start + MAX_STEP_LOGITS]
+                self._cache.reserve(slot, len(chunk))
+                logits = self.forward([Chunk(slot, chunk, num_drafts=len(chunk) - 1)])
+                logits[:, vocab_size:] = -torch.inf
+                self.commit(slot, len(chunk))
+                next_ids = token_ids[start + 1 : start + 1 + MAX_STEP_LOGITS]
+                following = torch.tensor(next_ids, dtype=torch.int64, device=logits.device)
+                scored = Sampled(following, *log_probabilities(logits[: len(following)], following, num_top))
+                found += [scored.logprob_of(index, num_top) for index in range(len(following))]
+        return found
+
+    def forward(self, chunks: Sequence[Chunk]) -> Float[Tensor, "logits vocab"]:
+        return self._run(Step.of_chunks(chunks, self._starts(chunks)))
+
+    def _run(self, step: Step) -> Float[Tensor, "logits vocab"]:
+        if self._captured is None:
+            return self.model.forward(step.to(self.model.device), self._cache)
+        return self._captured.run(step)
+
+    def _starts(self, chunks: Sequence[Chunk]) -> list[int]:
+        return [self._cache.lengths[chunk.slot] for chunk in chunks]
+
+    def commit(self, slot: int, count: int) -> None:
+        self._cache.commit(slot, count)
+
+    def truncate(self, slot: int, length: int) -> None:
+        self._cache.truncate(slot, length)
+
+    def forget(self, slot: int) -> None:
+        self._cache.forget(slot)
+        self._cache.truncate(slot, 0)
+
+    def adopt(self, slot: int, token_ids: Sequence[int]) -> int:
+        return self._cache.adopt(slot, token_ids) if self.shares_prefixes else 0
+
+    def choose_rope(self, slot: int, length: int) -> bool:
+        if self.model.rope_border is None:
+            return False
+        is_long = self.model.is_long(length)
+        if is_long == self._cache.is_long(slot):
+            return False
+        self._cache.truncate(slot, 0)
+        self._cache.set_rope(slot, is_long=is_long)
+        return True
+
+    def remember(self, slot: int, token_ids: Sequence[int]) -> None:
+        self._cache.remember(slot, token_ids[: self._cache.lengths[slot]])
+
+    def give_back_free(self) -> int:
+        return self._cache.give_back_free()
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """What is stored for a token may depend on how long its sequence is: then it is nobody else's."""
+        return self._cache.shares_prefixes and self.model.rope_border is None
+
+    @property
+    def compresses_prompts(self) -> bool:
+        return self._compression is not None
+
+    @torch.inference_mode()
+    def after_prompt(self, slot: int, token_ids: Sequence[int]) -> None:
+        if self._compression is not None:
+            with self._backend.threads():
+                self._compression.after_prompt(
+                    slot, token_ids, lambda step: self.model.forward(step.to(self.model.device), self._cache)
+                )
+
+    def after_answer(self, slot: int) -> None:
+        self._cache.end_answer(slot)
+
+    def copy_slot(self, slot: int, source: int) -> None:
+        """Replace a slot's tokens by another's: what is stored is shared until one of the two writes to it."""
+        self._cache.copy_row(slot, self._cache, source)
+
+    def import_slot(self, slot: int, tensors: Mapping[str, Tensor], length: int) -> None:
+        """Replace a slot's tokens by `length` that were exported. Raises InvalidRequestError, nothing changed."""
+        self._cache.import_row(slot, tensors, length, is_long=self.model.is_long(length))
+
+    def multi_step(
+        self,
+        chunks: Sequence[Chunk],
+        count: int,
+        columns: SamplingColumns,
+        history: History | None,
+        stop_ids: Collection[int],
+        masks: Masks | None = None,
+    ) -> tuple[list[SampledTokens], list[StepEnd]]:
+        if self._captured is None or not self._captured.takes(chunks):
+            return [], []
+        found, ends = self._captured.run_multi_step(
+            chunks, self._starts(chunks), count, columns, history, tuple(stop_ids), masks
+        )
+        return [SampledTokens(token_ids, []) for token_ids in found], ends
+
+    def sample(
+        self, chunks: Sequence[Chunk], columns: SamplingColumns, history: History | None, masks: Masks | None = None
+    ) -> tuple[list[SampledTokens], list[StepEnd]]:
+        captured = self._captured
+        if captured is None or not captured.takes(chunks) or any(count is not None for count in columns.num_logprobs):
+            return super().sample(chunks, columns, history, masks)
+        found, ends = captured.run_verified(chunks, self._starts(chunks), columns, history, masks)
+        return [SampledTokens(token_ids, []) for token_ids in found], ends
+
+    def profile(self, token_ids: Sequence[int]) -> list[tuple[str, int]]:
+        """Where the time of a step goes: each command's label and cycles. The sequence stays as it is."""
+        if self._captured is None:
+            raise InvalidRequestError("a profile needs steps that are recorded: they are on a CPU, with capture on")
+        self._cache.reserve(0, len(token_ids))
+        return self._captured.profile(Step.of(token_ids, self._cache.lengths[0]))
+
+
+def make_cache(
+    model: Transformer,
+    capacity: int,
+    num_rows: int = 1,
+    *,
+    settings: CacheSettings | None = None,
+    step_tokens: int = MAX_STEP_TOKENS,
+    pool_pages: int | None = None,
+) -> PagedCache:
+    """A cache whose rows get up to `step_tokens` in one step, with pages for all rows full or `pool_pages` of them.
+
+    Raises InvalidRequestError, nothing allocated, where the memory that is available would not hold all pages.
+    """
+    settings = settings or CacheSettings()
+    kv_type = _kv_type(model, settings)
+    if ops.backend_of(model.device).computes_on_host:
+        check_rows_fit(
+            model.architecture,
+            settings,
+            kv_type,
+            num_tokens=capacity,
+            num_rows=num_rows,
+            pool_pages=pool_pages,
+            available=available_memory_bytes(),
+        )
+    return PagedCache(
+        model.architecture.layers,
+        num_rows,
+        capacity,
+        kv_type,
+        model.device,
+        step_tokens=step_tokens,
+        settings=settings,
+        context=model.architecture.most_positions,
+        pool_pages=pool_pages,
+    )
+
+
+def default_pool_pages(model: Transformer, settings: CacheSettings) -> int:
+    """Pages for as many full contexts as the memory that is available holds: 1 to 8."""
+    each, available = num_pages(model.max_seq_len, settings.page_tokens), None
+    if ops.backend_of(model.device).computes_on_host:
+        available = available_memory_bytes()
+    kv_type, num_tokens = _kv_type(model, settings), model.max_seq_len
+    for count in range(MAX_FULL_CONTEXTS, 1, -1):
+        with suppress(InvalidRequestError):
+            check_rows_fit(
+                model.architecture, settings, kv_type, num_tokens=num_tokens, num_rows=count, available=available
+            )
+            return count * each
+    return each
+
+
+def _kv_type(model: Transformer, settings: CacheSettings) -> str:
+    return model.kv_type if settings.kv_type == "auto" else settings.kv_type

@@ -1,0 +1,132 @@
+"""The calls of `LLM` and sessions: one prompt or many, the same keywords everywhere, and what a piece carries."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from inspect import signature
+from typing import Any
+
+import pytest
+
+from infer import LLM, InvalidRequestError, RequestOptions, SamplingParams, Session
+from test_session import make_model
+
+GREEDY = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
+PROMPTS = ["hello", "abc abc abc", "go on", "b", "once upon a time"]
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return LLM(make_model(tmp_path_factory.mktemp("model")))
+
+
+def test_a_list_of_texts_is_answered_with_a_list(llm: LLM) -> None:
+    expected = [llm.generate(prompt, GREEDY).token_ids for prompt in PROMPTS]
+    assert [result.token_ids for result in llm.generate(PROMPTS, GREEDY)] == expected
+    assert [result.token_ids for result in llm.generate(tuple(PROMPTS), [GREEDY] * 5, speculation="ngram")] == expected
+    with pytest.raises(InvalidRequestError, match="on_token and on_prefill are for one prompt, got a list"):
+        llm.generate(PROMPTS, GREEDY, on_token=lambda token_id, text: None)  # type: ignore[call-overload]
+
+
+def test_prompts_are_taken_when_there_is_room_for_them_and_results_come_as_they_end(llm: LLM) -> None:
+    num_taken, most = 0, 0
+    expected = [llm.generate(prompt, GREEDY).token_ids for prompt in PROMPTS]
+
+    def endless() -> Iterator[str]:
+        nonlocal num_taken
+        while True:
+            num_taken += 1
+            yield PROMPTS[(num_taken - 1) % len(PROMPTS)]
+
+    found = llm.generate_iter(endless(), replace(GREEDY), batch_size=3)
+    for count, (index, result) in enumerate(found, 1):
+        most = max(most, num_taken - count)
+        assert result.token_ids == expected[index % len(PROMPTS)]
+        if count == 12:
+            break
+    found.close()  # type: ignore[attr-defined]  # it is a generator
+    assert most <= 3
+    assert not llm._opened.engine.sequences, "what was under way has ended"
+
+
+def test_a_prompt_that_cannot_be_answered_is_named_when_its_turn_comes(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="prompt 1: "):
+        list(llm.generate_iter(iter(["a", [10**6]]), GREEDY, batch_size=1))
+    assert not llm._opened.engine.sequences
+    with pytest.raises(InvalidRequestError, match="prompts must be an iterable"):
+        llm.generate_iter("abc", GREEDY)
+    with pytest.raises(InvalidRequestError, match="batch_size must be"):
+        llm.generate_iter(["a"], GREEDY, batch_size=65)
+
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_pieces_carry_what_was_asked_for_and_the_last_one_why_it_ended(llm: LLM, logprobs: int | None) -> None:
+    stream = llm.stream("hello", replace(GREEDY, logprobs=logprobs))
+    pieces = list(stream)
+    assert [piece.finish_reason for piece in pieces] == [None] * 7 + ["length"]
+    assert [piece.token_id for piece in pieces] == stream.result.token_ids
+    if logprobs is None:
+        assert not any(piece.logprob for piece in pieces)
+    else:
+        assert [piece.logprob for piece in pieces] == stream.result.logprobs
+    stopped = list(llm.stream("hello", replace(GREEDY, stop=[stream.result.text[2:4]])))
+    assert stopped[-1].finish_reason == "stop"
+
+
+OPTIONS: dict[str, Any] = {
+    "speculation": "ngram",
+    "num_draft_tokens": 3,
+    "prefill_chunk": 7,
+    "overflow": "truncate_left",
+}
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+def test_every_call_takes_the_same_options(llm: LLM) -> None:
+    def session() -> Session:
+        return llm.session()
+
+    def begun() -> Session:
+        made = session()
+        made.append("hello")
+        return made
+
+    calls: dict[str, Any] = {
+        "generate": lambda **k: llm.generate("hello", **k),
+        "stream": lambda **k: llm.stream("hello", **k).result,
+        "generate_all": lambda **k: llm.generate_all(["hello"], **k)[0],
+        "generate_iter": lambda **k: next(iter(llm.generate_iter(["hello"], **k))).result,
+        "chat": lambda **k: llm.chat(MESSAGES, **k),
+        "stream_chat": lambda **k: llm.stream_chat(MESSAGES, **k).result,
+        "send": lambda **k: session().send("hello", **k),
+        "session.stream": lambda **k: session().stream("hello", **k).result,
+        "answer": lambda **k: session().answer(MESSAGES, **k),
+        "session.generate": lambda **k: begun().generate(**k),
+    }
+    sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+    for name, call in calls.items():
+        plain = call(**sampling)
+        assert len(plain.token_ids) == 8
+        for options in (OPTIONS, {"options": RequestOptions(**OPTIONS)}):
+            result = call(**sampling, **options)
+            assert result.token_ids == plain.token_ids, name
+            assert result.stats.prefill_steps >= plain.stats.prefill_steps, name
+        with pytest.raises(InvalidRequestError, match="num_draft_tokens must be a whole number"):
+            call(num_draft_tokens=0)
+        cancelled = threading.Event()
+        cancelled.set()
+        assert call(**sampling, options=RequestOptions(cancel=cancelled)).finish_reason == "abort", name
+
+
+def test_calls_that_wait_for_an_answer_take_both_callbacks() -> None:
+    for call in (LLM.generate, LLM.chat, Session.send, Session.answer, Session.generate):
+        assert {"on_token", "on_prefill", "options"} <= set(signature(call).parameters), call
+    for call in (LLM.stream, LLM.stream_chat, Session.stream):
+        assert {"on_prefill", "options"} <= set(signature(call).parameters), call
+
+
+def test_keywords_change_the_options_that_are_given(llm: LLM) -> None:
+    options = RequestOptions(prefill_chunk=3)
+    long = "hello " * 6
+    assert llm.generate(long, GREEDY, options=options).stats.prefill_steps == 11
+    assert llm.generate(long, GREEDY, options=options, prefill_chunk=512).stats.prefill_steps == 0

@@ -1,0 +1,195 @@
+"""Random lives of an engine: whatever joins, leaves, waits, forks, is preempted or interrupted, with too few slots and
+pages for all, each answer is that of the sequence alone, and the cache is whole after each step.
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from infer.engine.engine import Engine
+from infer.engine.lease import Lease
+from infer.engine.sequence import Sequence
+from infer.engine.slots import Slots
+from infer.kvcache.settings import CacheSettings
+from infer.runner.runner import CachedRunner
+from infer.sampling_params import SamplingParams
+from path_cases import CASES, CONTEXT, Case, Outcome, Way, World, by_definition, make_sequence, make_world
+
+NUM_TRACES, NUM_EVENTS, NUM_SLOTS = 125, 30, 4
+PAGES_EACH = CONTEXT // 16
+SLIDING = {"eviction_policy": "sliding", "eviction_window": 48, "protected_prefix": 4}
+WORLDS = {
+    "all is kept": ("llama", {}),
+    "prefixes are shared": ("llama", {"reuse_prefixes": True}),
+    "windows": ("windows", {}),
+    "the oldest is evicted": ("llama", SLIDING),
+}
+SOME = [*CASES[::5], CASES[1], CASES[14], CASES[27]]
+
+
+@pytest.fixture(scope="module", params=WORLDS)
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
+    name, settings = WORLDS[request.param]
+    made = make_world(name, tmp_path_factory.mktemp(name))
+    return replace(made, settings=CacheSettings(page_tokens=16, **settings))  # type: ignore[arg-type]
+
+
+class Trace:
+    """One life. `asked` are sequences with their cases, `told` leases with the tokens that they answered."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        self.world, self.draw = world, random.Random(seed)
+        self.way = Way(self.draw.choice(("none", "ngram", "half")), self.draw.choice((7, 64, 512)))
+        pool_pages = self.draw.choice((PAGES_EACH, PAGES_EACH + 3, 2 * PAGES_EACH))
+        sizes = {"num_slots": NUM_SLOTS, "pool_pages": pool_pages, "capture": self.draw.random() < 0.8}
+        self.runner = CachedRunner(world.model, CONTEXT, settings=world.settings, **sizes)  # type: ignore[arg-type]
+        self.engine = Engine(self.runner, max_steps=self.draw.choice((1, 4, 16)))
+        self.asked: list[tuple[Sequence, Case]] = []
+        self.told: list[tuple[Lease, Case, Sequence]] = []
+        self.num_preempted = 0
+
+    def run(self) -> None:
+        events = [
+            self.ask,
+            self.ask,
+            self.step,
+            self.step,
+            self.step,
+            self.read,
+            self.follow_up,
+            self.fork,
+            self.rewind,
+        ]
+        events += [self.cancel, self.pause, self.preempt, self.interrupt]
+        for _ in range(NUM_EVENTS):
+            self.draw.choice(events)()
+            self.runner.cache.check_integrity()
+        for sequence, _ in self.asked:
+            sequence.runs_ahead = True
+        while self.engine.sequences:
+            self.step()
+        for sequence, case in self.asked:
+            self.check(sequence, case)
+
+    def check(self, sequence: Sequence, case: Case) -> None:
+        found, expected = Outcome.of(sequence.result()), by_definition(self.world, case)
+        if found.finish_reason == "abort":
+            assert found.token_ids == expected.token_ids[: len(found.token_ids)], case.name
+        else:
+            assert found == expected, case.name
+
+    def submit(self, case: Case, lease: Lease | None = None) -> None:
+        sequence = make_sequence(self.world, case, self.way, by_definition(self.world, case).token_ids)
+        sequence.runs_ahead = self.draw.random() < 0.7
+        self.engine.submit(sequence, lease)
+        self.asked.append((sequence, case))
+        if lease is not None:
+            self.told.append((lease, case, sequence))
+
+    def ask(self) -> None:
+        self.submit(self.draw.choice(SOME), self.draw.choice((None, Lease())))
+
+    def step(self) -> None:
+        for sequence, pieces in self.engine.step():
+            assert list(pieces) == sequence.pieces[len(sequence.pieces) - len(pieces) :]
+        self.runner.cache.check_integrity()
+
+    def read(self) -> None:
+        """The caller of a stream takes what there is, and asks for more."""
+        for sequence, _ in self.asked:
+            sequence.num_read, sequence.is_asked = len(sequence.pieces), True
+
+    def follow_up(self) -> None:
+        """The next turn of a conversation, in the slot of the last."""
+        for index, (lease, case, sequence) in enumerate(self.told):
+            if sequence.has_ended and sequence.finish_reason != "abort":
+                del self.told[index]
+                self.submit(self.turn_after(case), lease)
+                return
+
+    def fork(self) -> None:
+        for lease, case, sequence in self.told:
+            if sequence.has_ended and sequence.finish_reason != "abort":
+                other = Lease()
+
+                def copy(slot: int, lease: Lease = lease, other: Lease = other) -> None:
+                    if lease.slot is not None:
+                        self.runner.copy_slot(slot, lease.slot)
+                        other.token_ids = list(lease.token_ids)
+
+                self.engine.change(other, copy)
+                self.submit(self.turn_after(case), other)
+                return
+
+    def turn_after(self, case: Case) -> Case:
+        said = by_definition(self.world, case).token_ids
+        params = SamplingParams(temperature=0.8, seed=9, repetition_penalty=1.3, max_new_tokens=12)
+        prompt = (*case.prompt, *said, *b" ab")
+        return Case(f"{case.name}, then", prompt if len(prompt) < CONTEXT - 20 else case.prompt, params)
+
+    def rewind(self) -> None:
+        for lease, _, sequence in self.told:
+            if sequence.has_ended and lease.token_ids:
+
+                def cut(slot: int, lease: Lease = lease) -> None:
+                    held = lease.token_ids[: self.draw.randrange(len(lease.token_ids) + 1)]
+                    lease.token_ids = []
+                    self.runner.truncate(slot, len(held))
+                    lease.token_ids = held[: self.runner.lengths[slot]]
+
+                self.engine.change(lease, cut)
+                return
+
+    def cancel(self) -> None:
+        if self.asked and self.draw.random() < 0.5:
+            self.engine.cancel(self.draw.choice(self.asked)[0])
+
+    def pause(self) -> None:
+        """A caller that takes all becomes one that asks piece by piece."""
+        for sequence, _ in self.asked[::3]:
+            sequence.runs_ahead = False
+
+    def preempt(self) -> None:
+        running = list(self.engine._slots.sequences)
+        if running:
+            self.engine._slots.preempt(self.draw.choice(running))
+            self.num_preempted += 1
+
+    def interrupt(self) -> None:
+        """As if a signal's exception had left a step midway."""
+        if self.draw.random() < 0.3:
+            self.engine._is_sound = False
+
+
+@pytest.mark.parametrize("part", range(5))
+def test_every_answer_is_that_of_the_sequence_alone(world: World, part: int) -> None:
+    num_preempted = 0
+    for seed in range(part * NUM_TRACES // 5, (part + 1) * NUM_TRACES // 5):
+        trace = Trace(world, seed)
+        trace.run()
+        num_preempted += trace.num_preempted
+    assert num_preempted
+
+
+def test_a_pool_that_is_too_small_for_two_answers_gives_both(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    preempted, preempt = list[Sequence](), Slots.preempt
+
+    def note(slots: Slots, sequence: Sequence) -> None:
+        preempted.append(sequence)
+        preempt(slots, sequence)
+
+    monkeypatch.setattr(Slots, "preempt", note)
+    runner = CachedRunner(world.model, CONTEXT, num_slots=3, pool_pages=PAGES_EACH, settings=world.settings)
+    engine, long = Engine(runner), SamplingParams(temperature=0.7, seed=5, max_new_tokens=100, ignore_eos=True)
+    cases = [Case(str(index), tuple(b"abc ab" * (3 + index)), replace(long, seed=index)) for index in range(3)]
+    sequences = [make_sequence(world, case, Way()) for case in cases]
+    for sequence in sequences:
+        sequence.runs_ahead = True
+        engine.submit(sequence)
+    while engine.sequences:
+        engine.step()
+        runner.cache.check_integrity()
+    for sequence, case in zip(sequences, cases, strict=True):
+        assert Outcome.of(sequence.result()) == by_definition(world, case)
+    assert preempted or world.settings is None or world.settings.evicts

@@ -83,7 +83,7 @@ class Engine:
         return tuple(self._sequences)
 
     def submit(self, sequence: Sequence, lease: Lease | None = None) -> Sequence:
-        """It takes part in the steps until it is finished; with a lease, at its slot. After `close` it is cancelled."""
+        """It takes part in the steps until it is finished; with a lease, at its slot. A closed engine cancels it."""
         sequence.lease = lease
         self._sequences.append(sequence)
         if self._open_slots is None:
@@ -91,13 +91,13 @@ class Engine:
         return sequence
 
     def cancel(self, sequence: Sequence) -> None:
-        """End a sequence. No step is for it afterwards; called within a step, once that has ended."""
+        """End a sequence: no later step is for it. Called inside a step, it takes effect after that."""
         sequence.cancel()
         if not self.is_stepping_here:
             with self._lock:
                 if self._open_slots is not None:
                     self._become_sound()
-                    self._let_go()
+                    self._drop_finished()
 
     def advance(self, sequence: Sequence) -> None:
         """Run a step, unless another thread has run one that gave the sequence something or ended it."""
@@ -119,10 +119,10 @@ class Engine:
             return self._step()
 
     def change(self, lease: Lease, change: Callable[[int], _Found]) -> _Found:
-        """What `change` gives for the lease's slot, called while no step runs. It keeps `lease.token_ids` true.
+        """Return `change(slot)` of the lease's slot, called while no step runs. It must keep `lease.token_ids` correct.
 
-        Called again where pages were missing and others gave theirs up. An InferError that it raises is a refusal:
-        nothing was changed. Raises ClosedError.
+        It is called again if it runs out of pages and others can give theirs up. An InferError that it raises is a
+        refusal: nothing was changed. Raises ClosedError.
         """
         with self._lock:
             self._become_sound()
@@ -143,8 +143,9 @@ class Engine:
                     return found
 
     def trim(self) -> int:
-        """Give the memory of what nobody waits for back to the system, the caches of idle sessions included: how many
-        bytes. Their next answers are computed from their beginning.
+        """Free the memory of caches for which nobody waits, those of idle sessions included. Returns the bytes.
+
+        The next answer of such a session is computed from its beginning.
         """
         with self._lock:
             self._become_sound()
@@ -172,7 +173,7 @@ class Engine:
 
     @property
     def is_stepping_here(self) -> bool:
-        """Whether this thread is within a step, which a signal's handler or the end of an object has come between."""
+        """Whether this thread is inside a step: true in a signal's handler or a finalizer that interrupted it."""
         return bool(self._lock._is_owned())  # type: ignore[attr-defined]  # as threading.Condition asks
 
     def _become_sound(self) -> None:
@@ -192,18 +193,18 @@ class Engine:
     def _step(self) -> list[Output]:
         self._become_sound()
         self._is_sound = False
-        self._let_go()
+        self._drop_finished()
         self._admit()
         active = [each for each in self._slots.sequences if each.wants_tokens]
         counts = [len(sequence.pieces) for sequence in active]
         for sequence in active:
             self._force(sequence)
         self._compute([sequence for sequence in active if not sequence.is_finished])
-        self._let_go()
+        self._drop_finished()
         self._is_sound = True
         return [Output(sequence, sequence.pieces[count:]) for sequence, count in zip(active, counts, strict=True)]
 
-    def _let_go(self) -> None:
+    def _drop_finished(self) -> None:
         """Sequences that are finished or cancelled leave."""
         for sequence in list(self._sequences):
             sequence.poll_cancel()
@@ -256,7 +257,7 @@ class Engine:
                 self._end_prompt(work.sequence)
 
     def _plan_what_fits(self, active: list[Sequence]) -> tuple[Plan, list[_Work]]:
-        """Without the sequences that fail meanwhile, or have no pages."""
+        """Plan, without sequences that fail meanwhile or get no pages."""
         slots, reserve = self._slots, self.runner.reserve
         while True:
             plan, works = self._plan(active)
@@ -289,16 +290,16 @@ class Engine:
         ]
 
     def _rope_room(self, sequence: Sequence) -> int:
-        """How many tokens may follow with the same rope factors. A sequence that comes to others is computed again."""
+        """How many tokens may follow with the same rope factors. If its length needs others, all is computed again."""
         length, runner = len(sequence.token_ids), self.runner
         if runner.choose_rope(sequence.slot, length):
-            sequence.recompute()
+            sequence.forget_computed()
         return runner.rope_room(length)
 
     def _sample(
         self, plan: Plan, works: Items[_Work], masks: Masks | None
     ) -> tuple[list[SampledTokens], list[StepEnd], bool]:
-        """What was sampled after each chunk, when each round of it ended, and whether those were steps of their own."""
+        """What was sampled after each chunk, when each round of sampling ended, and whether it was a multi-step."""
         chunks, columns = [work.chunk for work in works], self._select_params(works)
         if plan.num_steps > 1:
             stop_ids = frozenset[int]().union(*(work.sequence.stop_ids for work in works))
@@ -309,8 +310,8 @@ class Engine:
 
     def _learn(self, plan: Plan, works: Items[_Work], num_steps: int, clock: Clock) -> None:
         """Before the tokens are accepted."""
-        is_like_drafts = all(sequence.pieces and len(chunk.token_ids) == chunk.num_logits for sequence, chunk in works)
-        times = self.scheduler.step_times[_kind_of([work.sequence for work in works])] if is_like_drafts else None
+        all_have_logits = all(sequence.pieces and len(chunk.token_ids) == chunk.num_logits for sequence, chunk in works)
+        times = self.scheduler.step_times[_kind_of([work.sequence for work in works])] if all_have_logits else None
         self.scheduler.update(plan, num_steps, clock.ended - clock.started, times)
 
     def _settle(self, work: _Work, sampled: SampledTokens, clock: Clock, *, is_multi_step: bool) -> None:
@@ -329,7 +330,7 @@ class Engine:
             self.runner.remember(sequence.slot, sequence.token_ids)
 
     def _end_prompt(self, sequence: Sequence) -> None:
-        """Where all of the prompt is computed and something follows. What it takes is part of the next token's time."""
+        """Compress the prompt once all of it is computed and a token was sampled. The next token's time includes it."""
         if sequence.num_computed != sequence.num_prompt_tokens or not sequence.pieces:
             return
         started = time.perf_counter()

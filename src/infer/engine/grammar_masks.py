@@ -93,7 +93,7 @@ class _Job(NamedTuple):
 
 @final
 class _Filling:
-    """The lines of one step, and of those of its multi-step, which take each other's places."""
+    """The masks of one step; each step of a multi-step reuses their memory."""
 
     def __init__(self, filler: MaskFiller, works: Works) -> None:
         self._filler, self._sequences = filler, [sequence for sequence, _ in works]

@@ -98,7 +98,7 @@ class Host:
         return fitted(prompt, encode, bos, most, params, options.overflow)
 
     def request(self, prompt: PromptIds, params: SamplingParams, options: RequestOptions) -> Request:
-        """Raises InvalidRequestError for what it cannot be."""
+        """Raises InvalidRequestError for parameters or a grammar that cannot be served."""
         grammar, make_constraint = grammar_of(params), None
         if grammar is not None:
             make_constraint = partial(self._compiler.compile, grammar)

@@ -17,7 +17,7 @@ from infer.tokenizer import Tokenizer
 @final
 @dataclass(frozen=True)
 class Request:
-    """`vocab_size` and more are ids that are never sampled. `num_draft_tokens` 0 is without drafts."""
+    """Ids from `vocab_size` on are never sampled. `num_draft_tokens` 0 is without drafts."""
 
     tokenizer: Tokenizer
     prompt_token_ids: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What the next step computes of each sequence: a pure plan from integers, and its mirror. Loads no torch.
+"""What the next step computes of each sequence: a plan from integers, and `update`, which records what it took.
 
 Sequences that decode come first, a token each; what is left of the step's tokens goes to their drafts, then to prompts.
 """
@@ -15,7 +15,7 @@ _SMOOTHING = 0.3
 
 
 class Kind(NamedTuple):
-    """Of a step, by what its time depends on besides its tokens."""
+    """What a step's time depends on, besides its number of tokens."""
 
     num_sequences: int
     num_constrained: int
@@ -51,23 +51,23 @@ class Scheduler:
         return self._max_logits // num_sequences - 1
 
     def plan(self, demands: Sequence[Demand], step_tokens: int) -> Plan:
-        """At most `step_tokens` in all, unless more sequences than that decode."""
+        """At most `step_tokens` tokens in all (more if more sequences than that decode)."""
         num_tokens, num_drafts = [0] * len(demands), [0] * len(demands)
         decoding = [index for index, demand in enumerate(demands) if demand.num_pending == 1]
-        reading = [index for index, demand in enumerate(demands) if demand.num_pending != 1]
-        kept = min(1, len(reading))  # a token is left to a prompt
+        prefilling = [index for index, demand in enumerate(demands) if demand.num_pending != 1]
+        kept = min(1, len(prefilling))  # a token is left to a prompt
         budget = max(step_tokens - len(decoding) - kept, 0)
         for index in decoding:
             num_tokens[index], num_drafts[index] = 1, min(demands[index].num_drafts, budget)
             budget -= num_drafts[index]
         budget += kept
-        for index in reading:
+        for index in prefilling:
             num_tokens[index] = min(demands[index].num_pending, budget)
             budget -= num_tokens[index]
             if num_tokens[index] == demands[index].num_pending:
                 num_drafts[index] = min(demands[index].num_drafts, budget)
                 budget -= num_drafts[index]
-        if reading or any(num_drafts):
+        if prefilling or any(num_drafts):
             return Plan(num_tokens, num_drafts, 1)
         return Plan(num_tokens, num_drafts, min(self._longest(), *(demand.max_steps for demand in demands)))
 

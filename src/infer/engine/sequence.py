@@ -47,7 +47,7 @@ class Sequence:
         self.is_asked = False  # whether the caller has begun to take them
         self.runs_ahead = False  # of the caller, who takes all there are
         self.lease: Lease | None = None  # a slot that it leaves to the next sequence of its kind
-        self.must_end_prompt = False  # before anything is forced, drafted or run without a return to Python
+        self.must_end_prompt = False  # its prompt is yet to be compressed, before anything is forced or drafted
         self.has_ended = False  # it has left the engine: nothing of it changes any more but `keep`
         self.has_fault = False  # its grammar, its text or its drafts raised what they should not
         self.stats = GenerationStats()
@@ -119,9 +119,7 @@ class Sequence:
 
     @property
     def num_schedulable(self) -> int:
-        """Pending tokens that the next steps may compute. What an answer's own tokens see may be known only where the
-        prompt has ended.
-        """
+        """Pending tokens that the next steps may compute: while the prompt is yet to be compressed, only its own."""
         return self.num_prompt_tokens - self.num_computed if self.must_end_prompt else self.num_pending
 
     def max_steps(self, times: StepTimes) -> int:
@@ -190,12 +188,12 @@ class Sequence:
         if not self.is_finished or self._text.num_tokens != len(self.pieces):
             self._replay(len(self.pieces))
 
-    def recompute(self) -> None:
+    def forget_computed(self) -> None:
         """Its slot was emptied."""
         self.num_computed = 0
 
     def keep(self, num_tokens: int) -> None:
-        """End as if the answer had been cut after so many tokens, where it has more or goes on."""
+        """End as if the answer had been cut after so many tokens, if it has more or is unfinished."""
         if num_tokens < len(self.pieces):
             self._replay(num_tokens)
         self.abort()
@@ -354,9 +352,6 @@ class Sequence:
             self.stats.single_steps += 1
             self.stats.drafts_proposed += chunk.num_drafts
             self.stats.drafts_accepted += min(len(sampled.token_ids) - 1, num_accepted)
-
-    def _logprobs(self) -> list[TokenLogprob]:
-        return [piece.logprob for piece in self.pieces if piece.logprob is not None]
 
     def result(self) -> GenerationResult:
         """Of the answer as it is: "abort" where it goes on."""

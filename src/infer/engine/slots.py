@@ -15,8 +15,8 @@ _OUR_FAULT = "a fault of infer: ask again, and it begins with an empty one"
 
 @final
 class Slots:
-    """For the engine alone. Where slots or pages are short, leases that are idle give theirs up, that which was used
-    longest ago before others; then sequences whose callers do not wait; then that which came last.
+    """For the engine alone. Short of slots or pages, it takes them from idle leases first (the least recently used
+    first), then from sequences whose callers do not wait, then from the sequence that entered last.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -73,7 +73,7 @@ class Slots:
         self._is_full = False
 
     def preempt(self, sequence: Sequence) -> None:
-        """It gives up its slot, and is computed again when it has one."""
+        """It gives up its slot, and is computed again once it gets another."""
         self._is_full = True
         self.runner.truncate(sequence.slot, 0)
         del self._sequence_by_slot[sequence.slot]
@@ -83,7 +83,7 @@ class Slots:
         sequence.restart()
 
     def preempt_last(self) -> bool:
-        """The sequence that came last; False where there is none."""
+        """Preempt the sequence that entered last; False if there is none."""
         *_, last = [None, *self.sequences]
         if last is not None:
             self.preempt(last)
@@ -98,7 +98,9 @@ class Slots:
         return lease.slot
 
     def reclaim(self, but: Lease | None = None) -> bool:
-        """Empty a slot for which nobody waits; False where there is none."""
+        """Empty a slot for which nobody waits: a lease's, or that of a sequence whose caller has paused, which is
+        preempted. False if there is none.
+        """
         used = {*self._sequence_by_slot, *self._lease_by_slot}
         for slot, length in enumerate(self.runner.lengths):
             if length and slot not in used:  # its lease was dropped
@@ -118,8 +120,8 @@ class Slots:
         return bool(paused)
 
     def with_pages(self, sequence: Sequence, change: Callable[[], None]) -> bool:
-        """Call what may miss pages, at the cost of whom others do not wait for, then of sequences that came after it.
-        False where it was preempted itself, or failed, being alone.
+        """Run `change`, which may run out of pages. While it does, take pages from those for whom nobody waits, then
+        from the sequence that entered last. False if that was this one, or if it fails, being alone.
         """
         while sequence.has_slot:
             try:

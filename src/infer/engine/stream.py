@@ -182,7 +182,7 @@ class Reading:
             self._on_prefill(self._num_shown, sequence.num_prompt_tokens)
 
     def _end(self) -> None:
-        """What was not read is no part of the answer. Within a step of this thread, a later call sees to it."""
+        """Cut the answer to what was read. Inside a step of this thread, leave that to a later call."""
         if self._engine.is_stepping_here:
             return
         with self._changing:

@@ -48,7 +48,7 @@ class AnswerTimer:
         self._waited += clock.ended - before
 
     def keep(self, num_tokens: int) -> None:
-        """Forget what came after the first so many tokens. Of forced ones, which have no step, it may keep too many."""
+        """Forget what came after the first so many tokens. Forced tokens have no step times: too many may be kept."""
         del self._arrivals[num_tokens:]
         del self._decode_times_s[max(0, num_tokens - 1) :]
         del self._sampling_times_s[max(0, num_tokens - 1) :]

@@ -92,7 +92,7 @@ class Runner(ABC):
         return False
 
     def choose_rope(self, slot: int, length: int) -> bool:
-        """Have the rope factors that sequences of so many tokens have. True where the slot had others: it is empty."""
+        """Set the rope factors for sequences of this length. True if they changed, which empties the slot."""
         return False
 
     def rope_room(self, length: int) -> int:
@@ -102,15 +102,15 @@ class Runner(ABC):
 
     @property
     def compresses_prompts(self) -> bool:
-        """Whether what a token sees changes where a prompt ends."""
+        """Whether the cache compresses a prompt once it is complete."""
         return False
 
     def after_prompt(self, slot: int, token_ids: Sequence[int]) -> None:
-        """All of the slot's prompt, these tokens, is committed, and what follows it sampled."""
+        """Called when all of the slot's prompt, these tokens, is committed and a token after it sampled."""
         return
 
     def after_answer(self, slot: int) -> None:
-        """What the slot holds need serve no further token of this answer."""
+        """Called when the slot serves no further token of this answer."""
         return
 
     def multi_step(

@@ -47,7 +47,7 @@ class Operation:
 @final
 @dataclass(frozen=True)
 class Profile:
-    """One step of `num_tokens` tokens behind `context` others. Layers are `embed`, `L0` …, `head`, with seconds."""
+    """One step of `num_tokens` tokens after `context` others. Layers are `embed`, `L0` …, `head`, with seconds."""
 
     name: str
     num_tokens: int

@@ -83,7 +83,7 @@ class _Header:
         return len(self.content)
 
     def take(self, num_bytes: int) -> bytes:
-        """Bytes that the file has, from the position on, which moves behind them."""
+        """Bytes that the file has, from the position on, which moves after them."""
         start, self.position = self.position, self.position + num_bytes
         self.read_up_to(self.position)
         return bytes(self.content[start : self.position])

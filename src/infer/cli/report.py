@@ -1,4 +1,4 @@
-"""What is told on stderr behind an answer: its times, and with --stats which way it came."""
+"""What is told on stderr after an answer: its times, and with --stats which way it came."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple

@@ -84,7 +84,7 @@ class _LlguidanceMatcher(Matcher):
             mask[num_own:] = 0
         elif num_words < num_own:
             mask[:] = self._own[:num_words]
-        if self._rest:  # an end id of our own making lies behind the vocabulary
+        if self._rest:  # an end id of our own making lies after the vocabulary
             mask.view(np.uint32)[self._vocabulary.vocab_size // 32] &= (1 << self._rest) - 1
 
     def advance(self, token_id: int, mask: Mask, is_last: bool) -> bool:

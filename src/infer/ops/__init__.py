@@ -83,7 +83,7 @@ def attend(
 def attention_weights(
     qkv: Float[Tensor, "tokens out"], heads: Heads, layer: LayerCache, step: Step
 ) -> Float[Tensor, "kv_heads group tokens slots"]:
-    """What the tokens of one row look at, behind `attend`: softmax(q kᵀ × scale), for each head of a group."""
+    """What the tokens of one row look at, after `attend`: softmax(q kᵀ × scale), for each head of a group."""
     weights: Tensor = backend_of(qkv.device).kernels.attention_weights(qkv, heads, layer, step)
     return weights
 

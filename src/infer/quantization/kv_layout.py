@@ -43,7 +43,7 @@ class Pages:
     """Where the slots of each row lie, and what of them a token sees: read whenever a step runs.
 
     A row's token at position p has the slot p − shift. Slot s lies in page table[row, s // page_tokens], which is
-    page_tokens / 16 blocks one behind the other. From slot t the slots s ≤ t are seen with s < sinks or s > t − window;
+    page_tokens / 16 blocks one after another. From slot t the slots s ≤ t are seen with s < sinks or s > t − window;
     all of them where the window is 0. Slots s < sinks are seen as from position min(p, furthest) where that is given:
     a model knows no distance longer than its context. `rope_sets` is 1 for rows whose positions turn by the second set
     of a `RopeTable` that has two, otherwise 0.

@@ -194,7 +194,7 @@ class Session:
 
     @_exclusively
     def append(self, prompt: str | Sequence[int]) -> None:
-        """Run further ids, so that `generate` begins behind them. A text is encoded; BOS stands only at the start."""
+        """Run further ids, so that `generate` begins after them. A text is encoded; BOS stands only at the start."""
         before = self._transcript.token_ids
         model, tokenizer = self._host.model, self._host.tokenizer
         new = prompt_ids(prompt, tokenizer, model.max_seq_len, add_special=not before)

@@ -21,7 +21,7 @@ class Turn:
 @final
 @dataclass(frozen=True)
 class Transcript:
-    """Ids behind the last turn belong to no message. `template` are further variables of the chat template."""
+    """Ids after the last turn belong to no message. `template` are further variables of the chat template."""
 
     token_ids: list[int] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -31,7 +31,7 @@ class Transcript:
 
     @property
     def num_raw_tokens(self) -> int:
-        """Tokens behind the last turn."""
+        """Tokens after the last turn."""
         return len(self.token_ids) - (self.turns[-1].num_tokens if self.turns else 0)
 
     def asked(self, message: str | Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -32,14 +32,14 @@ class NgramDraft:
     """Proposes what followed the most recent earlier place that ends as the text does now.
 
     The longest ending of 4, 3, then 2 tokens that was there before wins. Where none was, a copy that has just gone
-    wrong goes on: behind the token that was another, or where that token stands among the next ones of its source. The
+    wrong goes on: after the token that was another, or where that token stands among the next ones of its source. The
     index holds, for every n-gram, where it last ended before a token that is known: appending a token is O(1).
     """
 
     def __init__(self, token_ids: list[int]) -> None:
         """`token_ids` are the caller's own list: it appends to it, then calls `follow`."""
         self._ids = ids = token_ids
-        self._end_by_ngram: dict[tuple[int, ...], int] = {}  # the place behind its last occurrence
+        self._end_by_ngram: dict[tuple[int, ...], int] = {}  # the place after its last occurrence
         for size in range(MIN_NGRAM, MAX_NGRAM + 1):
             ngrams = zip(*(ids[start:] for start in range(size)), strict=False)
             self._end_by_ngram.update(zip(ngrams, range(size, len(ids)), strict=False))
@@ -84,7 +84,7 @@ class NgramDraft:
         return tuple(ending[-size:] for size in range(len(ending), MIN_NGRAM - 1, -1))
 
     def _continued(self, guess: _Guess, *, is_right: bool) -> _Guess:
-        """What is guessed behind a guess and the token that came."""
+        """What is guessed after a guess and the token that came."""
         start, match, misses = guess
         if not match:
             return _NONE

@@ -95,7 +95,7 @@ class StepTimes:
         return cost + slope * (num_tokens - last)
 
 
-# What a guess was right with behind so many equal tokens or more, in chat, copying, code and JSON by SmolLM2: where of
+# What a guess was right with after so many equal tokens or more, in chat, copying, code and JSON by SmolLM2: where of
 # the last tokens less than the first share was guessed, less than the second, and more.
 _SHARES = (0.2, 0.5)
 _PRIOR_BY_MATCH = {
@@ -121,7 +121,7 @@ _TOKENS_BETWEEN = ((0.6, 1), (0.35, 2), (0.2, 4), (0.05, 8), (0.02, 16), (0.0, 6
 class DraftPolicy:
     """How many tokens to draft: those with which a step yields the most tokens per second.
 
-    A draft behind a match of m tokens is right with probability a(m), its next one with a(m + 1), and so on: k drafts
+    A draft after a match of m tokens is right with probability a(m), its next one with a(m + 1), and so on: k drafts
     give 1 + a(m) + a(m) a(m + 1) + … tokens, in the time of a step of k + 1. a(m) is counted for ranges of m, and apart
     where many of the last tokens were as guessed, few, or hardly any; what would have been guessed is known for each
     token that comes, so nothing need be verified to find out that it would pay. k is 1, 3, 7, 15, … or the most: few
@@ -143,12 +143,12 @@ class DraftPolicy:
         self._share = 0.3
 
     def acceptance(self, match: int) -> float:
-        """How often a guess behind so many equal tokens was right where as many were as now, lately."""
+        """How often a guess after so many equal tokens was right where as many were as now, lately."""
         level, index = bisect_right(_SHARES, self._share), _RANGE_BY_MATCH[min(match, MAX_MATCH)]
         return self._right[level][index] / self._guessed[level][index]
 
     def observe(self, match: int, is_right: bool) -> None:
-        """Of each token: behind how many equal ones it would have been guessed (0: it would not), and how."""
+        """Of each token: after how many equal ones it would have been guessed (0: it would not), and how."""
         if match:
             level, index = bisect_right(_SHARES, self._share), _RANGE_BY_MATCH[match]
             guessed, right = self._guessed[level], self._right[level]
@@ -163,7 +163,7 @@ class DraftPolicy:
         return next(count for share, count in _TOKENS_BETWEEN if self._share >= share)
 
     def num_draft_tokens(self, times: StepTimes, match: int = MAX_NGRAM, num_known: int = 1) -> int:
-        """What to ask `propose` for, behind so many tokens that the step has anyway; call it once before each step
+        """What to ask `propose` for, after so many tokens that the step has anyway; call it once before each step
         that could be drafted."""
         self._since_plain += 1
         if not self._sizes or not times.is_known(1) or self._since_plain >= _PLAIN_EVERY:

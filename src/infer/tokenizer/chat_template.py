@@ -117,7 +117,7 @@ def _check_mappings(name: str, values: Any, kind: str) -> None:
 
 
 def _tag_end(message: dict[str, Any]) -> None:
-    """Writes the tag behind the message's content, or behind the last text of its parts."""
+    """Writes the tag after the message's content, or after the last text of its parts."""
     content = message.get("content")
     if isinstance(content, str):
         message["content"] = content + _CONTINUE_TAG

@@ -93,7 +93,7 @@ _EXAONE_MOE = (
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
 )
-# `\s*[\r\n]+` is tried where a run of blanks begins, not again behind each piece that was cut from it.
+# `\s*[\r\n]+` is tried where a run of blanks begins, not again after each piece that was cut from it.
 _JAIS2_SPACES = "|".join(rf"\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4))
 _JAIS2 = (
     rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|(?<![^\S\r\n])\s*[\r\n]+"

@@ -52,7 +52,7 @@ class SpecialTexts:
         return mark.join(string[start:end] for start, end in pairwise(borders))
 
     def mark_beginnings(self, string: str, mark: str) -> str:
-        """A mark behind every character that a special token may begin with."""
+        """A mark after every character that a special token may begin with."""
         return self._first_characters.sub(lambda found: found[0] + mark, string)
 
     def found_in(self, text: str) -> list[str]:

@@ -46,7 +46,7 @@ def _bytes_of(block_bytes: Callable[[str, int], int], kv_type: str) -> Any:
 
 @intrinsic(prefer_literal=True)
 def put_16(context: Any, kv_type: Any, apart: Any, where: Any, x: Any) -> Any:
-    """16 floats as the cache's, each so many elements behind the one before."""
+    """16 floats as the cache's, each so many elements after the one before."""
     name, step = kv_type.literal_value, apart.literal_value
 
     def emit(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
@@ -103,7 +103,7 @@ def make_put_value(kv_type: str) -> Any:
 
 
 def _make_put_floats(kv_type: str, apart: int) -> Any:
-    """An element of a position lies so many elements behind the one before: 16, as positions are neighbours, or 1."""
+    """An element of a position lies so many elements after the one before: 16, as positions are neighbours, or 1."""
     size, is_f16 = FLOAT_BYTES[kv_type], kv_type == "f16"
 
     @njit
@@ -150,7 +150,7 @@ def _quantize_8(x, codes, scale_at):  # type: ignore[no-untyped-def]
 
 @njit
 def _quantize_4(x, codes, scale_at):  # type: ignore[no-untyped-def]
-    """32 floats at x → 16 bytes of codes, and the f16 scale and, 32 bytes behind it, minimum."""
+    """32 floats at x → 16 bytes of codes, and the f16 scale and, 32 bytes after it, minimum."""
     first, second = load_f32(x), load_f32(x + 64)
     largest = simd.max_f32(simd.maximum(first, second))
     minus = splat_f32(np.float32(-1))

@@ -27,7 +27,7 @@ def block_at(kv_type, args, row, kv, slot):  # type: ignore[no-untyped-def]
 
 @njit
 def _end_of_run(args, row, slot, end):  # type: ignore[no-untyped-def]
-    """How far the slots from `slot` on, before `end`, lie one behind the other in memory."""
+    """How far the slots from `slot` on, before `end`, lie one after another in memory."""
     index = slot >> args.page_bits
     entry, stop = args.table + 8 * (row * args.table_stride + index), (index + 1) << args.page_bits
     while stop < end and load_i64(entry + 8) == load_i64(entry) + 1:
@@ -56,7 +56,7 @@ def _first_seen(slot, window):  # type: ignore[no-untyped-def]
 
 @njit
 def chunks_seen(args, row, slot):  # type: ignore[no-untyped-def]
-    """A token sees something of the first so many chunks, nothing of so many behind them, and of the rest up to its
+    """A token sees something of the first so many chunks, nothing of so many after them, and of the rest up to its
     own."""
     sinks = min(load_i64(args.sinks + 8 * row), slot + 1)
     num_first = (sinks + CHUNK - 1) // CHUNK

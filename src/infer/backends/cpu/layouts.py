@@ -7,7 +7,7 @@ A group of a block type is a run of records of 32 inputs; a quad is 4 inputs × 
     high   the bits above: 64 bytes, bit j of a byte belongs to quad j      2 bits: as the low 2 bits
     scale  f16 × 16 rows, or an exponent u8 × 16; minimum f16 × 16 rows, where the type has one
 
-K types have 8 records behind the super-block's f16 scale (and minimum), and small integers in the records' place:
+K types have 8 records after the super-block's f16 scale (and minimum), and small integers in the records' place:
 
     [d × 16][dmin × 16] 8 × { low, high, scale u8 or i8 × 16, minimum u8 × 16 }      both twice in Q2_K, Q3_K, Q6_K
 
@@ -23,10 +23,10 @@ from infer.quantization.ggml_types import FP4_VALUES, IQ4_VALUES
 
 LANES = 16  # rows of a group, and 32-bit elements of a vector
 PANEL = 16  # tokens whose activations lie together
-SPARE_TOKENS = 3  # that a tile may read behind them
+SPARE_TOKENS = 3  # that a tile may read after them
 BLOCK = 32  # inputs of a record of a block type, and of a block of quantised activations
 PLANE_BYTES = BLOCK + 8  # from one int8 plane of an activation record to the next
-SCALE_AT = BLOCK  # where in an activation record its scale stands, and s ΣA behind it
+SCALE_AT = BLOCK  # where in an activation record its scale stands, and s ΣA after it
 PLANES = {"exact": 2, "fast": 1}  # int8 planes of quantised activations, by their precision
 UNIT = 8  # inputs of a record of a float type
 QUADS_BYTES = 8 * 64  # of a record of a block type, once each value is a byte

@@ -36,7 +36,7 @@ def _tile_weights(args, unit, groups, index):  # type: ignore[no-untyped-def]
 def _columns(type_, planes, isa, count, fewest, weights, pair, panel, done, width, stride, num_records, out):  # type: ignore[no-untyped-def]
     """Tiles of `count` tokens while so many or at least `fewest` are left; how many tokens are done.
 
-    What a tile computes of tokens that are not there, from what lies behind the others, is not looked at.
+    What a tile computes of tokens that are not there, from what lies after the others, is not looked at.
     """
     while width - done >= fewest:
         at, to = panel + done * (stride // width), out + done * COLUMN_BYTES

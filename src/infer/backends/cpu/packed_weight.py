@@ -22,7 +22,7 @@ _CACHE_LINE = 64
 class PackedWeight(Weight):
     layout: Layout
     shape: tuple[int, int]
-    data: Tensor  # uint8, the groups one behind the other
+    data: Tensor  # uint8, the groups one after another
     planes: int  # int8 planes of the activations that it is multiplied with: 2 is exact, 1 is fast
 
     @property
@@ -54,7 +54,7 @@ _HUGE_PAGE, _PIECE = 1 << 21, 1 << 26
 
 @final
 class Pieces:
-    """Memory for weights, one behind the other in pieces of 64 MB that begin with a huge page.
+    """Memory for weights, one after another in pieces of 64 MB that begin with a huge page.
 
     The system gives a huge page where nothing of it was written before, and most weights of a small model are smaller
     than one. A piece goes when the last of its weights does.

@@ -7,7 +7,7 @@ A block of 16 positions is a record for each 32 of the head's dimensions (`infer
 
 In keys, which have 8 bits, a row of 16 bytes is one dimension of 16 positions. In values a row is the codes of one
 position, 32 bytes or 16. A score is summed for each record by itself, then scaled. p is multiplied by a position's
-scale before it meets codes; what the minima add is summed over 16 positions and added behind them.
+scale before it meets codes; what the minima add is summed over 16 positions and added after them.
 """
 
 from collections.abc import Sequence
@@ -154,7 +154,7 @@ def _position(b: Builder, name: str, record: Value, position: Value) -> list[Val
 
 
 def _add_minima(b: Builder, records_at: list[Value], p: list[Value], inside: Value, sums: list[Value]) -> None:
-    """Of the block's first `inside` positions: behind them nothing may be believed, not even that it is finite."""
+    """Of the block's first `inside` positions: after them nothing may be believed, not even that it is finite."""
     count = len(records_at)
     lanes = ir.Constant(I32X16, list(range(LANES)))
     seen = b.icmp_signed("<", lanes, simd.splat(b, b.trunc(inside, I32)))

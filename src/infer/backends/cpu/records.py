@@ -93,7 +93,7 @@ ATTEND = np.dtype(
         ("sinks", np.int64),
         ("windows", np.int64),
         ("rope_sets", np.int64),
-        ("furthest", np.int64),  # sinks are seen as from there by those behind it, or −1
+        ("furthest", np.int64),  # sinks are seen as from there by those after it, or −1
         ("queries", np.int64),  # f32, as above
         ("far_bytes", np.int64),  # further on lie those that are for the sinks; 0: they are the same
         ("partials", np.int64),  # f32 [heads, SPLIT_TOKENS, num_chunks, dim + 16], as queries
@@ -131,7 +131,7 @@ EPILOGUE = np.dtype(
         ("row_stride", np.int64),
         ("first_column", np.int64),
         ("num_columns", np.int64),
-        ("bias", np.int64),  # f32 [num_columns] or 0; of gate when gating, up's behind it
+        ("bias", np.int64),  # f32 [num_columns] or 0; of gate when gating, up's after it
         ("quantized", np.int64),  # gating only: activation records of what goes to `out`, or 0
         ("planes", np.int64),
         ("softcap", np.float32),  # of `store_capped`

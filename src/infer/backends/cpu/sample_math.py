@@ -36,7 +36,7 @@ _IOTA = ir.Constant(I32X16, list(range(LANES)))
 
 @operation(f32x16, address, types.int64)
 def load_f32_upto(b: Builder, where: Value, count: Value) -> Value:
-    """The first `count` floats, −inf in the lanes beyond: nothing behind them is read."""
+    """The first `count` floats, −inf in the lanes beyond: nothing after them is read."""
     lanes = b.icmp_signed("<", _IOTA, splat(b, b.trunc(count, I32)))
     pointer = b.inttoptr(where, F32X16.as_pointer())
     masked_load = ir.FunctionType(F32X16, [pointer.type, I32, ir.VectorType(ir.IntType(1), LANES), F32X16])

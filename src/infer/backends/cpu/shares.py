@@ -86,7 +86,7 @@ def stretch(args, row, slot, left, right):  # type: ignore[no-untyped-def]
 
 @njit
 def chunk_after(args, kv, chunk, first_chunk, last_slot, is_split):  # type: ignore[no-untyped-def]
-    """The (kv head, chunk) behind this one. The last chunk is seldom whole, and counts as none."""
+    """The (kv head, chunk) after this one. The last chunk is seldom whole, and counts as none."""
     has_head, has_chunk = kv + 1 < args.num_kv_heads, (chunk + 2) * CHUNK <= last_slot + 1
     if has_head and (is_split or not has_chunk):
         return kv + 1, (chunk if is_split else first_chunk)

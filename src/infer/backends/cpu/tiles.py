@@ -169,7 +169,7 @@ class Tile:
         ]
 
     def prefetch(self, weights: Value) -> None:
-        """Ask for the record that lies some pages behind this one. The first cache has no room for so many requests."""
+        """Ask for the record that lies some pages after this one. The first cache has no room for so many requests."""
         prefetch(self.b, simd.offset(self.b, weights, _AHEAD), self.layout.record_bytes, SECOND_CACHE)
 
     def low(self, weights: Value, index: int) -> Value:

@@ -4,7 +4,8 @@
     python benchmarks/bench_step_overhead.py --rounds 500
 
 Milliseconds, medians over rounds, as JSON. `step` is the wall time of `Engine.step` of one token a sequence, sampled,
-less that of the compiled walk: planning, columns, the call, accepting, text, the cache. `join` and `leave` are what a
+less that of the compiled walk: planning, columns, the call, accepting, text, the cache. `multi_step` is the same of
+each step where several run without a return to Python, as many as the engine chooses. `join` and `leave` are what a
 step takes more in which a sequence comes (its prompt of one token is part of the step) or goes.
 """
 
@@ -31,12 +32,13 @@ PARAMS = SamplingParams(
 class Load:
     """So many sequences that decode."""
 
-    def __init__(self, name: str, count: int) -> None:
+    def __init__(self, name: str, count: int, max_steps: int | None = 1) -> None:
         self.model, _ = load_model(name, max_seq_len=2048)
         self.tokenizer, self.num_asked = load_tokenizer(name), 0
-        self.engine = Engine(CachedRunner(self.model, 2048, num_slots=count + 1, pool_pages=32 * 8), max_steps=1)
-        for _ in range(count):
-            self.submit()
+        self.engine = Engine(
+            CachedRunner(self.model, 2048, num_slots=count + 1, pool_pages=32 * 8), max_steps=max_steps
+        )
+        self.first = [self.submit() for _ in range(count)][0]
         for _ in range(4):
             self.engine.step()
 
@@ -66,6 +68,12 @@ def measure(name: str, count: int, rounds: int) -> dict[str, float]:
         times["leave"].append(load.overhead())
         load.overhead()
     found = {what: median(each) for what, each in times.items()}
+    load, each_step = Load(name, count, None), list[float]()
+    while len(load.first.pieces) < 1000:
+        before = len(load.first.pieces)
+        milliseconds = load.overhead()
+        each_step.append(milliseconds / (len(load.first.pieces) - before))
+    found["multi_step"] = median(each_step)
     found["join"] -= found["step"]
     found["leave"] -= found["step"]
     return {"sequences": count, **{what: round(milliseconds, 3) for what, milliseconds in found.items()}}

@@ -19,7 +19,16 @@ from infer.sampling_params import (
 Params = SamplingParams | Mapping[str, Any]
 
 # Of the calls that take these keywords, and of a chat template: what a misspelt name may have meant.
-_CALLS_TAKE = ("on_token", "cancel", "speculation", "num_draft_tokens", "prefill_chunk", "on_prefill", "overflow")
+_CALLS_TAKE = (
+    "on_token",
+    "options",
+    "cancel",
+    "speculation",
+    "num_draft_tokens",
+    "prefill_chunk",
+    "on_prefill",
+    "overflow",
+)
 _TEMPLATE_TAKES = (
     *("tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "allow_special"),
     "enable_thinking",

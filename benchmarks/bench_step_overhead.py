@@ -35,10 +35,11 @@ class Load:
     def __init__(self, name: str, count: int, max_steps: int | None = 1) -> None:
         self.model, _ = load_model(name, max_seq_len=2048)
         self.tokenizer, self.num_asked = load_tokenizer(name), 0
-        self.engine = Engine(
-            CachedRunner(self.model, 2048, num_slots=count + 1, pool_pages=32 * 8), max_steps=max_steps
-        )
-        self.first = [self.submit() for _ in range(count)][0]
+        runner = CachedRunner(self.model, 2048, num_slots=count + 1, pool_pages=32 * (count + 1))
+        self.engine = Engine(runner, max_steps=max_steps)
+        self.first = self.submit()
+        for _ in range(count - 1):
+            self.submit()
         for _ in range(4):
             self.engine.step()
 

@@ -15,9 +15,8 @@ from torch import Tensor
 from infer.catalog.models import shown_as, weights_name
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.generation_config import defaults_of
-from infer.engine.batch import Ended, answer_all
+from infer.engine.batch import Ended, answer_all, results_of
 from infer.engine.host import Host, HostSettings
-from infer.engine.lease import Lease
 from infer.engine.model_settings import (
     DeviceName,
     DtypeName,
@@ -33,7 +32,7 @@ from infer.engine.request import check_prompt
 from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback, check_count, split_options
 from infer.engine.sequence import Sequence as Answer
 from infer.engine.stream import OnPrefill, OnToken, Stream
-from infer.engine.token_trace import logits_of, trace_token
+from infer.engine.token_trace import logits_of, score_prompt, trace_token
 from infer.errors import InvalidRequestError
 from infer.kvcache.settings import CacheSettings
 from infer.model.from_checkpoint import (
@@ -47,14 +46,13 @@ from infer.model.from_checkpoint import (
 from infer.model.load import OnProgress
 from infer.model.transformer import Transformer
 from infer.operands.architecture import Architecture
-from infer.operands.step import MAX_STEP_LOGITS
+from infer.operands.limits import MAX_STEP_LOGITS
 from infer.outputs import GenerationResult, Piece, SampleTrace, TokenLogprob
 from infer.runner.closing import closed
 from infer.sampling.defaults import default_params
-from infer.sampling.keywords import Params, SamplingKeywords, refuse_sampling, split_keywords
+from infer.sampling.keywords import Params, SamplingKeywords, split_keywords
 from infer.sampling_params import SamplingParams
-from infer.session.session import Session
-from infer.session.transcript import Transcript
+from infer.session.session import Session, begin_session
 from infer.system.available_memory import give_back_freed
 from infer.tokenizer import Tokenizer
 from infer.tokenizer.template_process import start_rendering
@@ -84,6 +82,8 @@ class LLM:
     defaults: `generate("Once", temperature=0)`. `close()`, or `with LLM(...) as llm`, gives the memory back.
     """
 
+    _host: Host | None
+
     @checks_settings
     def __init__(
         self,
@@ -108,8 +108,7 @@ class LLM:
         allow_special: bool = False,
         on_progress: OnProgress | None = None,
     ) -> None:
-        self._host: Host | None = None
-        self._shown = str(model)
+        self._host, self._shown = None, str(model)
         cache = CacheSettings(
             kv_type=kv_type,
             eviction_policy=eviction_policy,
@@ -127,11 +126,11 @@ class LLM:
             if tokenizer.chat_template is not None:
                 start_rendering()
             self.sampling_defaults = defaults_of(checkpoint)
-            asked = (device, dtype, weights, precision, max_seq_len)
-            network = load_checked(checkpoint, tokenizer, *asked, on_progress, cache)
+            asked = device, dtype, weights, precision, max_seq_len, on_progress, cache
+            network = load_checked(checkpoint, tokenizer, *asked)
         fingerprint = f"{checkpoint.fingerprint()} {weights} {precision} {kept_dtype}"
-        kept = HostSettings(fingerprint, cache, pool_pages, capture, grammar_backend, self.sampling_defaults)
-        self._host = Host(network, tokenizer, kept)
+        kept = fingerprint, cache, pool_pages, capture, grammar_backend, self.sampling_defaults
+        self._host = Host(network, tokenizer, HostSettings(*kept))
         loaded_as = next((each for each in (kept_dtype, weights) if each != "auto"), stored)
         self._shown = shown_as(model, checkpoint, network.architecture, loaded_as, network.max_seq_len)
         if (problem := self._host.template_problem()) is not None:
@@ -298,16 +297,7 @@ class LLM:
         check_count("batch_size", batch_size, 1, MAX_STEP_LOGITS)
         options, sampling = split_options(options, keywords)
         requests = list(host.requests(pairs_of(prompts, params), options, sampling))
-        results: dict[int, GenerationResult] = {}
-
-        def on_step(num_ended: int) -> None:
-            on_progress(num_ended, len(requests))
-
-        for index, result in answer_all(host.engine, map(Answer, requests), batch_size, on_step):
-            results[index] = result
-            if on_result is not None:
-                on_result(index, result)
-        return [results[index] for index in range(len(requests))]
+        return results_of(host.engine, map(Answer, requests), batch_size, len(requests), on_progress, on_result)
 
     def generate_iter(
         self,
@@ -365,12 +355,7 @@ class LLM:
         self, *, system: str | None = None, tools: Sequence[Message] | None = None, **template_variables: Any
     ) -> Session:
         """Many turns over one cache. A system message, tools and extra names go to the chat template of every turn."""
-        refuse_sampling(template_variables, self.tokenizer.chat_templates)
-        messages = [] if system is None else [{"role": "system", "content": system}]
-        template = template_variables | ({} if tools is None else {"tools": list(tools)})
-        if (messages or template) and not self.can_chat:
-            raise InvalidRequestError("the model has no chat template: use append() and generate() with plain text")
-        return Session(self._opened, Transcript(messages=messages, template=template, num_given=len(messages)))
+        return begin_session(self._opened, system, tools, template_variables)
 
     def load_session(self, path: str | Path) -> Session:
         """A session that `Session.save` wrote, by this process or another one with the same model."""
@@ -386,8 +371,7 @@ class LLM:
         check_count("num", num, 0, MAX_LOGPROBS)
         host = self._opened
         token_ids = check_prompt(host.model, host.tokenizer, host.encode(prompt), room=0)
-        score = partial(host.runner.score, token_ids=token_ids, num_top=num, vocab_size=host.vocab_size)
-        return [None, *host.engine.change(Lease(), score)]
+        return score_prompt(host, token_ids, num)
 
     def sample_trace(
         self,
@@ -403,24 +387,12 @@ class LLM:
         A prompt of messages is rendered as `chat` does. Raises InvalidRequestError where the answer ends before.
         """
         host = self._opened
-        if host.settings.cache.keeps_whole_prompts:
-            raise InvalidRequestError(
-                "a trace has logits of the whole text, of which snapkv keeps a part: load without it"
-            )
         check_count("step", step, 1, self.max_seq_len)
         check_count("num_candidates", num_candidates, 1, host.vocab_size)
-        return trace_token(
-            check_prompt(host.model, host.tokenizer, host.encode(prompt), room=1),
-            host.sampled_by(prompt, params, sampling),
-            host.tokenizer,
-            host.vocab_size,
-            generate=self.generate,
-            last_logits=lambda token_ids: self.logits(token_ids, last=1)[0],
-            step=step,
-            num_candidates=num_candidates,
-        )
+        token_ids = check_prompt(host.model, host.tokenizer, host.encode(prompt), room=1)
+        asked = host.sampled_by(prompt, params, sampling)
+        return trace_token(host, token_ids, asked, step=step, num_candidates=num_candidates)
 
-    @torch.inference_mode()
     def logits(self, token_ids: Sequence[int], *, last: int | None = None) -> Float[Tensor, "tokens vocab"]:
         """float32 logits after every token, or after the last few: `[tokens, vocab]` takes 4 bytes × vocab a token."""
         host = self._opened

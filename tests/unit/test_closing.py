@@ -249,6 +249,16 @@ def test_a_burst_of_answers_leaves_nothing(llm: LLM) -> None:
     assert llm._opened.runner.cache.free_pages == llm._opened.runner.cache.pool_pages
 
 
+def test_scores_of_a_prompt_begin_again_where_an_idle_session_held_the_pages(folder: Path) -> None:
+    llm = LLM(folder, pool_pages=7)  # of one full context
+    token_ids = [5 + index % 50 for index in range(380)]
+    expected = llm.prompt_logprobs(token_ids)
+    session = llm.session()
+    session.append(token_ids[:200])
+    assert llm.prompt_logprobs(token_ids) == expected
+    assert session.generate(SHORT).token_ids == llm.generate(token_ids[:200], SHORT).token_ids
+
+
 # Models and sessions that are closed
 
 

@@ -28,8 +28,6 @@ from infer.model.families import make_architecture
 from infer.model.from_checkpoint import load_model
 from infer.model.load import load_transformer
 from infer.model.memory import (
-    STEP_LOGITS,
-    STEP_TOKENS,
     LoadSettings,
     cache_bytes,
     estimate,
@@ -40,8 +38,9 @@ from infer.model.memory import (
 )
 from infer.model.transformer import Transformer
 from infer.operands.architecture import Layer, Rope
+from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
 from infer.operands.weights import Projection
-from infer.runner.runner import MAX_STEP_LOGITS, MAX_STEP_TOKENS, make_cache
+from infer.runner.runner import make_cache
 from tiny import ONE_EACH, TINY, make_tiny
 from watched import python_command
 
@@ -112,15 +111,14 @@ def test_a_recorded_step_takes_what_was_said(name: str, weights: str, capacity: 
     cache = make_cache(model, capacity, settings=CacheSettings(eviction_policy="sliding" if is_beyond else "none"))
     cache.reserve(0, 1)
     captured = CapturedForward(lambda step: model.forward(step, cache), MAX_STEP_TOKENS, MAX_STEP_LOGITS)
-    assert (STEP_TOKENS, STEP_LOGITS) == (MAX_STEP_TOKENS, MAX_STEP_LOGITS)
     held: dict[str, int] = {}
     for (role, *_), tensor in captured._recording._workspace.items():
         role = "quantized" if role.startswith("quantized") else role
         held[role] = held.get(role, 0) + tensor.nbytes
     said: dict[str, int] = {}
     types = loaded_types(model.architecture, checkpoint.tensors, LoadSettings(weights=weights))
-    sizes = StepSizes(capacity, STEP_TOKENS, STEP_LOGITS, "exact", team().num_threads)
-    buffers = step_buffers(model.architecture, types, sizes, STEP_LOGITS)
+    sizes = StepSizes(capacity, MAX_STEP_TOKENS, MAX_STEP_LOGITS, "exact", team().num_threads)
+    buffers = step_buffers(model.architecture, types, sizes, MAX_STEP_LOGITS)
     for (role, _), size in buffers.items():
         role = "quantized" if role.startswith("quantized") else role
         said[role] = said.get(role, 0) + size

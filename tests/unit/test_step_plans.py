@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from infer import LLM
 from infer.engine.engine import Engine
 from infer.engine.scheduler import FIRST_STEPS, Demand, Plan, Scheduler
-from infer.operands.step import MAX_STEP_LOGITS
+from infer.operands.limits import MAX_STEP_LOGITS
 from infer.sampling_params import SamplingParams
 from infer.speculation.policy import DraftPolicy
 from test_session import make_model

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from infer.engine.model_settings import Overflow, Speculation
+from infer.operands.limits import MAX_STEP_TOKENS
 from infer.outputs import GenerationResult, SampleTrace
 from infer.sampling.defaults import SamplingDefaults
 from infer.sampling_params import SamplingParams
@@ -60,7 +61,7 @@ class Model(Protocol):
         cancel: threading.Event | None = None,
         speculation: Speculation | None = None,
         num_draft_tokens: int = NUM_DRAFT_TOKENS,
-        prefill_chunk: int = 512,
+        prefill_chunk: int = MAX_STEP_TOKENS,
         on_prefill: OnProgress | None = None,
         overflow: Overflow = "error",
     ) -> GenerationResult: ...
@@ -73,7 +74,7 @@ class Model(Protocol):
         batch_size: int = 8,
         speculation: Speculation | None = None,
         num_draft_tokens: int = NUM_DRAFT_TOKENS,
-        prefill_chunk: int = 512,
+        prefill_chunk: int = MAX_STEP_TOKENS,
         cancel: threading.Event | None = None,
         on_progress: OnProgress = ...,
         on_result: OnResult | None = None,

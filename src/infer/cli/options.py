@@ -9,12 +9,12 @@ import click
 from infer.cli.option_files import MAX_GRAMMAR_BYTES, read_text
 from infer.engine.model_settings import Overflow
 from infer.kvcache.settings import EVICTION_POLICIES, KV_TYPES, CacheSettings
+from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
 from infer.sampling_params import CONSTRAINTS
 from infer.speculation.ngram import MAX_DRAFT_TOKENS, NUM_DRAFT_TOKENS
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-PREFILL_CHUNK = 512
-BATCH_SIZE, MAX_BATCH_SIZE = 8, 64
+BATCH_SIZE = 8
 CACHE_OPTIONS = (
     "kv_type",
     "eviction_policy",
@@ -59,7 +59,7 @@ def prompts_options(function: Function) -> Function:
                      help="Many prompts at once: one a line, or JSON lines where the name ends in .jsonl, each a "
                      "string or an object of prompt and its own sampling parameters; - is stdin. Answers come in their "
                      "order, an empty line between them, or one JSON object a line with --json."),
-        click.option("--batch-size", type=click.IntRange(1, MAX_BATCH_SIZE), default=BATCH_SIZE, show_default=True,
+        click.option("--batch-size", type=click.IntRange(1, MAX_STEP_LOGITS), default=BATCH_SIZE, show_default=True,
                      help="With --prompts-file: how many are answered at a time."),
         click.option("--overflow", type=click.Choice(get_args(Overflow)), default="error", show_default=True,
                      help="truncate_left: a prompt that is too long loses its beginning."),
@@ -89,8 +89,8 @@ def path_options(function: Function) -> Function:
         click.option("--num-draft-tokens", "--draft-tokens", "draft_tokens", type=click.IntRange(1, MAX_DRAFT_TOKENS),
                      default=NUM_DRAFT_TOKENS, show_default=True,
                      help="With --speculation: guesses in one step, at most."),
-        click.option("--prefill-chunk", type=click.IntRange(1, PREFILL_CHUNK), default=PREFILL_CHUNK, show_default=True,
-                     help="Tokens of a prompt in one step."),
+        click.option("--prefill-chunk", type=click.IntRange(1, MAX_STEP_TOKENS), default=MAX_STEP_TOKENS,
+                     show_default=True, help="Tokens of a prompt in one step."),
         click.option("--stats", is_flag=True, help="Which path ran, and what it did, on stderr."),
     ]  # fmt: skip
     return apply_options(options, function)

@@ -1,1 +1,1 @@
-"""Requests being answered: the loop, what one generation has said, masks, streams."""
+"""Requests being answered: the engine and its steps, sequences, slots, masks, streams."""

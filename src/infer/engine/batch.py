@@ -16,6 +16,27 @@ class Ended(NamedTuple):
     result: GenerationResult
 
 
+def results_of(
+    engine: Engine,
+    sequences: Iterator[Sequence],
+    batch_size: int,
+    total: int,
+    on_progress: Callable[[int, int], None],
+    on_result: Callable[[int, GenerationResult], None] | None,
+) -> list[GenerationResult]:
+    """All answers, in the order of their prompts."""
+    results: dict[int, GenerationResult] = {}
+
+    def on_step(num_ended: int) -> None:
+        on_progress(num_ended, total)
+
+    for number, result in answer_all(engine, sequences, batch_size, on_step):
+        results[number] = result
+        if on_result is not None:
+            on_result(number, result)
+    return [results[number] for number in range(total)]
+
+
 def answer_all(
     engine: Engine,
     sequences: Iterator[Sequence],

@@ -17,7 +17,8 @@ from infer.engine.scheduler import Demand, Kind, Plan, Scheduler
 from infer.engine.sequence import Sequence
 from infer.engine.slots import Slots
 from infer.errors import InferError, OutOfPagesError
-from infer.operands.step import MAX_STEP_LOGITS, Chunk, Clock, Masks, StepEnd
+from infer.operands.limits import MAX_STEP_LOGITS
+from infer.operands.step import Chunk, Clock, Masks, StepEnd
 from infer.outputs import Piece
 from infer.runner.closing import closed
 from infer.runner.runner import Runner
@@ -333,10 +334,17 @@ class Engine:
         """Compress the prompt once all of it is computed and a token was sampled. The next token's time includes it."""
         if sequence.num_computed != sequence.num_prompt_tokens or not sequence.pieces:
             return
-        started = time.perf_counter()
-        prompt = sequence.token_ids[: sequence.num_prompt_tokens]
-        if self._slots.with_pages(sequence, partial(self.runner.after_prompt, sequence.slot, prompt)):
-            sequence.must_end_prompt = False
+        started, runner, prompt = time.perf_counter(), self.runner, sequence.token_ids[: sequence.num_prompt_tokens]
+
+        def compress() -> None:
+            if runner.lengths[sequence.slot] < len(prompt):  # pages were short midway: it is read again
+                runner.truncate(sequence.slot, 0)
+                sequence.forget_computed()
+            else:
+                runner.after_prompt(sequence.slot, prompt)
+                sequence.must_end_prompt = False
+
+        self._slots.with_pages(sequence, compress)
         sequence.timer.waited(time.perf_counter() - started)
 
     # The parameters of sampling

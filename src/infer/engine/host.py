@@ -16,7 +16,7 @@ from infer.errors import InvalidRequestError
 from infer.grammar import grammar_of, make_compiler
 from infer.kvcache.settings import CacheSettings
 from infer.model.transformer import Transformer
-from infer.operands.step import MAX_STEP_LOGITS
+from infer.operands.limits import MAX_STEP_LOGITS
 from infer.runner.closing import OpenAnswers
 from infer.runner.runner import CachedRunner, default_pool_pages
 from infer.sampling.keywords import Params, params_of

@@ -63,7 +63,10 @@ _OTHER_NAMES = {
     "chat_format": "chat_template",
     "enforce_eager": "capture=False",
 }
-_CHOSEN_PER_CALL = ("overflow", "speculation", "num_draft_tokens", "prefill_chunk", "cancel", "on_token", "batch_size")
+_CHOSEN_PER_CALL = (
+    *("overflow", "speculation", "num_draft_tokens", "prefill_chunk", "cancel"),
+    *("on_token", "on_prefill", "options", "batch_size"),
+)
 
 P = ParamSpec("P")
 

@@ -9,7 +9,7 @@ from typing import SupportsIndex, final
 from infer.errors import ContextLengthError, InvalidRequestError
 from infer.grammar import Constraint
 from infer.model.transformer import Transformer
-from infer.operands.step import MAX_STEP_TOKENS
+from infer.operands.limits import MAX_STEP_TOKENS
 from infer.sampling_params import SamplingParams
 from infer.tokenizer import Tokenizer
 
@@ -29,11 +29,6 @@ class Request:
     prefill_chunk: int = MAX_STEP_TOKENS
     cancel: threading.Event | None = None
     num_truncated: int = 0  # tokens of the prompt that were cut on its left
-
-    @property
-    def max_new_tokens(self) -> int:
-        room, asked = self.max_total_tokens - len(self.prompt_token_ids), self.params.max_new_tokens
-        return room if asked is None else min(asked, room)
 
 
 def make_request(

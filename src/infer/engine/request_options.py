@@ -7,7 +7,7 @@ from typing import Any, final, get_args, no_type_check
 
 from infer.engine.model_settings import Overflow, Speculation
 from infer.errors import InvalidRequestError
-from infer.operands.step import MAX_STEP_TOKENS
+from infer.operands.limits import MAX_STEP_TOKENS
 from infer.sampling.keywords import SamplingKeywords
 from infer.speculation.ngram import MAX_DRAFT_TOKENS, NUM_DRAFT_TOKENS
 

@@ -60,7 +60,7 @@ class Sequence:
         self._tail: str | None = None  # what was held back of an answer that was cut
         self._policy: DraftPolicy = DraftPolicy(request.num_draft_tokens)
         self._draft: NgramDraft | None = None  # while it has a slot
-        self._text = TextOutput(request.tokenizer, request.params, request.max_total_tokens - self.num_prompt_tokens)
+        self._text = self._begin_text()
         self.constraint: Constraint | None = None
         self._num_followed = 0  # tokens that the grammar has taken, but those yet to be accepted
         self._complete_at: int | None = None  # number of tokens after which the grammar was complete
@@ -198,16 +198,19 @@ class Sequence:
             self._replay(num_tokens)
         self.abort()
 
+    def _begin_text(self) -> TextOutput:
+        room = self.request.max_total_tokens - self.num_prompt_tokens
+        return TextOutput(self.request.tokenizer, self.params, room)
+
     def _replay(self, num_tokens: int) -> None:
-        request = self.request
-        text = TextOutput(request.tokenizer, request.params, request.max_total_tokens - self.num_prompt_tokens)
+        text, make_constraint = self._begin_text(), self.request.make_constraint
         del self.token_ids[self.num_prompt_tokens + num_tokens :]
         for index, token_id in enumerate(self.token_ids[self.num_prompt_tokens :], 1):
             text.push(token_id, is_complete=self._complete_at == index)
         text.finish_reason = text.stop_reason = None
         self._text = text
-        if request.make_constraint is not None:
-            self.constraint = request.make_constraint()
+        if make_constraint is not None:
+            self.constraint = make_constraint()
             self.constraint.accept(self.token_ids[self.num_prompt_tokens :])
             self._num_followed = self.constraint.num_accepted
         if self._complete_at is not None and self._complete_at > num_tokens:

@@ -1,23 +1,26 @@
 """The logits of a text, and how one token of an answer was sampled from them, stage by stage."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from infer.engine.host import Host
+from infer.engine.lease import Lease
+from infer.engine.request_options import RequestOptions
 from infer.errors import InferError, InvalidRequestError
 from infer.kvcache.settings import CacheSettings
 from infer.model.transformer import Transformer
-from infer.operands.step import MAX_STEP_TOKENS, Step
-from infer.outputs import GenerationResult, SampleTrace
+from infer.operands.limits import MAX_STEP_TOKENS
+from infer.operands.step import Step
+from infer.outputs import SampleTrace, TokenLogprob
 from infer.runner.runner import make_cache
 from infer.sampling import trace
 from infer.sampling_params import SamplingParams
-from infer.tokenizer import Tokenizer
 
 
+@torch.inference_mode()
 def logits_of(
     model: Transformer, token_ids: list[int], settings: CacheSettings, *, last: int | None
 ) -> Float[Tensor, "tokens vocab"]:
@@ -35,20 +38,25 @@ def logits_of(
     return torch.cat(chunks)
 
 
+def score_prompt(host: Host, token_ids: list[int], num_top: int) -> list[TokenLogprob | None]:
+    """How likely each token is after those before it, by the raw logits; None for the first."""
+
+    def score(slot: int) -> list[TokenLogprob]:
+        host.runner.truncate(slot, 0)  # of what a call left that ran out of pages
+        return host.runner.score(slot, token_ids, num_top, host.vocab_size)
+
+    return [None, *host.engine.change(Lease(), score)]
+
+
 def trace_token(
-    prompt: list[int],
-    params: SamplingParams,
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    *,
-    generate: Callable[[list[int], SamplingParams], GenerationResult],
-    last_logits: Callable[[list[int]], Float[Tensor, "vocab"]],
-    step: int,
-    num_candidates: int,
+    host: Host, prompt: list[int], params: SamplingParams, *, step: int, num_candidates: int
 ) -> SampleTrace:
-    """Raises InvalidRequestError where the answer ends before `step`."""
+    """Raises InvalidRequestError where the answer ends before `step`, or the cache keeps a part of a prompt."""
+    tokenizer, cache = host.tokenizer, host.settings.cache
+    if cache.keeps_whole_prompts:
+        raise InvalidRequestError("a trace has logits of the whole text, of which snapkv keeps a part: load without it")
     params = replace(params, max_new_tokens=step, min_new_tokens=min(params.min_new_tokens, step))
-    result = generate(prompt, params)
+    result = host.stream(prompt, params, RequestOptions()).run()
     if result.error is not None:
         raise InvalidRequestError(f"the generation ended early: {result.error}")
     if len(result.token_ids) < step:
@@ -58,7 +66,7 @@ def trace_token(
         )
     context = prompt + result.token_ids[: step - 1]
     found = trace.sample_trace(
-        last_logits(context)[:vocab_size],
+        logits_of(host.model, context, cache, last=1)[0, : host.vocab_size],
         replace(params, seed=result.seed),
         context,
         num_prompt_tokens=len(prompt),

@@ -34,13 +34,13 @@ class PromptCompression:
         another row and cannot be copied; of a row that was loaded some tokens may be lost then: `lengths` says it.
         """
         cache, length, settings = self._cache, self._cache.lengths[row], self._cache.settings
-        late = [rows for rows in cache.groups if rows.can_compress(row)]
-        if not late or (settings.memory_threshold_mb is not None and not cache.is_short_of_memory()):
+        uncompressed = [rows for rows in cache.groups if rows.can_compress(row)]
+        if not uncompressed or (settings.memory_threshold_mb is not None and not cache.is_short_of_memory()):
             return
         num_kept = min(length, settings.eviction_window)
         if num_kept < length:
-            self._observe(row, token_ids[:length], late, forward)
-        for rows in late:
+            self._observe(row, token_ids[:length], uncompressed, forward)
+        for rows in uncompressed:
             if not rows.can_compress(row):  # what was run again was a page, and for want of memory the row slides
                 continue
             if num_kept < length:
@@ -50,11 +50,11 @@ class PromptCompression:
         cache.memory.publish()
 
     def _observe(
-        self, row: int, token_ids: Sequence[int], late: Sequence[GroupRows], forward: Callable[[Step], object]
+        self, row: int, token_ids: Sequence[int], uncompressed: Sequence[GroupRows], forward: Callable[[Step], object]
     ) -> None:
         """Run the last tokens again and note what they look at."""
         cache, start = self._cache, len(token_ids) - OBSERVED_TOKENS
-        kept = [(rows, 0, cache.settings.eviction_window) for rows in late]
+        kept = [(rows, 0, cache.settings.eviction_window) for rows in uncompressed]
         cache.make_own(row, kept + [(rows, start, len(token_ids)) for rows in cache.groups])
         cache.truncate(row, start)
         # Of a row that was loaded, windows hold only what comes next sees: then all is run again.

@@ -17,12 +17,12 @@ from infer.kvcache.pages import num_pages
 from infer.kvcache.settings import CacheSettings
 from infer.model.tensors import expected_shapes
 from infer.operands.architecture import Architecture, Layer
+from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
 from infer.quantization.ggml_types import BLOCK_TYPES
 from infer.quantization.kv_formats import BLOCK_POSITIONS, key_block_bytes, value_block_bytes
 
 # Of a process that has loaded torch and our compiled kernels, and of each token of a vocabulary: measured resident.
 PROCESS_BYTES, VOCABULARY_BYTES = 249_000_000, 400
-STEP_TOKENS, STEP_LOGITS = 512, 64  # the most of a step
 _TYPE_BY_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 
@@ -78,7 +78,7 @@ def estimate(
     types = loaded_types(architecture, tensors, load)
     kv_type = load.kv_type if cache.kv_type == "auto" else cache.kv_type
     history = num_rows * (8 * architecture.vocab_size + 8 * num_tokens)
-    sizes = StepSizes(num_tokens, STEP_TOKENS, STEP_LOGITS, load.precision, load.num_threads)
+    sizes = StepSizes(num_tokens, MAX_STEP_TOKENS, MAX_STEP_LOGITS, load.precision, load.num_threads)
     return Estimate(
         weights=weight_bytes(architecture, types) + rope_bytes(architecture, num_tokens),
         cache=cache_bytes(architecture.layers, cache, kv_type, num_tokens, num_rows, pool_pages),
@@ -143,11 +143,11 @@ def check_rows_fit(
     tokens = bisect_right(range(1, num_tokens), available, key=lambda count: needed(count, 1))
     instead = f"max_seq_len={tokens} fits" if tokens > 1 else "free some of it"
     if rows:
-        instead = f"batch_size={rows} fits"
+        instead = f"{rows} of them fit"
     what = f"{num_rows} x {num_tokens:,} tokens of cache"
     if pool_pages is not None:
         what += f" in {pool_pages:,} pages"
-        least = most_pages(make_groups(architecture.layers, cache, num_tokens, STEP_TOKENS))
+        least = most_pages(make_groups(architecture.layers, cache, num_tokens, MAX_STEP_TOKENS))
         fitting = bisect_right(
             range(least, pool_pages), available, key=lambda count: needed(num_tokens, num_rows, count)
         )
@@ -176,7 +176,7 @@ def largest_context(
     0 if none do."""
 
     def fits(count: int) -> bool:
-        groups = make_groups(architecture.layers, cache, count, STEP_TOKENS)
+        groups = make_groups(architecture.layers, cache, count, MAX_STEP_TOKENS)
         if pool_pages is not None and most_pages(groups) > pool_pages:
             return False
         sizes = estimate(architecture, tensors, load, cache, num_tokens=count, num_rows=num_rows, pool_pages=pool_pages)
@@ -232,7 +232,7 @@ def cache_bytes(
     pool_pages: int | None = None,
 ) -> int:
     """All pages: what keys and values take once every page of the pools has been written."""
-    groups, total = make_groups(layers, settings, num_tokens, STEP_TOKENS), 0
+    groups, total = make_groups(layers, settings, num_tokens, MAX_STEP_TOKENS), 0
     for group, count in zip(groups, pool_sizes(groups, num_rows, pool_pages, num_tokens), strict=True):
         per_token = sum(slot_bytes(layers[index], kv_type) for index in group.layers)
         total += count * settings.page_tokens * per_token

@@ -18,9 +18,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-MAX_STEP_TOKENS = 512  # of one step: a cancel is seen between two
-MAX_STEP_LOGITS = 64  # of one step: sequences and their drafts
-
 TokenIds = ctypes.Array[ctypes.c_int64]
 
 

@@ -22,7 +22,8 @@ from infer.kvcache.settings import CacheSettings
 from infer.kvcache.snapkv import PromptCompression
 from infer.model.memory import check_rows_fit
 from infer.model.transformer import Transformer
-from infer.operands.step import MAX_STEP_LOGITS, MAX_STEP_TOKENS, Chunk, Masks, Step, StepEnd
+from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
+from infer.operands.step import Chunk, Masks, Step, StepEnd
 from infer.outputs import TokenLogprob
 from infer.runner.verify import SampledTokens, verify
 from infer.sampling.columns import SamplingColumns

@@ -25,7 +25,7 @@ from infer.engine.stream import OnPrefill, OnToken, Reading, Stream
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult
 from infer.runner.closing import closed
-from infer.sampling.keywords import Params
+from infer.sampling.keywords import Params, refuse_sampling
 from infer.sampling_params import SamplingParams
 from infer.session.session_cache import SessionCache, Tensors
 from infer.session.session_file import read_session, write_session
@@ -344,6 +344,19 @@ class Session:
         if result.finish_reason == "abort" and not result.text:
             return self._transcript
         return self._transcript.answered(token_ids, [*messages, {"role": "assistant", "content": result.text}])
+
+
+def begin_session(
+    host: Host, system: str | None, tools: Sequence[Message] | None, variables: Mapping[str, Any]
+) -> Session:
+    """`variables` are the chat template's. Raises InvalidRequestError."""
+    tokenizer = host.tokenizer
+    refuse_sampling(variables, tokenizer.chat_templates)
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    template = {**variables, **({} if tools is None else {"tools": list(tools)})}
+    if (messages or template) and tokenizer.chat_template is None:
+        raise InvalidRequestError("the model has no chat template: use append() and generate() with plain text")
+    return Session(host, Transcript(messages=messages, template=template, num_given=len(messages)))
 
 
 @final

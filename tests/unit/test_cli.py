@@ -28,6 +28,7 @@ from infer.errors import InvalidRequestError
 from infer.sampling.defaults import SamplingDefaults
 from infer.sampling_params import SamplingParams
 from infer.system.cores import num_processors
+from infer.system.status_line import write_notice
 from watched import python_command
 
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_cli.py"))]
@@ -130,6 +131,8 @@ def test_text_goes_to_stdout_and_times_to_stderr(fake: FakeModel, capsys: Captur
 def test_quiet_is_nothing_but_text_and_verbose_tells_all(fake: FakeModel, capsys: Capture) -> None:
     assert main(["generate", "--prompt", "a", "-q"]) == 0
     assert capsys.readouterr() == ("echo: a \n", "")
+    write_notice("of another command")
+    assert capsys.readouterr().err == "of another command\n"
     assert main(["generate", "--prompt", "a", "-v"]) == 0
     told = capsys.readouterr().err
     assert all(part in told for part in ("3 prompt, 2 generated", "Seed: 7", "length ('max_new_tokens')", "p50"))

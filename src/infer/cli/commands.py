@@ -6,6 +6,7 @@ A value given on the command line goes before one from the model, which goes bef
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -353,4 +354,5 @@ def _invocation(context: click.Context, options: Mapping[str, Any]) -> Invocatio
     invocation = context.ensure_object(Invocation)
     invocation.verbose = options["verbose"]
     silence(options.get("quiet", False))
+    context.call_on_close(partial(silence, False))  # of this command alone
     return invocation

@@ -84,7 +84,7 @@ class Compilation:
         self.file_names = {request.file_name for request in requests}
         self._owner, self._started = os.getpid(), time.monotonic()
         self.num_processes = min(num_processors(), _MOST_PROCESSES, len(requests))
-        self._line, self._transcript = StatusLine(), self._started
+        self._line, self._noticed = StatusLine(), self._started
         self._weight = {request.file_name: request.seconds for request in requests}
         self._reasons = sorted({request.reason for request in requests})
         self._threads = [
@@ -142,8 +142,8 @@ class Compilation:
         weight = sum(self._weight[name] for name in self._jobs.answers)
         drawn = f"{bar(weight / sum(self._weight.values()), PROGRESS_WIDTH):<{PROGRESS_WIDTH}}"
         self._line.show(f"infer: compiling CPU kernels {drawn} {done} of {total}, {self.seconds:.0f} s")
-        if done and not self._line.is_shown and time.monotonic() - self._transcript >= _NOTICE_SECONDS:
-            self._transcript = time.monotonic()
+        if done and not self._line.is_shown and time.monotonic() - self._noticed >= _NOTICE_SECONDS:
+            self._noticed = time.monotonic()
             write_notice(f"infer: compiling CPU kernels: {done} of {total}")
 
 

@@ -88,7 +88,7 @@ def test_a_report_names_the_machine_and_what_runs_on_it(capsys: Capture) -> None
     assert python.startswith(f"Python {platform.python_version()}, ")
     assert f"torch {version('torch')}" in packages
     assert f"{num_processors()} processors" in machine
-    assert cpu.startswith(f"cpu: {instruction_set()}")
+    assert cpu.startswith(f"cpu: {instruction_set().name}")
     assert main(["-v", "models"]) == 2
     assert "infer models -v" in capsys.readouterr().err
 

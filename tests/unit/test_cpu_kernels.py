@@ -21,7 +21,7 @@ from infer import ops
 from infer.backends import reference
 from infer.backends.cpu import operations as cpu
 from infer.backends.cpu.capture.forward import CapturedForward
-from infer.backends.cpu.isa import INSTRUCTION_SETS, instruction_set, usable_instruction_sets
+from infer.backends.cpu.isa import BY_NAME, instruction_set, usable_instruction_sets
 from infer.backends.cpu.layouts import LAYOUTS
 from infer.backends.cpu.threads import set_num_threads
 from infer.errors import InvalidRequestError
@@ -227,7 +227,7 @@ def test_a_value_that_is_not_finite_stays_in_its_row_and_shows(value: float) -> 
 def test_a_matrix_unit_gives_the_bits_of_the_vector_unit(
     type_: str, precision: ops.Precision, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if "amx" not in usable_instruction_sets():
+    if BY_NAME["amx"] not in usable_instruction_sets():
         pytest.skip("hardware: a CPU with AMX")
     projection = cpu.prepare(Projection((make_weight(type_, 16 * 51 - 3, 768, 3),)), CPU, precision=precision)
     x, residual = torch.randn(37, 768), torch.randn(37, 16 * 51 - 3)
@@ -493,9 +493,9 @@ def usual() -> tuple[str, list[float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("isa", INSTRUCTION_SETS[1:])
+@pytest.mark.parametrize("isa", list(BY_NAME)[1:])
 def test_instruction_sets_give_the_same_bits(isa: str, usual: tuple[str, list[float]]) -> None:
-    if isa not in usable_instruction_sets():
+    if BY_NAME[isa] not in usable_instruction_sets():
         pytest.skip(f"hardware: a CPU with {isa}")
     assert run_in_process(INFER_ISA=isa)[0] == usual[0]
 

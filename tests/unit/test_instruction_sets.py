@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from llvmlite import ir
 
-from infer.backends.cpu.codes import look_up
-from infer.backends.cpu.isa import INSTRUCTION_SETS, target_features, usable_instruction_sets
+from infer.backends.cpu.arithmetic import Chained, arithmetic_of
+from infer.backends.cpu.isa import BY_NAME, INSTRUCTION_SETS, target_features, usable_instruction_sets
 from infer.backends.cpu.simd import I32, I32X16
-from infer.backends.cpu.tiles import dot4
 from infer.quantization.ggml_types import IQ4_VALUES
 
 X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
@@ -24,7 +23,9 @@ def assembly(name: str, triple: str, features: str, *, is_small: bool) -> str:
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [pointer, pointer, I32]), "dot")
     b = ir.IRBuilder(function.append_basic_block())
     total, weights, four = function.args
-    b.store(dot4(b, name, b.load(total), b.load(weights), four, is_small=is_small), total)
+    arithmetic = arithmetic_of(BY_NAME[name])
+    assert isinstance(arithmetic, Chained)
+    b.store(arithmetic.dot4(b, b.load(total), b.load(weights), four, is_small=is_small), total)
     b.ret_void()
     parsed = llvm.parse_assembly(f'target triple = "{triple}"\n{module}')
     parsed.verify()
@@ -58,8 +59,8 @@ def test_sdot_takes_weights_of_eight_bits_as_three_products() -> None:
 
 
 def test_a_machine_without_any_of_them_has_the_portable_one() -> None:
-    assert INSTRUCTION_SETS[-1] == "portable"
-    assert "portable" in usable_instruction_sets()
+    assert INSTRUCTION_SETS[-1].name == "portable"
+    assert INSTRUCTION_SETS[-1] in usable_instruction_sets()
 
 
 def look_up_module(name: str) -> ir.Module:
@@ -68,7 +69,7 @@ def look_up_module(name: str) -> ir.Module:
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [pointer]), "look_up")
     b = ir.IRBuilder(function.append_basic_block())
     table = [value + 128 for value in IQ4_VALUES]
-    b.store(look_up(b, name, b.load(function.args[0], align=1), table), function.args[0], 1)
+    b.store(arithmetic_of(BY_NAME[name]).look_up(b, b.load(function.args[0], align=1), table), function.args[0], 1)
     b.ret_void()
     return module
 
@@ -92,9 +93,9 @@ def test_codes_are_looked_up_by_shuffles(name: str, triple: str, features: str, 
     assert sum(line.strip().startswith(instruction) for line in lines) == count
 
 
-@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_every_code_becomes_its_value(name: str) -> None:
-    if name not in usable_instruction_sets():
+    if BY_NAME[name] not in usable_instruction_sets():
         pytest.skip(f"hardware: a CPU with {name}")
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()

@@ -122,7 +122,7 @@ def test_a_recorded_step_takes_what_was_said(name: str, weights: str, capacity: 
     for (role, _), size in buffers.items():
         role = "quantized" if role.startswith("quantized") else role
         said[role] = said.get(role, 0) + size
-    if instruction_set() == "amx":
+    if instruction_set().has_matrices:
         held["unpacked weights"] = held.get("unpacked weights", 0) * team().num_threads // MAX_THREADS
     else:
         said.pop("unpacked weights", None)

@@ -29,11 +29,12 @@ class CpuBackend(TorchBackend):
         return operations
 
     def description(self) -> str:
-        others = [name for name in isa.usable_instruction_sets() if name != isa.instruction_set()]
+        used = isa.instruction_set()
+        others = [other.name for other in isa.usable_instruction_sets() if other != used]
         also = f" (also {', '.join(others)})" if others else ""
         trouble = kernel_cache.trouble()
         kept = f"kernels are not kept: {trouble}" if trouble else f"kernels in {kernel_cache.cache_folder()}"
-        return f"{isa.instruction_set()}{also}, {default_num_threads()} threads; {kept}"
+        return f"{used.name}{also}, {default_num_threads()} threads; {kept}"
 
     def capture(self, forward: Forward, capacity: int, max_logits: int) -> Captured:
         captured: Captured = import_module("infer.backends.cpu.capture.forward").CapturedForward(
@@ -63,7 +64,7 @@ class CpuBackend(TorchBackend):
         kernels = _needed(models)
         labels = [request.label for request in compiled.missing(kernels)]
         kept_in, trouble = kernel_cache.cache_folder(), kernel_cache.trouble()
-        return KernelStore(isa.instruction_set(), labels, compiled.count(kernels), kept_in, trouble)
+        return KernelStore(isa.instruction_set().name, labels, compiled.count(kernels), kept_in, trouble)
 
 
 def _needed(models: Iterable[ModelOutline]) -> list[compiled.Needed]:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from infer.backends.cpu.compiled import compiled_address
-from infer.backends.cpu.isa import instruction_set, may_use_matrices
+from infer.backends.cpu.isa import instruction_set
 from infer.backends.cpu.layouts import BLOCK, LANES, PANEL, SPARE_TOKENS
 from infer.backends.cpu.packed_weight import PackedWeight
 from infer.backends.cpu.recording import Arguments, Run
@@ -251,7 +251,7 @@ def _matmul(
     *,
     of_logits: bool,
 ) -> None:
-    layout, planes = weight.layout, weight.planes
+    layout, planes, isa = weight.layout, weight.planes, instruction_set()
     num_records = layout.num_records(weight.in_features)
     token_bytes = num_records * layout.activation_bytes(planes)
     arguments = np.zeros(1, MATMUL)
@@ -265,13 +265,13 @@ def _matmul(
     arguments["tokens_per_block"] = panels * PANEL
     arguments["epilogue"], arguments["epilogue_arguments"] = epilogue[0], epilogue[1].ctypes.data
     keeps: list[object] = [weight, epilogue[1]]
-    if may_use_matrices(layout, instruction_set()) and run.capacity >= PANEL:
+    if isa.may_use_matrices(layout) and run.capacity >= PANEL:
         tiles = int(arguments["groups_per_unit"][0]) * (2 if second_weights else 1)
         num_bytes = tiles * num_records * layout.unpacked_bytes
         unpacked = run.tensor("unpacked weights", run.max_threads, num_bytes, dtype=torch.uint8)
         arguments["unpacked"], arguments["unpacked_bytes"] = unpacked.data_ptr(), num_bytes
         keeps.append(unpacked)
-    function = compiled_address(".matmul:make_matmul", MATMUL, layout.type, planes, instruction_set())
+    function = compiled_address(".matmul:make_matmul", MATMUL, layout.type, planes, isa.name)
     run.append(function, arguments, barrier, f"matmul {layout.type}", *keeps)
 
 

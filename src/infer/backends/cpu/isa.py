@@ -1,7 +1,7 @@
-"""Which instructions the kernels may use: the machine's best, or what $INFER_ISA names.
+"""Instruction sets as data: what a CPU must have, its vector registers, the shapes of tiles. $INFER_ISA names another.
 
-Only `tiles.dot4`, the width of a tile and `matrix_tiles` differ between instruction sets; the sums are integers, so
-results do not.
+How a set multiplies is a class of `arithmetic`; nothing else asks which set it is. All sets compute the same integers,
+and a tile's shape changes no float, so results do not differ. Nothing here loads a compiler.
 """
 
 import ctypes
@@ -9,35 +9,77 @@ import os
 import platform
 import re
 import sys
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from typing import NamedTuple, final
 
 from infer.backends.cpu import kernel_cache
 from infer.backends.cpu.layouts import Layout
 from infer.errors import InvalidRequestError
 
-# Best first. LLVM's names of the features that a set uses, and the tile widths (right-hand sides at once) whose
-# accumulators fit the registers. amx is avx512vnni with `matrix_tiles` for 16 tokens at once.
-_NEEDS = {
-    "amx": frozenset({"amx-int8", "avx512vnni", "avx512bw"}),
-    "avx512vnni": frozenset({"avx512vnni", "avx512bw"}),
-    "avxvnni": frozenset({"avxvnni"}),
-    "avx2": frozenset({"avx2"}),
-    "neon": frozenset({"dotprod"}),  # of AArch64
-    "portable": frozenset[str](),
-}
-INSTRUCTION_SETS = tuple(_NEEDS)
-COLUMNS = {
-    "amx": (8, 4, 2, 1),
-    "avx512vnni": (8, 4, 2, 1),
-    "avxvnni": (2, 1),
-    "avx2": (2, 1),
-    "neon": (4, 2, 1),
-    "portable": (2, 1),
-}
 _FILE = "target-features"
 _FEATURES = re.compile(rb"[A-Za-z0-9_.+-]+( [A-Za-z0-9_.+-]+)*")
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # of Linux on x86-64
+
+
+class Shape(NamedTuple):
+    """A tile of groups of 16 rows × tokens. It is taken while so many tokens are left, or at least `fewest`."""
+
+    groups: int
+    columns: int
+    fewest: int
+    on_matrices: bool = False
+
+
+def _tiles(groups: int, *columns: int) -> tuple[Shape, ...]:
+    """Widest first. One of more than two tokens is faster than two smaller ones even where a token is missing."""
+    return tuple(Shape(groups, count, count - (count > 2)) for count in columns)
+
+
+@final
+@dataclass(frozen=True)
+class InstructionSet:
+    name: str
+    needs: frozenset[str]  # LLVM's names of CPU features
+    registers: int  # for vectors
+    register_bytes: int
+    arithmetic: str  # the class of `arithmetic`
+    exact: tuple[Shape, ...]  # tiles of block types × activations of 16 bits, whose sums fit the registers
+    fast: tuple[Shape, ...]  # of 8 bits
+    floats: tuple[Shape, ...]
+    has_matrices: bool = False  # a matrix unit: `matrix_tiles`
+
+    def shapes(self, layout: Layout, planes: int) -> tuple[Shape, ...]:
+        """In the order in which they are tried."""
+        if layout.is_float:
+            return self.floats
+        vector = self.exact if planes == 2 else self.fast
+        if not self.may_use_matrices(layout) or layout.parts > 1:  # two scales a record cost twice the stores
+            return vector
+        wide = _MATRICES[:planes]
+        return wide + tuple(shape for shape in vector if shape.columns < wide[-1].columns)
+
+    def may_use_matrices(self, layout: Layout) -> bool:
+        return self.has_matrices and not layout.is_float
+
+
+_MATRICES = Shape(2, 16, 13, on_matrices=True), Shape(2, 8, 5, on_matrices=True)  # from so many tokens on faster
+_FEW = _tiles(2, 4, 2, 1) + _tiles(1, 4, 1)
+_MANY = _tiles(2, 8) + _FEW
+_PAIRS = _tiles(2, 2, 1) + _tiles(1, 1)
+_VNNI512 = frozenset({"avx512vnni", "avx512bw"})
+
+# Best first: name, needs, registers, arithmetic; tiles of exact, fast and floats.
+INSTRUCTION_SETS = (
+    InstructionSet("amx", _VNNI512 | {"amx-int8"}, 32, 64, "Vnni512", _MANY, _FEW, _FEW, has_matrices=True),
+    InstructionSet("avx512vnni", _VNNI512, 32, 64, "Vnni512", _MANY, _FEW, _FEW),
+    InstructionSet("avxvnni", frozenset({"avxvnni"}), 16, 32, "Vnni256", _PAIRS, _PAIRS, _PAIRS),
+    InstructionSet("avx2", frozenset({"avx2"}), 16, 32, "Avx2", _PAIRS, _PAIRS, _PAIRS),
+    InstructionSet("neon", frozenset({"dotprod"}), 32, 16, "Neon", _FEW, _FEW, _FEW),
+    InstructionSet("portable", frozenset(), 16, 16, "Portable", _PAIRS, _PAIRS, _PAIRS),
+)
+BY_NAME = {isa.name: isa for isa in INSTRUCTION_SETS}
 
 
 @cache
@@ -51,28 +93,21 @@ def target_features() -> frozenset[str]:
     return features
 
 
-def instruction_set() -> str:
+def instruction_set() -> InstructionSet:
     """Raises InvalidRequestError if $INFER_ISA names a set that does not exist or that this machine lacks."""
     wanted = os.environ.get("INFER_ISA")
     usable = usable_instruction_sets()
-    if wanted is None:
-        return usable[0]
-    if wanted in usable:
-        return wanted
-    raise InvalidRequestError(
-        f"INFER_ISA={wanted} is not an instruction set of this machine; it has: {', '.join(usable)}"
-    )
+    for isa in usable:
+        if wanted in (None, isa.name):
+            return isa
+    names = ", ".join(isa.name for isa in usable)
+    raise InvalidRequestError(f"INFER_ISA={wanted} is not an instruction set of this machine; it has: {names}")
 
 
-def usable_instruction_sets() -> list[str]:
+def usable_instruction_sets() -> list[InstructionSet]:
     """Of this machine, best first."""
-    return [
-        name for name, needs in _NEEDS.items() if target_features() >= needs and (name != "amx" or _has_permission())
-    ]
-
-
-def may_use_matrices(layout: Layout, isa: str) -> bool:
-    return isa == "amx" and not layout.is_float
+    usable = [isa for isa in INSTRUCTION_SETS if target_features() >= isa.needs]
+    return [isa for isa in usable if not isa.has_matrices or _has_permission()]
 
 
 @cache

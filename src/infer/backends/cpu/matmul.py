@@ -14,16 +14,15 @@ from numba import carray, njit
 from infer.backends.cpu import control, simd
 from infer.backends.cpu.activations import quantize_block, record_address
 from infer.backends.cpu.curves import ACTIVATIONS, softcapped
-from infer.backends.cpu.isa import COLUMNS, may_use_matrices
+from infer.backends.cpu.isa import BY_NAME, InstructionSet
 from infer.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, PANEL, Layout
 from infer.backends.cpu.matrix_tiles import SCRATCH_BYTES, configure, matrix_tile, release, unpack
+from infer.backends.cpu.panels import TILE_BYTES, multiply_panel
 from infer.backends.cpu.simd import load_f32, load_i64, load_scalar_f32, splat_f32, store_f32, store_scalar_f32
-from infer.backends.cpu.tiles import COLUMN_BYTES, tile
 
-_TILE_BYTES = 4 * LANES * PANEL  # a buffer's part for one group: [16 tokens, 16 rows] f32
 _FEWEST_UNPACKED = 2 * PANEL  # tokens for which weights are unpacked before all of them
 _HEADER = 64  # in front of it: first token, number of tokens, number of groups
-_BUFFER_BYTES = _HEADER + 4 * _TILE_BYTES
+_BUFFER_BYTES = _HEADER + 4 * TILE_BYTES
 
 
 @njit(inline="always")
@@ -32,101 +31,57 @@ def _tile_weights(args, unit, groups, index):  # type: ignore[no-untyped-def]
     return weights + (unit * args.groups_per_unit + index % groups) * args.group_bytes
 
 
-@njit(inline="always")
-def _columns(type_, planes, isa, count, fewest, weights, pair, panel, done, width, stride, num_records, out):  # type: ignore[no-untyped-def]
-    """Tiles of `count` tokens while so many or at least `fewest` are left; how many tokens are done.
-
-    What a tile computes of tokens that are not there, from what lies after the others, is not looked at.
-    """
-    while width - done >= fewest:
-        at, to = panel + done * (stride // width), out + done * COLUMN_BYTES
-        tile(type_, planes, isa, count, weights, pair, at, stride, num_records, to, _TILE_BYTES)
-        done += count
-    return done
-
-
-@njit(inline="always")
-def _matrix_columns(type_, planes, count, fewest, weights, pair, panel, done, width, stride, num_records, out, scratch):  # type: ignore[no-untyped-def]
-    """`_columns` on the matrix unit."""
-    while width - done >= fewest:
-        at, to = panel + done * (stride // width), out + done * COLUMN_BYTES
-        matrix_tile(type_, planes, count, 0, weights, pair, at, stride, num_records, to, _TILE_BYTES, scratch)
-        done += count
-    return done
-
-
-def fewest_on_matrices(layout: Layout, planes: int, isa: str) -> dict[int, int]:
-    """Of matrix tiles of so many tokens: the fewest that are there for one to be faster than the vector unit's."""
-    if not may_use_matrices(layout, isa) or layout.parts > 1:  # halves take twice the stores
-        return {}
-    return {16: 13, 8: 5} if planes == 2 else {16: 13}
-
-
-def _make_panel(layout: Layout, planes: int, isa: str) -> Any:
-    """A panel of a unit: its tiles of two groups, and of one where they are odd."""
-    type_, two, four = layout.type, 2 in COLUMNS[isa], 4 in COLUMNS[isa]
-    eight = four and planes == 2 and not layout.is_float  # one plane is faster with four
-    fewest = fewest_on_matrices(layout, planes, isa)
-    many, half, fewest_many, fewest_half = 16 in fewest, 8 in fewest, fewest.get(16, 0), fewest.get(8, 0)
+def _make_panel(layout: Layout, planes: int, isa: InstructionSet) -> Any:
+    """A panel × a unit's tiles: by two groups as far as the instruction set has tiles for that."""
+    type_, name = layout.type, isa.name
+    has_pairs = any(shape.groups == 2 for shape in isa.shapes(layout, planes))
 
     @njit(inline="always")
-    def compute(args, unit, groups, num_tiles, panel, width, stride, out, scratch):  # type: ignore[no-untyped-def]
-        records = args.num_records
-        for index in range(0, num_tiles, 2):
-            weights, to, done = _tile_weights(args, unit, groups, index), out + index * _TILE_BYTES, 0
-            if index + 1 < num_tiles:
-                pair = _tile_weights(args, unit, groups, index + 1)
-                if many:
-                    done = _matrix_columns(
-                        type_, planes, 16, fewest_many, weights, pair, panel, done, width, stride, records, to, scratch
-                    )
-                if half:
-                    done = _matrix_columns(
-                        type_, planes, 8, fewest_half, weights, pair, panel, done, width, stride, records, to, scratch
-                    )
-                elif eight:
-                    done = _columns(type_, planes, isa, 8, 7, weights, pair, panel, done, width, stride, records, to)
-                if four:
-                    done = _columns(type_, planes, isa, 4, 3, weights, pair, panel, done, width, stride, records, to)
-                if two:
-                    done = _columns(type_, planes, isa, 2, 2, weights, pair, panel, done, width, stride, records, to)
-                done = _columns(type_, planes, isa, 1, 1, weights, pair, panel, done, width, stride, records, to)
+    def compute(args, unit, groups, num_tiles, panel, width, out, scratch):  # type: ignore[no-untyped-def]
+        records, index = args.num_records, 0
+        while index < num_tiles:
+            first, to = _tile_weights(args, unit, groups, index), out + index * TILE_BYTES
+            index += 1
+            if has_pairs and index < num_tiles:
+                second = _tile_weights(args, unit, groups, index)
+                multiply_panel(type_, planes, name, first, second, panel, width, records, to, scratch)
+                index += 1
             else:
-                if four:
-                    done = _columns(type_, planes, isa, 4, 3, weights, 0, panel, done, width, stride, records, to)
-                done = _columns(type_, planes, isa, 1, 1, weights, 0, panel, done, width, stride, records, to)
+                multiply_panel(type_, planes, name, first, 0, panel, width, records, to, scratch)
 
     return compute
 
 
-def _make_matrices(layout: Layout, planes: int) -> tuple[Any, Any]:
+def _make_matrices(layout: Layout, planes: int, isa: InstructionSet) -> tuple[Any, Any]:
     """On the matrix unit: a unit's weights unpacked, and a panel of 16 tokens × its tiles, which are even in number."""
-    type_, record_bytes = layout.type, layout.unpacked_bytes
+    type_, name, record_bytes = layout.type, isa.name, layout.unpacked_bytes
 
     @njit(inline="always")
     def unpack_unit(args, unit, groups, num_tiles, unpacked):  # type: ignore[no-untyped-def]
         for index in range(num_tiles):
             to = unpacked + index * args.num_records * record_bytes
-            unpack(type_, _tile_weights(args, unit, groups, index), args.num_records, to)
+            unpack(type_, name, _tile_weights(args, unit, groups, index), args.num_records, to)
 
     @njit(inline="always")
     def compute(args, num_tiles, unpacked, panel, stride, out, scratch):  # type: ignore[no-untyped-def]
         records = args.num_records
         size = records * record_bytes
         for index in range(0, num_tiles, 2):
-            first, to = unpacked + index * size, out + index * _TILE_BYTES
-            matrix_tile(type_, planes, 16, 1, first, first + size, panel, stride, records, to, _TILE_BYTES, scratch)
+            first, to = unpacked + index * size, out + index * TILE_BYTES
+            matrix_tile(type_, planes, name, first, first + size, panel, stride, records, to, TILE_BYTES, scratch)
 
     return unpack_unit, compute
 
 
 def make_matmul(type_: str, planes: int, isa: str) -> Callable[..., None]:
-    layout = LAYOUTS[type_]
-    record_bytes, has_matrices = layout.activation_bytes(planes), may_use_matrices(layout, isa)
-    compute = _make_panel(layout, planes, isa)
-    fewest = min([*fewest_on_matrices(layout, planes, isa).values(), _FEWEST_UNPACKED])
+    """`isa` names the instruction set."""
+    layout, instructions = LAYOUTS[type_], BY_NAME[isa]
+    record_bytes, has_matrices = layout.activation_bytes(planes), instructions.may_use_matrices(layout)
+    compute = _make_panel(layout, planes, instructions)
+    matrix_shapes = [shape.fewest for shape in instructions.shapes(layout, planes) if shape.on_matrices]
+    fewest = min([*matrix_shapes, _FEWEST_UNPACKED])
     if has_matrices:
-        unpack_unit, compute_matrices = _make_matrices(layout, planes)
+        unpack_unit, compute_matrices = _make_matrices(layout, planes, instructions)
 
     def matmul(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
@@ -154,7 +109,7 @@ def make_matmul(type_: str, planes: int, isa: str) -> Callable[..., None]:
                     if has_matrices:  # a constant: what follows is not compiled elsewhere
                         compute_matrices(args, on_matrices, unpacked, at, stride, buffer + _HEADER, scratch)
                     if on_matrices == 0:
-                        compute(args, unit, groups, num_tiles, at, width, stride, buffer + _HEADER, scratch)
+                        compute(args, unit, groups, num_tiles, at, width, buffer + _HEADER, scratch)
                     simd.store_i64(buffer, panel)
                     simd.store_i64(buffer + 8, width)
                     simd.store_i64(buffer + 16, groups)
@@ -168,7 +123,7 @@ def make_matmul(type_: str, planes: int, isa: str) -> Callable[..., None]:
 
 @njit(inline="always")
 def _tile_row(buffer, index, token):  # type: ignore[no-untyped-def]
-    return buffer + _HEADER + index * _TILE_BYTES + token * 64
+    return buffer + _HEADER + index * TILE_BYTES + token * 64
 
 
 def make_store() -> Callable[..., None]:

@@ -2,7 +2,7 @@
 
 A matrix register takes 16 rows of 64 bytes. Of a record, the weights' quads fill one (as bytes, which `unpack` makes of
 them), the planes of 16 / planes tokens another, 40 bytes from one plane to the next, and their product is Σ q A of 16
-rows, as exact as `dot4`'s. What follows in floats is `tiles`' own order, so the bits are those of every other
+rows, as exact as the vector unit's. What follows in floats is `tiles`' own order, so the bits are those of every other
 instruction set.
 
 Three records are under way at once, as nothing waits for another's results then: one is unpacked, the one before it
@@ -23,7 +23,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from infer.backends.cpu import simd
-from infer.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, PLANE_BYTES, QUADS_BYTES, SCALE_AT, Layout
+from infer.backends.cpu.isa import BY_NAME, InstructionSet
+from infer.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, PANEL, PLANE_BYTES, QUADS_BYTES, SCALE_AT, Layout
 from infer.backends.cpu.simd import F32, F32X16, I8, I32, I32X16, I64, Value, constant, load, store
 from infer.backends.cpu.tiles import Tile, add_minima, add_products, super_scales
 
@@ -105,9 +106,9 @@ def _alternate(*series: Sequence[Emitter]) -> None:
 class Unpacker:
     """Makes records of a group what `MatrixTile` multiplies."""
 
-    def __init__(self, b: Builder, layout: Layout) -> None:
+    def __init__(self, b: Builder, layout: Layout, isa: InstructionSet) -> None:
         self.b, self.layout = b, layout
-        self.reader = Tile(b, layout, 1, "amx", 0, 0)
+        self.reader = Tile(b, layout, 1, isa, 0, 0)
 
     def packed(self, weights: Value, index: Value) -> tuple[Value, Value]:
         """Where a record and what is common to its super-block lie."""
@@ -138,26 +139,34 @@ class Unpacker:
 
 
 @intrinsic(prefer_literal=True)
-def unpack(context: Any, type_: Any, weights: Any, num_records: Any, out: Any) -> Any:
+def unpack(context: Any, type_: Any, isa: Any, weights: Any, num_records: Any, out: Any) -> Any:
     """The records of a group as `matrix_tile` takes them."""
-    layout = LAYOUTS[type_.literal_value]
+    layout, instructions = LAYOUTS[type_.literal_value], BY_NAME[isa.literal_value]
 
     def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Any:
-        _, weights, num_records, out = arguments
-        unpacker = Unpacker(b, layout)
+        *_, weights, num_records, out = arguments
+        unpacker = Unpacker(b, layout, instructions)
         with cgutils.for_range(b, num_records) as loop:
             to = b.add(out, b.mul(loop.index, constant(I64, layout.unpacked_bytes)))
             _alternate(unpacker.record(weights, loop.index, to))
         return context.get_dummy_value()
 
-    return types.void(type_, *(types.int64,) * 3), emit
+    return types.void(type_, isa, *(types.int64,) * 3), emit
 
 
 class MatrixTile:
     """One tile of a block type being emitted. `is_unpacked`: the weights are, all of them, where `weights` says."""
 
     def __init__(
-        self, b: Builder, layout: Layout, planes: int, tokens: int, operands: list[Value], *, is_unpacked: bool
+        self,
+        b: Builder,
+        layout: Layout,
+        planes: int,
+        isa: InstructionSet,
+        tokens: int,
+        operands: list[Value],
+        *,
+        is_unpacked: bool,
     ) -> None:
         self.b, self.layout, self.planes, self.parts, self.tokens = b, layout, planes, layout.parts, tokens
         self.weights = operands[:GROUPS]
@@ -168,7 +177,7 @@ class MatrixTile:
         # No multiple of 4096: a load seems to wait for a store that agrees with it in the last 12 bits.
         self.place_bytes = _PLACE_BYTES - (_SUMS_BYTES if tokens == _ROWS else 0)
         self.num_registers = tokens * planes // _ROWS  # of activations
-        self.unpacker = None if is_unpacked else Unpacker(b, layout)
+        self.unpacker = None if is_unpacked else Unpacker(b, layout, isa)
         self.has_bytes = layout.low_bits == 8  # quads need no unpacking
         self.sums = [
             [cgutils.alloca_once_value(b, constant(F32X16, 0.0)) for _ in range(tokens)] for _ in range(GROUPS)
@@ -299,8 +308,7 @@ def matrix_tile(
     context: Any,
     type_: Any,
     planes: Any,
-    tokens: Any,
-    is_unpacked: Any,
+    isa: Any,
     first_weights: Any,
     second_weights: Any,
     activations: Any,
@@ -310,14 +318,13 @@ def matrix_tile(
     out_stride: Any,
     scratch: Any,
 ) -> Any:
-    """out[group][token] = 16 rows × the token's activations, as `tile` does it. Two groups, 8 or 16 tokens."""
-    layout, num_planes = LAYOUTS[type_.literal_value], planes.literal_value
-    count, are_unpacked = tokens.literal_value, bool(is_unpacked.literal_value)
+    """out[group][token] = 16 rows × the token's activations: two groups, which `unpack` has unpacked, × 16 tokens."""
+    layout, num_planes, instructions = LAYOUTS[type_.literal_value], planes.literal_value, BY_NAME[isa.literal_value]
 
     def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Any:
         *_, first, second, activations, stride, num_records, out, out_stride, scratch = arguments
         operands = [first, second, activations, stride, out, out_stride, scratch]
-        MatrixTile(b, layout, num_planes, count, operands, is_unpacked=are_unpacked).emit(num_records)
+        MatrixTile(b, layout, num_planes, instructions, PANEL, operands, is_unpacked=True).emit(num_records)
         return context.get_dummy_value()
 
-    return types.void(type_, planes, tokens, is_unpacked, *(types.int64,) * 8), emit
+    return types.void(type_, planes, isa, *(types.int64,) * 8), emit

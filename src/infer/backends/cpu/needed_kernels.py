@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from infer.backends.cpu import compiled, kernel_cache
 from infer.backends.cpu.compiled import Needed
-from infer.backends.cpu.isa import instruction_set
+from infer.backends.cpu.isa import InstructionSet, instruction_set
 from infer.backends.cpu.layouts import LANES, PLANES
 from infer.operands.architecture import Architecture, Layer
 from infer.operands.outline import ModelOutline
@@ -24,8 +24,7 @@ def begin_compiling(make_outline: Callable[[], ModelOutline]) -> AbstractContext
     return compiled.compiling_ahead(needed_kernels(make_outline(), instruction_set()))
 
 
-def needed_kernels(model: ModelOutline, isa: str) -> Iterator[Needed]:
-    """`isa` is the instruction set."""
+def needed_kernels(model: ModelOutline, isa: InstructionSet) -> Iterator[Needed]:
     architecture, types, kv_type, precision = model
     for name in ("serve", "run", "close"):
         yield f".walking:make_{name}", (), "JOB", ""
@@ -51,7 +50,9 @@ def kernels_of_cache(kv_type: str) -> Iterator[Needed]:
     yield ".attention:make_attend", (kv_type,), "ATTEND", f"kv type {kv_type}"
 
 
-def _of_weights(architecture: Architecture, types: Mapping[str, str], precision: str, isa: str) -> Iterator[Needed]:
+def _of_weights(
+    architecture: Architecture, types: Mapping[str, str], precision: str, isa: InstructionSet
+) -> Iterator[Needed]:
     table = "model.embed_tokens.weight"
     yield ".packing:make_embed", (types[table],), "EMBED", f"weights {types[table]}"
     for type_ in sorted(set(types.values())):
@@ -59,7 +60,7 @@ def _of_weights(architecture: Architecture, types: Mapping[str, str], precision:
     multiplied = {type_ for name, type_ in types.items() if name != table or architecture.tied_embeddings}
     for type_ in sorted(multiplied):
         reason = f"weights {type_}" if precision == "exact" else f"precision {precision}"
-        yield ".matmul:make_matmul", (type_, PLANES[precision], isa), "MATMUL", reason
+        yield ".matmul:make_matmul", (type_, PLANES[precision], isa.name), "MATMUL", reason
 
 
 def _of_layer(layer: Layer, types: Mapping[str, str], at: str) -> Iterator[Needed]:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
-from infer.backends.cpu.codes import exponent_value
+from infer.backends.cpu.exponents import exponent_value
 from infer.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, Layout
 from infer.backends.cpu.simd import (
     bf16_value,

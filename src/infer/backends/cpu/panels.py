@@ -1,0 +1,92 @@
+"""One or two groups of 16 rows × a panel of tokens, by tiles of the shapes that the instruction set has."""
+
+from typing import Any
+
+from llvmlite.ir import IRBuilder as Builder
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from infer.backends.cpu import simd
+from infer.backends.cpu.isa import BY_NAME, InstructionSet, Shape
+from infer.backends.cpu.layouts import LANES, LAYOUTS, PANEL, Layout
+from infer.backends.cpu.matrix_tiles import MatrixTile
+from infer.backends.cpu.simd import I64, Value, constant
+from infer.backends.cpu.tiles import Tile, emit_block_tile, emit_float_tile
+
+COLUMN_BYTES = 4 * LANES  # of a result: a vector of 16 rows for each token
+TILE_BYTES = COLUMN_BYTES * PANEL  # from a group's results to the next one's
+
+
+@intrinsic(prefer_literal=True)
+def multiply_panel(
+    context: Any,
+    type_: Any,
+    planes: Any,
+    isa: Any,
+    first_weights: Any,
+    second_weights: Any,
+    activations: Any,
+    width: Any,
+    num_records: Any,
+    out: Any,
+    scratch: Any,
+) -> Any:
+    """out[group][token] = 16 rows × the token's activations. `second_weights` literally 0: one group, else two.
+
+    type_, planes and isa are compile-time constants; `scratch` is `matrix_tiles`'. What a tile computes of tokens that
+    are not there, from what lies after the others, is not looked at.
+    """
+    layout, instructions = LAYOUTS[type_.literal_value], BY_NAME[isa.literal_value]
+    num_groups = 1 if isinstance(second_weights, types.Literal) else 2
+    num_planes = planes.literal_value
+    shapes = [shape for shape in instructions.shapes(layout, num_planes) if shape.groups == num_groups]
+
+    def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Any:
+        *_, first, second, activations, width, num_records, out, scratch = arguments
+        record_bytes = constant(I64, layout.activation_bytes(num_planes))
+        operands = ([first, second][:num_groups], b.mul(width, record_bytes), num_records, scratch)
+        done = constant(I64, 0)
+        for shape in shapes:
+            columns, left = constant(I64, shape.columns), b.sub(width, done)
+            count = b.sdiv(b.add(left, constant(I64, shape.columns - shape.fewest)), columns)
+            with cgutils.for_range(b, count) as loop:
+                token = b.add(done, b.mul(loop.index, columns))
+                at, to = (
+                    b.add(activations, b.mul(token, record_bytes)),
+                    b.add(out, b.mul(token, constant(I64, COLUMN_BYTES))),
+                )
+                _emit_tile(b, layout, num_planes, instructions, shape, at, to, *operands)
+            done = b.add(done, b.mul(count, columns))
+        return context.get_dummy_value()
+
+    second = second_weights if num_groups == 1 else types.int64
+    return types.void(type_, planes, isa, types.int64, second, *(types.int64,) * 5), emit
+
+
+def _emit_tile(
+    b: Builder,
+    layout: Layout,
+    planes: int,
+    isa: InstructionSet,
+    shape: Shape,
+    activations: Value,
+    out: Value,
+    weights: list[Value],
+    stride: Value,
+    num_records: Value,
+    scratch: Value,
+) -> None:
+    if shape.on_matrices:
+        to = constant(I64, TILE_BYTES)
+        operands = [*weights, activations, stride, out, to, scratch]
+        MatrixTile(b, layout, planes, isa, shape.columns, operands, is_unpacked=False).emit(num_records)
+        return
+    if layout.is_float:
+        sums = emit_float_tile(b, layout, shape.columns, weights, activations, stride, num_records)
+    else:
+        tile = Tile(b, layout, planes, isa, shape.groups, shape.columns)
+        sums = emit_block_tile(tile, weights, activations, stride, num_records)
+    for group, totals in enumerate(sums):
+        for column, total in enumerate(totals):
+            simd.store_f32(b, simd.offset(b, out, TILE_BYTES * group + COLUMN_BYTES * column), total)

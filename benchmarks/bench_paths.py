@@ -156,7 +156,7 @@ def loop_callback_seconds(llm: LLM, rounds: int) -> float:
 def table(found: Sequence[Measured]) -> str:
     lines = [
         f"{'task':10} {'path':26} {'tokens':>6} {'tok/s':>7} {'ratio':>6}  {'to':18}"
-        f"{'drafts':>7} {'right':>6} {'masks':>6} {'forced':>7} {'chains':>7} {'steps':>6}"
+        f"{'drafts':>7} {'right':>6} {'masks':>6} {'forced':>7} {'multi_steps':>7} {'steps':>6}"
     ]
     for one in found:
         stats, right = one.stats, one.acceptance
@@ -164,7 +164,7 @@ def table(found: Sequence[Measured]) -> str:
         lines.append(
             f"{one.task:10} {one.path:26} {one.generated_tokens:>6} {median(one.rates):>7.1f} {ratio:>6}  {one.base:18}"
             f"{stats['drafts_proposed']:>7} {'' if right is None else f'{right:.0%}':>6} {stats['masks_filled']:>6} "
-            f"{stats['tokens_forced']:>7} {stats['chains']:>7} {stats['single_steps']:>6}"
+            f"{stats['tokens_forced']:>7} {stats['multi_steps']:>7} {stats['single_steps']:>6}"
         )
     return "\n".join(lines)
 

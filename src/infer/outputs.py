@@ -119,12 +119,12 @@ class GenerationTiming:
 
 @dataclass(slots=True, repr=False)
 class GenerationStats:
-    """What the loop did for one generation. A step is one forward; a chain is several without a return to Python."""
+    """What the loop did for one generation. A step is one forward; a multi-step several without a return to Python."""
 
     prefill_steps: int = 0  # that only filled the cache
     single_steps: int = 0  # that gave one token, or verified drafts
-    chains: int = 0
-    chain_tokens: int = 0
+    multi_steps: int = 0
+    multi_step_tokens: int = 0
     drafts_proposed: int = 0
     drafts_accepted: int = 0
     masks_filled: int = 0

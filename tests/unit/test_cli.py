@@ -279,7 +279,7 @@ def test_stats_tell_which_path_ran(fake: FakeModel, capsys: Capture) -> None:
         "path          greedy, ngram speculation, choice",
         "prompt        3 tokens in 2 steps",
         "answer        2 tokens",
-        "chains        3 of 6.0 tokens, 18 in all",
+        "multi-steps   3 of 6.0 tokens, 18 in all",
         "single steps  2",
         "drafts        8 proposed, 4 accepted (50%)",
         "masks         5 filled",

@@ -359,5 +359,5 @@ def test_a_result_is_shown_in_one_readable_line() -> None:
     )
     assert repr(failed) == "GenerationResult('one\\ntwo', error: a row of NaN, 0 tokens, 100.0 tok/s)"
     assert repr(GenerationTiming()) == "GenerationTiming(ttft 0.0 ms, 0 steps)"
-    stats = GenerationStats(single_steps=2, chains=1)
-    assert repr(stats) == "GenerationStats(single_steps=2, chains=1)"
+    stats = GenerationStats(single_steps=2, multi_steps=1)
+    assert repr(stats) == "GenerationStats(single_steps=2, multi_steps=1)"

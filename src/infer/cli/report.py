@@ -54,7 +54,7 @@ def stats_lines(
         ("path", ", ".join(["greedy" if params.is_greedy else "sampled", *guessed, *held])),
         ("prompt", _prompt(results, stats)),
         ("answer", _counted(count, "token")),
-        ("chains", _chains(stats)),
+        ("multi-steps", _multi_steps(stats)),
         ("single steps", f"{stats.single_steps}"),
         ("drafts", _drafts(stats)),
         ("masks", f"{stats.masks_filled} filled" if stats.masks_filled else "none"),
@@ -96,10 +96,11 @@ def _prompt(results: Sequence[GenerationResult], stats: GenerationStats) -> str:
     return f"{_counted(count, 'token')} in {steps}" + (f", {reused} of them reused" if reused else "")
 
 
-def _chains(stats: GenerationStats) -> str:
-    if not stats.chains:
+def _multi_steps(stats: GenerationStats) -> str:
+    if not stats.multi_steps:
         return "none"
-    return f"{stats.chains} of {stats.chain_tokens / stats.chains:.1f} tokens, {stats.chain_tokens} in all"
+    count, num_tokens = stats.multi_steps, stats.multi_step_tokens
+    return f"{count} of {num_tokens / count:.1f} tokens, {num_tokens} in all"
 
 
 def _drafts(stats: GenerationStats) -> str:

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar, final
 
 from infer.engine.grammar_masks import MaskFiller
 from infer.engine.lease import Lease
-from infer.engine.scheduler import Demand, Kind, Plan, Scheduler
+from infer.engine.scheduler import Kind, Plan, Scheduler
 from infer.engine.sequence import Sequence
 from infer.engine.slots import Slots
 from infer.errors import InferError, OutOfPagesError
@@ -25,6 +25,7 @@ from infer.runner.runner import Runner
 from infer.runner.verify import SampledTokens
 from infer.sampling.columns import SamplingColumns, uses_history
 from infer.sampling.history import History
+from infer.speculation.policy import StepTimes
 from infer.system.locks import long_lock
 
 _YIELD_SECONDS = 50e-6  # for a thread that waits to take the lock
@@ -199,7 +200,8 @@ class Engine:
         active = [each for each in self._slots.sequences if each.wants_tokens]
         counts = [len(sequence.pieces) for sequence in active]
         for sequence in active:
-            self._force(sequence)
+            if sequence.constraint is not None:
+                self._force(sequence)
         self._compute([sequence for sequence in active if not sequence.is_finished])
         self._drop_finished()
         self._is_sound = True
@@ -252,10 +254,12 @@ class Engine:
             else:
                 self.runner.commit(work.chunk.slot, len(work.chunk.token_ids))
                 work.sequence.prefilled(len(work.chunk.token_ids), clock.ended - started)
-            self._remember(work.sequence)
-        for work in works:
-            if work.sequence.must_end_prompt:
-                self._end_prompt(work.sequence)
+        shares = self.runner.shares_prefixes
+        for sequence, _ in works:
+            if shares and not sequence.has_fault:
+                self.runner.remember(sequence.slot, sequence.token_ids)
+            if sequence.must_end_prompt:
+                self._end_prompt(sequence)
 
     def _plan_what_fits(self, active: list[Sequence]) -> tuple[Plan, list[_Work]]:
         """Plan, without sequences that fail meanwhile or get no pages."""
@@ -274,21 +278,21 @@ class Engine:
     def _plan(self, active: Items[Sequence]) -> tuple[Plan, list[_Work]]:
         if not active:
             return Plan([], [], 1), []
-        times, most = self.scheduler.step_times[_kind_of(active)], self.scheduler.max_drafts(len(active))
-        rooms, nothing = [self._rope_room(sequence) for sequence in active], list[int]()
-        drafts = [
-            sequence.attempt(partial(sequence.propose, min(most, room), times), nothing)
-            for sequence, room in zip(active, rooms, strict=True)
-        ]
-        demands = [
-            Demand(sequence.num_schedulable, len(proposed), min(sequence.max_steps(times), sequence.room, 1 + room))
-            for sequence, proposed, room in zip(active, drafts, rooms, strict=True)
-        ]
-        plan = self.scheduler.plan(demands, min(sequence.request.prefill_chunk for sequence in active))
+        times, most = self._step_times(active), self.scheduler.max_drafts(len(active))
+        demands = [sequence.demand(most, self._rope_room(sequence), times) for sequence in active]
+        plan = self.scheduler.plan(demands, min([sequence.request.prefill_chunk for sequence in active]))
         return plan, [
-            _Work(sequence, sequence.schedule(num_tokens, proposed[:num_drafts]))
-            for sequence, proposed, num_tokens, num_drafts in zip(active, drafts, *plan[:2], strict=True)
+            _Work(sequence, sequence.schedule(num_tokens, num_drafts))
+            for sequence, num_tokens, num_drafts in zip(active, *plan[:2], strict=True)
         ]
+
+    def _step_times(self, active: Items[Sequence]) -> StepTimes | None:
+        """How long steps of such sequences take, which drafts must be worth; None where nobody drafts."""
+        if not any(sequence.is_drafted for sequence in active):
+            return None
+        num_constrained = sum(sequence.constraint is not None for sequence in active)
+        num_greedy = sum(sequence.params.temperature == 0 for sequence in active)
+        return self.scheduler.step_times[Kind(len(active), num_constrained, num_greedy)]
 
     def _rope_room(self, sequence: Sequence) -> int:
         """How many tokens may follow with the same rope factors. If its length needs others, all is computed again."""
@@ -311,24 +315,18 @@ class Engine:
 
     def _learn(self, plan: Plan, works: Items[_Work], num_steps: int, clock: Clock) -> None:
         """Before the tokens are accepted."""
-        all_have_logits = all(sequence.pieces and len(chunk.token_ids) == chunk.num_logits for sequence, chunk in works)
-        times = self.scheduler.step_times[_kind_of([work.sequence for work in works])] if all_have_logits else None
+        times = self._step_times([work.sequence for work in works])
+        if not all(sequence.pieces and len(chunk.token_ids) == chunk.num_logits for sequence, chunk in works):
+            times = None
         self.scheduler.update(plan, num_steps, clock.ended - clock.started, times)
 
     def _settle(self, work: _Work, sampled: SampledTokens, clock: Clock, *, is_multi_step: bool) -> None:
         sequence, chunk = work
-        num_before, logprobs = len(sequence.pieces), iter(sampled.logprobs)
-        for token_id in sampled.token_ids:
-            sequence.attempt(partial(sequence.accept, token_id, next(logprobs, None)), None)
-            if sequence.is_finished:
-                break
+        num_before = len(sequence.pieces)
+        sequence.attempt(partial(sequence.accept_all, sampled), None)
         num_accepted = len(sequence.pieces) - num_before
         self.runner.commit(chunk.slot, len(chunk.token_ids) - chunk.num_drafts + max(0, num_accepted - 1))
         sequence.stepped(chunk, sampled, num_accepted, clock, is_multi_step=is_multi_step)
-
-    def _remember(self, sequence: Sequence) -> None:
-        if self.runner.shares_prefixes and not sequence.has_fault:
-            self.runner.remember(sequence.slot, sequence.token_ids)
 
     def _end_prompt(self, sequence: Sequence) -> None:
         """Compress the prompt once all of it is computed and a token was sampled. The next token's time includes it."""
@@ -365,8 +363,3 @@ class Engine:
         assert self._columns is not None
         self._columns.select([work.sequence.slot for work in works])
         return self._columns
-
-
-def _kind_of(active: Items[Sequence]) -> Kind:
-    num_constrained = sum(sequence.constraint is not None for sequence in active)
-    return Kind(len(active), num_constrained, sum(sequence.params.temperature == 0 for sequence in active))

@@ -12,6 +12,7 @@ from typing import TypeVar, final
 
 from infer.engine.lease import Lease
 from infer.engine.request import Request
+from infer.engine.scheduler import Demand
 from infer.engine.text_output import TextOutput
 from infer.engine.timing import AnswerTimer
 from infer.errors import ConstraintError
@@ -60,6 +61,7 @@ class Sequence:
         self._tail: str | None = None  # what was held back of an answer that was cut
         self._policy: DraftPolicy = DraftPolicy(request.num_draft_tokens)
         self._draft: NgramDraft | None = None  # while it has a slot
+        self._proposed: Items[int] = ()  # by it for the next step
         self._text = self._begin_text()
         self.constraint: Constraint | None = None
         self._num_followed = 0  # tokens that the grammar has taken, but those yet to be accepted
@@ -121,13 +123,6 @@ class Sequence:
     def num_schedulable(self) -> int:
         """Pending tokens that the next steps may compute: while the prompt is yet to be compressed, only its own."""
         return self.num_prompt_tokens - self.num_computed if self.must_end_prompt else self.num_pending
-
-    def max_steps(self, times: StepTimes) -> int:
-        """The most steps without a return to Python: none skips a draft worth trying or runs far past a stop string."""
-        if not self.is_decoding or self.must_end_prompt or self.params.logprobs is not None:
-            return 1
-        limit = _STOP_STRING_STEPS if self.params.stop else self.room
-        return limit if self._draft is None else min(limit, self._policy.tokens_between(times))
 
     # How it ends
 
@@ -242,22 +237,38 @@ class Sequence:
                 finally:
                     self._is_forcing = False
 
-    def propose(self, most: int, times: StepTimes) -> list[int]:
-        """Drafts of what follows the pending tokens, at most so many: as many as are worth a step that takes such
-        times. The grammar allows all of them.
-        """
-        if self._draft is None or not self.pieces or self.must_end_prompt:
-            return []
-        match, most = self._draft.match(), min(most, self.room - 1)
-        asked = min(self._policy.num_draft_tokens(times, match, self.num_pending) if match else 0, most)
-        return self._allowed(self._draft.propose(asked)) if asked > 0 else []
+    @property
+    def is_drafted(self) -> bool:
+        return self._draft is not None
 
-    def schedule(self, num_tokens: int, drafts: Items[int]) -> Chunk:
-        """Its share of a step: so many pending tokens and, where those are all, drafts."""
+    def demand(self, most_drafts: int, rope_room: int, times: StepTimes | None) -> Demand:
+        """What it asks of the next step: of drafts as many as are worth a step that takes such times, and of steps
+        without a return as many as skip no such draft and run not far past a stop string.
+        """
+        limit = 1
+        if self.is_decoding and not self.must_end_prompt and self.params.logprobs is None:
+            limit = min(_STOP_STRING_STEPS if self.params.stop else self.room, self.room, 1 + rope_room)
+        self._proposed = ()
+        if self._draft is not None and times is not None:
+            limit = min(limit, self._policy.tokens_between(times))
+            if self.pieces and not self.must_end_prompt:
+                most = min(most_drafts, rope_room, self.room - 1)
+                self._proposed = self.attempt(partial(self._propose, most, times), ())
+        return Demand(self.num_schedulable, len(self._proposed), limit)
+
+    def _propose(self, most: int, times: StepTimes) -> Items[int]:
+        """The grammar allows all of them."""
+        assert self._draft is not None
+        match = self._draft.match()
+        asked = min(self._policy.num_draft_tokens(times, match, self.num_pending) if match else 0, most)
+        return self._allowed(self._draft.propose(asked)) if asked > 0 else ()
+
+    def schedule(self, num_tokens: int, num_drafts: int) -> Chunk:
+        """Its share of a step: so many pending tokens and, where those are all, of the drafts that it proposed."""
         taken = self.token_ids[self.num_computed : self.num_computed + num_tokens]
-        is_last = 0 < len(taken) == self.num_pending
-        drafts = drafts if is_last else ()
-        return Chunk(self.slot, [*taken, *drafts], num_drafts=len(drafts), has_logits=is_last)
+        if not 0 < len(taken) == self.num_pending:
+            return Chunk(self.slot, taken, has_logits=False)
+        return Chunk(self.slot, [*taken, *self._proposed[:num_drafts]] if num_drafts else taken, num_drafts)
 
     def _allowed(self, drafts: list[int]) -> list[int]:
         """As many as the grammar allows: a step need not run the others."""
@@ -302,6 +313,14 @@ class Sequence:
         self.num_computed += count
         self.timer.waited(seconds)
         self.stats.prefill_steps += count > 0
+
+    def accept_all(self, sampled: SampledTokens) -> None:
+        """Until it is finished."""
+        logprobs = iter(sampled.logprobs)
+        for token_id in sampled.token_ids:
+            self.accept(token_id, next(logprobs, None))
+            if self.is_finished:
+                return
 
     def accept(self, token_id: int, logprob: TokenLogprob | None = None) -> Piece | None:
         """What a token adds to the text; None for the code of a failed sample, which ends the sequence."""
@@ -349,8 +368,8 @@ class Sequence:
         self.num_computed += len(chunk.token_ids) - chunk.num_drafts + max(0, num_accepted - 1)
         self.timer.stepped(num_accepted, clock)
         if is_multi_step:
-            self.stats.chains += 1
-            self.stats.chain_tokens += num_accepted
+            self.stats.multi_steps += 1
+            self.stats.multi_step_tokens += num_accepted
         else:
             self.stats.single_steps += 1
             self.stats.drafts_proposed += chunk.num_drafts

@@ -268,12 +268,12 @@ class PagedCache:
         return self.settings.reuse_prefixes and not self.settings.evicts
 
     def remember(self, row: int, token_ids: Sequence[int]) -> None:
-        """These are the row's committed tokens: other rows that begin with them may share what is stored, unless it is
-        long."""
-        if not self._shares or self.is_long(row):
+        """The row's committed tokens are the first of these: other rows that begin with them may share what is stored,
+        unless it is long."""
+        known, length = len(self._keys[row]), self._lengths[row]
+        if length // self.settings.page_tokens == known or not self._shares or self.is_long(row):
             return
-        known = len(self._keys[row])
-        self._keys[row] = page_keys(token_ids, self.settings.page_tokens, self._keys[row])
+        self._keys[row] = page_keys(token_ids[:length], self.settings.page_tokens, self._keys[row])
         for index, key in enumerate(self._keys[row][known:], known):
             for rows in self.groups:
                 rows.table.remember(row, index, key)

@@ -21,8 +21,8 @@ from torch import Tensor
 TokenIds = ctypes.Array[ctypes.c_int64]
 
 
-@dataclass(frozen=True)
-class Chunk:
+@final
+class Chunk(NamedTuple):
     """One sequence's share of a step: `token_ids` to compute, the last `num_drafts` of them drafts.
 
     `num_drafts + 1` logits are returned, or none inside a prompt.

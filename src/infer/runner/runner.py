@@ -81,7 +81,7 @@ class Runner(ABC):
         return 0
 
     def remember(self, slot: int, token_ids: Sequence[int]) -> None:
-        """What the slot's committed tokens are: others may begin with them."""
+        """The slot's committed tokens are the first of these: others may begin with them."""
         return
 
     def give_back_free(self) -> int:
@@ -264,7 +264,7 @@ class CachedRunner(Runner):
         return True
 
     def remember(self, slot: int, token_ids: Sequence[int]) -> None:
-        self._cache.remember(slot, token_ids[: self._cache.lengths[slot]])
+        self._cache.remember(slot, token_ids)
 
     def give_back_free(self) -> int:
         return self._cache.give_back_free()
@@ -317,7 +317,7 @@ class CachedRunner(Runner):
         self, chunks: Sequence[Chunk], columns: SamplingColumns, history: History | None, masks: Masks | None = None
     ) -> tuple[list[SampledTokens], list[StepEnd]]:
         captured = self._captured
-        if captured is None or not captured.takes(chunks) or any(count is not None for count in columns.num_logprobs):
+        if captured is None or columns.has_logprobs or not captured.takes(chunks):
             return super().sample(chunks, columns, history, masks)
         found, ends = captured.run_verified(chunks, self._starts(chunks), columns, history, masks)
         return [SampledTokens(token_ids, []) for token_ids in found], ends

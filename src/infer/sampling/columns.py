@@ -97,6 +97,7 @@ class SamplingColumns:
     end_ids: Int[Tensor, "ends"]  # EOS and stop ids, banned until the minimum length
     masks: Int[Tensor, "masks words"]  # int32, one bit per token: `allowed_token_ids` and ids with a bias of +inf
     num_logprobs: tuple[int | None, ...]  # per row: alternatives asked for, None for no log-probabilities
+    has_logprobs: bool  # whether a row wants them
     is_processed: tuple[bool, ...]  # per row: log-probabilities of the processed logits
     selection: object  # another one whenever what is selected changed: for what is made of the columns
     whole: dict[str, Tensor]  # each column with room for all slots, where it stays
@@ -176,6 +177,7 @@ class SamplingColumns:
         for group in self._groups:
             group.of_rows[:, :count] = group.of_slots[:, index]
         self.num_logprobs = tuple(each.num_logprobs for each in lists)
+        self.has_logprobs = any(count is not None for count in self.num_logprobs)
         self.is_processed = tuple(each.is_processed for each in lists)
         has_lists = any(each.biases or each.end_ids or each.mask is not None for each in lists)
         if has_lists or self._has_lists:

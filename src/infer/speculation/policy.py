@@ -37,7 +37,7 @@ class StepTimes:
         self._num_steps, self._last_plain = 0, 0
 
     def learn(self, num_tokens: int, seconds: float) -> None:
-        """Of the whole step: forward, sampling and what waits for them; a chain's is divided by its length."""
+        """Of the whole step: forward, sampling and what waits for them; a multi-step's is divided by their number."""
         if seconds <= 0:
             return
         self._num_steps += 1

@@ -6,7 +6,7 @@ what it computes is what the same ops compute one by one, to the bit.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -60,11 +60,8 @@ class CapturedForward(Captured):
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def takes(self, chunks: Sequence[Chunk]) -> bool:
-        num_tokens, num_logits = (
-            sum(len(chunk.token_ids) for chunk in chunks),
-            sum(chunk.num_logits for chunk in chunks),
-        )
-        return num_tokens <= self.capacity and num_logits <= self.max_logits
+        num_tokens = sum([len(chunk.token_ids) for chunk in chunks])
+        return num_tokens <= self.capacity and sum([chunk.num_logits for chunk in chunks]) <= self.max_logits
 
     def run_multi_step(
         self,
@@ -77,8 +74,6 @@ class CapturedForward(Captured):
         masks: Masks | None = None,
         num_threads: int | None = None,
     ) -> Generated:
-        if len(chunks) > self.max_logits:
-            raise InvalidRequestError(f"a multi-step takes up to {self.max_logits} rows, got {len(chunks)}")
         if len(chunks) != len(columns) or any(not len(chunk.token_ids) == chunk.num_logits == 1 for chunk in chunks):
             raise InvalidRequestError(f"a multi-step takes one token with logits for each of {len(columns)} rows")
         self._load(chunks, starts)
@@ -95,11 +90,6 @@ class CapturedForward(Captured):
         masks: Masks | None = None,
         num_threads: int | None = None,
     ) -> Generated:
-        if not self.takes(chunks):
-            raise InvalidRequestError(
-                f"a step takes up to {self.capacity} tokens and {self.max_logits} logits, "
-                f"got {sum(len(chunk.token_ids) for chunk in chunks)} and {sum(chunk.num_logits for chunk in chunks)}"
-            )
         if len(chunks) != len(columns):
             raise InvalidRequestError(f"a step takes a chunk for each of {len(columns)} rows, got {len(chunks)}")
         self._load(chunks, starts)
@@ -125,16 +115,21 @@ class CapturedForward(Captured):
 
     def _load(self, chunks: Sequence[Chunk], starts: Sequence[int]) -> None:
         """`_fill` with `Step.of_chunks`, without a step between: a step of decoding is short, and torch takes long."""
-        tokens, positions, rows, logit_indices = self._slot_words
-        at = logits_at = 0
+        tokens, positions, rows, logit_indices = columns = [list[Any]() for _ in range(4)]
         for chunk, start in zip(chunks, starts, strict=True):
-            count, num_logits = len(chunk.token_ids), chunk.num_logits
-            end = at + count
-            tokens[at:end], rows[at:end] = list(chunk.token_ids), [chunk.slot] * count
-            positions[at:end] = list(range(start, start + count))
-            logit_indices[logits_at : logits_at + num_logits] = list(range(end - num_logits, end))
-            at, logits_at = end, logits_at + num_logits
-        self._state_words[_NUM_TOKENS], self._state_words[_NUM_LOGITS] = at, logits_at
+            count = len(chunk.token_ids)
+            tokens += chunk.token_ids
+            positions += range(start, start + count)
+            rows += [chunk.slot] * count
+            logit_indices += range(len(tokens) - chunk.num_logits, len(tokens))
+        if len(tokens) > self.capacity or len(logit_indices) > self.max_logits:
+            raise InvalidRequestError(
+                f"a step takes up to {self.capacity} tokens and {self.max_logits} logits, "
+                f"got {len(tokens)} and {len(logit_indices)}"
+            )
+        for words, column in zip(self._slot_words, columns, strict=True):
+            words[: len(column)] = column
+        self._state_words[_NUM_TOKENS], self._state_words[_NUM_LOGITS] = len(tokens), len(logit_indices)
 
     def _pieces(self, step: Step) -> Iterator[Step]:
         num_tokens = len(step.tokens)

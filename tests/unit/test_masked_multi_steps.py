@@ -83,7 +83,7 @@ def test_a_row_that_a_grammar_holds_runs_in_chains(world: World) -> None:
     result = run_alone(world, BOUND, Way(chain=8))
     assert Outcome.of(result) == by_definition(world, BOUND)
     assert result.stats.single_steps == 1
-    assert result.stats.chain_tokens == len(result.token_ids) - 1
+    assert result.stats.multi_step_tokens == len(result.token_ids) - 1
     assert result.stats.masks_filled <= len(result.token_ids)
 
 
@@ -92,7 +92,7 @@ def test_a_chain_ends_where_the_grammar_leaves_no_choice(world: World) -> None:
     result = run_alone(world, case, Way(chain=64))
     assert Outcome.of(result) == by_definition(world, case)
     assert result.stats.tokens_forced >= 4
-    assert result.stats.chains == 2
+    assert result.stats.multi_steps == 2
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0], ids=["another thread", "at once"])

@@ -32,9 +32,9 @@ def test_a_chain_lasts_a_tenth_of_a_second(
     assert Outcome.of(result) == by_definition(world, CASE)
     rest = 140 - 1 - FIRST_STEPS
     if longest == 1:
-        assert (result.stats.chains, result.stats.single_steps) == (1, 1 + rest)
+        assert (result.stats.multi_steps, result.stats.single_steps) == (1, 1 + rest)
     else:
-        assert (result.stats.chains, result.stats.single_steps) == (1 + -(-rest // longest), 1)
+        assert (result.stats.multi_steps, result.stats.single_steps) == (1 + -(-rest // longest), 1)
 
 
 def test_a_chain_is_short_where_a_stop_or_a_draft_may_end_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,12 +43,12 @@ def test_a_chain_is_short_where_a_stop_or_a_draft_may_end_it(world: World, monke
     for case, way in ((stopped, Way()), (CASE, Way("ngram"))):
         result = run(world, case, way)
         assert Outcome.of(result) == by_definition(world, case)
-        assert result.stats.chain_tokens <= 8 * result.stats.chains
+        assert result.stats.multi_step_tokens <= 8 * result.stats.multi_steps
 
 
 def test_a_chain_that_was_asked_for_is_what_runs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer.engine.scheduler.MAX_SECONDS", 0.0)
-    assert run(world, CASE, Way(), chain=20).stats.chains == 7
+    assert run(world, CASE, Way(), chain=20).stats.multi_steps == 7
 
 
 def test_a_chain_is_as_long_as_the_last_ones_were_fast(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,12 +62,12 @@ def test_a_chain_is_as_long_as_the_last_ones_were_fast(world: World, monkeypatch
     monkeypatch.setattr("infer.engine.engine.time.perf_counter", seconds)
     result = run(world, CASE, Way())  # a step of 20 ms, chains of 20 ms: 2.5 ms a token, then less and less
     assert Outcome.of(result) == by_definition(world, CASE)
-    assert result.stats.chains == 4
+    assert result.stats.multi_steps == 4
 
 
 def test_what_a_draft_costs_is_learnt_from_steps_like_it(world: World) -> None:
     """Tokens that were forced have no logits of their own, and sequences with other samplers take other times."""
-    place, sequence = Place(world, Way(chain=1)), make_sequence(world, CASE, Way())
+    place, sequence = Place(world, Way(chain=1)), make_sequence(world, CASE, Way("adaptive"))
     place.engine.submit(sequence)
     times = place.engine.scheduler.step_times
     place.engine.advance(sequence)

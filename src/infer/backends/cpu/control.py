@@ -1,6 +1,7 @@
 """What steers threads rather than computes: calls through an address, atomic numbers in memory, waiting, clocks.
 
 A semaphore is the system's: a `sem_t`, on macOS a pointer to one of libdispatch's. `threads` makes them.
+A thread that waits for a number in memory sleeps in Linux's futex; elsewhere it gives its core away again and again.
 """
 
 import platform
@@ -18,6 +19,9 @@ _IS_MACOS = sys.platform == "darwin"
 _CLOCK = 8 if _IS_MACOS else 1  # CLOCK_UPTIME_RAW, CLOCK_MONOTONIC: the one that `time.perf_counter` reads
 _FOR_EVER = -1
 _TURN_NANOSECONDS = 50_000_000  # how long macOS waits at once, where no signal ends a wait
+_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform == "linux" else None  # its call number
+_FUTEX_WAIT, _FUTEX_WAKE = 128, 129  # of this process alone
+_ALL = 2**31 - 1
 _COMMAND = ir.FunctionType(ir.VoidType(), [_POINTER, _POINTER, I64, I64])
 
 
@@ -47,6 +51,13 @@ def atomic_exchange(b: Builder, where: Value, x: Value) -> Value:
     return b.atomic_rmw("xchg", b.inttoptr(where, I64.as_pointer()), x, "seq_cst")
 
 
+@operation(types.int64, address, types.int64, types.int64)
+def compare_exchange(b: Builder, where: Value, expected: Value, x: Value) -> Value:
+    """Store x if the value is the expected one; the value before."""
+    pair = b.cmpxchg(b.inttoptr(where, I64.as_pointer()), expected, x, "seq_cst", "seq_cst")
+    return b.extract_value(pair, 0)
+
+
 @operation(types.int64, address)
 def atomic_load(b: Builder, where: Value) -> Value:
     return b.load_atomic(b.inttoptr(where, I64.as_pointer()), "seq_cst", 8, typ=I64)
@@ -60,9 +71,35 @@ def atomic_store(b: Builder, where: Value, x: Value) -> None:
 @operation(types.void)
 def pause(b: Builder) -> None:
     """Tell the core that this is a spin loop."""
-    if platform.machine().lower() in ("x86_64", "amd64", "i686"):
+    machine = platform.machine().lower()
+    if machine in ("x86_64", "amd64", "i686"):
         pause_type = ir.FunctionType(ir.VoidType(), [])
         b.call(b.module.declare_intrinsic("llvm.x86.sse2.pause", (), pause_type), [])
+    elif machine in ("aarch64", "arm64"):  # `yield` is nothing there, and `isb` takes about as long as x86's pause
+        barrier_type = ir.FunctionType(ir.VoidType(), [I32])
+        b.call(b.module.declare_intrinsic("llvm.aarch64.isb", (), barrier_type), [I32(15)])
+
+
+@operation(types.void, address, types.int64)
+def sleep_while(b: Builder, where: Value, x: Value) -> None:
+    """Sleep until `wake_all` while the number is x; or return at once, or when a signal came."""
+    if _FUTEX is None:
+        yield_thread(b)
+    else:
+        _futex(b, where, _FUTEX_WAIT, b.trunc(x, I32))  # of a number that grows the lower half tells
+
+
+@operation(types.void, address)
+def wake_all(b: Builder, where: Value) -> None:
+    """Those that sleep while the number here is what it was."""
+    if _FUTEX is not None:
+        _futex(b, where, _FUTEX_WAKE, I32(_ALL))
+
+
+def _futex(b: Builder, where: Value, what: int, value: Value) -> None:
+    kind = ir.FunctionType(I64, [I64], var_arg=True)
+    call = cgutils.get_or_insert_function(b.module, kind, "syscall")
+    b.call(call, [I64(_FUTEX), where, I64(what), b.zext(value, I64), I64(0)])
 
 
 @operation(types.void)

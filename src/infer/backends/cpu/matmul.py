@@ -1,8 +1,8 @@
 """Projections: every tile of a thread's rows × every panel of tokens, each result handed to an epilogue.
 
-A unit is one or two groups of 16 rows (with their partners from `up` where gate and up go together). A thread has a
-run of units of its own and does, for each panel of 16 tokens, the unit's tiles into a buffer on its stack, then calls
-the epilogue through its address: store, add to the residual, or gate (and quantise for the next projection).
+A unit is one or two groups of 16 rows (with their partners from `up` where gate and up go together). A thread takes
+units (`units`) and does, for each panel of 16 tokens, the unit's tiles into a buffer on its stack, then calls the
+epilogue through its address: store, add to the residual, or gate (and quantise for the next projection).
 So the inner loop is compiled once for a type of weights, whatever follows it.
 """
 
@@ -19,6 +19,7 @@ from infer.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, PANEL, Layout
 from infer.backends.cpu.matrix_tiles import SCRATCH_BYTES, configure, matrix_tile, release, unpack
 from infer.backends.cpu.panels import TILE_BYTES, multiply_panel
 from infer.backends.cpu.simd import load_f32, load_i64, load_scalar_f32, splat_f32, store_f32, store_scalar_f32
+from infer.backends.cpu.units import begin_units, take_units
 
 _FEWEST_UNPACKED = 2 * PANEL  # tokens for which weights are unpacked before all of them
 _HEADER = 64  # in front of it: first token, number of tokens, number of groups
@@ -84,7 +85,7 @@ def make_matmul(type_: str, planes: int, isa: str) -> Callable[..., None]:
         unpack_unit, compute_matrices = _make_matrices(layout, planes, instructions)
 
     def matmul(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
-        args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
+        args, state, state_address = carray(args_at, 1)[0], carray(state_at, 1)[0], simd.address_of(state_at)
         num_tokens = state.num_logits if args.of_logits else state.num_tokens
         activations = args.activations + (thread * args.private_bytes if num_tokens == 1 else 0)
         num_units = (args.num_groups + args.groups_per_unit - 1) // args.groups_per_unit
@@ -95,7 +96,9 @@ def make_matmul(type_: str, planes: int, isa: str) -> Callable[..., None]:
             configure(type_, num_tokens >= fewest, scratch)
         for block in range(0, num_tokens, args.tokens_per_block):
             block_end = min(num_tokens, block + args.tokens_per_block)
-            for unit in range(num_units * thread // num_threads, num_units * (thread + 1) // num_threads):
+            begin_units(state_address, thread)
+            unit, end = take_units(state_address, thread, num_threads, num_units)
+            while unit < end:
                 groups = min(args.groups_per_unit, args.num_groups - unit * args.groups_per_unit)
                 num_tiles = groups * (1 if args.second_weights == 0 else 2)
                 is_worth_it = is_long and num_tiles % 2 == 0 and block_end - block >= _FEWEST_UNPACKED
@@ -113,8 +116,11 @@ def make_matmul(type_: str, planes: int, isa: str) -> Callable[..., None]:
                     simd.store_i64(buffer, panel)
                     simd.store_i64(buffer + 8, width)
                     simd.store_i64(buffer + 16, groups)
-                    row, state_address = unit * args.groups_per_unit * LANES, simd.address_of(state_at)
+                    row = unit * args.groups_per_unit * LANES
                     control.call_command(args.epilogue, args.epilogue_arguments, state_address, buffer, row)
+                unit += 1
+                if unit == end:
+                    unit, end = take_units(state_address, thread, num_threads, num_units)
         if has_matrices:
             release(num_tokens >= fewest)
 

@@ -227,11 +227,13 @@ WALK = np.dtype(
         ("stop", np.int64),  # address of an int64 that a command sets to end the repeats, or 0
         ("times", np.int64),  # int64 [num_rows]: cycles spent by thread 0 are added here, or 0
         ("walked", np.int64),  # how often from the first row on, thanks to `stop` less than `repeats`
-        ("patience", np.int64),  # cycles that thread 0 may wait, beyond the share, before it goes on alone; 0: for ever
+        (
+            "patience",
+            np.int64,
+        ),  # nanoseconds that thread 0 may wait, beyond the share, before it goes on alone; 0: for ever
         ("has_run", np.int64),  # 0: a signal came before it was its turn
         ("began", np.int64),  # nanoseconds, as time.perf_counter_ns
         ("ended", np.int64),
-        ("cycles", np.int64),  # that it took
     ]
 )
 
@@ -244,7 +246,8 @@ JOB = np.dtype(
         ("generation", np.int64),  # 512 × the number of walks so far + threads of the current one
         ("pad0", np.int64, 7),
         ("finished", np.int64),  # workers that finished the current one
-        ("pad1", np.int64, 7),
+        ("is_slept_on", np.int64),  # 1: thread 0 sleeps until all have
+        ("pad1", np.int64, 6),
         ("walk", np.int64),
         ("arguments", np.int64),
         ("state", np.int64),

@@ -9,9 +9,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from infer.backends.cpu.records import MAX_THREADS
+
 Words = ctypes.Array[ctypes.c_int64]
 
+LINE_BYTES = 64  # of a cache: what threads write lies in lines of its own
+GROUP = 8  # threads that meet first where they are many (`barrier`)
+_LINE_WORDS = LINE_BYTES // 8
 _ADDRESS = np.int64
+
+THREAD = np.dtype(
+    [
+        ("taken", np.int64),  # 2^32 × round + the units of its share that are taken in that round: `units`
+        ("round", np.int64),
+        ("num_empty", np.int64),  # shares that it has found empty in this round, its own first
+        ("num_short", np.int64),  # waits that are to spin only shortly: `barrier`
+        ("padding", np.int64, _LINE_WORDS - 4),
+    ]
+)
 
 STATE = np.dtype(
     [
@@ -22,11 +37,14 @@ STATE = np.dtype(
         ("rows", _ADDRESS),
         ("logit_indices", _ADDRESS),
         ("padding", np.int64, 10),
-        ("barrier", np.int64),  # arrivals so far, on a cache line of its own
-        ("dismissed", np.int64),  # the arrivals after which thread 0 goes on alone, or 0
-        ("barrier_padding", np.int64, 14),
-        ("stalls", np.int64),  # cycles that threads lost in long waits
+        ("released", np.int64),  # barriers that all threads have come to
+        ("is_slept_on", np.int64),  # 1: somebody sleeps until the next one is released
+        ("dismissed", np.int64),  # the barrier after which thread 0 goes on alone, or 0
+        ("released_padding", np.int64, 5),
+        ("arrivals", np.int64, (1 + MAX_THREADS // GROUP, _LINE_WORDS)),  # at barriers so far: of all, of each group
+        ("stalls", np.int64),  # nanoseconds that threads lost in long waits
         ("stalls_padding", np.int64, 7),
+        ("threads", THREAD, MAX_THREADS),
     ]
 )
 

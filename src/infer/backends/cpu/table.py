@@ -3,8 +3,8 @@
     row: address of the command's code | address of its arguments | barrier after it: 0 no, 1 yes, 2 if several tokens
 
 Labels (`L12.attend`) and whatever the arguments point to are kept in cold lists beside it.
-The barrier counts arrivals: a thread spins for some microseconds, then gives its core away until the others came.
-When thread 0 has waited too long for the others, it sends them home at a barrier and does their parts itself.
+Commands share out their work by the number of threads, or as units that are taken (`units`); threads meet as `barrier`
+says. When thread 0 has waited too long for the others, it sends them home at a barrier and does their parts itself.
 """
 
 import itertools

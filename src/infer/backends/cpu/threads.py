@@ -73,7 +73,7 @@ class Team:
         self._pace = Pace(self.num_threads)
         self._workers: list[threading.Thread] = []
         self._failure: str | None = None  # why there are no workers
-        self._clock = 0, 0.0  # cycles and seconds of all walks
+        self.walk_seconds = 0.0  # of all walks
 
     def run(self, walk: Walk, state: npt.NDArray[Any], num_threads: int | None = None) -> None:
         """Walk a table. `num_threads` insists; None is the team's size, or one while the machine is busy.
@@ -87,23 +87,17 @@ class Team:
         last = self._last
         if last is None or last[0] is not state:
             last = self._last = (state, words_of(state), state.ctypes.data)
-        cycles, seconds = self._clock
-        words, rate = walk.words, cycles / seconds if seconds else 0.0
-        words[_WALK["patience"]] = int(choice.patience_seconds * rate)
+        words = walk.words
+        words[_WALK["patience"]] = int(1e9 * choice.patience_seconds)
         if choice.num_threads > 1:
             self._start_workers()
         words[_WALK["has_run"]] = 0
         while not words[_WALK["has_run"]]:  # a signal ends the wait for the turn
             self._run(self._job_at, last[2], walk.address, choice.num_threads)
         taken = (words[_WALK["ended"]] - words[_WALK["began"]]) / 1e9
-        self._clock = cycles + words[_WALK["cycles"]], seconds + taken
+        self.walk_seconds += taken
         if num_threads is None and self.num_threads > 1:
             self._learn(walk, last[1], choice, taken)
-
-    @property
-    def walk_seconds(self) -> float:
-        """Of all walks."""
-        return self._clock[1]
 
     @property
     def is_closed(self) -> bool:
@@ -133,9 +127,8 @@ class Team:
         units, class_ = walk.words[_WALK["walked"]], tokens
         if tokens > _LARGE_STEP:
             units, class_ = units * tokens, _LARGE_STEP + tokens.bit_length()
-        total_cycles, total_seconds = self._clock
-        lost = state[_STATE["stalls"]] * total_seconds / max(1, total_cycles)
-        dismissed, ended = bool(state[_STATE["dismissed"]]), walk.words[_WALK["ended"]] / 1e9
+        lost, ended = state[_STATE["stalls"]] / 1e9, walk.words[_WALK["ended"]] / 1e9
+        dismissed = bool(state[_STATE["dismissed"]])
         self._pace.learn((walk.serial, class_), choice, Outcome(ended, seconds, lost, seconds / units, dismissed))
 
     def _start_workers(self) -> None:

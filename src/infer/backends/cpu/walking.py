@@ -2,38 +2,25 @@
 
 from collections.abc import Callable
 
-from numba import carray, njit
+from numba import carray
 
 from infer.backends.cpu import control, simd
+from infer.backends.cpu.barrier import SPIN_NANOSECONDS, clear_barrier, meet, wait_until, wake
 from infer.backends.cpu.records import JOB, MAX_THREADS, SEMAPHORE_BYTES, WALK
 from infer.backends.cpu.simd import load_i64, store_i64
 from infer.backends.cpu.state import STATE, field_offset
+from infer.backends.cpu.units import clear_threads
 
 _ROW_BYTES = 24
-_NUM_SPINS = 500
-_NUM_END_SPINS = 3000  # for the workers to finish
 _SHARE_SHIFT = 2  # of thread 0's time may go in waits: a quarter
 
-_BARRIER_AT, _DISMISSED_AT, _STALLS_AT = (field_offset(STATE, name) for name in ("barrier", "dismissed", "stalls"))
+_DISMISSED, _STALLS = (field_offset(STATE, name) for name in ("dismissed", "stalls"))
+_FINISHED_SLEEP = field_offset(JOB, "is_slept_on")
 _GENERATION, _FINISHED, _IS_CLOSED = (field_offset(JOB, name) for name in ("generation", "finished", "is_closed"))
 _SLEEPING, _SEEN, _IS_SERVED = (field_offset(JOB, name) for name in ("sleeping", "seen", "is_served"))
 _TURN, _SEMAPHORES = (field_offset(JOB, name) for name in ("turn", "semaphores"))
-_HAS_RUN, _BEGAN, _ENDED, _CYCLES = (field_offset(WALK, name) for name in ("has_run", "began", "ended", "cycles"))
+_HAS_RUN, _BEGAN, _ENDED = (field_offset(WALK, name) for name in ("has_run", "began", "ended"))
 _STEP = 512
-
-
-@njit
-def wait_for_all(barrier, arrivals, spins):  # type: ignore[no-untyped-def]
-    """Return when the barrier has counted `arrivals`: the cycles lost if that took longer than a spin."""
-    control.atomic_add(barrier, 1)
-    for _ in range(spins):
-        if control.atomic_load(barrier) >= arrivals:
-            return 0
-        control.pause()
-    began = control.cycles()
-    while control.atomic_load(barrier) < arrivals:
-        control.yield_thread()
-    return control.cycles() - began
 
 
 def make_walk() -> Callable[..., None]:
@@ -42,9 +29,8 @@ def make_walk() -> Callable[..., None]:
     def walk(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
         state_address = simd.address_of(state_at)
-        barrier, dismissed = state_address + _BARRIER_AT, state_address + _DISMISSED_AT
-        arrivals, stalls, is_alone = 0, 0, num_threads == 1
-        first, end, started = thread, thread + 1, control.cycles()
+        dismissed, is_alone = state_address + _DISMISSED, num_threads == 1
+        barrier, stalls, first, end, started = 0, 0, thread, thread + 1, control.nanoseconds()
         for repeat in range(args.repeats):
             for index in range(args.again if repeat > 0 else 0, args.num_rows):
                 row = args.rows + _ROW_BYTES * index
@@ -53,12 +39,12 @@ def make_walk() -> Callable[..., None]:
                     control.call_command(load_i64(row), load_i64(row + 8), state_address, part, num_threads)
                 flag = load_i64(row + 16)
                 if not is_alone and (flag == 1 or (flag == 2 and max(state.num_tokens, state.num_logits) > 1)):
-                    arrivals += num_threads
+                    barrier += 1
                     beyond = stalls - args.patience if thread == 0 and args.patience != 0 else 0
-                    if beyond > 0 and beyond > (control.cycles() - started) >> _SHARE_SHIFT:
-                        control.atomic_store(dismissed, arrivals)  # before its own arrival: all see it after this one
-                    stalls += wait_for_all(barrier, arrivals, _NUM_SPINS)
-                    if control.atomic_load(dismissed) == arrivals:
+                    if beyond > 0 and beyond > (control.nanoseconds() - started) >> _SHARE_SHIFT:
+                        control.atomic_store(dismissed, barrier)  # before its own arrival: all see it after this one
+                    stalls += meet(state_address, thread, num_threads, barrier)
+                    if control.atomic_load(dismissed) == barrier:
                         is_alone, first, end = True, 0, num_threads
                 if args.times != 0 and thread == 0:
                     at = args.times + 8 * index
@@ -72,12 +58,12 @@ def make_walk() -> Callable[..., None]:
             if args.stop != 0:
                 is_stopped = load_i64(args.stop) != 0
                 if not is_alone:  # nobody begins the next repeat, and sets it anew, before all have looked
-                    arrivals += num_threads
-                    stalls += wait_for_all(barrier, arrivals, _NUM_SPINS)
+                    barrier += 1
+                    stalls += meet(state_address, thread, num_threads, barrier)
                 if is_stopped:
                     break
         if stalls != 0:
-            control.atomic_add(state_address + _STALLS_AT, stalls)
+            control.atomic_add(state_address + _STALLS, stalls)
 
     return walk
 
@@ -99,7 +85,8 @@ def make_serve() -> Callable[..., None]:
                 num_threads = generation % _STEP
                 if thread < num_threads:
                     control.call_command(job.walk, job.arguments, job.state, thread, num_threads)
-                    control.atomic_add(base + _FINISHED, 1)
+                    if control.atomic_add(base + _FINISHED, 1) == num_threads - 2:
+                        wake(base + _FINISHED, base + _FINISHED_SLEEP)
                 idle = 0
             elif idle < spins:
                 idle += 1
@@ -129,8 +116,11 @@ def make_run() -> Callable[..., None]:
         job.owner = control.thread_id()
         if control.atomic_load(base + _IS_CLOSED) != 0:
             num_threads = 1
-        state.barrier, state.dismissed, state.stalls = 0, 0, 0
-        job.arguments, job.state, job.finished, job.num_threads = arguments_at, state_address, 0, num_threads
+        state.dismissed, state.stalls = 0, 0
+        clear_barrier(state_address, num_threads)
+        clear_threads(state_address, num_threads)
+        job.arguments, job.state, job.num_threads = arguments_at, state_address, num_threads
+        job.finished, job.is_slept_on = 0, 0
         if num_threads > 1:
             walks = control.atomic_load(base + _GENERATION) // _STEP
             control.atomic_exchange(base + _GENERATION, (walks + 1) * _STEP + num_threads)
@@ -138,16 +128,8 @@ def make_run() -> Callable[..., None]:
                 if control.atomic_exchange(base + _SLEEPING + 8 * thread, 0) != 0:
                     control.post_semaphore(base + _SEMAPHORES + SEMAPHORE_BYTES * thread)
         store_i64(arguments_at + _BEGAN, control.nanoseconds())
-        began = control.cycles()
         control.call_command(job.walk, arguments_at, state_address, 0, num_threads)
-        waited = 0
-        while control.atomic_load(base + _FINISHED) < num_threads - 1:
-            waited += 1
-            if waited < _NUM_END_SPINS:
-                control.pause()
-            else:
-                control.yield_thread()
-        store_i64(arguments_at + _CYCLES, control.cycles() - began)
+        wait_until(base + _FINISHED, num_threads - 1, base + _FINISHED_SLEEP, SPIN_NANOSECONDS)
         store_i64(arguments_at + _ENDED, control.nanoseconds())
         store_i64(arguments_at + _HAS_RUN, 1)
         job.owner = 0

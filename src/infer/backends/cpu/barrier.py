@@ -1,0 +1,91 @@
+"""Where threads wait for each other: for a number that grows, and at a barrier.
+
+A thread that waits spins for 50 µs; then it sleeps in the kernel until it is woken, so that its core is free for a
+thread that computes. Where spinning was in vain, as two threads have one core, the next waits spin less. Each barrier has the next number. Threads count their arrivals in one word and watch another,
+which the last of them sets: it is written once, whatever their number. Beyond 16 threads, groups of 8 have words of
+their own, and the last of a group arrives for all of it.
+"""
+
+from numba import njit
+
+from infer.backends.cpu import control
+from infer.backends.cpu.simd import load_i64, store_i64
+from infer.backends.cpu.state import GROUP, LINE_BYTES, STATE, THREAD, field_offset
+
+SPIN_NANOSECONDS, _SHORT_SPIN_NANOSECONDS = 50_000, 2_000
+_NUM_SHORT = 8  # waits after one that spun in vain
+_PAUSES = 32  # between two looks at the clock
+_MOST_UNGROUPED = 16
+
+_RELEASED, _IS_SLEPT_ON, _ARRIVALS = (field_offset(STATE, name) for name in ("released", "is_slept_on", "arrivals"))
+_NUM_SHORT_AT = field_offset(STATE, "threads") + field_offset(THREAD, "num_short")
+
+
+@njit
+def _spin(word, number):  # type: ignore[no-untyped-def]
+    for _ in range(_PAUSES):
+        if control.atomic_load(word) >= number:
+            return True
+        control.pause()
+    return False
+
+
+@njit
+def wait_until(word, number, is_slept_on, spin_nanoseconds):  # type: ignore[no-untyped-def]
+    """Return when a word has grown to a number: the nanoseconds that it took if that is more than a spin, else 0."""
+    if _spin(word, number):
+        return 0
+    began = control.nanoseconds()
+    while control.nanoseconds() - began < spin_nanoseconds:
+        if _spin(word, number):
+            return 0
+    while True:
+        control.atomic_exchange(is_slept_on, 1)
+        found = control.atomic_load(word)
+        if found >= number:
+            return control.nanoseconds() - began
+        control.sleep_while(word, found)
+
+
+@njit
+def wake(word, is_slept_on):  # type: ignore[no-untyped-def]
+    """After a word has grown to what others may wait for."""
+    if control.atomic_load(is_slept_on) != 0 and control.atomic_exchange(is_slept_on, 0) != 0:
+        control.wake_all(word)
+
+
+@njit
+def clear_barrier(state, num_threads):  # type: ignore[no-untyped-def]
+    """Before threads that meet at barriers begin."""
+    store_i64(state + _RELEASED, 0)
+    store_i64(state + _IS_SLEPT_ON, 0)
+    for line in range(1 + (num_threads - 1) // GROUP + 1):
+        store_i64(state + _ARRIVALS + LINE_BYTES * line, 0)
+
+
+@njit
+def _is_last(state, thread, num_threads, number):  # type: ignore[no-untyped-def]
+    """Whether all others have arrived at a barrier."""
+    arrivals, parties = state + _ARRIVALS, num_threads
+    if num_threads > _MOST_UNGROUPED:
+        group = thread // GROUP
+        size = min(GROUP, num_threads - group * GROUP)
+        if control.atomic_add(arrivals + LINE_BYTES * (1 + group), 1) + 1 < size * number:
+            return False
+        parties = (num_threads + GROUP - 1) // GROUP
+    return control.atomic_add(arrivals, 1) + 1 == parties * number
+
+
+@njit
+def meet(state, thread, num_threads, number):  # type: ignore[no-untyped-def]
+    """Return when all have come to the barrier of this number: the nanoseconds lost if that took long."""
+    released, is_slept_on = state + _RELEASED, state + _IS_SLEPT_ON
+    if _is_last(state, thread, num_threads, number):
+        control.atomic_store(released, number)
+        wake(released, is_slept_on)
+        return 0
+    num_short_at = state + _NUM_SHORT_AT + LINE_BYTES * thread
+    num_short = load_i64(num_short_at)
+    lost = wait_until(released, number, is_slept_on, _SHORT_SPIN_NANOSECONDS if num_short else SPIN_NANOSECONDS)
+    store_i64(num_short_at, 0 if lost == 0 else num_short - 1 if num_short else _NUM_SHORT)
+    return lost

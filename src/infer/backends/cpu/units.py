@@ -1,0 +1,60 @@
+"""Units of a command's work, shared out while it runs: a thread takes its own, then what others have left.
+
+Each thread has a share of its own, neighbours and the same in every step, so that it reads memory in sequence and the
+same memory each time. It takes some units from the front of it at a time, ever fewer, and at its end from the others'
+fronts: for a thread that is slow, or does not run, the others wait only as long as it needs for what it has taken. Who
+does a unit changes no bit of it.
+
+Each command (or part of one) that shares out units is a round, in the same order for all threads. What is taken of a
+share is counted together with the round, so that whoever comes first in a round begins the count anew, and a thread
+that is a round further disturbs nobody: where it has been, nothing is left to take.
+"""
+
+from numba import njit
+
+from infer.backends.cpu import control
+from infer.backends.cpu.simd import load_i64, store_i64
+from infer.backends.cpu.state import LINE_BYTES, STATE, THREAD, field_offset
+
+_THREADS = field_offset(STATE, "threads")
+_TAKEN, _ROUND, _NUM_EMPTY = (field_offset(THREAD, name) for name in ("taken", "round", "num_empty"))
+_ROUND_SHIFT = 32
+_TAKE_SHIFT = 2  # of what is left of a share, a quarter is taken
+
+
+@njit
+def clear_threads(state, num_threads):  # type: ignore[no-untyped-def]
+    """Before a walk."""
+    for thread in range(num_threads):
+        at = state + _THREADS + LINE_BYTES * thread
+        store_i64(at + _TAKEN, 0)
+        store_i64(at + _ROUND, 0)
+
+
+@njit
+def begin_units(state, thread):  # type: ignore[no-untyped-def]
+    """A thread's next round."""
+    own = state + _THREADS + LINE_BYTES * thread
+    store_i64(own + _ROUND, load_i64(own + _ROUND) + 1)
+    store_i64(own + _NUM_EMPTY, 0)
+
+
+@njit
+def take_units(state, thread, num_threads, num_units):  # type: ignore[no-untyped-def]
+    """The units [first, end) of [0, num_units) that a thread does next; (0, 0): none is left."""
+    own = state + _THREADS + LINE_BYTES * thread
+    begun, num_empty = load_i64(own + _ROUND) << _ROUND_SHIFT, load_i64(own + _NUM_EMPTY)
+    while num_empty < num_threads:
+        owner = (thread + num_empty) % num_threads
+        first, end = num_units * owner // num_threads, num_units * (owner + 1) // num_threads
+        taken_at = state + _THREADS + LINE_BYTES * owner + _TAKEN
+        taken = control.atomic_load(taken_at)
+        first += max(0, taken - begun)  # beyond the end where the owner is in a later round
+        if first >= end:
+            num_empty += 1
+            store_i64(own + _NUM_EMPTY, num_empty)
+            continue
+        count = end - first if num_threads == 1 else max(1, (end - first) >> _TAKE_SHIFT)
+        if control.compare_exchange(taken_at, taken, max(taken, begun) + count) == taken:
+            return first, first + count
+    return 0, 0

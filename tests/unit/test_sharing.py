@@ -1,4 +1,4 @@
-"""How a team shares work and waits: units taken by whoever is free, barriers of many threads, sleep instead of spins."""
+"""How a team shares work and waits: units taken by whoever is free, barriers of many threads, sleep."""
 
 import sys
 import time

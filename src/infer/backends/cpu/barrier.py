@@ -1,9 +1,11 @@
 """Where threads wait for each other: for a number that grows, and at a barrier.
 
 A thread that waits spins for 50 µs; then it sleeps in the kernel until it is woken, so that its core is free for a
-thread that computes. Where spinning was in vain, as two threads have one core, the next waits spin less. Each barrier has the next number. Threads count their arrivals in one word and watch another,
-which the last of them sets: it is written once, whatever their number. Beyond 16 threads, groups of 8 have words of
-their own, and the last of a group arrives for all of it.
+thread that computes. Where spinning was in vain, as two threads have one core, the next waits spin less.
+
+Each barrier has the next number. Threads count their arrivals in one word and watch another, which the last of them
+sets: it is written once, whatever their number. Beyond 16 threads, groups of 8 have words of their own, and the last of
+a group arrives for all of it.
 """
 
 from numba import njit

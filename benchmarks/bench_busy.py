@@ -53,7 +53,7 @@ def main() -> None:
         command = (sys.executable, str(WORKER), "infer")
         one, team = (stack.enter_context(worker(Side(name, command))) for name in ("one", "team"))
         for side, threads in ((one, 1), (team, options.threads)):
-            side.ask(do="load", path=str(resolve(options.model)), threads=threads, context=512, precision="exact")
+            side.ask(do="load", path=str(resolve(options.model)), threads=threads, context=512, variant="exact")
             measure(side, 16, seed=0)
         rates: dict[int, list[tuple[float, float]]] = {count: [] for count in options.neighbours}
         for index in range(options.rounds):

@@ -1,13 +1,15 @@
-"""infer beside llama.cpp: the same files, the same threads, interleaved round by round in one run.
+"""infer beside llama.cpp and transformers: the same files and threads, interleaved round by round in one run.
 
-    python benchmarks/bench_peers.py                          everything: over an hour on two cores
+    python benchmarks/bench_peers.py                          everything: hours on two cores
     python benchmarks/bench_peers.py --quick                  one model, in a few minutes
     python benchmarks/bench_peers.py --models smollm2-q4_1 llama-1b-q4_0 --threads 2 --rounds 3
 
 llama.cpp comes from an environment that has llama-cpp-python: --llama-python, $LLAMA_CPP_PYTHON, or .venv-peers.
-Without one, infer is measured alone. Several builds, as NAME=PATH, run side by side; ratios are to the fastest of them
-in each case. Every side is a process that waits while another one works. In each round the
-machine's own limits are measured too: what a share of the limit is a share of.
+Without one, infer is measured alone. Several builds, as NAME=PATH, run side by side, each without and with flash
+attention; ratios are to the fastest of them in each case. transformers runs the weights dequantised. INFER_ISA chooses
+our instruction set: give the peer a build of the same one (and torch ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA). Every
+side is a process that waits while another one works. In each round the machine's own limits are measured too: what a
+share of the limit is a share of.
 """
 
 import argparse
@@ -19,11 +21,12 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from machine import available_cores, cpu_model, measure_limits
-from peer_models import PeerModel, peer_models
+from peer_models import MODELS, MissingModelError, PeerModel, make_model
 from peer_report import PEER, Measure, Report, Result
 
 BENCHMARKS = Path(__file__).parent
@@ -45,7 +48,8 @@ MEASURES = (
 class Side:
     name: str
     command: tuple[str, ...]
-    precision: str = ""
+    variant: str = ""  # an engine's own: `peer_worker`
+    has_cold_start: bool = True
 
 
 class SideError(Exception):
@@ -98,17 +102,29 @@ def find_llama_python(given: str | None = None) -> str | None:
 
 
 def find_peers(builds: list[str]) -> list[Side]:
-    """A side for each [NAME=]PATH; without any, for what `find_llama_python` finds."""
+    """Two sides for each [NAME=]PATH; without any, for what `find_llama_python` finds."""
     peers = []
     for build in builds or [""]:
         name, separator, path = build.rpartition("=")
         if python := find_llama_python(path or None):
-            peers.append(make_peer(python, f"{PEER} {name}" if separator else PEER))
+            name = f"{PEER} {name}" if separator else PEER
+            peers += [make_peer(python, name), make_peer(python, f"{name} flash", "flash")]
     return peers
 
 
-def make_peer(llama_python: str, name: str = PEER) -> Side:
-    return Side(name, (llama_python, str(WORKER), "llama"))
+def make_peer(llama_python: str, name: str = PEER, variant: str = "") -> Side:
+    return Side(name, (llama_python, str(WORKER), "llama"), variant, has_cold_start=not variant)
+
+
+def make_references() -> list[Side]:
+    if find_spec("transformers") is None:
+        say("transformers is left out: pip install transformers")
+        return []
+    command = (sys.executable, str(WORKER), "transformers")
+    return [
+        Side(f"transformers {name}", command, dtype, has_cold_start=False)
+        for name, dtype in (("bf16", "bfloat16"), ("f32", "float32"))
+    ]
 
 
 def make_ours() -> list[Side]:
@@ -126,7 +142,8 @@ def compare(
         for side in sides:
             started = stack.enter_context(worker(side))
             try:
-                started.ask(do="load", path=str(model.path), threads=threads, context=context, precision=side.precision)
+                options = {"path": str(model.path), "threads": threads, "context": context, "variant": side.variant}
+                report.runs_on[side.name] = started.ask(do="load", **options)["runs_on"]
                 workers[side] = started
             except SideError as error:
                 say(f"{side.name} is left out: {error}")
@@ -158,8 +175,8 @@ def compare_cold(model: PeerModel, sides: list[Side], threads: int, rounds: int,
     values: dict[tuple[str, str], list[float]] = {}
     alone = Side("import torch", (sys.executable, "-c", TORCH_ALONE.format(page=os.sysconf("SC_PAGE_SIZE"))))
     for _ in range(rounds):
-        for side in [*sides, alone]:
-            options = {"path": str(model.path), "threads": threads, "context": 512, "precision": side.precision}
+        for side in [*(side for side in sides if side.has_cold_start), alone]:
+            options = {"path": str(model.path), "threads": threads, "context": 512, "variant": side.variant}
             command = side.command if side is alone else (*side.command, "cold", json.dumps(options))
             try:
                 first_token, resident = time_cold(command)
@@ -190,7 +207,7 @@ def time_cold(command: tuple[str, ...]) -> tuple[float, int]:
 
 
 def requantise_with(side: Side) -> Any:
-    def requantise(source: Path, target: Path, file_type: str) -> None:
+    def requantise(source: Path, file_type: str, target: Path) -> None:
         say(f"making {target.stem}")
         with worker(side) as peer:
             peer.ask(do="requantize", source=str(source), target=str(target), file_type=file_type)
@@ -204,17 +221,17 @@ def say(text: str) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", metavar="NAME", help="default: all that can be made")
+    parser.add_argument("--models", nargs="+", choices=MODELS, metavar="NAME", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--measures", nargs="+", choices=[m.name for m in MEASURES] + ["cold"], metavar="NAME")
     parser.add_argument("--sides", nargs="+", metavar="NAME")
     parser.add_argument("--threads", nargs="+", type=int, default=sorted({1, available_cores()}))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--llama-python", nargs="+", default=[], metavar="[NAME=]PATH", help="with llama-cpp-python")
-    parser.add_argument("--quick", action="store_true", help="SmolLM2 as shipped, three rounds, no long contexts")
+    parser.add_argument("--quick", action="store_true", help="SmolLM2 as Q4_K_M, three rounds, no long contexts")
     parser.add_argument("--output", type=Path, default=BENCHMARKS / "reports", metavar="FOLDER")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.models = arguments.models or ["smollm2-q4_1"]
+        arguments.models = arguments.models or ["smollm2-q4_k_m"]
         arguments.measures = arguments.measures or ["decode", "prefill 512", "cold"]
         arguments.rounds = min(arguments.rounds, 3)
     return arguments
@@ -225,18 +242,19 @@ def main() -> None:
     peers = find_peers(arguments.llama_python)
     if not peers:
         say("no environment with llama-cpp-python (--llama-python): infer is measured alone")
-    sides = [*peers, *make_ours()]
-    makers = peer_models(requantise_with(peers[0]) if peers else None)
-    names = arguments.models or list(makers)
-    if unknown := [name for name in names if name not in makers]:
-        sys.exit(f"unknown models {', '.join(unknown)}: choose from {', '.join(makers)}")
+    sides = [*peers, *make_references(), *make_ours()]
+    requantise = requantise_with(peers[0]) if peers else None
     if arguments.sides and (unknown := set(arguments.sides) - {side.name for side in sides}):
         sys.exit(f"unknown sides {', '.join(unknown)}: choose from {', '.join(side.name for side in sides)}")
     sides = [side for side in sides if arguments.sides is None or side.name in arguments.sides]
     measures = [m for m in MEASURES if arguments.measures is None or m.name in arguments.measures]
     report = Report(cpu_model(), available_cores())
-    for name in names:
-        model = makers[name]()
+    for name in arguments.models or MODELS:
+        try:
+            model = make_model(name, requantise)
+        except MissingModelError as error:
+            say(f"{name} is left out: {error}")
+            continue
         report.models.append(model)
         for threads in arguments.threads:
             say(f"{name} with {threads} threads")

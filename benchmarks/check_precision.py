@@ -88,7 +88,7 @@ class LlamaSource(LogitsSource):
 
     def __init__(self, started: Worker, path: Path, context: int, threads: int, folder: Path) -> None:
         self._worker, self._file = started, folder / "logits"
-        started.ask(do="load", path=str(path), threads=threads, context=context, precision="")
+        started.ask(do="load", path=str(path), threads=threads, context=context, variant="")
 
     def read(self, token_ids: list[int], start: int) -> Tensor:
         self._worker.ask(do="logits", tokens=token_ids, start=start, path=str(self._file))

@@ -6,20 +6,20 @@ Files that are made lie in a cache folder outside the repository and are made on
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-
-import gguf
-import numpy as np
 
 from infer.checkpoint import resolve
 from infer.checkpoint.gguf import read_gguf
+from infer.errors import InvalidRequestError
 
-REQUANTISED = ("Q4_0", "Q8_0", "F16", "Q4_K_M")
-HIDDEN, MLP, LAYERS, HEADS, KV_HEADS, VOCAB = 2048, 8192, 16, 32, 8, 128_256  # Llama-3.2-1B
-WEIGHT_DEVIATION = 0.02
-STEP_BY_TYPE = {"Q4_0": WEIGHT_DEVIATION / 4.6, "Q8_0": WEIGHT_DEVIATION / 74}  # uniform integers deviate by that much
+MODELS = (  # those first that most people have
+    "smollm2-q4_k_m", "smollm2-q4_0", "smollm2-q8_0", "gemma3-270m-q4_k_m",
+    "smollm2-q4_1", "smollm2-f16", "llama-1b-q4_0", "llama-1b-q8_0",
+)  # fmt: skip
+SHIPPED = {"smollm2-q4_1": "smollm2", "gemma3-270m-q4_k_m": "gemma3-270m"}
 
-Requantise = Callable[[Path, Path, str], None]
+Requantise = Callable[[Path, str, Path], None]  # source, type, target
 
 
 @dataclass(frozen=True)
@@ -31,22 +31,31 @@ class PeerModel:
     kv_bytes: int  # for each token of context, with 16-bit keys and values
 
 
-def peer_models(requantise: Requantise | None) -> dict[str, Callable[[], PeerModel]]:
-    """Makers by name. Requantising is the peer's work: without it, those models are left out."""
-    makers: dict[str, Callable[[], PeerModel]] = {
-        "smollm2-q4_1": lambda: describe("smollm2-q4_1", resolve("smollm2")),
-        "gemma3-270m-q4_k_m": lambda: describe("gemma3-270m-q4_k_m", resolve("gemma3-270m")),
-    }
-    for type_name in STEP_BY_TYPE:
-        name = f"llama-1b-{type_name.lower()}"
-        makers[name] = lambda name=name, type_name=type_name: describe(name, random_llama(name, type_name))
-    if requantise is not None:
-        for type_name in REQUANTISED:
-            name = f"smollm2-{type_name.lower()}"
-            makers[name] = lambda name=name, type_name=type_name: describe(
-                name, requantised(name, resolve("smollm2"), type_name, requantise)
-            )
-    return makers
+class MissingModelError(Exception):
+    """Says what to install."""
+
+
+def make_model(name: str, requantise: Requantise | None) -> PeerModel:
+    """A model of `MODELS`. Raises MissingModelError where a package is missing; requantising is the peer's work."""
+    base, _, type_name = name.rpartition("-")
+    try:
+        if name in SHIPPED:
+            return describe(name, resolve(SHIPPED[name]))
+        if base == "llama-1b":
+            return describe(name, made(name, partial(write_random_llama, type_name.upper())))
+        if requantise is None:
+            raise MissingModelError("needs llama-cpp-python (--llama-python)")
+        return describe(name, made(name, partial(requantise, resolve(base), type_name.upper())))
+    except InvalidRequestError as error:
+        raise MissingModelError(str(error)) from None
+
+
+def write_random_llama(type_name: str, path: Path) -> None:
+    try:
+        from random_llama import write_random_llama
+    except ModuleNotFoundError:
+        raise MissingModelError("needs the package gguf: pip install gguf") from None
+    write_random_llama(path, type_name)
 
 
 def cache_folder() -> Path:
@@ -78,87 +87,10 @@ def describe(name: str, path: Path) -> PeerModel:
     )
 
 
-def requantised(name: str, source: Path, type_name: str, requantise: Requantise) -> Path:
+def made(name: str, write: Callable[[Path], None]) -> Path:
     path = cache_folder() / f"{name}.gguf"
     if not path.exists():
         unfinished = path.with_suffix(".part")
-        requantise(source, unfinished, type_name)
+        write(unfinished)
         unfinished.rename(path)
     return path
-
-
-def random_llama(name: str, type_name: str) -> Path:
-    """Random blocks of one type in every matrix, with a vocabulary that is only as large as the real one."""
-    path = cache_folder() / f"{name}.gguf"
-    if path.exists():
-        return path
-    unfinished = path.with_suffix(".part")
-    writer = gguf.GGUFWriter(unfinished, "llama")
-    writer.add_context_length(8192)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(MLP)
-    writer.add_block_count(LAYERS)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_rope_dimension_count(HIDDEN // HEADS)
-    writer.add_rope_freq_base(500_000)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(VOCAB)
-    add_vocabulary(writer)
-    random = np.random.default_rng(42)
-    for tensor, (rows, columns) in matrix_shapes().items():
-        kind = gguf.GGMLQuantizationType[type_name]
-        writer.add_tensor(tensor, random_blocks(random, rows, columns, kind), raw_dtype=kind)
-    for tensor in norm_names():
-        writer.add_tensor(tensor, np.ones(HIDDEN, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    unfinished.rename(path)
-    return path
-
-
-def matrix_shapes() -> dict[str, tuple[int, int]]:
-    kv = HIDDEN * KV_HEADS // HEADS
-    layer = {
-        "attn_q": (HIDDEN, HIDDEN),
-        "attn_k": (kv, HIDDEN),
-        "attn_v": (kv, HIDDEN),
-        "attn_output": (HIDDEN, HIDDEN),
-        "ffn_gate": (MLP, HIDDEN),
-        "ffn_up": (MLP, HIDDEN),
-        "ffn_down": (HIDDEN, MLP),
-    }
-    layers = {f"blk.{i}.{part}.weight": shape for i in range(LAYERS) for part, shape in layer.items()}
-    return {"token_embd.weight": (VOCAB, HIDDEN)} | layers
-
-
-def norm_names() -> list[str]:
-    return [*(f"blk.{i}.{part}_norm.weight" for i in range(LAYERS) for part in ("attn", "ffn")), "output_norm.weight"]
-
-
-def random_blocks(random: np.random.Generator, rows: int, columns: int, kind: gguf.GGMLQuantizationType) -> np.ndarray:
-    """Both types begin a block with its scale in 16 bits; every other byte may be anything."""
-    block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    blocks = random.integers(0, 256, (rows, columns // block_size, block_bytes), dtype=np.uint8)
-    blocks[..., :2] = np.frombuffer(np.float16(STEP_BY_TYPE[kind.name]).tobytes(), np.uint8)
-    return blocks.reshape(rows, -1)
-
-
-def add_vocabulary(writer: gguf.GGUFWriter) -> None:
-    """A byte-level vocabulary of single bytes, one merge, and fillers."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    characters = [chr(byte) for byte in printable] + [chr(256 + i) for i in range(len(others))]
-    tokens = [*characters, "Ġt"]
-    num_fillers = VOCAB - len(tokens) - 2
-    tokens += [f"<filler {i}>" for i in range(num_fillers)] + ["<|begin_of_text|>", "<|end_of_text|>"]
-    normal, control = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("llama-bpe")
-    writer.add_token_list(tokens)
-    writer.add_token_types([normal] * (VOCAB - 2) + [control] * 2)
-    writer.add_token_merges(["Ġ t"])
-    writer.add_bos_token_id(VOCAB - 2)
-    writer.add_eos_token_id(VOCAB - 1)

@@ -13,6 +13,7 @@ from peer_models import PeerModel
 
 PEER = "llama.cpp"
 OURS = ("infer exact", "infer fast")
+_SIDE_WIDTH = 18
 COLOR_BY_SIDE = {PEER: "#9aa0a6", "infer exact": "#2563eb", "infer fast": "#f59e0b"}
 
 
@@ -50,6 +51,7 @@ class Report:
     measures: list[Measure] = field(default_factory=list)
     limits: list[tuple[str, Limits]] = field(default_factory=list)  # by model, one a round
     results: list[Result] = field(default_factory=list)
+    runs_on: dict[str, str] = field(default_factory=dict)  # by side: the instructions that it uses
 
     def add(self, result: Result) -> None:
         self.results.append(result)
@@ -85,6 +87,7 @@ class Report:
 
     def table(self) -> str:
         lines = [f"{self.cpu}, {self.cores} cores available; medians of each side's rounds, which alternate", ""]
+        lines += [f"{side:{_SIDE_WIDTH}} runs on {instructions}" for side, instructions in self.runs_on.items()]
         for threads in sorted({limit.threads for _, limit in self.limits}):
             mine = [limit for _, limit in self.limits if limit.threads == threads]
             lines.append(
@@ -94,7 +97,8 @@ class Report:
             )
         lines += [
             "",
-            f"{'model':20} {'thr':>3} {'measure':15} {'side':14} {'median':>10} {'':5} {'ratio':>6} {'of limit':>8}",
+            f"{'model':20} {'thr':>3} {'measure':15} {'side':{_SIDE_WIDTH}} {'median':>10} {'':5} {'ratio':>6} "
+            f"{'of limit':>8}",
         ]
         for case in self.cases():
             limit = self.limit(*case)
@@ -103,7 +107,7 @@ class Report:
                 shown_ratio = "" if ratio is None else f"{ratio:.2f}×"
                 share = "" if limit is None else f"{result.median / limit:.0%}"
                 lines.append(
-                    f"{result.model:20} {result.threads:>3} {result.measure:15} {result.side:14} "
+                    f"{result.model:20} {result.threads:>3} {result.measure:15} {result.side:{_SIDE_WIDTH}} "
                     f"{result.median:>10.2f} {result.unit:5} {shown_ratio:>6} {share:>8}"
                 )
         return "\n".join(lines)
@@ -115,6 +119,7 @@ class Report:
             "timestamp": now.isoformat(timespec="seconds"),
             "cpu": self.cpu,
             "cores": self.cores,
+            "runs_on": self.runs_on,
             "limits": [asdict(limit) | {"model": model} for model, limit in self.limits],
             "models": [asdict(m) | {"path": m.path.name} for m in self.models],
             "results": [
@@ -129,6 +134,10 @@ class Report:
         picture.write_text(self.picture())
         return report, picture
 
+    def machine(self) -> str:
+        ours = next((self.runs_on[side] for side in OURS if side in self.runs_on), "")
+        return f"{self.cpu}, {self.cores} cores, {ours}"
+
     def picture(self) -> str:
         """Bars of tokens per second relative to the peer, or to the first side where there is no peer."""
         rows = [case for case in self.cases() if next(iter(self.of(*case).values())).unit == "tok/s"]
@@ -137,7 +146,7 @@ class Report:
             f'<svg xmlns="http://www.w3.org/2000/svg" width="900" height="{height}" '
             'font-family="sans-serif" font-size="11">',
             f'<rect width="900" height="{height}" fill="white"/>',
-            f'<text x="12" y="20" font-size="14">tokens per second against llama.cpp: {escape(self.cpu)}</text>',
+            f'<text x="12" y="20" font-size="14">tokens per second against llama.cpp: {escape(self.machine())}</text>',
         ]
         widest = max((bar for case in rows for *_, bar in self.bars(*case)), default=1.0)
         y = 36

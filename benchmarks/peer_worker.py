@@ -1,6 +1,6 @@
 """One side of bench_peers: an engine in a process of its own that answers JSON lines.
 
-    python peer_worker.py llama|infer                 requests on stdin, one answer a line on stdout
+    python peer_worker.py llama|infer|transformers    requests on stdin, one answer a line on stdout
     python peer_worker.py llama|infer cold OPTIONS    load, say one token, then how much is resident
 
 The llama side needs nothing but llama-cpp-python, so that it runs in an environment without infer.
@@ -31,16 +31,26 @@ class Engine(ABC):
     @abstractmethod
     def encode(self, text: str) -> list[int]: ...
 
+    @abstractmethod
+    def runs_on(self) -> str:
+        """The instructions that its kernels use."""
+
 
 class LlamaEngine(Engine):
-    """llama.cpp through its C interface: the loop costs it next to nothing in Python."""
+    """llama.cpp through its C interface: the loop costs it next to nothing in Python. Variant: "", or "flash"."""
 
-    def __init__(self, path: str, threads: int, context: int, precision: str) -> None:
+    def __init__(self, path: str, threads: int, context: int, variant: str) -> None:
         import llama_cpp
 
         self._api = llama_cpp
         self._llama = llama_cpp.Llama(
-            path, n_threads=threads, n_threads_batch=threads, n_ctx=context, n_batch=512, verbose=False
+            path,
+            n_threads=threads,
+            n_threads_batch=threads,
+            n_ctx=context,
+            n_batch=512,
+            flash_attn=variant == "flash",
+            verbose=False,
         )
         self._context = self._llama.ctx
         self._sampler = llama_cpp.llama_sampler_init_greedy()
@@ -59,6 +69,10 @@ class LlamaEngine(Engine):
 
     def encode(self, text: str) -> list[int]:
         return self._llama.tokenize(text.encode())
+
+    def runs_on(self) -> str:
+        known = self._api.llama_print_system_info().decode().split("|")
+        return " ".join(name.split()[-1] for name, _, value in (part.partition("=") for part in known) if "1" in value)
 
     def write_logits(self, tokens: list[int], start: int, path: str) -> None:
         """float32 logits after each of the tokens, row by row; those before `start` were read before."""
@@ -88,11 +102,13 @@ class LlamaEngine(Engine):
 
 
 class InferEngine(Engine):
-    def __init__(self, path: str, threads: int, context: int, precision: str) -> None:
+    """Variant: a precision."""
+
+    def __init__(self, path: str, threads: int, context: int, variant: str) -> None:
         from infer import LLM, SamplingParams
 
         self._params = SamplingParams
-        options = {} if precision == "exact" else {"precision": precision}  # exact is the default
+        options = {} if variant == "exact" else {"precision": variant}  # exact is the default
         self._llm = LLM(path, threads=threads, max_seq_len=context, **options)
 
     def measure(self, prompt: list[int], new_tokens: int) -> dict[str, float]:
@@ -103,8 +119,35 @@ class InferEngine(Engine):
     def encode(self, text: str) -> list[int]:
         return self._llm.tokenizer.encode(text)
 
+    def runs_on(self) -> str:
+        from infer.backends.cpu.isa import instruction_set
 
-ENGINES: dict[str, type[Engine]] = {"llama": LlamaEngine, "infer": InferEngine}
+        return instruction_set().name
+
+
+class TransformersEngine(Engine):
+    """The weights dequantised, in torch. Variant: a dtype."""
+
+    def __init__(self, path: str, threads: int, context: int, variant: str) -> None:
+        import torch
+
+        from bench_transformers import TransformersEngine as Model
+
+        torch.set_num_threads(threads)
+        self._model = Model(path, getattr(torch, variant))
+        self._runs_on = torch.backends.cpu.get_cpu_capability()
+
+    def measure(self, prompt: list[int], new_tokens: int) -> dict[str, float]:
+        return self._model.measure(prompt, new_tokens)._asdict()
+
+    def encode(self, text: str) -> list[int]:
+        raise NotImplementedError
+
+    def runs_on(self) -> str:
+        return self._runs_on
+
+
+ENGINES: dict[str, type[Engine]] = {"llama": LlamaEngine, "infer": InferEngine, "transformers": TransformersEngine}
 
 
 def make_prompt(length: int, seed: int) -> list[int]:
@@ -129,7 +172,7 @@ def serve(kind: str, answers: TextIO) -> None:
                 case "load":
                     start = time.perf_counter()
                     engine = ENGINES[kind](**request)
-                    answer = {"load": time.perf_counter() - start}
+                    answer = {"load": time.perf_counter() - start, "runs_on": engine.runs_on()}
                 case "measure":
                     assert engine is not None, "load a model first"
                     prompt = make_prompt(request["prompt_tokens"], request["seed"])

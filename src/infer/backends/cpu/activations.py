@@ -5,6 +5,7 @@
 
 so a token's records lie a constant distance from its neighbours', whatever the number of tokens.
 `tiles` describes a record; for float weights a record is 8 floats. A block's scale is max |x| / 32512 (or / 127).
+For an instruction set that multiplies words a record has 32 words in place of the two planes, 16 in each.
 """
 
 from collections.abc import Callable
@@ -15,12 +16,14 @@ from llvmlite.ir import IRBuilder as Builder
 from numba import carray, njit, types
 
 from infer.backends.cpu import simd
-from infer.backends.cpu.layouts import BLOCK, LANES, PANEL, PLANE_BYTES, SCALE_AT, UNIT
+from infer.backends.cpu.layouts import BLOCK, LANES, PANEL, PLANE_BYTES, SCALE_AT, UNIT, WORDS, quantized_bytes
 from infer.backends.cpu.simd import (
     F32,
+    I16X16,
     I32,
     I32X16,
     Value,
+    address,
     constant,
     f32x16,
     i32x16,
@@ -31,6 +34,7 @@ from infer.backends.cpu.simd import (
     operation,
     splat_f32,
     splat_i32,
+    store,
     store_f32,
     store_i8,
     store_i32,
@@ -81,17 +85,30 @@ def record_address(base, token, num_tokens, num_records, record, record_bytes): 
     return base + (panel * num_records + record * width + token - panel) * record_bytes
 
 
+quantized_size = njit(forceinline=True)(quantized_bytes)
+
+
+@operation(types.void, address, i32x16)
+def _store_words(b: Builder, where: Value, x: Value) -> None:
+    """As i16, of each four the even ones before the odd ones."""
+    order = ir.Constant(I32X16, [4 * quad + at for quad in range(4) for at in (0, 2, 1, 3)])
+    store(b, where, b.trunc(b.shuffle_vector(x, x, order), I16X16), 2)
+
+
 @njit(forceinline=True)
-def quantize_block(first, second, planes, at):  # type: ignore[no-untyped-def]
+def quantize_block(first, second, form, at):  # type: ignore[no-untyped-def]
     """32 values into the record at `at`."""
-    unit = np.float32(32512.0) if planes == 2 else np.float32(127.0)
+    unit = np.float32(32512.0) if form % WORDS == 2 else np.float32(127.0)
     largest = _largest_magnitude(first, second)
     if largest < _SMALLEST:
         largest = _SMALLEST
     inverse = splat_f32(unit / largest)
     scale = largest / unit
     a, b = nearest_i32(first * inverse), nearest_i32(second * inverse)
-    if planes == 2:
+    if form > WORDS:
+        _store_words(at, a)
+        _store_words(at + PLANE_BYTES, b)
+    elif form == 2:
         high_a, high_b = simd.shift_round_8(a), simd.shift_round_8(b)
         store_i8(at, high_a)
         store_i8(at + 16, high_b)
@@ -104,7 +121,7 @@ def quantize_block(first, second, planes, at):  # type: ignore[no-untyped-def]
     sum_a, sum_b = _lane(sums, np.int32(0)), _lane(sums, np.int32(_HALF))
     store_scalar_f32(at + SCALE_AT, scale)
     store_scalar_f32(at + SCALE_AT + 4, scale * np.float32(sum_a + sum_b))
-    end = at + BLOCK * planes + 8
+    end = at + quantized_size(form) - 8
     store_i32(end, -sum_a)
     store_i32(end + 4, -sum_b)
 
@@ -126,8 +143,8 @@ def inverse_rms(x, features, eps):  # type: ignore[no-untyped-def]
 @njit
 def _quantize_token(x, weight, factor, args, token, num_tokens, out):  # type: ignore[no-untyped-def]
     num_records = args.features // BLOCK
-    record_bytes = BLOCK * args.planes + 16
-    scale, planes = splat_f32(factor), args.planes
+    record_bytes = quantized_size(args.form)
+    scale, form = splat_f32(factor), args.form
     to = record_address(out, token, num_tokens, num_records, 0, record_bytes)
     step = record_address(out, token, num_tokens, num_records, 1, record_bytes) - to
     for record in range(num_records):
@@ -136,7 +153,7 @@ def _quantize_token(x, weight, factor, args, token, num_tokens, out):  # type: i
         if weight != 0:
             first = first * scale * load_f32(weight + at)
             second = second * scale * load_f32(weight + at + 64)
-        quantize_block(first, second, planes, to + record * step)
+        quantize_block(first, second, form, to + record * step)
 
 
 @njit
@@ -181,7 +198,7 @@ def make_normalize() -> Callable[..., None]:
             x, factor = _token_at(args, state, token), next_factor
             if token + 1 < end:  # its sum is one long chain, which the blocks of this one do not wait for
                 next_factor = _factor_of(args, state, token + 1)
-            if args.planes == 0:
+            if args.form == 0:
                 _keep_token(x, args.weight, factor, args, token, num_tokens, out)
             else:
                 _quantize_token(x, args.weight, factor, args, token, num_tokens, out)

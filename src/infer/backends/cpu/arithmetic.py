@@ -1,11 +1,12 @@
 """How each instruction set multiplies: Σ q A of a record in integers, and codes looked up.
 
-Weights q are unsigned bytes, 64 of them (4 inputs × 16 rows) a quad; activations are signed bytes, in one plane or two,
-A = 256 hi + lo. All sums are exact, so every set gives the same ones.
+Weights q are unsigned bytes (but see `is_signed`), 64 of them (4 inputs × 16 rows) a quad; activations are signed
+bytes, in one plane or two, A = 256 hi + lo. All sums are exact, so every set gives the same ones.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, final
 
 from llvmlite import ir
@@ -14,12 +15,14 @@ from llvmlite.ir import IRBuilder as Builder
 from infer.backends.cpu import simd
 from infer.backends.cpu.isa import InstructionSet
 from infer.backends.cpu.layouts import LANES
-from infer.backends.cpu.simd import I8, I16, I16X16, I32, I32X16, Value, constant
+from infer.backends.cpu.simd import I8, I16, I32, I32X16, Value, constant
 
 if TYPE_CHECKING:
     from infer.backends.cpu.tiles import Tile
 
 Dots = list[list[list[Value]]]  # i32 × 16 rows, by group, column and part of the record
+Quads = Callable[[int], Value]  # of a group's record, each computed where it is asked for
+_Sums = dict[tuple[int, ...], list[Value]]  # the registers of a sum, by group and column
 
 
 class Arithmetic(ABC):
@@ -27,9 +30,10 @@ class Arithmetic(ABC):
 
     width: int
     shuffle: str | None = None  # LLVM's name of what looks bytes up in a register
+    is_signed = False  # weights that do not fit a signed byte are given without their offset, which makes them signed
 
     @abstractmethod
-    def dots(self, tile: "Tile", activations: Value, quads: list[list[Value]]) -> Dots:
+    def dots(self, tile: "Tile", activations: Value, quads: list[Quads]) -> Dots:
         """Σ q A less the offset of q, of each group's quads × each column of activations."""
 
     def look_up(self, b: Builder, codes: Value, table: Sequence[int]) -> Value:
@@ -72,11 +76,12 @@ class Chained(Arithmetic):
     starts."""
 
     @abstractmethod
-    def dot4(self, b: Builder, total: Value, weights: Value, four: Value, *, is_small: bool) -> Value:
-        """total[lane] += Σ weights[4 lane + i] × four[i]. `four` is one i32; is_small: all weights are below 128."""
+    def dot4(self, b: Builder, total: Value, weights: Value, four: Value) -> Value:
+        """total[lane] += Σ weights[4 lane + i] × four[i]. `four` is one i32."""
 
-    def dots(self, tile: "Tile", activations: Value, quads: list[list[Value]]) -> Dots:
-        b, parts, small = tile.b, tile.layout.parts, tile.layout.is_small
+    def dots(self, tile: "Tile", activations: Value, quads: list[Quads]) -> Dots:
+        b, parts = tile.b, tile.layout.parts
+        weights = [[of_group(quad) for quad in range(8)] for of_group in quads]
         totals: Dots = [[[constant(I32X16, 0)] * parts for _ in tile.columns] for _ in quads]
         for plane in range(tile.planes):
             if plane:
@@ -87,9 +92,9 @@ class Chained(Arithmetic):
                 for column in tile.columns:
                     four = tile.four(activations, column, plane, quad)
                     part = quad * parts // 8
-                    for chains, weight in zip(totals, quads, strict=True):
+                    for chains, of_group in zip(totals, weights, strict=True):
                         total = chains[column][part]
-                        chains[column][part] = self.dot4(b, total, weight[quad], four, is_small=small)
+                        chains[column][part] = self.dot4(b, total, of_group[quad], four)
         return totals
 
 
@@ -97,57 +102,163 @@ class Chained(Arithmetic):
 class Vnni512(Chained):
     width, shuffle = 64, "x86.avx512.pshuf.b.512"
 
-    def dot4(self, b: Builder, total: Value, weights: Value, four: Value, *, is_small: bool) -> Value:
+    def dot4(self, b: Builder, total: Value, weights: Value, four: Value) -> Value:
         return call(b, "x86.avx512.vpdpbusd.512", I32X16, total, weights, simd.splat(b, four))
 
 
+class Apart(Arithmetic):
+    """As `Chained`, but a plane has sums of its own. So a quad is unpacked when its turn comes and then forgotten:
+    there are too few registers to keep them all."""
+
+    @abstractmethod
+    def factor(self, tile: "Tile", activations: Value, column: int, plane: int, quad: int) -> Value:
+        """A column's activations that meet a quad, for every lane of a register."""
+
+    @abstractmethod
+    def dot4(self, b: Builder, total: Value, weights: Value, factor: Value) -> Value:
+        """As `Chained.dot4`, of registers."""
+
+    def dots(self, tile: "Tile", activations: Value, quads: list[Quads]) -> Dots:
+        b, sums, size = tile.b, _Sums(), 8 // tile.layout.parts
+        zeros = split(b, constant(I32X16, 0), self.width)
+        for quad in sorted(range(8), key=lambda quad: (quad // size, quad % 4)):
+            weights = [split(b, of_group(quad), self.width) for of_group in quads]
+            for column, plane in product(tile.columns, range(tile.planes)):
+                factor = self.factor(tile, activations, column, plane, quad)
+                for group, vectors in enumerate(weights):
+                    totals = sums.setdefault((group, column, quad // size, plane), zeros)
+                    pairs = zip(totals, vectors, strict=True)
+                    sums[group, column, quad // size, plane] = [self.dot4(b, *pair, factor) for pair in pairs]
+
+        def whole(*key: int) -> Value:
+            planes = [join(b, sums[*key, plane]) for plane in range(tile.planes)]
+            return planes[0] if tile.planes == 1 else b.add(b.shl(planes[0], constant(I32X16, 8)), planes[1])
+
+        parts = range(tile.layout.parts)
+        dots = [[[whole(g, column, part) for part in parts] for column in tile.columns] for g in range(len(quads))]
+        return tile.less_offset(activations, dots)
+
+
 @final
-class Vnni256(Chained):
+class Vnni256(Apart):
     width, shuffle = 32, "x86.avx2.pshuf.b"
 
-    def dot4(self, b: Builder, total: Value, weights: Value, four: Value, *, is_small: bool) -> Value:
-        halves = zip(*(split(b, x, 32) for x in (total, weights, simd.splat(b, four))), strict=True)
-        return join(b, [call(b, "x86.avx512.vpdpbusd.256", half[0].type, *half) for half in halves])
+    def factor(self, tile: "Tile", activations: Value, column: int, plane: int, quad: int) -> Value:
+        return split(tile.b, simd.splat(tile.b, tile.four(activations, column, plane, quad)), self.width)[0]
+
+    def dot4(self, b: Builder, total: Value, weights: Value, factor: Value) -> Value:
+        return call(b, "x86.avx512.vpdpbusd.256", total.type, total, weights, factor)
 
 
 @final
-class Avx2(Chained):
-    """Even and odd bytes as 16 bits each, for `vpmaddubsw` would saturate."""
+class Neon(Apart):
+    """`sdot` takes signed weights, and the activations of all lanes from one lane of a register."""
 
-    width, shuffle = 32, "x86.avx2.pshuf.b"
+    width, shuffle, is_signed = 16, "aarch64.neon.tbl1.v16i8", True
 
-    def dot4(self, b: Builder, total: Value, weights: Value, four: Value, *, is_small: bool) -> Value:
-        eight, halves = constant(I16X16, 8), []
-        activations = split(b, simd.splat(b, four), 32, I16)
-        for x, w, a in zip(split(b, total, 32), split(b, weights, 32, I16), activations, strict=True):
-            even = call(
-                b, "x86.avx2.pmadd.wd", x.type, b.and_(w, constant(I16X16, 255)), b.ashr(b.shl(a, eight), eight)
-            )
-            odd = call(b, "x86.avx2.pmadd.wd", x.type, b.lshr(w, eight), b.ashr(a, eight))
-            halves.append(b.add(x, b.add(even, odd)))
-        return join(b, halves)
+    def factor(self, tile: "Tile", activations: Value, column: int, plane: int, quad: int) -> Value:
+        return tile.four_of_lane(activations, column, plane, quad)
+
+    def dot4(self, b: Builder, total: Value, weights: Value, factor: Value) -> Value:
+        bytes_ = [b.bitcast(x, ir.VectorType(I8, 16)) for x in (weights, factor)]
+        return call(b, "aarch64.neon.sdot.v4i32.v16i8", total.type, total, *bytes_)
+
+
+class Words(Arithmetic):
+    """With sums of 16 bits, for CPUs that can add products to nothing wider.
+
+    Two products of bytes are one word, and words are added as long as they cannot overflow: of a weight of 4 bits all
+    of a record's. Then 256 × the high plane's + the low one's is one more multiplication. Larger weights, and
+    activations beside them, are words from the start (`InstructionSet.form`). `hold` keeps LLVM from reassociating the
+    sums and from computing all products first, which takes more registers than there are.
+    """
+
+    multiply_bytes: str
+    multiply_words: str
+    register: str  # inline assembly's letter for it
+
+    def dots(self, tile: "Tile", activations: Value, quads: list[Quads]) -> Dots:
+        emit = self._of_words if tile.has_words else self._of_bytes
+        size = 8 // tile.layout.parts
+        parts = [emit(tile, activations, quads, range(first, first + size)) for first in range(0, 8, size)]
+        totals = [
+            [[join(tile.b, part[group, column]) for part in parts] for column in tile.columns]
+            for group in range(len(quads))
+        ]
+        return tile.less_offset(activations, totals)
+
+    def _of_bytes(self, tile: "Tile", activations: Value, quads: list[Quads], part: range) -> _Sums:
+        b, totals, sums = tile.b, _Sums(), _Sums()
+        num_added = min(len(part), 32767 // (256 * tile.layout.largest))  # quads
+        at_once = 2 if num_added == 2 else 1  # so that a column's words need not wait for the other columns'
+        order = sorted(part, key=lambda quad: quad % 4)  # a vector that is two quads is used at once
+        for first in range(0, len(order), at_once):
+            some = order[first : first + at_once]
+            weights = [[split(b, of_group(quad), self.width, I8) for quad in some] for of_group in quads]
+            for column, plane in product(tile.columns, range(tile.planes)):
+                factors = [self._splat(b, tile.four(activations, column, plane, quad), I8) for quad in some]
+                for group, vectors in enumerate(weights):
+                    key = group, column, plane
+                    for parts, factor in zip(vectors, factors, strict=True):
+                        self._add(
+                            b, sums, key, [self._call(b, self.multiply_bytes, I16, part, factor) for part in parts]
+                        )
+                    if (first + at_once) % num_added == 0:
+                        words = sums.pop(key)
+                        by = constant(words[0].type, 256 if plane < tile.planes - 1 else 1)
+                        wide = [self._call(b, self.multiply_words, I32, x, by) for x in words]
+                        self._add(b, totals, (group, column), wide)
+        return totals
+
+    def _of_words(self, tile: "Tile", activations: Value, quads: list[Quads], part: range) -> _Sums:
+        b, sums = tile.b, _Sums()
+        for quad in part:
+            weights = [split(b, of_group(quad), self.width, I16) for of_group in quads]
+            low, eight = constant(weights[0][0].type, 255), constant(weights[0][0].type, 8)
+            pairs = [([b.and_(x, low) for x in parts], [b.lshr(x, eight) for x in parts]) for parts in weights]
+            for column, parity in product(tile.columns, range(2)):
+                factor = self._splat(b, tile.two_words(activations, column, quad, parity), I16)
+                for group, pair in enumerate(pairs):
+                    products = [self._call(b, self.multiply_words, I32, x, factor) for x in pair[parity]]
+                    self._add(b, sums, (group, column), products)
+        return sums
+
+    def _call(self, b: Builder, name: str, element: ir.IntType, *arguments: Value) -> Value:
+        return call(b, name, ir.VectorType(element, 8 * self.width // element.width), *arguments)
+
+    def _splat(self, b: Builder, four_bytes: Value, element: ir.IntType) -> Value:
+        return split(b, simd.splat(b, four_bytes), self.width, element)[0]
+
+    def _add(self, b: Builder, sums: _Sums, key: tuple[int, ...], more: list[Value]) -> None:
+        if key in sums:
+            more = [b.add(x, y) for x, y in zip(sums[key], more, strict=True)]
+        sums[key] = [self._hold(b, x) for x in more]
+
+    def _hold(self, b: Builder, x: Value) -> Value:
+        """x, computed here and now."""
+        kind = ir.FunctionType(x.type, [x.type])
+        return b.call(
+            ir.InlineAsm(kind, "", f"={self.register},0", side_effect=True), [x], attrs=("nounwind", "readnone")
+        )
 
 
 @final
-class Neon(Chained):
-    width, shuffle = 16, "aarch64.neon.tbl1.v16i8"
+class Avx2(Words):
+    width, shuffle, register = 32, "x86.avx2.pshuf.b", "x"
+    multiply_bytes, multiply_words = "x86.avx2.pmadd.ub.sw", "x86.avx2.pmadd.wd"
 
-    def dot4(self, b: Builder, total: Value, weights: Value, four: Value, *, is_small: bool) -> Value:
-        """`sdot` takes i8 × i8: of a larger weight it takes w − 128, and 128 as 64 twice."""
-        sums, bytes_ = split(b, total, 16), ir.VectorType(I8, 16)
-        activations = split(b, simd.splat(b, four), 16, I8)
-        for index, (w, a) in enumerate(zip(split(b, weights, 16, I8), activations, strict=True)):
-            products = [w] if is_small else [b.xor(w, constant(bytes_, -128)), *[constant(bytes_, 64)] * 2]
-            for factor in products:
-                sums[index] = call(b, "aarch64.neon.sdot.v4i32.v16i8", sums[index].type, sums[index], factor, a)
-        return join(b, sums)
+
+@final
+class Avx512(Words):
+    width, shuffle, register = 64, "x86.avx512.pshuf.b.512", "v"
+    multiply_bytes, multiply_words = "x86.avx512.pmaddubs.w.512", "x86.avx512.pmaddw.d.512"
 
 
 @final
 class Portable(Chained):
     width = 64
 
-    def dot4(self, b: Builder, total: Value, weights: Value, four: Value, *, is_small: bool) -> Value:
+    def dot4(self, b: Builder, total: Value, weights: Value, four: Value) -> Value:
         for byte in range(4):
             weight = b.and_(b.lshr(weights, constant(I32X16, 8 * byte)), constant(I32X16, 255))
             activation = b.ashr(b.shl(four, constant(I32, 24 - 8 * byte)), constant(I32, 24))
@@ -155,7 +266,7 @@ class Portable(Chained):
         return total
 
 
-_CLASSES = {emitter.__name__: emitter for emitter in (Vnni512, Vnni256, Avx2, Neon, Portable)}
+_CLASSES = {emitter.__name__: emitter for emitter in (Vnni512, Vnni256, Avx2, Avx512, Neon, Portable)}
 
 
 def arithmetic_of(isa: InstructionSet) -> Arithmetic:

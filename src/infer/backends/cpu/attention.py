@@ -14,7 +14,7 @@ from collections.abc import Callable
 from numba import carray, njit
 
 from infer.backends.cpu import simd
-from infer.backends.cpu.activations import quantize_block, record_address
+from infer.backends.cpu.activations import quantize_block, quantized_size, record_address
 from infer.backends.cpu.cache_slots import chunks_seen, slot_of
 from infer.backends.cpu.layouts import BLOCK, LANES
 from infer.backends.cpu.partials import BUNDLE, SCORE_BYTES, clear, divide, make_chunk_partials, merge
@@ -62,12 +62,12 @@ def _quantize_heads(args, tokens, token, head, count):  # type: ignore[no-untype
     """Outputs of a token's heads from one on → activation records."""
     if args.quantized == 0:
         return
-    num_records, record_bytes = args.num_heads * args.dim // BLOCK, BLOCK * args.planes + 16
+    num_records, record_bytes = args.num_heads * args.dim // BLOCK, quantized_size(args.form)
     first = head * args.dim // BLOCK
     for record in range(first, first + count * args.dim // BLOCK):
         at = args.out + 4 * (token * args.num_heads * args.dim + BLOCK * record)
         to = record_address(args.quantized, token, tokens, num_records, record, record_bytes)
-        quantize_block(load_f32(at), load_f32(at + 4 * LANES), args.planes, to)
+        quantize_block(load_f32(at), load_f32(at + 4 * LANES), args.form, to)
 
 
 def make_attend(kv_type: str) -> Callable[..., None]:

@@ -189,19 +189,19 @@ def _project(
     """out = project(norm(x)), or out += it, or out = softcap × tanh(it / softcap)."""
     plain = ".matmul:make_store" if softcap is None else ".matmul:make_store_capped"
     function = compiled_address(".matmul:make_add" if adding else plain, EPILOGUE)
-    sources: dict[tuple[bool, int], tuple[int, int]] = {}
+    sources: dict[int, tuple[int, int]] = {}
     column = 0
     for index, part in enumerate(projection.parts):
         weight = _packed(part)
-        kind = (weight.layout.is_float, weight.planes)
-        if kind not in sources:
-            sources[kind] = _activations(run, x, norm, weight, of_logits=of_logits)
+        form = instruction_set().form(weight.layout, weight.planes)
+        if form not in sources:
+            sources[form] = _activations(run, x, norm, weight, of_logits=of_logits)
         arguments = _epilogue(out, column, weight.out_features, projection.bias)
         arguments["softcap"] = softcap or 0
         column += weight.out_features
         barrier = BARRIER if index == len(projection.parts) - 1 else NO_BARRIER
         epilogue = (function, arguments)
-        _matmul(run, weight, weight.num_groups, 0, sources[kind], epilogue, barrier, of_logits=of_logits)
+        _matmul(run, weight, weight.num_groups, 0, sources[form], epilogue, barrier, of_logits=of_logits)
 
 
 def _epilogue(out: Tensor, column: int, num_columns: int, bias: Tensor | None) -> Arguments:
@@ -218,10 +218,11 @@ def _activations(run: Run, x: Tensor, norm: Norm | None, weight: PackedWeight, *
     A tile may read SPARE_TOKENS more than there are.
     """
     _check_rows(x)
-    layout, planes = weight.layout, weight.planes
-    token_bytes = layout.num_records(weight.in_features) * layout.activation_bytes(planes)
+    layout = weight.layout
+    form = instruction_set().form(layout, weight.planes)
+    token_bytes = layout.num_records(weight.in_features) * layout.activation_bytes(form)
     if norm is None and not layout.is_float:
-        address = run.quantized(x, planes, (run.capacity + SPARE_TOKENS) * token_bytes)
+        address = run.quantized(x, form, (run.capacity + SPARE_TOKENS) * token_bytes)
         if address is not None:
             return address, 0
     copies = max(run.max_logits if of_logits else run.capacity, run.max_threads)
@@ -229,7 +230,7 @@ def _activations(run: Run, x: Tensor, norm: Norm | None, weight: PackedWeight, *
     arguments = np.zeros(1, NORMALIZE)
     arguments["x"], arguments["out"], arguments["features"] = x.data_ptr(), records.data_ptr(), weight.in_features
     arguments["private_bytes"], arguments["of_logits"] = token_bytes, of_logits
-    arguments["planes"] = 0 if layout.is_float else planes
+    arguments["form"] = form
     keeps: tuple[object, ...] = (x, records)
     if norm is not None:
         scale = norm.weight.float().contiguous()
@@ -253,7 +254,7 @@ def _matmul(
 ) -> None:
     layout, planes, isa = weight.layout, weight.planes, instruction_set()
     num_records = layout.num_records(weight.in_features)
-    token_bytes = num_records * layout.activation_bytes(planes)
+    token_bytes = num_records * layout.activation_bytes(isa.form(layout, planes))
     arguments = np.zeros(1, MATMUL)
     arguments["first_weights"], arguments["second_weights"] = weight.data_at(), second_weights
     arguments["group_bytes"], arguments["num_groups"] = weight.group_bytes, num_groups

@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import NamedTuple, final
 
 from infer.backends.cpu import kernel_cache
-from infer.backends.cpu.layouts import Layout
+from infer.backends.cpu.layouts import WORDS, Layout
 from infer.errors import InvalidRequestError
 
 _FILE = "target-features"
@@ -48,36 +48,52 @@ class InstructionSet:
     exact: tuple[Shape, ...]  # tiles of block types × activations of 16 bits, whose sums fit the registers
     fast: tuple[Shape, ...]  # of 8 bits
     floats: tuple[Shape, ...]
+    words: tuple[Shape, ...] = ()  # of weights beyond 5 or 6 bits, if their activations lie as words: `arithmetic`
     has_matrices: bool = False  # a matrix unit: `matrix_tiles`
 
-    def shapes(self, layout: Layout, planes: int) -> tuple[Shape, ...]:
-        """In the order in which they are tried."""
+    def form(self, layout: Layout, planes: int) -> int:
+        """How activations lie for these weights: `layouts`."""
         if layout.is_float:
-            return self.floats
-        vector = self.exact if planes == 2 else self.fast
+            return 0
+        return planes + WORDS if self.words and layout.largest > _LARGEST_AS_BYTES[planes] else planes
+
+    def shapes(self, layout: Layout, form: int, groups: int) -> list[Shape]:
+        """For so many groups of rows, in the order in which they are tried. A tile of one group takes two in turn."""
+        shapes = list(self.words if form > WORDS else (self.floats, self.fast, self.exact)[form])
+        if groups == 1:
+            return [shape for shape in shapes if shape.groups == 1]
+        both = {shape.columns for shape in shapes if shape.groups == 2}
+        shapes = [shape for shape in shapes if shape.groups == 2 or shape.columns not in both]
         if not self.may_use_matrices(layout) or layout.parts > 1:  # two scales a record cost twice the stores
-            return vector
-        wide = _MATRICES[:planes]
-        return wide + tuple(shape for shape in vector if shape.columns < wide[-1].columns)
+            return shapes
+        wide = list(_MATRICES[:form])
+        return wide + [shape for shape in shapes if shape.columns < wide[-1].columns]
 
     def may_use_matrices(self, layout: Layout) -> bool:
         return self.has_matrices and not layout.is_float
 
 
+_LARGEST_AS_BYTES = {
+    1: 63,
+    2: 31,
+}  # weight by planes; two products of 63 fit 16 bits, but words are faster than two planes
 _MATRICES = Shape(2, 16, 13, on_matrices=True), Shape(2, 8, 5, on_matrices=True)  # from so many tokens on faster
 _FEW = _tiles(2, 4, 2, 1) + _tiles(1, 4, 1)
 _MANY = _tiles(2, 8) + _FEW
-_PAIRS = _tiles(2, 2, 1) + _tiles(1, 1)
-_VNNI512 = frozenset({"avx512vnni", "avx512bw"})
+_TWO, _THREE, _FOUR = _tiles(1, 2, 1), _tiles(1, 3, 2, 1), _tiles(1, 4, 2, 1)
+_FLOATS = _tiles(1, 3, 2) + _tiles(2, 1) + _tiles(1, 1)  # two groups of a token, for more chains of sums at a time
+_AVX512 = frozenset({"avx512f", "avx512bw"})
+_VNNI512 = _AVX512 | {"avx512vnni"}
 
-# Best first: name, needs, registers, arithmetic; tiles of exact, fast and floats.
+# Best first: name, needs, registers, arithmetic; tiles of exact, fast, floats and words.
 INSTRUCTION_SETS = (
     InstructionSet("amx", _VNNI512 | {"amx-int8"}, 32, 64, "Vnni512", _MANY, _FEW, _FEW, has_matrices=True),
     InstructionSet("avx512vnni", _VNNI512, 32, 64, "Vnni512", _MANY, _FEW, _FEW),
-    InstructionSet("avxvnni", frozenset({"avxvnni"}), 16, 32, "Vnni256", _PAIRS, _PAIRS, _PAIRS),
-    InstructionSet("avx2", frozenset({"avx2"}), 16, 32, "Avx2", _PAIRS, _PAIRS, _PAIRS),
-    InstructionSet("neon", frozenset({"dotprod"}), 32, 16, "Neon", _FEW, _FEW, _FEW),
-    InstructionSet("portable", frozenset(), 16, 16, "Portable", _PAIRS, _PAIRS, _PAIRS),
+    InstructionSet("avx512", _AVX512, 32, 64, "Avx512", _FEW, _FEW, _FEW, _FEW),
+    InstructionSet("avxvnni", frozenset({"avxvnni"}), 16, 32, "Vnni256", _TWO, _THREE, _FLOATS),
+    InstructionSet("avx2", frozenset({"avx2"}), 16, 32, "Avx2", _TWO, _FOUR, _FLOATS, _FOUR),
+    InstructionSet("neon", frozenset({"dotprod"}), 32, 16, "Neon", _TWO, _FOUR, _THREE),
+    InstructionSet("portable", frozenset(), 16, 16, "Portable", _TWO, _TWO, _TWO),
 )
 BY_NAME = {isa.name: isa for isa in INSTRUCTION_SETS}
 

@@ -28,8 +28,14 @@ BLOCK = 32  # inputs of a record of a block type, and of a block of quantised ac
 PLANE_BYTES = BLOCK + 8  # from one int8 plane of an activation record to the next
 SCALE_AT = BLOCK  # where in an activation record its scale stands, and s ΣA after it
 PLANES = {"exact": 2, "fast": 1}  # int8 planes of quantised activations, by their precision
+WORDS = 4  # the form of activations is this + the planes where they lie as 16-bit words, else planes; of floats 0
 UNIT = 8  # inputs of a record of a float type
 QUADS_BYTES = 8 * 64  # of a record of a block type, once each value is a byte
+
+
+def quantized_bytes(form: int) -> int:
+    """Size of a record of quantised activations: one plane of bytes, or two, or words."""
+    return BLOCK + 16 if form == 1 else 2 * BLOCK + 16
 
 
 @final
@@ -83,9 +89,9 @@ class Layout:
     def super_bytes(self) -> int:
         return self.super_header + self.records_per_super * self.record_bytes
 
-    def activation_bytes(self, planes: int) -> int:
+    def activation_bytes(self, form: int) -> int:
         """Size of the activation record that goes with a weight record."""
-        return 4 * UNIT if self.is_float else BLOCK * planes + 16
+        return 4 * UNIT if self.is_float else quantized_bytes(form)
 
     @property
     def parts(self) -> int:
@@ -102,9 +108,9 @@ class Layout:
         return not self.has_minimum
 
     @property
-    def is_small(self) -> bool:
-        """Whether what is multiplied is below 128."""
-        return max(self.codes) + self.offset < 128 if self.codes else self.low_bits < 8
+    def largest(self) -> int:
+        """Of what is multiplied, which is never negative."""
+        return max(self.codes) + self.offset if self.codes else (1 << (self.low_bits + self.high_bits)) - 1
 
     @property
     def unpacked_bytes(self) -> int:

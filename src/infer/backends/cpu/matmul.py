@@ -12,7 +12,7 @@ from typing import Any
 from numba import carray, njit
 
 from infer.backends.cpu import control, simd
-from infer.backends.cpu.activations import quantize_block, record_address
+from infer.backends.cpu.activations import quantize_block, quantized_size, record_address
 from infer.backends.cpu.curves import ACTIVATIONS, softcapped
 from infer.backends.cpu.isa import BY_NAME, InstructionSet
 from infer.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, PANEL, Layout
@@ -32,28 +32,25 @@ def _tile_weights(args, unit, groups, index):  # type: ignore[no-untyped-def]
     return weights + (unit * args.groups_per_unit + index % groups) * args.group_bytes
 
 
-def _make_panel(layout: Layout, planes: int, isa: InstructionSet) -> Any:
-    """A panel × a unit's tiles: by two groups as far as the instruction set has tiles for that."""
+def _make_panel(layout: Layout, form: int, isa: InstructionSet) -> Any:
+    """A panel × a unit's tiles, two groups at a time."""
     type_, name = layout.type, isa.name
-    has_pairs = any(shape.groups == 2 for shape in isa.shapes(layout, planes))
 
     @njit(inline="always")
     def compute(args, unit, groups, num_tiles, panel, width, out, scratch):  # type: ignore[no-untyped-def]
-        records, index = args.num_records, 0
-        while index < num_tiles:
+        records = args.num_records
+        for index in range(0, num_tiles, 2):
             first, to = _tile_weights(args, unit, groups, index), out + index * TILE_BYTES
-            index += 1
-            if has_pairs and index < num_tiles:
-                second = _tile_weights(args, unit, groups, index)
-                multiply_panel(type_, planes, name, first, second, panel, width, records, to, scratch)
-                index += 1
+            if index + 1 < num_tiles:
+                second = _tile_weights(args, unit, groups, index + 1)
+                multiply_panel(type_, form, name, first, second, panel, width, records, to, scratch)
             else:
-                multiply_panel(type_, planes, name, first, 0, panel, width, records, to, scratch)
+                multiply_panel(type_, form, name, first, 0, panel, width, records, to, scratch)
 
     return compute
 
 
-def _make_matrices(layout: Layout, planes: int, isa: InstructionSet) -> tuple[Any, Any]:
+def _make_matrices(layout: Layout, form: int, isa: InstructionSet) -> tuple[Any, Any]:
     """On the matrix unit: a unit's weights unpacked, and a panel of 16 tokens × its tiles, which are even in number."""
     type_, name, record_bytes = layout.type, isa.name, layout.unpacked_bytes
 
@@ -69,7 +66,7 @@ def _make_matrices(layout: Layout, planes: int, isa: InstructionSet) -> tuple[An
         size = records * record_bytes
         for index in range(0, num_tiles, 2):
             first, to = unpacked + index * size, out + index * TILE_BYTES
-            matrix_tile(type_, planes, name, first, first + size, panel, stride, records, to, TILE_BYTES, scratch)
+            matrix_tile(type_, form, name, first, first + size, panel, stride, records, to, TILE_BYTES, scratch)
 
     return unpack_unit, compute
 
@@ -77,12 +74,13 @@ def _make_matrices(layout: Layout, planes: int, isa: InstructionSet) -> tuple[An
 def make_matmul(type_: str, planes: int, isa: str) -> Callable[..., None]:
     """`isa` names the instruction set."""
     layout, instructions = LAYOUTS[type_], BY_NAME[isa]
-    record_bytes, has_matrices = layout.activation_bytes(planes), instructions.may_use_matrices(layout)
-    compute = _make_panel(layout, planes, instructions)
-    matrix_shapes = [shape.fewest for shape in instructions.shapes(layout, planes) if shape.on_matrices]
-    fewest = min([*matrix_shapes, _FEWEST_UNPACKED])
+    form = instructions.form(layout, planes)
+    record_bytes, has_matrices = layout.activation_bytes(form), instructions.may_use_matrices(layout)
+    compute = _make_panel(layout, form, instructions)
+    on_matrices = [shape.fewest for shape in instructions.shapes(layout, form, 2) if shape.on_matrices]
+    fewest = min([*on_matrices, _FEWEST_UNPACKED])
     if has_matrices:
-        unpack_unit, compute_matrices = _make_matrices(layout, planes, instructions)
+        unpack_unit, compute_matrices = _make_matrices(layout, form, instructions)
 
     def matmul(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args, state, state_address = carray(args_at, 1)[0], carray(state_at, 1)[0], simd.address_of(state_at)
@@ -204,10 +202,10 @@ def make_gate(activation: str) -> Callable[..., None]:
                             store_scalar_f32(out + 4 * lane, load_scalar_f32(at + 4 * lane))
             if args.quantized != 0:
                 record, num_records = first_row // BLOCK, args.num_columns // BLOCK
-                size = BLOCK * args.planes + 16
+                size = quantized_size(args.form)
                 to = record_address(args.quantized, panel + token, state.num_tokens, num_records, record, size)
                 first, second = load_f32(_tile_row(buffer, 0, token)), load_f32(_tile_row(buffer, 1, token))
-                quantize_block(first, second, args.planes, to)
+                quantize_block(first, second, args.form, to)
 
     return gate
 

@@ -128,7 +128,7 @@ class Unpacker:
             low.extend(self.reader.low(where, j) for j in range(layout.low_bits if with_quads else 0))
 
         def quad(index: int) -> None:
-            store(b, simd.offset(b, to, 64 * index), self.reader.quad(low, where, index), 64)
+            store(b, simd.offset(b, to, 64 * index), self.reader.quad(low.__getitem__, where, index), 64)
 
         def scales() -> None:
             found, minima = self.reader.scales(where, *super_scales(b, layout, base))

@@ -22,7 +22,7 @@ TILE_BYTES = COLUMN_BYTES * PANEL  # from a group's results to the next one's
 def multiply_panel(
     context: Any,
     type_: Any,
-    planes: Any,
+    form: Any,
     isa: Any,
     first_weights: Any,
     second_weights: Any,
@@ -34,40 +34,40 @@ def multiply_panel(
 ) -> Any:
     """out[group][token] = 16 rows × the token's activations. `second_weights` literally 0: one group, else two.
 
-    type_, planes and isa are compile-time constants; `scratch` is `matrix_tiles`'. What a tile computes of tokens that
+    type_, form and isa are compile-time constants; `scratch` is `matrix_tiles`'. What a tile computes of tokens that
     are not there, from what lies after the others, is not looked at.
     """
     layout, instructions = LAYOUTS[type_.literal_value], BY_NAME[isa.literal_value]
     num_groups = 1 if isinstance(second_weights, types.Literal) else 2
-    num_planes = planes.literal_value
-    shapes = [shape for shape in instructions.shapes(layout, num_planes) if shape.groups == num_groups]
+    number = form.literal_value
+    shapes = instructions.shapes(layout, number, num_groups)
 
     def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Any:
         *_, first, second, activations, width, num_records, out, scratch = arguments
-        record_bytes = constant(I64, layout.activation_bytes(num_planes))
-        operands = ([first, second][:num_groups], b.mul(width, record_bytes), num_records, scratch)
+        record_bytes, group_bytes = constant(I64, layout.activation_bytes(number)), b.sub(second, first)
         done = constant(I64, 0)
         for shape in shapes:
             columns, left = constant(I64, shape.columns), b.sub(width, done)
             count = b.sdiv(b.add(left, constant(I64, shape.columns - shape.fewest)), columns)
-            with cgutils.for_range(b, count) as loop:
+            turns = constant(I64, num_groups // shape.groups)
+            with cgutils.for_range(b, turns) as turn, cgutils.for_range(b, count) as loop:
                 token = b.add(done, b.mul(loop.index, columns))
-                at, to = (
-                    b.add(activations, b.mul(token, record_bytes)),
-                    b.add(out, b.mul(token, constant(I64, COLUMN_BYTES))),
-                )
-                _emit_tile(b, layout, num_planes, instructions, shape, at, to, *operands)
+                at = b.add(activations, b.mul(token, record_bytes))
+                to = b.add(b.mul(token, constant(I64, COLUMN_BYTES)), b.mul(turn.index, constant(I64, TILE_BYTES)))
+                weights = [first, second] if shape.groups == 2 else [b.add(first, b.mul(turn.index, group_bytes))]
+                operands = (at, b.add(out, to), weights, b.mul(width, record_bytes), num_records, scratch)
+                emit_tile(b, layout, number, instructions, shape, *operands)
             done = b.add(done, b.mul(count, columns))
         return context.get_dummy_value()
 
     second = second_weights if num_groups == 1 else types.int64
-    return types.void(type_, planes, isa, types.int64, second, *(types.int64,) * 5), emit
+    return types.void(type_, form, isa, types.int64, second, *(types.int64,) * 5), emit
 
 
-def _emit_tile(
+def emit_tile(
     b: Builder,
     layout: Layout,
-    planes: int,
+    form: int,
     isa: InstructionSet,
     shape: Shape,
     activations: Value,
@@ -80,12 +80,12 @@ def _emit_tile(
     if shape.on_matrices:
         to = constant(I64, TILE_BYTES)
         operands = [*weights, activations, stride, out, to, scratch]
-        MatrixTile(b, layout, planes, isa, shape.columns, operands, is_unpacked=False).emit(num_records)
+        MatrixTile(b, layout, form, isa, shape.columns, operands, is_unpacked=False).emit(num_records)
         return
     if layout.is_float:
         sums = emit_float_tile(b, layout, shape.columns, weights, activations, stride, num_records)
     else:
-        tile = Tile(b, layout, planes, isa, shape.groups, shape.columns)
+        tile = Tile(b, layout, form, isa, shape.groups, shape.columns)
         sums = emit_block_tile(tile, weights, activations, stride, num_records)
     for group, totals in enumerate(sums):
         for column, total in enumerate(totals):

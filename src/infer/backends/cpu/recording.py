@@ -50,7 +50,7 @@ class Run(ABC):
         """x will be written by the command with these arguments, which can quantise it on the way."""
 
     @abstractmethod
-    def quantized(self, x: Tensor, planes: int, num_bytes: int) -> int | None:
+    def quantized(self, x: Tensor, form: int, num_bytes: int) -> int | None:
         """The address of x's activation records, written by x's producer; None if it cannot."""
 
 
@@ -68,7 +68,7 @@ class EagerRun(Run):
     def produced(self, x: Tensor, arguments: Arguments) -> None:
         pass
 
-    def quantized(self, x: Tensor, planes: int, num_bytes: int) -> int | None:
+    def quantized(self, x: Tensor, form: int, num_bytes: int) -> int | None:
         return None
 
 
@@ -95,12 +95,12 @@ class Recording(Run):
     def produced(self, x: Tensor, arguments: Arguments) -> None:
         self._producer_by_address[x.data_ptr()] = arguments
 
-    def quantized(self, x: Tensor, planes: int, num_bytes: int) -> int | None:
+    def quantized(self, x: Tensor, form: int, num_bytes: int) -> int | None:
         arguments = self._producer_by_address.pop(x.data_ptr(), None)
         if arguments is None:
             return None
         address = self.tensor(f"quantized {x.data_ptr()}", num_bytes, dtype=torch.uint8).data_ptr()
-        arguments["quantized"], arguments["planes"] = address, planes
+        arguments["quantized"], arguments["form"] = address, form
         return address
 
     def enter(self, name: str) -> None:

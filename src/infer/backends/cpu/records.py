@@ -41,7 +41,7 @@ NORMALIZE = np.dtype(
         ("x", np.int64),  # f32 [tokens, features]
         ("weight", np.int64),  # f32 [features]; 0: quantise only
         ("eps", np.float32),
-        ("planes", np.int32),  # 0: keep floats
+        ("form", np.int32),  # of activation records: `layouts`; 0: keep floats
         ("features", np.int64),
         ("out", np.int64),
         ("private_bytes", np.int64),  # not 0: a single token is done by every thread, at out + thread × this
@@ -100,7 +100,7 @@ ATTEND = np.dtype(
         ("num_chunks", np.int64),
         ("out", np.int64),  # f32 [tokens, heads × dim]
         ("quantized", np.int64),  # activation records of out, or 0
-        ("planes", np.int64),
+        ("form", np.int64),
     ]
 )
 
@@ -133,7 +133,7 @@ EPILOGUE = np.dtype(
         ("num_columns", np.int64),
         ("bias", np.int64),  # f32 [num_columns] or 0; of gate when gating, up's after it
         ("quantized", np.int64),  # gating only: activation records of what goes to `out`, or 0
-        ("planes", np.int64),
+        ("form", np.int64),
         ("softcap", np.float32),  # of `store_capped`
         ("padding", np.float32),
     ]

@@ -153,8 +153,12 @@ def store_u8(b: Builder, where: Value, x: Value) -> None:
 # Halves: bits in and out, by the machine's conversion where it has one
 
 
+def has_half_conversion() -> bool:
+    return not target_features().isdisjoint(("f16c", "neon"))
+
+
 def _widen_f16(b: Builder, bits: Value, wide_int: ir.Type, wide_float: ir.Type, half: ir.Type) -> Value:
-    if "f16c" in target_features() or "fullfp16" in target_features():
+    if has_half_conversion():
         return b.fpext(b.bitcast(bits, half), wide_float)
     wide = b.zext(bits, wide_int)
     magnitude = b.shl(b.and_(wide, constant(wide_int, 0x7FFF)), constant(wide_int, 13))
@@ -176,7 +180,7 @@ def widen_bf16(b: Builder, bits: Value) -> Value:
 
 def _narrow_f16(b: Builder, x: Value, wide_int: ir.Type, bits: ir.Type, half: ir.Type) -> Value:
     """Rounded to nearest, ties to even; beyond the largest half is infinity."""
-    if "f16c" in target_features() or "fullfp16" in target_features():
+    if has_half_conversion():
         return b.bitcast(b.fptrunc(x, half), bits)
     whole = b.bitcast(x, wide_int)
     sign = b.and_(b.lshr(whole, constant(wide_int, 16)), constant(wide_int, 0x8000))

@@ -15,28 +15,33 @@ A of 16 bits lies as two int8 planes, A = 256 hi + lo.
 An activation record, one per block and token:   [hi × 32] scale f32, scale × ΣA f32  [lo × 32] −ΣA of each half i32
 """
 
+from functools import partial
+
 from llvmlite import ir
 from llvmlite.ir import IRBuilder as Builder
 from numba.core import cgutils
 
 from infer.backends.cpu import simd
 from infer.backends.cpu.ahead import SECOND_CACHE, prefetch
-from infer.backends.cpu.arithmetic import Dots, arithmetic_of
+from infer.backends.cpu.arithmetic import Dots, Quads, arithmetic_of
 from infer.backends.cpu.exponents import load_exponent
 from infer.backends.cpu.isa import InstructionSet
-from infer.backends.cpu.layouts import LANES, PLANE_BYTES, SCALE_AT, UNIT, Layout
+from infer.backends.cpu.layouts import LANES, PLANE_BYTES, SCALE_AT, UNIT, WORDS, Layout
 from infer.backends.cpu.simd import F32, F32X16, I8, I16X16, I32, I32X16, I64, Value, constant, load
 
+I8X64 = ir.VectorType(I8, 64)
 _AHEAD = 16384  # bytes; without it a Granite Rapids Xeon decodes at 0.85 × the speed: docs/log.md
 
 
 class Tile:
     """One tile of a block type being emitted; `sums[group][column]` are its running float vectors."""
 
-    def __init__(self, b: Builder, layout: Layout, planes: int, isa: InstructionSet, groups: int, columns: int) -> None:
-        self.b, self.layout, self.planes, self.arithmetic = b, layout, planes, arithmetic_of(isa)
+    def __init__(self, b: Builder, layout: Layout, form: int, isa: InstructionSet, groups: int, columns: int) -> None:
+        self.b, self.layout, self.arithmetic = b, layout, arithmetic_of(isa)
+        self.planes, self.has_words = form % WORDS, form > WORDS
+        self.offset = 0 if self.arithmetic.is_signed and layout.largest > 127 else layout.offset
         self.columns = range(columns)
-        self.activation_bytes = layout.activation_bytes(planes)
+        self.activation_bytes = layout.activation_bytes(form)
         self.sums = [[cgutils.alloca_once_value(b, constant(F32X16, 0.0)) for _ in self.columns] for _ in range(groups)]
 
     def record(self, weights: list[Value], activations: Value, supers: list[tuple[Value, Value]]) -> None:
@@ -44,8 +49,8 @@ class Tile:
         for where in weights:
             self.prefetch(where)
         quads = [self.quads(where) for where in weights]
-        scales = [self.scales(where, *of_super) for where, of_super in zip(weights, supers, strict=True)]
         dots = self.arithmetic.dots(self, activations, quads)
+        scales = [self.scales(where, *of_super) for where, of_super in zip(weights, supers, strict=True)]
         for group, (scale, minima) in enumerate(scales):
             for column in self.columns:
                 self.finish(activations, group, column, dots[group][column], scale, minima)
@@ -55,20 +60,31 @@ class Tile:
         at = column * self.activation_bytes + PLANE_BYTES * plane + 4 * quad
         return load(self.b, simd.offset(self.b, activations, at), I32, 4)
 
-    def quads(self, weights: Value) -> list[Value]:
-        low = [self.low(weights, j) for j in range(self.layout.low_bits)]
-        return [self.quad(low, weights, quad) for quad in range(8)]
+    def quads(self, weights: Value) -> Quads:
+        return partial(self.quad, partial(self.low, weights), weights)
+
+    def four_of_lane(self, activations: Value, column: int, plane: int, quad: int) -> Value:
+        """`four` in each lane of 16 bytes, taken from a register that has them of 4 quads."""
+        b, lanes = self.b, ir.VectorType(I32, 4)
+        at = column * self.activation_bytes + PLANE_BYTES * plane + 16 * (quad // 4)
+        register = load(b, simd.offset(b, activations, at), lanes, 4)
+        return b.shuffle_vector(register, register, constant(lanes, quad % 4))
+
+    def two_words(self, activations: Value, column: int, quad: int, parity: int) -> Value:
+        """Of a column's activations, those of the even or of the odd inputs of a quad, as one i32."""
+        at = column * self.activation_bytes + PLANE_BYTES * (quad // 4) + 8 * (quad % 4) + 4 * parity
+        return load(self.b, simd.offset(self.b, activations, at), I32, 4)
 
     def less_offset(self, activations: Value, dots: Dots) -> Dots:
         """dots − offset ΣA"""
-        if not self.layout.offset:
+        if not self.offset:
             return dots
         less = [self.negative_offset(activations, column) for column in self.columns]
         return [[[*map(self.b.add, *both)] for both in zip(group, less, strict=True)] for group in dots]
 
     def negative_offset(self, activations: Value, column: int) -> list[Value]:
         """−offset ΣA of each part of the record."""
-        b, shift = self.b, self.layout.offset.bit_length() - 1
+        b, shift = self.b, self.offset.bit_length() - 1
         at = (column + 1) * self.activation_bytes - 8
         sums = [load(b, simd.offset(b, activations, at + 4 * half), I32, 4) for half in range(2)]
         if self.layout.parts == 1:
@@ -82,16 +98,16 @@ class Tile:
     def low(self, weights: Value, index: int) -> Value:
         return load(self.b, simd.offset(self.b, weights, 64 * index), I32X16, 16)
 
-    def quad(self, low: list[Value], weights: Value, quad: int) -> Value:
-        """64 stored values as bytes."""
+    def quad(self, low: Quads, weights: Value, quad: int) -> Value:
+        """64 stored values as bytes, from the vectors of low bits."""
         b, layout, bits = self.b, self.layout, self.layout.low_bits
         if bits == 8:
-            return low[quad]
+            return low(quad) if self.offset else b.xor(low(quad), constant(I32X16, -0x7F7F7F80))
         vector, shift = (quad % 4, 4 * (quad // 4)) if bits == 4 else (quad // 4, 2 * (quad % 4))
-        values = b.lshr(low[vector], constant(I32X16, shift)) if shift else low[vector]
-        values = b.and_(values, constant(I32X16, 0x01010101 * ((1 << bits) - 1)))
+        values = b.lshr(b.bitcast(low(vector), I8X64), constant(I8X64, shift))
+        values = b.bitcast(b.and_(values, constant(I8X64, (1 << bits) - 1)), I32X16)
         if layout.codes:
-            return self.arithmetic.look_up(b, values, [code + layout.offset for code in layout.codes])
+            return self.arithmetic.look_up(b, values, [(code + self.offset) % 256 for code in layout.codes])
         if layout.high_bits == 0:
             return values
         vector, bit = (0, quad) if layout.high_bits == 1 else (quad // 4, 2 * (quad % 4))

@@ -7,6 +7,7 @@ that run, logits for the lines that are used: what is there for others is never 
 from collections.abc import Mapping, Sequence
 from typing import final
 
+from infer.backends.cpu.isa import instruction_set
 from infer.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, PLANES, SPARE_TOKENS
 from infer.backends.cpu.records import CHUNK, GROUPS_PER_THREAD, MAX_THREADS, SPLIT_TOKENS
 from infer.backends.memory_rules import StepSizes
@@ -103,7 +104,8 @@ class _Step:
 
     def _token_bytes(self, type_: str, inputs: int) -> int:
         layout = LAYOUTS[type_]
-        return layout.num_records(inputs) * layout.activation_bytes(PLANES[self.sizes.precision])
+        form = instruction_set().form(layout, PLANES[self.sizes.precision])
+        return layout.num_records(inputs) * layout.activation_bytes(form)
 
 
 def _merged(types: Sequence[str], rows: Sequence[int]) -> list[tuple[str, int]]:

@@ -1,0 +1,58 @@
+"""Kernels as LLVM sees them: addresses are integers to the end, and what is linked was not yet made code of."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numba import carray, njit
+
+from infer.backends.cpu import compiler
+from infer.backends.cpu.simd import load_i64, store_i64
+
+COPY = np.dtype([("to", np.int64), ("source", np.int64), ("stride", np.int64), ("count", np.int64)])
+
+
+@njit
+def copy_some(to, source, stride, count):  # type: ignore[no-untyped-def]
+    """A loop whose addresses code generation moves to where they are used: LLVM calls them `sunkaddr`."""
+    for i in range(count):
+        if load_i64(source + stride * i) != 7:
+            store_i64(to + stride * i + 8, load_i64(source + stride * i + 16))
+
+
+def make_copy() -> Callable[..., None]:
+    def copy(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
+        args = carray(args_at, 1)[0]
+        copy_some(args.to, args.source, args.stride, args.count)
+
+    return copy
+
+
+@pytest.fixture(scope="module")
+def modules() -> dict[str, str]:
+    """The text of each module that was linked into the command `copy`, by name, and of the command itself."""
+    linked: dict[str, str] = {}
+    take = compiler._Library._get_module_for_linking
+
+    def note(library: Any) -> Any:
+        module = take(library)
+        linked.setdefault(library.name, str(module))
+        return module
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler._Library, "_get_module_for_linking", note)
+        compiler.compile_command("copy", make_copy, COPY)
+    linked["copy"] = str(compiler._kept[-1]._library._final_module)
+    return linked
+
+
+def test_no_address_is_split_into_a_pointer_and_an_offset_by_guess(modules: dict[str, str]) -> None:
+    moved = [line for line in modules["copy"].splitlines() if "sunkaddr" in line.partition("=")[0]]
+    assert moved
+    assert not [line for line in moved if "getelementptr" in line]
+
+
+def test_what_is_linked_into_a_command_was_not_made_code_of(modules: dict[str, str]) -> None:
+    assert "copy_some" in modules
+    assert not [name for name, text in modules.items() if name != "copy" and "sunkaddr" in text]

@@ -451,7 +451,7 @@ def test_a_row_that_fails_ends_the_multi_step_with_its_code(tiny: Tiny) -> None:
 def test_labels_name_the_layer_and_the_op(tiny: Tiny) -> None:
     captured = CapturedForward(tiny.forward, capacity=8)
     labels = [label for label, _ in captured.profile(Step.of([1]))]
-    assert {"embed.rows", "L0.qkv.normalize", "L1.attend.chunks", "L1.down.post_norm"} <= set(labels)
+    assert {"embed.rows", "L0.qkv.normalize", "L1.attend.few", "L1.down.post_norm"} <= set(labels)
     assert labels[-1].startswith("head.matmul")
 
 

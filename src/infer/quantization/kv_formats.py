@@ -1,8 +1,8 @@
 """How keys and values may be stored, and what that takes: names and sizes, no torch.
 
 A **cache block** is 16 consecutive positions of one kv head of one layer. Its keys are one contiguous piece of bytes
-and its values another; what lies where in them is known to `kv_layout` (plain torch, the definition) and to
-`backends.cpu.cache_blocks` (compiled) alone.
+and its values another; what lies where in them is known to `kv_layout` (plain torch, the definition) and, compiled, to
+`cache_blocks` and `cached_forms` of `backends.cpu` alone.
 """
 
 from infer.errors import InvalidRequestError

@@ -28,17 +28,27 @@ def prefetch(b: Builder, where: Value, num_bytes: int, nearness: int) -> None:
 @final
 @dataclass(frozen=True)
 class Ahead:
-    """A walk over memory beside a loop, `step` bytes an iteration and `most_bytes` at most."""
+    """A walk over memory beside the tiles of a region, whose columns share it out."""
 
     at: Value  # a variable
-    step: Value
-    most_bytes: int
 
     @staticmethod
-    def begin(b: Builder, where: Value, step: Value, most_bytes: int) -> "Ahead":
+    def begin(b: Builder, where: Value) -> "Ahead":
         variable = cgutils.alloca_once(b, I64)
         b.store(where, variable)
-        return Ahead(variable, step, most_bytes)
+        return Ahead(variable)
+
+    def share(self, b: Builder, num_bytes: int, width: int, columns: Value) -> "Share":
+        """For a loop of a tile of `width` columns that reads so many bytes an iteration."""
+        return Share(self.at, b.udiv(constant(I64, num_bytes * width), columns), num_bytes)
+
+
+@final
+@dataclass(frozen=True)
+class Share:
+    at: Value
+    step: Value
+    most_bytes: int
 
     def ask(self, b: Builder) -> None:
         where = b.load(self.at)

@@ -1,11 +1,13 @@
-"""Attention's two inner loops in registers: scores of query columns against blocks of 16 positions, and p × values.
+"""Attention's two inner loops in registers: scores of query columns against keys, and p × values.
 
-Keys of a block lie transposed, [dim, 16 positions]: a score's sum over dim is one chain of FMAs in its own lane.
-Values lie [position, dim]: an output element's sum over positions is one chain in its own lane.
-Neither order depends on how many columns, blocks or dims are done at once.
+Keys of 16 positions lie transposed: a score's sum over dim is one chain of FMAs in its own lane. Values lie position by
+position: an output element's sum over positions is one chain in its own lane. Neither order depends on how many
+columns, blocks or dims are done at once, nor on whether blocks are read as they are cached or widened.
+
+A tile is so many columns × so many vectors of 16 lanes, of keys (16 positions each) or of values (16 dims).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite.ir import IRBuilder as Builder
@@ -13,169 +15,169 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from infer.backends.cpu import simd
-from infer.backends.cpu.ahead import Ahead
-from infer.backends.cpu.layouts import BLOCK, LANES
-from infer.backends.cpu.quantized_tiles import emit_mix, emit_scores, emit_values
-from infer.backends.cpu.simd import F32, F32X16, I16X16, I64, Value, constant, load
-from infer.quantization.kv_formats import QUANTIZED, key_block_bytes, value_block_bytes
+from infer.backends.cpu import quantized_tiles, registers, simd
+from infer.backends.cpu.ahead import Ahead, Share
+from infer.backends.cpu.cached_forms import KEYS, VALUES, Form
+from infer.backends.cpu.layouts import LANES
+from infer.backends.cpu.records import CHUNK
+from infer.backends.cpu.simd import F32, F32X16, I64, Value, constant, multiply, offset
 
-FLOAT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
-
-
-def _load_cached(b: Builder, kv_type: str, where: Value) -> Value:
-    if kv_type == "f32":
-        return load(b, where, F32X16, 4)
-    bits = load(b, where, I16X16, 2)
-    return simd.widen_f16(b, bits) if kv_type == "f16" else simd.widen_bf16(b, bits)
+REGION = 4  # blocks that all columns meet before the next: they stay in a core's first cache
+STRIDE = 4 * CHUNK  # bytes from column to column of scores
 
 
-def _broadcast(b: Builder, where: Value) -> Value:
-    return simd.splat(b, load(b, where, F32, 4))
+def _for_each_tile(b: Builder, columns: Value, emit: Callable[[int, int, Value], None]) -> None:
+    """emit(columns of the tile, vectors, its first column) until all columns are done."""
+    done: Value = constant(I64, 0)
+    for width, vectors in registers.tile_shapes(*registers.vector_registers()):
+        count = b.udiv(b.sub(columns, done), constant(I64, width))
+        with cgutils.for_range(b, count) as loop:
+            emit(width, vectors, b.add(done, multiply(b, loop.index, width)))
+        done = b.add(done, multiply(b, count, width))
 
 
-def _variables(b: Builder, values: list[Value]) -> list[Value]:
-    slots = [cgutils.alloca_once(b, F32X16) for _ in values]
-    for slot, value in zip(slots, values, strict=True):
-        b.store(value, slot)
-    return slots
+def _for_each_vector(b: Builder, total: Value, at_once: int, emit: Callable[[int, Value], None]) -> None:
+    """emit(how many vectors, the first of them): as many as a tile takes, then single ones."""
+    count = b.udiv(total, constant(I64, at_once))
+    with cgutils.for_range(b, count) as loop:
+        emit(at_once, multiply(b, loop.index, at_once))
+    if at_once > 1:
+        done = multiply(b, count, at_once)
+        with cgutils.for_range(b, b.sub(total, done)) as loop:
+            emit(1, b.add(done, loop.index))
 
 
-@intrinsic
-def mix_32(context: Any, where: Any) -> Any:
-    """`kv_blocks.mix` of 32 floats, in place."""
-
-    def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Any:
-        emit_mix(b, arguments[0])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), emit
+def _for_each_region(
+    b: Builder, total: Value, size: int, start: Value, region_bytes: Value, after: Value,
+    emit: Callable[[Value, Value, Value, Value], None],
+) -> None:  # fmt: skip
+    """emit(first, count, address, address of the next region) of regions of `size`; `after` comes after the last."""
+    with cgutils.for_range(b, b.udiv(b.add(total, constant(I64, size - 1)), constant(I64, size))) as loop:
+        first, at = multiply(b, loop.index, size), b.add(start, b.mul(loop.index, region_bytes))
+        left = b.sub(total, first)
+        is_last = b.icmp_signed("<=", left, constant(I64, size))
+        count = b.select(is_last, left, constant(I64, size))
+        emit(first, count, at, b.select(is_last, after, b.add(at, region_bytes)))
 
 
 @intrinsic(prefer_literal=True)
-def score_tile(
-    context: Any,
-    kv_type: Any,
-    columns: Any,
-    blocks: Any,
-    queries: Any,
-    keys: Any,
-    dim: Any,
-    out: Any,
-    stride: Any,
-    ahead: Any,
-    step: Any,
+def score_run(
+    context: Any, kv_type: Any, columns: Any, queries: Any, dim: Any, keys: Any, num_blocks: Any, out: Any, after: Any
 ) -> Any:
-    """out[column × stride + block × 64 bytes] = queries[column] · keys of 16 positions, for columns × blocks.
-
-    Meanwhile memory from `ahead` on is asked for, `step` bytes with each dim: the blocks' values at most.
-    """
-    name, width, count = kv_type.literal_value, columns.literal_value, blocks.literal_value
+    """Scores of queries against a run of blocks of keys, as [column, 256]. What lies at `after` is asked for."""
+    form = KEYS[kv_type.literal_value]
+    emit_tile = quantized_tiles.emit_scores if form.is_coded else emit_scores
 
     def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Any:
-        *_, queries, keys, dim, out, stride, ahead, step = arguments
-        asked = Ahead.begin(b, ahead, step, count * value_block_bytes(name, BLOCK) // BLOCK)
-        if name in QUANTIZED:
-            emit_scores(b, width, count, [queries, keys, dim, out, stride], asked)
-            return context.get_dummy_value()
-        sums = _variables(b, [constant(F32X16, 0.0)] * (width * count))
-        row_bytes = LANES * FLOAT_BYTES[name]
-        query_bytes, block_bytes = b.mul(dim, constant(I64, 4)), b.mul(dim, constant(I64, row_bytes))
-        query_at = [b.add(queries, b.mul(query_bytes, constant(I64, c))) for c in range(width)]
-        keys_at = [b.add(keys, b.mul(block_bytes, constant(I64, k))) for k in range(count)]
-        with cgutils.for_range(b, dim) as loop:
-            asked.ask(b)
-            key_at = b.mul(loop.index, constant(I64, row_bytes))
-            cached = [_load_cached(b, name, b.add(at, key_at)) for at in keys_at]
-            for column in range(width):
-                q = _broadcast(b, b.add(query_at[column], b.mul(loop.index, constant(I64, 4))))
-                for block in range(count):
-                    total = sums[column * count + block]
-                    b.store(simd.fma(b, q, cached[block], b.load(total)), total)
-        for column in range(width):
-            row = b.add(out, b.mul(stride, constant(I64, column)))
-            for block in range(count):
-                simd.store_f32(b, simd.offset(b, row, 64 * block), b.load(sums[column * count + block]))
+        _, columns, queries, dim, keys, num_blocks, out, after = arguments
+        block_bytes = form.emit_block_bytes(b, dim)
+
+        def region(first: Value, count: Value, at: Value, following: Value) -> None:
+            ahead, to = Ahead.begin(b, following), b.add(out, multiply(b, first, 4 * LANES))
+
+            def tiles(width: int, vectors: int, column: Value) -> None:
+                numbers = [b.add(column, constant(I64, c)) for c in range(width)]
+                q = [b.add(queries, multiply(b, b.mul(number, dim), 4)) for number in numbers]
+                row = b.add(to, multiply(b, column, STRIDE))
+
+                def tile(num_blocks: int, block: Value) -> None:
+                    share = ahead.share(b, num_blocks * form.row_bytes, width, columns)
+                    own = b.add(at, b.mul(block, block_bytes))
+                    blocks = [b.add(own, multiply(b, block_bytes, k)) for k in range(num_blocks)]
+                    sums, scores = emit_tile(b, form, q, blocks, dim, share), b.add(row, multiply(b, block, 4 * LANES))
+                    places = [
+                        offset(b, scores, STRIDE * c + 4 * LANES * k) for c in range(width) for k in range(num_blocks)
+                    ]
+                    registers.store_variables(b, sums, places)
+
+                _for_each_vector(b, count, vectors, tile)
+
+            _for_each_tile(b, columns, tiles)
+
+        _for_each_region(b, num_blocks, REGION, keys, multiply(b, block_bytes, REGION), after, region)
         return context.get_dummy_value()
 
-    return types.void(kv_type, columns, blocks, *(types.int64,) * 7), emit
+    return types.void(kv_type, *(types.int64,) * 7), emit
 
 
-def _emit_float_values(b: Builder, name: str, width: int, count: int, operands: Sequence[Value], ahead: Ahead) -> None:
-    probabilities, stride, values, dim, first_dim, num_positions, out, out_stride = operands
-    out = b.add(out, b.mul(first_dim, constant(I64, 4)))
-    sums_at = [
-        simd.offset(b, b.add(out, b.mul(out_stride, constant(I64, column))), 64 * vector)
-        for column in range(width)
-        for vector in range(count)
-    ]
-    sums = _variables(b, [simd.load_f32(b, at) for at in sums_at])
-    size = FLOAT_BYTES[name]
-    value_bytes = b.mul(dim, constant(I64, size))
-    first = b.add(values, b.mul(first_dim, constant(I64, size)))
-    at = [b.add(probabilities, b.mul(stride, constant(I64, c))) for c in range(width)]
+def emit_scores(
+    b: Builder, form: Form, queries: Sequence[Value], blocks: Sequence[Value], dim: Value, share: Share
+) -> list[Value]:
+    sums = registers.variables(b, [constant(F32X16, 0.0)] * (len(queries) * len(blocks)))
+    with cgutils.for_range(b, dim) as loop:
+        share.ask(b)
+        row, element = multiply(b, loop.index, form.row_bytes), multiply(b, loop.index, 4)
+        keys = [form.load(b, b.add(block, row)) for block in blocks]
+        for column, query in enumerate(queries):
+            registers.add_products(b, sums[column * len(keys) :], simd.broadcast(b, b.add(query, element)), keys)
+    return sums
+
+
+@intrinsic(prefer_literal=True)
+def add_value_run(
+    context: Any, kv_type: Any, columns: Any, p: Any, dim: Any, values: Any, num_positions: Any, out: Any, stride: Any,
+    after: Any,
+) -> Any:  # fmt: skip
+    """out[column × stride …] += Σ p[column, 256] × values over the first positions of a run of blocks, as many whole
+    vectors as dim has. The sum goes on from what out holds. What lies at `after` is asked for."""
+    form = VALUES[kv_type.literal_value]
+    emit_tile = quantized_tiles.emit_values if form.is_coded else emit_values
+
+    def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Any:
+        _, columns, p, dim, values, num_positions, out, stride, after = arguments
+
+        def region(first: Value, count: Value, at: Value, following: Value) -> None:
+            ahead, p_at = Ahead.begin(b, following), b.add(p, multiply(b, first, 4))
+
+            def tiles(width: int, vectors: int, column: Value) -> None:
+                numbers = [b.add(column, constant(I64, c)) for c in range(width)]
+                shares_at = [b.add(p_at, multiply(b, number, STRIDE)) for number in numbers]
+                rows = [b.add(out, b.mul(number, stride)) for number in numbers]
+
+                def tile(num_vectors: int, vector: Value) -> None:
+                    share = ahead.share(b, num_vectors * form.row_bytes, width, columns)
+                    to = [b.add(row, multiply(b, vector, 4 * LANES)) for row in rows]
+                    emit_tile(b, form, shares_at, at, dim, vector, num_vectors, count, to, share)
+
+                _for_each_vector(b, b.udiv(dim, constant(I64, LANES)), vectors, tile)
+
+            _for_each_tile(b, columns, tiles)
+
+        region_bytes = multiply(b, form.emit_block_bytes(b, dim), REGION)
+        _for_each_region(b, num_positions, REGION * LANES, values, region_bytes, after, region)
+        return context.get_dummy_value()
+
+    return types.void(kv_type, *(types.int64,) * 8), emit
+
+
+def emit_values(
+    b: Builder, form: Form, p: Sequence[Value], values: Value, dim: Value, vector: Value, num_vectors: int,
+    num_positions: Value, out: Sequence[Value], share: Share,
+) -> None:  # fmt: skip
+    places = [offset(b, to, 4 * LANES * v) for to in out for v in range(num_vectors)]
+    sums = registers.variables(b, [simd.load_f32(b, place) for place in places])
+    first, position_bytes = (
+        b.add(values, multiply(b, vector, form.row_bytes)),
+        multiply(b, dim, form.row_bytes // LANES),
+    )
     with cgutils.for_range(b, num_positions) as loop:
-        ahead.ask(b)
-        row = b.add(first, b.mul(loop.index, value_bytes))
-        cached = [_load_cached(b, name, simd.offset(b, row, LANES * size * v)) for v in range(count)]
-        for column in range(width):
-            p = _broadcast(b, b.add(at[column], b.mul(loop.index, constant(I64, 4))))
-            for vector in range(count):
-                total = sums[column * count + vector]
-                b.store(simd.fma(b, p, cached[vector], b.load(total)), total)
-    for where, total in zip(sums_at, sums, strict=True):
-        simd.store_f32(b, where, b.load(total))
+        share.ask(b)
+        row, element = b.add(first, b.mul(loop.index, position_bytes)), multiply(b, loop.index, 4)
+        cached = [form.load(b, offset(b, row, form.row_bytes * v)) for v in range(num_vectors)]
+        for column, at in enumerate(p):
+            registers.add_products(b, sums[column * num_vectors :], simd.broadcast(b, b.add(at, element)), cached)
+    registers.store_variables(b, sums, places)
 
 
 @intrinsic(prefer_literal=True)
-def value_tile(
-    context: Any,
-    kv_type: Any,
-    columns: Any,
-    vectors: Any,
-    probabilities: Any,
-    stride: Any,
-    values: Any,
-    dim: Any,
-    first_dim: Any,
-    num_positions: Any,
-    out: Any,
-    out_stride: Any,
-    ahead: Any,
-    step: Any,
-) -> Any:
-    """out[column × out_stride + first_dim …] += Σ of probabilities[column × stride] × values, over positions.
-
-    Meanwhile memory from `ahead` on is asked for, `step` bytes with each position: a key of these dims at most.
-    """
-    name, width, count = kv_type.literal_value, columns.literal_value, vectors.literal_value
+def float_value(context: Any, kv_type: Any, values: Any, index: Any) -> Any:
+    """A single element of blocks of floats."""
+    form = VALUES[kv_type.literal_value]
 
     def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Any:
-        *operands, ahead, step = arguments[3:]
-        asked = Ahead.begin(b, ahead, step, count * key_block_bytes(name, BLOCK) // BLOCK)
-        if name not in QUANTIZED:
-            _emit_float_values(b, name, width, count, operands, asked)
-        elif count % 2 == 0:  # a single vector is no record: a head of codes never comes to it
-            emit_values(b, name, width, count // 2, operands, asked)
-        return context.get_dummy_value()
-
-    return types.void(kv_type, columns, vectors, *(types.int64,) * 10), emit
-
-
-@intrinsic(prefer_literal=True)
-def float_value(context: Any, kv_type: Any, values: Any, dim: Any, element: Any, position: Any) -> Any:
-    """A single value of a run of blocks of floats."""
-    name = kv_type.literal_value
-
-    def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Any:
-        if name in QUANTIZED:  # whose heads have no rest
+        if form.is_coded:  # whose heads are whole vectors
             return constant(F32, 0.0)
-        _, values, dim, element, position = arguments
-        index = b.add(b.mul(position, dim), element)
-        where = b.add(values, b.mul(index, constant(I64, FLOAT_BYTES[name])))
-        if name == "f32":
-            return simd.load_scalar_f32(b, where)
-        bits = simd.load_u16(b, where)
-        return simd.f16_value(b, bits) if name == "f16" else simd.bf16_value(b, bits)
+        _, values, index = arguments
+        return form.load_element(b, b.add(values, multiply(b, index, form.row_bytes // LANES)))
 
-    return types.float32(kv_type, *(types.int64,) * 4), emit
+    return types.float32(kv_type, types.int64, types.int64), emit

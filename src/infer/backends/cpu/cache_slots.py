@@ -1,16 +1,14 @@
-"""Slots of a row: in which page they lie, which of them a token sees, and sums over what is seen of a chunk.
+"""Slots of a row: in which page they lie, and which of them a token sees.
 
 `infer.quantization.kv_layout.Pages` defines the table and the rule. A chunk is 256 slots; what is seen of it are blocks
 of 16 in at most two parts, [0, gap) of the sinks and [first, end) of the window. Pages that nobody sees are not read.
 """
 
-from typing import Any
-
 import numpy as np
 from numba import njit
 
 from infer.backends.cpu import simd
-from infer.backends.cpu.cache_blocks import key_bytes, make_add_values, make_block_scores, value_bytes
+from infer.backends.cpu.cached_forms import key_bytes, value_bytes
 from infer.backends.cpu.layouts import LANES
 from infer.backends.cpu.records import CHUNK
 from infer.backends.cpu.simd import load_i64
@@ -26,7 +24,7 @@ def block_at(kv_type, args, row, kv, slot):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _end_of_run(args, row, slot, end):  # type: ignore[no-untyped-def]
+def end_of_run(args, row, slot, end):  # type: ignore[no-untyped-def]
     """How far the slots from `slot` on, before `end`, lie one after another in memory."""
     index = slot >> args.page_bits
     entry, stop = args.table + 8 * (row * args.table_stride + index), (index + 1) << args.page_bits
@@ -55,6 +53,13 @@ def _first_seen(slot, window):  # type: ignore[no-untyped-def]
 
 
 @njit
+def num_seen(args, row, slot):  # type: ignore[no-untyped-def]
+    """How many slots a token sees."""
+    sinks = min(load_i64(args.sinks + 8 * row), slot + 1)
+    return slot + 1 - max(0, _first_seen(slot, load_i64(args.windows + 8 * row)) - sinks)
+
+
+@njit
 def chunks_seen(args, row, slot):  # type: ignore[no-untyped-def]
     """A token sees something of the first so many chunks, nothing of so many after them, and of the rest up to its
     own."""
@@ -78,52 +83,10 @@ def seen_of_chunk(args, row, chunk, slot):  # type: ignore[no-untyped-def]
 @njit
 def parts_of_chunk(sinks, low, high):  # type: ignore[no-untyped-def]
     """[0, gap) and [first, end) are the blocks that have what is seen; gap is 0 where there are no sinks to tell."""
-    gap, first, end = _up(sinks), low // LANES * LANES, _up(high)
+    gap, first, end = up(sinks), low // LANES * LANES, up(high)
     return gap, max(gap, first), max(gap, end)
 
 
 @njit(forceinline=True)
-def _up(slots):  # type: ignore[no-untyped-def]
+def up(slots):  # type: ignore[no-untyped-def]
     return (slots + LANES - 1) // LANES * LANES
-
-
-def make_chunk_scores(kv_type: str) -> Any:
-    """scores(columns, args, row, kv, chunk, parts, q, out): of a chunk's parts, as [column, 256]. Where sinks have
-    queries of their own they are a part by itself."""
-    block_scores = make_block_scores(kv_type)
-
-    @njit
-    def chunk_scores(columns, args, row, kv, chunk, parts, q, out):  # type: ignore[no-untyped-def]
-        start, (gap, first, end) = chunk * CHUNK, parts
-        at = 0 if gap > 0 else first
-        while at < end:
-            run = _end_of_run(args, row, start + at, start + (gap if at < gap else end)) - start
-            keys, values = block_at(kv_type, args, row, kv, start + at)
-            query = q + args.far_bytes if at < gap else q
-            block_scores(columns, query, args.dim, keys, (run - at) // LANES, out + 4 * at, values)
-            at = first if run == gap else run
-
-    return chunk_scores
-
-
-def make_add_chunk_values(kv_type: str) -> Any:
-    """add(columns, args, row, kv, chunk, parts, seen, p, out, out_stride, after): out[column] += Σ p × values over a
-    chunk's parts, of which no more than [0, sinks) and [.., high) counts.
-
-    Meanwhile keys are asked for, of the chunk of a head that is named by `after`.
-    """
-    add_values = make_add_values(kv_type)
-
-    @njit
-    def add_chunk_values(columns, args, row, kv, chunk, parts, seen, p, out, out_stride, after):  # type: ignore[no-untyped-def]
-        start, (gap, first, _), (sinks, high) = chunk * CHUNK, parts, seen
-        near = sinks if gap < first else min(gap, high)  # a window may begin among the sinks' blocks
-        at = 0 if gap > 0 else first
-        while at < high or at < gap:
-            run = _end_of_run(args, row, start + at, start + (near if at < gap else high)) - start
-            _, values = block_at(kv_type, args, row, kv, start + at)
-            keys, _ = block_at(kv_type, args, row, after[0], after[1] * CHUNK + at)
-            add_values(columns, p + 4 * at, args.dim, values, run - at, out, out_stride, keys)
-            at = first if gap > 0 and run == near else run
-
-    return add_chunk_values

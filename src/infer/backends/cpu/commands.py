@@ -20,6 +20,7 @@ from infer.backends.cpu.records import (
     MAX_HEAD_DIM,
     NORMALIZE,
     SPLIT_TOKENS,
+    attend_scratch_bytes,
 )
 from infer.backends.cpu.table import BARRIER, BARRIER_IF_MANY, NO_BARRIER
 from infer.errors import InvalidRequestError
@@ -119,12 +120,16 @@ def attend(run: Run, qkv: Tensor, heads: Heads, layer: LayerCache) -> Tensor:
     arguments["qkv"], arguments["out"], arguments["queries"] = qkv.data_ptr(), out.data_ptr(), queries.data_ptr()
     arguments["partials"], arguments["num_chunks"] = partials.data_ptr(), chunks
     arguments["far_bytes"] = 4 * run.capacity * features if has_far else 0
-    keeps = (qkv, heads, layer, out, queries, partials)
+    scratch = run.tensor("attention scratch", run.max_threads, attend_scratch_bytes(dim), dtype=torch.uint8)
+    arguments["scratch"], arguments["scratch_bytes"] = scratch.data_ptr(), scratch.shape[1]
+    keeps = (qkv, heads, layer, out, queries, partials, scratch)
     rotate = compiled_address(".rotation:make_rotate", ATTEND, layer.kv_type)
-    walk = compiled_address(".attention:make_attend", ATTEND, layer.kv_type)
+    few = compiled_address(".attention:make_attend_few", ATTEND, layer.kv_type)
+    many = compiled_address(".attention:make_attend_many", ATTEND, layer.kv_type)
     finish = compiled_address(".attention:make_finish", ATTEND)
     run.append(rotate, arguments, BARRIER, "rotate", keeps)
-    run.append(walk, arguments, BARRIER, "chunks", keeps)
+    run.append(few, arguments, NO_BARRIER, "few", keeps)
+    run.append(many, arguments, BARRIER, "many", keeps)
     run.append(finish, arguments, BARRIER, "merge", keeps)
     if features % BLOCK == 0:
         run.produced(out, arguments)

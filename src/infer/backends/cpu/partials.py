@@ -5,26 +5,19 @@ one of them does not see counts as e^−∞ = 0. A query's partials are merged i
 A partial lies as dim floats of the last sum, then m, then the first sum.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
 
 from infer.backends.cpu import simd
-from infer.backends.cpu.cache_slots import (
-    make_add_chunk_values,
-    make_chunk_scores,
-    parts_of_chunk,
-    seen_lanes,
-    seen_of_chunk,
-)
+from infer.backends.cpu.cache_slots import parts_of_chunk, seen_lanes, seen_of_chunk
+from infer.backends.cpu.chunk_products import make_add_chunk_values, make_chunk_scores
 from infer.backends.cpu.curves import exp_scalar, exp_up_to_0, softcapped
 from infer.backends.cpu.layouts import LANES
-from infer.backends.cpu.records import CHUNK
+from infer.backends.cpu.records import CHUNK, SCORE_BYTES
 from infer.backends.cpu.simd import load_f32, load_scalar_f32, splat_f32, store_f32, store_scalar_f32
 
-BUNDLE = 24  # queries at once: their scores and what they share of the keys stay in a core's first cache
-SCORE_BYTES = 4 * BUNDLE * CHUNK
 _NEVER = np.float32(-np.inf)
 
 
@@ -85,39 +78,53 @@ def _exponentials(scores, parts, m):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _softmax(args, row, chunk, slot, column, count, parts, scores, out, stride):  # type: ignore[no-untyped-def]
+def _softmax(columns, args, chunk, parts, scores, out, stride):  # type: ignore[no-untyped-def]
     """Scores → e^(s − m) in place, m and the sum → the partials; 0 → their last sums. All maxima come first: a sum
     waits for its own, but not the next one's maximum."""
     dim, group = args.dim, args.num_heads // args.num_kv_heads
-    for i in range(count):
-        sinks, low, high = seen_of_chunk(args, row, chunk, slot + (column + i) // group)
+    for i in range(columns.num):
+        sinks, low, high = seen_of_chunk(args, columns.row, chunk, columns.slot + (columns.first + i) // group)
         clear(out + i * stride, dim)
         m = _mask_and_maximum(scores + 4 * CHUNK * i, parts, sinks, low, high, args.softcap)
         store_scalar_f32(out + i * stride + 4 * dim, m)
-    for i in range(count):
+    for i in range(columns.num):
         m = load_scalar_f32(out + i * stride + 4 * dim)
         if m != _NEVER:
             total = _exponentials(scores + 4 * CHUNK * i, parts, m)
             store_scalar_f32(out + i * stride + 4 * dim + 4, total)
 
 
-def make_chunk_partials(kv_type: str) -> Any:
-    """partials(args, row, kv, chunk, slot, column, count, q, scores, out, stride, after): of `count` queries of a run
-    of tokens, which begins at `slot`, from query `column` on.
+class Columns(NamedTuple):
+    """Queries [first, first + num) of a run of tokens of a row, which begins at `slot`."""
 
-    They lie `stride` bytes apart. `scores` is scratch. `after` is the (kv head, chunk) whose keys come next.
-    """
-    chunk_scores, add_chunk_values = make_chunk_scores(kv_type), make_add_chunk_values(kv_type)
+    row: int
+    slot: int
+    first: int
+    num: int
+    queries: int  # where they lie
+
+
+@njit
+def parts_for(columns, args, chunk):  # type: ignore[no-untyped-def]
+    """(the parts of a chunk that have what columns see, and (sinks, high): only [0, sinks) and [.., high) are seen)."""
+    group = args.num_heads // args.num_kv_heads
+    first_slot = columns.slot + columns.first // group
+    last_slot = columns.slot + (columns.first + columns.num - 1) // group
+    sinks, low, high = seen_of_run(args, columns.row, chunk, first_slot, last_slot)
+    return parts_of_chunk(sinks, low, high), (sinks, high)
+
+
+def make_chunk_partials(kv_type: str, is_wide: bool) -> Any:
+    """partials(columns, args, kv, chunk, scratch, out, stride, after): they lie `stride` bytes apart. `after` is the
+    (kv head, chunk) whose keys come next. If blocks are wide they lie after the scores in the scratch."""
+    chunk_scores, add_chunk_values = make_chunk_scores(kv_type, is_wide), make_add_chunk_values(kv_type, is_wide)
 
     @njit
-    def chunk_partials(args, row, kv, chunk, slot, column, count, q, scores, out, stride, after):  # type: ignore[no-untyped-def]
-        group = args.num_heads // args.num_kv_heads
-        last_slot = slot + (column + count - 1) // group
-        sinks, low, high = seen_of_run(args, row, chunk, slot + column // group, last_slot)
-        parts = parts_of_chunk(sinks, low, high)
-        chunk_scores(count, args, row, kv, chunk, parts, q, scores)
-        _softmax(args, row, chunk, slot, column, count, parts, scores, out, stride)
-        add_chunk_values(count, args, row, kv, chunk, parts, (sinks, high), scores, out, stride, after)
+    def chunk_partials(columns, args, kv, chunk, scratch, out, stride, after):  # type: ignore[no-untyped-def]
+        (parts, seen), wide = parts_for(columns, args, chunk), scratch + SCORE_BYTES
+        chunk_scores(columns, args, kv, chunk, parts, wide, scratch)
+        _softmax(columns, args, chunk, parts, scratch, out, stride)
+        add_chunk_values(columns, args, kv, chunk, parts, seen, scratch, wide, out, stride, after)
 
     return chunk_partials
 

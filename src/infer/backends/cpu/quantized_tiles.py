@@ -1,13 +1,7 @@
-"""Attention's inner loops over blocks that are quantised along the head: integers are made floats once for all columns.
+"""`attention_tiles` over blocks that are quantised along the head: integers are made floats once for all columns.
 
-A block of 16 positions is a record for each 32 of the head's dimensions (`infer.quantization.kv_layout`):
-
-    8 bits    512 bytes of codes, then f16 scale × 16 positions
-    4 bits    256 bytes of codes, f16 scale × 16, f16 minimum × 16
-
-In keys, which have 8 bits, a row of 16 bytes is one dimension of 16 positions. In values a row is the codes of one
-position, 32 bytes or 16. A score is summed for each record by itself, then scaled. p is multiplied by a position's
-scale before it meets codes; what the minima add is summed over 16 positions and added after them.
+A score is summed for each record of 32 dimensions by itself, then scaled. p is multiplied by a position's scale before
+it meets codes; what the minima add is summed over 16 positions and added after them.
 """
 
 from collections.abc import Sequence
@@ -16,49 +10,13 @@ from llvmlite import ir
 from llvmlite.ir import IRBuilder as Builder
 from numba.core import cgutils
 
-from infer.backends.cpu import simd
-from infer.backends.cpu.ahead import Ahead
+from infer.backends.cpu import registers, simd
+from infer.backends.cpu.ahead import Share
+from infer.backends.cpu.cached_forms import Form
 from infer.backends.cpu.layouts import BLOCK, LANES
-from infer.backends.cpu.simd import F32, F32X16, I8X16, I16X16, I32, I32X16, I64, Value, constant, load, offset
-from infer.quantization.kv_formats import key_block_bytes, value_block_bytes
+from infer.backends.cpu.simd import F32X16, I32, I32X16, I64, Value, constant, multiply, offset
 
-KEY_CODES, VALUE_CODES = BLOCK * LANES, {"q8": BLOCK * LANES, "q4": BLOCK * LANES // 2}  # bytes of a record
-KEY_RECORD, VALUE_RECORD = key_block_bytes("q8", BLOCK), {name: value_block_bytes(name, BLOCK) for name in VALUE_CODES}
-
-
-def _bytes(b: Builder, where: Value) -> Value:
-    return b.sitofp(b.sext(load(b, where, I8X16), I32X16), F32X16)
-
-
-def _nibbles(b: Builder, where: Value) -> list[Value]:
-    """The low ones of 16 bytes, and the high ones."""
-    wide = b.zext(load(b, where, I8X16), I32X16)
-    halves = b.and_(wide, constant(I32X16, 15)), b.lshr(wide, constant(I32X16, 4))
-    return [b.sitofp(half, F32X16) for half in halves]
-
-
-def _halves(b: Builder, where: Value) -> Value:
-    return simd.widen_f16(b, load(b, where, I16X16, 2))
-
-
-def _broadcast(b: Builder, where: Value) -> Value:
-    return simd.splat(b, load(b, where, F32, 4))
-
-
-def _zeros(b: Builder, count: int) -> list[Value]:
-    """Variables, zero from here on whenever control comes by."""
-    slots = [cgutils.alloca_once(b, F32X16) for _ in range(count)]
-    for slot in slots:
-        b.store(constant(F32X16, 0.0), slot)
-    return slots
-
-
-def _add_product(b: Builder, slot: Value, x: Value, y: Value) -> None:
-    b.store(simd.fma(b, x, y, b.load(slot)), slot)
-
-
-def _times(b: Builder, x: Value, factor: int) -> Value:
-    return b.mul(x, constant(I64, factor))
+_ZERO = constant(F32X16, 0.0)
 
 
 def emit_mix(b: Builder, where: Value) -> None:
@@ -75,102 +33,69 @@ def emit_mix(b: Builder, where: Value) -> None:
         simd.store_f32(b, place, b.fmul(x, constant(F32X16, BLOCK**-0.5)))
 
 
-def emit_scores(b: Builder, width: int, count: int, arguments: Sequence[Value], ahead: Ahead) -> None:
-    """`score_tile` for columns × blocks."""
-    queries, keys, dim, out, stride = arguments
-    totals = _zeros(b, width * count)
-    records = b.udiv(dim, constant(I64, BLOCK))
-    block_bytes = _times(b, records, KEY_RECORD)
-    with cgutils.for_range(b, records) as record:
-        first = b.add(keys, _times(b, record.index, KEY_RECORD))
-        at = [b.add(first, _times(b, block_bytes, k)) for k in range(count)]
-        query = b.add(queries, _times(b, record.index, 4 * BLOCK))
-        parts = _zeros(b, width * count)
+def emit_scores(
+    b: Builder, form: Form, queries: Sequence[Value], blocks: Sequence[Value], dim: Value, share: Share
+) -> list[Value]:
+    """The variables that hold the sums of a tile."""
+    width, count = len(queries), len(blocks)
+    totals = registers.variables(b, [_ZERO] * (width * count))
+    with cgutils.for_range(b, b.udiv(dim, constant(I64, BLOCK))) as loop:
+        records = [b.add(block, multiply(b, loop.index, form.record_bytes)) for block in blocks]
+        first = multiply(b, loop.index, 4 * BLOCK)
+        sums = registers.variables(b, [_ZERO] * (width * count))
         with cgutils.for_range(b, constant(I64, BLOCK)) as row:
-            ahead.ask(b)
-            codes = [_bytes(b, b.add(where, _times(b, row.index, LANES))) for where in at]
-            element = b.add(query, _times(b, row.index, 4))
-            for column in range(width):
-                q = _broadcast(b, b.add(element, _times(b, dim, 4 * column)))
-                for block in range(count):
-                    _add_product(b, parts[column * count + block], q, codes[block])
-        for block in range(count):
-            scale = _halves(b, offset(b, at[block], KEY_CODES))
-            for column in range(width):
-                index = column * count + block
-                _add_product(b, totals[index], b.load(parts[index]), scale)
-    for column in range(width):
-        to = b.add(out, _times(b, stride, column))
-        for block in range(count):
-            simd.store_f32(b, offset(b, to, 64 * block), b.load(totals[column * count + block]))
+            share.ask(b)
+            codes = [form.load(b, b.add(record, multiply(b, row.index, form.row_bytes))) for record in records]
+            element = b.add(first, multiply(b, row.index, 4))
+            for column, query in enumerate(queries):
+                registers.add_products(b, sums[column * count :], simd.broadcast(b, b.add(query, element)), codes)
+        scales = [form.load_scales(b, record) for record in records]
+        for index, total in enumerate(totals):
+            registers.add_products(b, [total], b.load(sums[index]), [scales[index % count]])
+    return totals
 
 
-def emit_values(b: Builder, name: str, width: int, count: int, arguments: Sequence[Value], ahead: Ahead) -> None:
-    """`value_tile` for columns × records of 32 dimensions."""
-    probabilities, stride, values, dim, first_dim, num_positions, out, out_stride = arguments
-    to, first = b.add(out, _times(b, first_dim, 4)), b.udiv(first_dim, constant(I64, BLOCK))
-    places = [
-        offset(b, b.add(to, _times(b, out_stride, column)), 64 * vector)
-        for column in range(width)
-        for vector in range(2 * count)
-    ]
-    sums = _zeros(b, len(places))
-    for slot, place in zip(sums, places, strict=True):
-        b.store(simd.load_f32(b, place), slot)
-    scaled = [_lanes(b) for _ in range(width * count)]
-    block_bytes = _times(b, b.udiv(dim, constant(I64, BLOCK)), VALUE_RECORD[name])
-    start = b.add(values, _times(b, first, VALUE_RECORD[name]))
-    blocks = b.udiv(b.add(num_positions, constant(I64, LANES - 1)), constant(I64, LANES))
-    with cgutils.for_range(b, blocks) as block:
-        left = b.sub(num_positions, _times(b, block.index, LANES))
+def emit_values(
+    b: Builder, form: Form, p: Sequence[Value], values: Value, dim: Value, vector: Value, num_vectors: int,
+    num_positions: Value, out: Sequence[Value], share: Share,
+) -> None:  # fmt: skip
+    """A tile of whole records, or of the half of one."""
+    places = [offset(b, to, 4 * LANES * v) for to in out for v in range(num_vectors)]
+    sums = registers.variables(b, [simd.load_f32(b, place) for place in places])
+    per_record = min(2, num_vectors)
+    halves = [constant(I64, 0), constant(I64, 1)] if per_record == 2 else [b.and_(vector, constant(I64, 1))]
+    start = b.add(values, multiply(b, b.lshr(vector, constant(I64, 1)), form.record_bytes))
+    scaled = [[registers.lanes(b) for _ in p] for _ in range(num_vectors // per_record)]
+    with cgutils.for_range(b, b.udiv(b.add(num_positions, constant(I64, LANES - 1)), constant(I64, LANES))) as block:
+        left = b.sub(num_positions, multiply(b, block.index, LANES))
         inside = b.select(b.icmp_signed("<", left, constant(I64, LANES)), left, constant(I64, LANES))
-        record = b.add(start, b.mul(block.index, block_bytes))
-        records_at = [offset(b, record, VALUE_RECORD[name] * r) for r in range(count)]
-        p_at = b.add(probabilities, _times(b, block.index, 4 * LANES))
-        p = [simd.load_f32(b, b.add(p_at, _times(b, stride, column))) for column in range(width)]
-        for r, at in enumerate(records_at):
-            scale = _halves(b, offset(b, at, VALUE_CODES[name]))
-            for column in range(width):
-                simd.store_f32(b, scaled[column * count + r], b.fmul(p[column], scale))
+        at = b.add(start, b.mul(block.index, form.emit_block_bytes(b, dim)))
+        records = [offset(b, at, form.record_bytes * r) for r in range(len(scaled))]
+        shares = [simd.load_f32(b, b.add(where, multiply(b, block.index, 4 * LANES))) for where in p]
+        for record, row in zip(records, scaled, strict=True):
+            scale = form.load_scales(b, record)
+            for to, x in zip(row, shares, strict=True):
+                simd.store_f32(b, to, b.fmul(x, scale))
         with cgutils.for_range(b, inside) as position:
-            ahead.ask(b)
-            element = _times(b, position.index, 4)
-            for r, at in enumerate(records_at):
-                codes = _position(b, name, at, position.index)
-                for column in range(width):
-                    share = _broadcast(b, b.add(scaled[column * count + r], element))
-                    for half in range(2):
-                        _add_product(b, sums[(column * count + r) * 2 + half], share, codes[half])
-        if name == "q4":
-            _add_minima(b, records_at, p, inside, sums)
-    for slot, place in zip(sums, places, strict=True):
-        simd.store_f32(b, place, b.load(slot))
+            share.ask(b)
+            element = multiply(b, position.index, 4)
+            for r, record in enumerate(records):
+                codes = [form.load_half(b, record, position.index, half) for half in halves]
+                for column, where in enumerate(scaled[r]):
+                    first = column * num_vectors + r * per_record
+                    registers.add_products(b, sums[first:], simd.broadcast(b, b.add(where, element)), codes)
+        if form.has_minima:
+            for r, record in enumerate(records):
+                for column, added in enumerate(_of_minima(b, form, record, shares, inside)):
+                    first = column * num_vectors + r * per_record
+                    for slot in sums[first : first + per_record]:
+                        b.store(b.fadd(b.load(slot), added), slot)
+    registers.store_variables(b, sums, places)
 
 
-def _position(b: Builder, name: str, record: Value, position: Value) -> list[Value]:
-    """A position's 32 codes as two vectors."""
-    at = b.add(record, _times(b, position, VALUE_CODES[name] // LANES))
-    return _nibbles(b, at) if name == "q4" else [_bytes(b, at), _bytes(b, offset(b, at, LANES))]
-
-
-def _add_minima(b: Builder, records_at: list[Value], p: list[Value], inside: Value, sums: list[Value]) -> None:
+def _of_minima(b: Builder, form: Form, record: Value, shares: Sequence[Value], inside: Value) -> list[Value]:
     """Of the block's first `inside` positions: after them nothing may be believed, not even that it is finite."""
-    count = len(records_at)
     lanes = ir.Constant(I32X16, list(range(LANES)))
     seen = b.icmp_signed("<", lanes, simd.splat(b, b.trunc(inside, I32)))
-    for r, at in enumerate(records_at):
-        minimum = _halves(b, offset(b, at, VALUE_CODES["q4"] + 2 * LANES))
-        for column, shares in enumerate(p):
-            products = b.select(seen, b.fmul(shares, minimum), constant(F32X16, 0.0))
-            added = simd.splat(b, simd.sum_f32(b, products))
-            for half in range(2):
-                slot = sums[(column * count + r) * 2 + half]
-                b.store(b.fadd(b.load(slot), added), slot)
-
-
-def _lanes(b: Builder) -> Value:
-    """The address of 16 floats in the frame."""
-    with b.goto_entry_block():
-        slot = b.alloca(F32X16)
-    slot.align = 64
-    return b.ptrtoint(slot, I64)
+    minima = form.load_minima(b, record)
+    return [simd.splat(b, simd.sum_f32(b, b.select(seen, b.fmul(x, minima), _ZERO))) for x in shares]

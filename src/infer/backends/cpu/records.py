@@ -64,8 +64,18 @@ ADD_NORMALIZED = np.dtype(
 
 CHUNK = 256  # slots that give one partial result
 GROUPS_PER_THREAD = 8  # from here on, threads share out pairs of groups, which a tile does at once
-SPLIT_TOKENS = 16  # up to this many tokens, the chunks are shared out; beyond, the tokens are
+SPLIT_TOKENS = 16  # up to this many tokens, the chunks may be shared out; beyond, the queries are
 MAX_HEAD_DIM = 512
+BUNDLE = 24  # queries with the same keys at once: their scores stay in a core's first cache
+MOST_COLUMNS = 6 * BUNDLE  # queries with the same keys for which blocks are widened once
+SCORE_BYTES = 4 * BUNDLE * CHUNK
+WIDE_BYTES = 17 * CHUNK // 4  # of a chunk's keys in f32, with their scales, or values with scales and minima: of a dim
+
+
+def attend_scratch_bytes(dim: int) -> int:
+    """Of a thread: a bundle's scores and sums, keys and values that are widened, results so far of all columns."""
+    return SCORE_BYTES + 2 * WIDE_BYTES * dim + 4 * (BUNDLE + MOST_COLUMNS) * (dim + 16)
+
 
 ATTEND = np.dtype(
     [
@@ -98,6 +108,8 @@ ATTEND = np.dtype(
         ("far_bytes", np.int64),  # further on lie those that are for the sinks; 0: they are the same
         ("partials", np.int64),  # f32 [heads, SPLIT_TOKENS, num_chunks, dim + 16], as queries
         ("num_chunks", np.int64),
+        ("scratch", np.int64),  # of a thread, at scratch + thread × scratch_bytes
+        ("scratch_bytes", np.int64),
         ("out", np.int64),  # f32 [tokens, heads × dim]
         ("quantized", np.int64),  # activation records of out, or 0
         ("form", np.int64),

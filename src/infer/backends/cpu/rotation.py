@@ -12,7 +12,7 @@ from infer.backends.cpu.cache_blocks import make_mix, make_put_key, make_put_val
 from infer.backends.cpu.cache_slots import block_at, slot_of
 from infer.backends.cpu.layouts import LANES
 from infer.backends.cpu.records import MAX_HEAD_DIM
-from infer.backends.cpu.shares import weight_of_few
+from infer.backends.cpu.shares import is_split
 from infer.backends.cpu.simd import load_f32, load_i64, load_scalar_f32, splat_f32, store_f32, store_scalar_f32
 
 _HEAD_BYTES = 4 * MAX_HEAD_DIM
@@ -116,8 +116,7 @@ def make_rotate(kv_type: str) -> Callable[..., None]:
         args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
         dim, heads, kv_heads, tokens = args.dim, args.num_heads, args.num_kv_heads, state.num_tokens
         group, rotated = heads // kv_heads, simd.stack(_HEAD_BYTES)
-        _, is_split = weight_of_few(args, state, num_threads)
-        num_queries = heads if is_split else 0  # otherwise each is made by who needs it
+        num_queries = heads if is_split(args, state, num_threads) else 0  # otherwise each is made by who needs it
         of_16 = num_queries + 2 * kv_heads
         total = (tokens + LANES - 1) // LANES * of_16
         begin, stop = total * thread // num_threads, total * (thread + 1) // num_threads

@@ -1,17 +1,19 @@
 """Which queries and chunks of a step are whose: how threads share attention out.
 
-The weight of a (query, chunk) is how many slots they are multiplied with. Results do not depend on any of this.
+The weight of a query, or of a query and a chunk, is how many slots it is multiplied with. Threads take equal sums of
+weights, in the order of the step. Results do not depend on any of this.
 """
 
 from numba import njit
 
-from infer.backends.cpu.cache_slots import chunks_seen, parts_of_chunk, slot_of
+from infer.backends.cpu.cache_slots import chunks_seen, num_seen, parts_of_chunk, slot_of
 from infer.backends.cpu.layouts import LANES
 from infer.backends.cpu.partials import seen_of_run
-from infer.backends.cpu.records import CHUNK, SPLIT_TOKENS
+from infer.backends.cpu.records import CHUNK, MOST_COLUMNS, SPLIT_TOKENS
 from infer.backends.cpu.simd import load_i64
 
 _FEWEST_QUERIES = 12  # of a thread
+_FEWEST_WIDE = 40  # queries with the same keys: from here on blocks are widened for them
 
 
 @njit
@@ -36,35 +38,64 @@ def nth_chunk(args, row, first_slot, number):  # type: ignore[no-untyped-def]
 
 
 @njit
+def is_split(args, state, num_threads):  # type: ignore[no-untyped-def]
+    """Whether threads share out chunks, not queries. A thread's share that were less than a few queries would have it
+    read most keys for hardly anything."""
+    if num_threads == 1 or state.num_tokens > SPLIT_TOKENS:
+        return False
+    total, largest, token = 0, 0, 0
+    while token < state.num_tokens:
+        row, run, slot = run_at(args, state, token)
+        weight = num_seen(args, row, slot + run - 1)
+        total, largest = total + weight * run * args.num_heads, max(largest, weight)
+        token += run
+    return largest * _FEWEST_QUERIES * num_threads > total
+
+
+@njit
+def is_wide(args, run):  # type: ignore[no-untyped-def]
+    """Whether blocks are widened for the queries of so many tokens."""
+    return run * (args.num_heads // args.num_kv_heads) >= _FEWEST_WIDE
+
+
+@njit
 def weight_of_chunk(args, row, run, slot, number):  # type: ignore[no-untyped-def]
-    """How many slots of its nth chunk a query of a run is multiplied with."""
+    """Of a query of a run and the nth chunk that the run sees."""
     chunk, last_slot = nth_chunk(args, row, slot, number), slot + run - 1
     gap, first, end = parts_of_chunk(*seen_of_run(args, row, chunk, slot, last_slot))
     return max(LANES, gap + end - first)
 
 
 @njit
-def weight_of_run(args, row, run, slot):  # type: ignore[no-untyped-def]
-    """The same of all chunks."""
-    total = 0
-    for number in range(chunks_between(args, row, slot, slot + run - 1)):
-        total += weight_of_chunk(args, row, run, slot, number)
+def weight_of_chunks(args, state):  # type: ignore[no-untyped-def]
+    """The sum over the queries and chunks of a step."""
+    total, token = 0, 0
+    while token < state.num_tokens:
+        row, run, slot = run_at(args, state, token)
+        for number in range(chunks_between(args, row, slot, slot + run - 1)):
+            total += weight_of_chunk(args, row, run, slot, number) * run * args.num_heads
+        token += run
     return total
 
 
 @njit
-def weight_of_few(args, state, num_threads):  # type: ignore[no-untyped-def]
-    """(the sum over (query, chunk), whether threads share out chunks, not queries); (0, no) of many tokens.
+def weight_of_query(args, row, slot, right):  # type: ignore[no-untyped-def]
+    """Of each of a run's queries before `right` that are done at once."""
+    return num_seen(args, row, slot + (right - 1) // (args.num_heads // args.num_kv_heads))
 
-    A thread's share that were less than a few queries would have it read most keys for hardly anything.
-    """
-    total, largest, token = 0, 0, 0
-    while token < state.num_tokens and state.num_tokens <= SPLIT_TOKENS:
+
+@njit
+def weight_of_queries(args, state, are_wide):  # type: ignore[no-untyped-def]
+    """The sum over the queries of the runs that are wide, or of the others."""
+    total, token, group = 0, 0, args.num_heads // args.num_kv_heads
+    while token < state.num_tokens:
         row, run, slot = run_at(args, state, token)
-        weight = weight_of_run(args, row, run, slot)
-        total, largest = total + weight * run * args.num_heads, max(largest, weight)
+        if is_wide(args, run) == are_wide:
+            for left in range(0, run * group, MOST_COLUMNS):
+                right = min(run * group, left + MOST_COLUMNS)
+                total += weight_of_query(args, row, slot, right) * (right - left) * args.num_kv_heads
         token += run
-    return total, num_threads > 1 and largest * _FEWEST_QUERIES * num_threads > total
+    return total
 
 
 @njit
@@ -72,16 +103,6 @@ def mine(left, right, weight, item, begin, stop):  # type: ignore[no-untyped-def
     """Which of the queries [left, right) begin in a thread's share, [begin, stop) of the weights; theirs begin at
     item."""
     return max(left, left - (item - begin) // weight), min(right, left - (item - stop) // weight)
-
-
-@njit
-def stretch(args, row, slot, left, right):  # type: ignore[no-untyped-def]
-    """(slot of the first query's token, how many chunks the queries see)."""
-    group = args.num_heads // args.num_kv_heads
-    first_slot = slot + left // group
-    if left >= right:
-        return first_slot, 0
-    return first_slot, chunks_between(args, row, first_slot, slot + (right - 1) // group)
 
 
 @njit

@@ -85,6 +85,14 @@ def offset(b: Builder, where: Value, num_bytes: int) -> Value:
     return b.add(where, constant(I64, num_bytes)) if num_bytes else where
 
 
+def multiply(b: Builder, x: Value, factor: int) -> Value:
+    return b.mul(x, constant(I64, factor))
+
+
+def broadcast(b: Builder, where: Value) -> Value:
+    return splat(b, load(b, where, F32, 4))
+
+
 @operation(f32x16, address)
 def load_f32(b: Builder, where: Value) -> Value:
     return load(b, where, F32X16, 4)

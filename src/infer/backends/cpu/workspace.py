@@ -9,7 +9,7 @@ from typing import final
 
 from infer.backends.cpu.isa import instruction_set
 from infer.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, PLANES, SPARE_TOKENS
-from infer.backends.cpu.records import CHUNK, GROUPS_PER_THREAD, MAX_THREADS, SPLIT_TOKENS
+from infer.backends.cpu.records import CHUNK, GROUPS_PER_THREAD, MAX_THREADS, SPLIT_TOKENS, attend_scratch_bytes
 from infer.backends.memory_rules import StepSizes
 from infer.operands.architecture import Architecture, Layer
 
@@ -48,6 +48,7 @@ def _add_layer(step: "_Step", layer: Layer, hidden: int, types: Mapping[str, str
     step.floats("queries", query_sets * tokens, wide)
     chunks = -(-step.sizes.context // CHUNK)
     step.floats("partials", min(tokens, SPLIT_TOKENS) * layer.num_heads * chunks, layer.head_dim + LANES)
+    step.add("attention scratch", step.sizes.num_threads * attend_scratch_bytes(layer.head_dim))
     step.project([types[at + "self_attn.o_proj.weight"]], [hidden], wide, made_by="attended")
     if layer.has_post_norms:
         step.floats("before post norm", tokens, hidden)

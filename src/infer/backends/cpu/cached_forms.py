@@ -1,0 +1,182 @@
+"""How keys and values lie where a kernel reads them: as they are cached, or widened to f32 for many queries.
+
+`infer.quantization.kv_layout` defines what the bytes mean. A block's elements lie 16 to a row: a row of keys is one
+dimension of 16 positions, a row of values 16 dimensions of one position. Those of q8 and q4 lie in records of 32
+dimensions: codes, then 16 scales (f16), then in values of q4 16 minima. A widened block has the same order, in f32.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+from llvmlite.ir import IRBuilder as Builder
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from infer.backends.cpu import simd
+from infer.backends.cpu.ahead import SECOND_CACHE, prefetch
+from infer.backends.cpu.layouts import BLOCK, LANES
+from infer.backends.cpu.simd import F32X16, I8X16, I16X16, I32, I32X16, I64, Value, constant, load, multiply, offset
+
+_ROWS = 2 * LANES  # of a record
+
+
+def _f32(b: Builder, where: Value) -> Value:
+    return load(b, where, F32X16, 4)
+
+
+def _f16(b: Builder, where: Value) -> Value:
+    return simd.widen_f16(b, load(b, where, I16X16, 2))
+
+
+def _bf16(b: Builder, where: Value) -> Value:
+    return simd.widen_bf16(b, load(b, where, I16X16, 2))
+
+
+def _i8(b: Builder, where: Value) -> Value:
+    return b.sitofp(b.sext(load(b, where, I8X16), I32X16), F32X16)
+
+
+@final
+@dataclass(frozen=True)
+class Form:
+    row_bytes: int
+    load: Callable[[Builder, Value], Value]  # a row as floats
+    load_side: Callable[[Builder, Value], Value] = _f16  # 16 scales, or minima
+    side_bytes: int = 0  # 0: floats, which have none
+    has_minima: bool = False
+    has_nibbles: bool = False  # a row is the low halves of 16 bytes, the next one the high halves
+
+    @property
+    def is_coded(self) -> bool:
+        return self.side_bytes > 0
+
+    @property
+    def codes_bytes(self) -> int:
+        """Of a record."""
+        return _ROWS * self.row_bytes
+
+    @property
+    def record_bytes(self) -> int:
+        return self.codes_bytes + self.side_bytes * (1 + self.has_minima)
+
+    def emit_block_bytes(self, b: Builder, dim: Value) -> Value:
+        if self.is_coded:
+            return multiply(b, b.udiv(dim, constant(I64, BLOCK)), self.record_bytes)
+        return multiply(b, dim, self.row_bytes)
+
+    def load_element(self, b: Builder, where: Value) -> Value:
+        """Of floats."""
+        if self.row_bytes == 64:
+            return simd.load_scalar_f32(b, where)
+        bits = simd.load_u16(b, where)
+        return simd.f16_value(b, bits) if self.load is _f16 else simd.bf16_value(b, bits)
+
+    def load_half(self, b: Builder, record: Value, position: Value, half: Value) -> Value:
+        """Of the 32 codes of a value, the first 16 or the others."""
+        if not self.has_nibbles:
+            row = b.add(multiply(b, position, 2), half)
+            return self.load(b, b.add(record, multiply(b, row, self.row_bytes)))
+        wide = b.zext(load(b, b.add(record, multiply(b, position, LANES)), I8X16), I32X16)
+        shift = simd.splat(b, b.trunc(multiply(b, half, 4), I32))
+        return b.sitofp(b.and_(b.lshr(wide, shift), constant(I32X16, 15)), F32X16)
+
+    def load_scales(self, b: Builder, record: Value) -> Value:
+        return self.load_side(b, offset(b, record, self.codes_bytes))
+
+    def load_minima(self, b: Builder, record: Value) -> Value:
+        return self.load_side(b, offset(b, record, self.codes_bytes + self.side_bytes))
+
+
+_CODES = Form(LANES, _i8, side_bytes=2 * LANES)
+_NIBBLES = Form(LANES // 2, _i8, side_bytes=2 * LANES, has_minima=True, has_nibbles=True)
+_FLOATS = {"f32": Form(64, _f32), "f16": Form(32, _f16), "bf16": Form(32, _bf16)}
+
+
+def _widened(form: Form) -> Form:
+    if not form.is_coded:
+        return _FLOATS["f32"]
+    return replace(form, row_bytes=64, load=_f32, load_side=_f32, side_bytes=64, has_nibbles=False)
+
+
+def _with_widened(forms: dict[str, Form]) -> dict[str, Form]:
+    return forms | {f"wide {kv_type}": _widened(form) for kv_type, form in forms.items()}
+
+
+KEYS = _with_widened(_FLOATS | {"q8": _CODES, "q4": _CODES})
+VALUES = _with_widened(_FLOATS | {"q8": _CODES, "q4": _NIBBLES})
+
+
+@intrinsic(prefer_literal=True)
+def key_bytes(context: Any, kv_type: Any, dim: Any) -> Any:
+    """Of a block of 16 positions."""
+    return types.int64(kv_type, types.int64), _bytes_of(KEYS[kv_type.literal_value])
+
+
+@intrinsic(prefer_literal=True)
+def value_bytes(context: Any, kv_type: Any, dim: Any) -> Any:
+    return types.int64(kv_type, types.int64), _bytes_of(VALUES[kv_type.literal_value])
+
+
+def _bytes_of(form: Form) -> Any:
+    return lambda context, b, signature, arguments: form.emit_block_bytes(b, arguments[1])
+
+
+@intrinsic(prefer_literal=True)
+def widen_keys(context: Any, kv_type: Any, blocks: Any, dim: Any, count: Any, to: Any) -> Any:
+    """So many blocks → `to`. As much after them is asked for."""
+    return types.void(kv_type, *(types.int64,) * 4), _widening(KEYS, kv_type.literal_value)
+
+
+@intrinsic(prefer_literal=True)
+def widen_values(context: Any, kv_type: Any, blocks: Any, dim: Any, count: Any, to: Any) -> Any:
+    return types.void(kv_type, *(types.int64,) * 4), _widening(VALUES, kv_type.literal_value)
+
+
+def _widening(forms: dict[str, Form], kv_type: str) -> Any:
+    form = forms[kv_type]
+
+    def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Any:
+        _, blocks, dim, count, to = arguments
+        if form.is_coded:
+            _widen_records(b, form, blocks, b.mul(count, b.udiv(dim, constant(I64, BLOCK))), to)
+        else:
+            _widen_rows(b, form, blocks, b.mul(count, dim), to)
+        return context.get_dummy_value()
+
+    return emit
+
+
+def _widen_rows(b: Builder, form: Form, rows: Value, count: Value, to: Value) -> None:
+    line, at_once = 64 // form.row_bytes, constant(I64, 64 // form.row_bytes)
+    ahead = b.add(rows, multiply(b, count, form.row_bytes))
+    with cgutils.for_range(b, b.udiv(count, at_once)) as loop:
+        prefetch(b, b.add(ahead, multiply(b, loop.index, 64)), 64, SECOND_CACHE)
+        first = b.mul(loop.index, at_once)
+        for row in range(line):
+            _widen_row(b, form, rows, b.add(first, constant(I64, row)), to)
+    with cgutils.for_range(b, b.urem(count, at_once)) as loop:
+        _widen_row(b, form, rows, b.sub(b.sub(count, loop.index), constant(I64, 1)), to)
+
+
+def _widen_row(b: Builder, form: Form, rows: Value, index: Value, to: Value) -> None:
+    wide = form.load(b, b.add(rows, multiply(b, index, form.row_bytes)))
+    simd.store_f32(b, b.add(to, multiply(b, index, 64)), wide)
+
+
+def _widen_records(b: Builder, form: Form, records: Value, count: Value, to: Value) -> None:
+    wide, size = _widened(form), constant(I64, form.record_bytes)
+    ahead = b.mul(count, size)
+    with cgutils.for_range(b, count) as record:
+        at, out = b.add(records, b.mul(record.index, size)), b.add(to, multiply(b, record.index, wide.record_bytes))
+        prefetch(b, b.add(at, ahead), form.record_bytes, SECOND_CACHE)
+        with cgutils.for_range(b, constant(I64, LANES)) as pair:
+            row = b.add(out, multiply(b, pair.index, 2 * wide.row_bytes))
+            for half in range(2):
+                simd.store_f32(
+                    b, offset(b, row, half * wide.row_bytes), form.load_half(b, at, pair.index, constant(I64, half))
+                )
+        simd.store_f32(b, offset(b, out, wide.codes_bytes), form.load_scales(b, at))
+        if form.has_minima:
+            simd.store_f32(b, offset(b, out, wide.codes_bytes + wide.side_bytes), form.load_minima(b, at))

@@ -1,0 +1,102 @@
+"""A chunk's keys and values multiplied: scores of queries, sums of p × values.
+
+Blocks are read as they are cached, or have been widened for many queries.
+"""
+
+from typing import Any
+
+from numba import njit
+
+from infer.backends.cpu.attention_tiles import add_value_run, float_value, score_run
+from infer.backends.cpu.cache_slots import block_at, end_of_run
+from infer.backends.cpu.cached_forms import key_bytes, value_bytes, widen_keys, widen_values
+from infer.backends.cpu.layouts import LANES
+from infer.backends.cpu.records import CHUNK, WIDE_BYTES
+from infer.backends.cpu.simd import load_scalar_f32, store_scalar_f32
+
+
+def make_widen_chunk(kv_type: str) -> Any:
+    """widen(args, row, kv, chunk, parts, to): the blocks of a chunk's parts, each at its place among the chunk's."""
+    wide = f"wide {kv_type}"
+
+    @njit
+    def widen_chunk(args, row, kv, chunk, parts, to):  # type: ignore[no-untyped-def]
+        start, (gap, first, end), dim = chunk * CHUNK, parts, args.dim
+        at = 0 if gap > 0 else first
+        while at < end:
+            run = end_of_run(args, row, start + at, start + (gap if at < gap else end)) - start
+            (keys, values), block, count = (
+                block_at(kv_type, args, row, kv, start + at),
+                at // LANES,
+                (run - at) // LANES,
+            )
+            widen_keys(kv_type, keys, dim, count, to + block * key_bytes(wide, dim))
+            widen_values(kv_type, values, dim, count, to + WIDE_BYTES * dim + block * value_bytes(wide, dim))
+            at = first if run == gap else run
+
+    return widen_chunk
+
+
+def make_chunk_scores(kv_type: str, is_wide: bool) -> Any:
+    """scores(columns, args, kv, chunk, parts, wide, out): of a chunk's parts, as [column, 256]. Where sinks have
+    queries of their own they are a part by itself. Blocks lie at `wide` if they are."""
+    stored = f"wide {kv_type}" if is_wide else kv_type
+
+    @njit
+    def chunk_scores(columns, args, kv, chunk, parts, wide, out):  # type: ignore[no-untyped-def]
+        start, (gap, first, end), dim = chunk * CHUNK, parts, args.dim
+        at = 0 if gap > 0 else first
+        while at < end:
+            run = gap if at < gap else end
+            if is_wide:
+                keys, values = wide + at // LANES * key_bytes(stored, dim), wide + WIDE_BYTES * dim
+            else:
+                run = end_of_run(args, columns.row, start + at, start + run) - start
+                keys, values = block_at(kv_type, args, columns.row, kv, start + at)
+            q = columns.queries + args.far_bytes if at < gap else columns.queries
+            score_run(stored, columns.num, q, dim, keys, (run - at) // LANES, out + 4 * at, values)
+            at = first if run == gap else run
+
+    return chunk_scores
+
+
+def make_add_chunk_values(kv_type: str, is_wide: bool) -> Any:
+    """add(columns, args, kv, chunk, parts, seen, p, wide, out, stride, after): out[column] += Σ p × values over a
+    chunk's parts, of which no more than [0, sinks) and [.., high) counts. One chain of additions over positions.
+
+    Meanwhile keys are asked for, of the chunk of a head that is named by `after`.
+    """
+    stored = f"wide {kv_type}" if is_wide else kv_type
+
+    @njit
+    def add_chunk_values(columns, args, kv, chunk, parts, seen, p, wide, out, stride, after):  # type: ignore[no-untyped-def]
+        start, (gap, first, _), (sinks, high), dim = chunk * CHUNK, parts, seen, args.dim
+        near = sinks if gap < first else min(gap, high)  # a window may begin among the sinks' blocks
+        at = 0 if gap > 0 else first
+        while at < high or at < gap:
+            run = near if at < gap else high
+            if is_wide:
+                keys, values = wide, wide + WIDE_BYTES * dim + at // LANES * value_bytes(stored, dim)
+            else:
+                run = end_of_run(args, columns.row, start + at, start + run) - start
+                keys, _ = block_at(kv_type, args, columns.row, after[0], after[1] * CHUNK + at)
+                _, values = block_at(kv_type, args, columns.row, kv, start + at)
+            add_value_run(stored, columns.num, p + 4 * at, dim, values, run - at, out, stride, keys)
+            if dim % LANES != 0:
+                _add_rest(stored, columns.num, p + 4 * at, dim, values, run - at, out, stride)
+            at = first if gap > 0 and run == near else run
+
+    return add_chunk_values
+
+
+@njit
+def _add_rest(stored, num_columns, p, dim, values, num_positions, out, stride):  # type: ignore[no-untyped-def]
+    """The dims that are no whole vector."""
+    for column in range(num_columns):
+        for i in range(dim // LANES * LANES, dim):
+            to = out + column * stride + 4 * i
+            total = load_scalar_f32(to)
+            for position in range(num_positions):
+                share = load_scalar_f32(p + 4 * CHUNK * column + 4 * position)
+                total += share * float_value(stored, values, position * dim + i)
+            store_scalar_f32(to, total)

@@ -1,0 +1,56 @@
+"""Tiles whose sums stay in registers: how many a machine has, and variables that LLVM keeps there."""
+
+import platform
+from collections.abc import Sequence
+
+from llvmlite.ir import IRBuilder as Builder
+from numba.core import cgutils
+
+from infer.backends.cpu.isa import target_features
+from infer.backends.cpu.layouts import LANES
+from infer.backends.cpu.simd import F32X16, I64, Value, fma, store_f32
+
+
+def vector_registers() -> tuple[int, int]:
+    """(how many there are, how many floats one holds). Kernels of floats are the same for every $INFER_ISA, so this is
+    what the compiler may use, not what the set has."""
+    features = target_features()
+    if "avx512f" in features:
+        return 32, 16
+    if "avx" in features:
+        return 16, 8
+    return (32 if platform.machine().lower() in ("aarch64", "arm64") else 16), 4
+
+
+def tile_shapes(num_registers: int, num_floats: int) -> tuple[tuple[int, int], ...]:
+    """(columns, vectors of 16 floats) of tiles, the most columns first: sums take three quarters of the registers."""
+    sums = num_registers * 3 // 4 * num_floats // LANES
+    widths = (12, 8, 4, 3, 2, 1) if sums >= 24 else (6, 4, 3, 2, 1)
+    return tuple((width, 1 << min(2, (sums // width).bit_length() - 1)) for width in widths if width <= sums)
+
+
+def variables(b: Builder, values: Sequence[Value]) -> list[Value]:
+    """Set to the values whenever control comes by."""
+    slots = [cgutils.alloca_once(b, F32X16) for _ in values]
+    for slot, value in zip(slots, values, strict=True):
+        b.store(value, slot)
+    return slots
+
+
+def add_products(b: Builder, sums: Sequence[Value], x: Value, factors: Sequence[Value]) -> None:
+    """sums[i] += x × factors[i]"""
+    for total, factor in zip(sums, factors, strict=False):
+        b.store(fma(b, x, factor, b.load(total)), total)
+
+
+def store_variables(b: Builder, slots: Sequence[Value], places: Sequence[Value]) -> None:
+    for slot, place in zip(slots, places, strict=True):
+        store_f32(b, place, b.load(slot))
+
+
+def lanes(b: Builder) -> Value:
+    """The address of 16 floats in the frame."""
+    with b.goto_entry_block():
+        slot = b.alloca(F32X16)
+    slot.align = 64
+    return b.ptrtoint(slot, I64)

@@ -122,9 +122,9 @@ def test_a_recorded_step_takes_what_was_said(name: str, weights: str, capacity: 
     for (role, _), size in buffers.items():
         role = "quantized" if role.startswith("quantized") else role
         said[role] = said.get(role, 0) + size
-    if instruction_set().has_matrices:
-        held["unpacked weights"] = held.get("unpacked weights", 0) * team().num_threads // MAX_THREADS
-    else:
+    for role in ("attention scratch", "unpacked weights"):  # of a thread each
+        held[role] = held.get(role, 0) * team().num_threads // MAX_THREADS
+    if not instruction_set().has_matrices:
         said.pop("unpacked weights", None)
     assert {role: size for role, size in said.items() if size} == {role: size for role, size in held.items() if size}
 

@@ -5,6 +5,7 @@ one of them does not see counts as e^−∞ = 0. A query's partials are merged i
 A partial lies as dim floats of the last sum, then m, then the first sum.
 """
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,6 +115,7 @@ def parts_for(columns, args, chunk):  # type: ignore[no-untyped-def]
     return parts_of_chunk(sinks, low, high), (sinks, high)
 
 
+@cache
 def make_chunk_partials(kv_type: str, is_wide: bool) -> Any:
     """partials(columns, args, kv, chunk, scratch, out, stride, after): they lie `stride` bytes apart. `after` is the
     (kv head, chunk) whose keys come next. If blocks are wide they lie after the scores in the scratch."""

@@ -17,6 +17,7 @@ from infer.backends.cpu import compiled, kernel_cache, threads
 from infer.backends.cpu.backend import CpuBackend
 from infer.backends.cpu.compilation import Compilation, Request
 from infer.backends.cpu.compiled import Kernel, Needed
+from infer.backends.cpu.isa import BY_NAME
 from infer.backends.cpu.needed_kernels import needed_kernels
 from infer.backends.cpu.threads import CurrentTeam, Team
 from infer.checkpoint import open_checkpoint
@@ -189,7 +190,7 @@ def test_compile_says_what_it_did_or_why_not(
     counts = []
 
     def compiling(backend: CpuBackend, models: Sequence[ModelOutline]) -> AbstractContextManager[None]:
-        counts.append(len({each[:2] for model in models for each in needed_kernels(model, "avx2")}))
+        counts.append(len({each[:2] for model in models for each in needed_kernels(model, BY_NAME["avx2"])}))
         return nullcontext()
 
     monkeypatch.setattr(

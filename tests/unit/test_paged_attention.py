@@ -162,3 +162,31 @@ def test_a_few_tokens_of_several_rows_are_shared_out_and_change_no_bit(num_threa
                 assert torch.equal(each, alone[row][start : start + len(each)])
     finally:
         set_num_threads(before)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_many_rows_and_a_prompt_among_them_change_no_bit(num_threads: int) -> None:
+    """A prompt's blocks are widened for its queries, the others' are not; threads take parts of a row."""
+    starts = [400, *range(0, 380, 20)]
+    counts = [150, *[1 + index % 3 for index in range(19)]]
+    single = make_layer(64)
+    table = torch.arange(len(starts) * single.pages.table.shape[1]).view(len(starts), -1)
+    none = torch.zeros(len(starts), dtype=torch.int64)
+    pages = Pages(64, table, none, none, none, none)
+    blocks = (blocks.repeat(1, len(starts) // 2, 1) for blocks in (single.keys, single.values))
+    layer = LayerCache("f32", *blocks, pages)
+    alone = attend_all(make_layer(64), [1] * 380 + [LENGTH - 380])
+    before = ops.backend_of(torch.device("cpu")).num_threads()
+    set_num_threads(num_threads)
+    try:
+        for row, start in enumerate(starts):
+            if start:
+                ops.attend(make_qkv(start, 0), HEADS, layer, Step.of([1] * start, row=row))
+        chunks = list(zip(starts, counts, strict=True))
+        step = Step.join([Step.of([1] * count, start, row=row) for row, (start, count) in enumerate(chunks)])
+        qkv = torch.cat([make_qkv(count, start) for start, count in chunks])
+        found = ops.attend(qkv, HEADS, layer, step).split(counts)
+    finally:
+        set_num_threads(before)
+    for start, each in zip(starts, found, strict=True):
+        assert torch.equal(each, alone[start : start + len(each)])

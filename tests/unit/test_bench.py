@@ -10,6 +10,7 @@ from transformers import Gemma3TextConfig
 
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from infer import LLM, InvalidRequestError
+from infer.backends.cpu.isa import instruction_set
 from infer.bench.profile import profile, split_label, summarize
 from infer.bench.speed import Memory, Workload, kv_bytes, measure, weight_bytes_by_kind
 from infer.cli import main
@@ -197,6 +198,7 @@ def test_the_command_prints_a_table(folder: Path, capsys: Capture) -> None:
     shown = capsys.readouterr()
     for part in ("prefill", "TTFT", "decode", "4 tokens at 12", "p95", "GB/s", "% used", "peak resident", "exact"):
         assert part in shown.out
+    assert f" {instruction_set().name}, " in shown.out
     assert shown.err == ""
 
 

@@ -24,6 +24,7 @@ CPUS = {  # triple, features that change what is emitted
     "icelake-server": (X86, _AVX512 | {"avx512vnni"}),
     "neoverse-n1": (ARM, {"neon", "dotprod"}),
     "apple-m1": (ARM, {"neon", "dotprod"}),
+    "neoverse-v1": (ARM, {"neon", "dotprod", "i8mm"}),
 }
 # The instruction that multiplies, and how many of it a record of Q4_1 × a token in two planes takes. Instructions in
 # all of 32 weights × a token: by two planes with one token, by two with the widest tile, by one with the widest.
@@ -34,6 +35,7 @@ INSTRUCTIONS = {
     "icelake-server": ("vpdpbusd", 16, (3.7, 2.4, 1.7)),
     "neoverse-n1": ("sdot", 64, (10.2, 8.8, 5.0)),
     "apple-m1": ("sdot", 64, (10.2, 8.8, 5.0)),
+    "neoverse-v1": ("usdot", 64, (10.2, 8.8, 5.0)),
 }
 
 

@@ -103,6 +103,10 @@ class Backend(ABC):
     def description(self) -> str:
         """What of the device decides speed, in one line: for reports."""
 
+    def instruction_set(self) -> str | None:
+        """Its name, where kernels can be compiled for several."""
+        return None
+
     @property
     @abstractmethod
     def computes_on_host(self) -> bool:

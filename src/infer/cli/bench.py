@@ -33,9 +33,11 @@ def run_bench(options: Mapping[str, Any]) -> None:
             on_progress=spinner.progress,
         )
     setting = {key: options[key] for key in ("model", "dtype", "weights", "precision")}
+    backend = ops.backend_of(llm.model.device)
+    setting["instruction_set"] = backend.instruction_set()
     writer = TextWriter(sys.stdout)
     if not (options["profile"] or options["as_json"]):  # at once: whoever reads one line and leaves ends the measuring
-        writer.write(model_line(setting, ops.backend_of(llm.model.device).num_threads()) + "\n")
+        writer.write(model_line(setting, backend.num_threads()) + "\n")
     with Spinner(f"profiling {name}" if options["profile"] else f"measuring {name}") as spinner:
         measured = profile(llm, workload, spinner.progress) if options["profile"] else None
         speed = measure(llm, workload, spinner.progress) if measured is None else None
@@ -51,9 +53,10 @@ def run_bench(options: Mapping[str, Any]) -> None:
     writer.end_line()
 
 
-def model_line(setting: Mapping[str, str], threads: int) -> str:
+def model_line(setting: Mapping[str, Any], threads: int) -> str:
     chosen = [f"{name} {setting[name]}" for name in ("weights", "dtype") if setting[name] != "auto"]
-    return _row("model", setting["model"], ", ".join([f"{threads} threads", setting["precision"], *chosen]))
+    remarks = [f"{threads} threads", setting["instruction_set"], setting["precision"], *chosen]
+    return _row("model", setting["model"], ", ".join(filter(None, remarks)))
 
 
 def speed_lines(speed: Speed) -> Iterator[str]:

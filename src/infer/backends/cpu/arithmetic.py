@@ -131,12 +131,12 @@ class Apart(Arithmetic):
                     sums[group, column, quad // size, plane] = [self.dot4(b, *pair, factor) for pair in pairs]
 
         def whole(*key: int) -> Value:
-            planes = [join(b, sums[*key, plane]) for plane in range(tile.planes)]
-            return planes[0] if tile.planes == 1 else b.add(b.shl(planes[0], constant(I32X16, 8)), planes[1])
+            return self.of_planes(b, [join(b, sums[*key, plane]) for plane in range(tile.planes)])
 
-        parts = range(tile.layout.parts)
-        dots = [[[whole(g, column, part) for part in parts] for column in tile.columns] for g in range(len(quads))]
-        return tile.less_offset(activations, dots)
+        return tile.less_offset(activations, tile.by_place(len(quads), whole))
+
+    def of_planes(self, b: Builder, planes: list[Value]) -> Value:
+        return planes[0] if len(planes) == 1 else b.add(b.shl(planes[0], constant(I32X16, 8)), planes[1])
 
 
 @final
@@ -150,18 +150,28 @@ class Vnni256(Apart):
         return call(b, "x86.avx512.vpdpbusd.256", total.type, total, weights, factor)
 
 
-@final
-class Neon(Apart):
-    """`sdot` takes signed weights, and the activations of all lanes from one lane of a register."""
+class Arm(Apart):
+    """The activations of all lanes come from one lane of a register."""
 
-    width, shuffle, is_signed = 16, "aarch64.neon.tbl1.v16i8", True
+    width, shuffle = 16, "aarch64.neon.tbl1.v16i8"
+    dot: str
 
     def factor(self, tile: "Tile", activations: Value, column: int, plane: int, quad: int) -> Value:
         return tile.four_of_lane(activations, column, plane, quad)
 
     def dot4(self, b: Builder, total: Value, weights: Value, factor: Value) -> Value:
         bytes_ = [b.bitcast(x, ir.VectorType(I8, 16)) for x in (weights, factor)]
-        return call(b, "aarch64.neon.sdot.v4i32.v16i8", total.type, total, *bytes_)
+        return call(b, f"aarch64.neon.{self.dot}.v4i32.v16i8", total.type, total, *bytes_)
+
+
+@final
+class Neon(Arm):
+    dot, is_signed = "sdot", True
+
+
+@final
+class I8mm(Arm):
+    dot = "usdot"
 
 
 class Words(Arithmetic):
@@ -181,11 +191,8 @@ class Words(Arithmetic):
         emit = self._of_words if tile.has_words else self._of_bytes
         size = 8 // tile.layout.parts
         parts = [emit(tile, activations, quads, range(first, first + size)) for first in range(0, 8, size)]
-        totals = [
-            [[join(tile.b, part[group, column]) for part in parts] for column in tile.columns]
-            for group in range(len(quads))
-        ]
-        return tile.less_offset(activations, totals)
+        dots = tile.by_place(len(quads), lambda group, column, part: join(tile.b, parts[part][group, column]))
+        return tile.less_offset(activations, dots)
 
     def _of_bytes(self, tile: "Tile", activations: Value, quads: list[Quads], part: range) -> _Sums:
         b, totals, sums = tile.b, _Sums(), _Sums()
@@ -266,7 +273,7 @@ class Portable(Chained):
         return total
 
 
-_CLASSES = {emitter.__name__: emitter for emitter in (Vnni512, Vnni256, Avx2, Avx512, Neon, Portable)}
+_CLASSES = {emitter.__name__: emitter for emitter in (Vnni512, Vnni256, Avx2, Avx512, I8mm, Neon, Portable)}
 
 
 def arithmetic_of(isa: InstructionSet) -> Arithmetic:

@@ -36,6 +36,9 @@ class CpuBackend(TorchBackend):
         kept = f"kernels are not kept: {trouble}" if trouble else f"kernels in {kernel_cache.cache_folder()}"
         return f"{used.name}{also}, {default_num_threads()} threads; {kept}"
 
+    def instruction_set(self) -> str:
+        return isa.instruction_set().name
+
     def capture(self, forward: Forward, capacity: int, max_logits: int) -> Captured:
         captured: Captured = import_module("infer.backends.cpu.capture.forward").CapturedForward(
             forward, capacity, max_logits

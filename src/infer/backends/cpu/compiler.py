@@ -15,6 +15,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 from numba.np.numpy_support import from_dtype
 
+from infer.backends.cpu.host_features import arm_features
 from infer.backends.cpu.images import NEVER_CALLED, may_run_code, never_called_address, symbol_address
 from infer.backends.cpu.shortcuts import shortcuts
 from infer.backends.cpu.state import STATE
@@ -93,6 +94,12 @@ class _Library(codegen.JITCodeLibrary):  # type: ignore[misc]
 class _Codegen(codegen.JITCPUCodegen):  # type: ignore[misc]
     _library_class = _Library
     command = ""  # the library that gets code
+
+    def _get_host_cpu_features(self) -> str:
+        features: str = super()._get_host_cpu_features()
+        if import_module("numba.core.config").CPU_FEATURES is not None:
+            return features
+        return ",".join([*filter(None, [features]), *(f"+{name}" for name in sorted(arm_features()))])
 
     def set_env(self, env_name: str, env: Any) -> None:
         """No command reads an environment."""

@@ -92,6 +92,7 @@ INSTRUCTION_SETS = (
     InstructionSet("avx512", _AVX512, 32, 64, "Avx512", _FEW, _FEW, _FEW, _FEW),
     InstructionSet("avxvnni", frozenset({"avxvnni"}), 16, 32, "Vnni256", _TWO, _THREE, _FLOATS),
     InstructionSet("avx2", frozenset({"avx2"}), 16, 32, "Avx2", _TWO, _FOUR, _FLOATS, _FOUR),
+    InstructionSet("i8mm", frozenset({"dotprod", "i8mm"}), 32, 16, "I8mm", _TWO, _FOUR, _THREE),
     InstructionSet("neon", frozenset({"dotprod"}), 32, 16, "Neon", _TWO, _FOUR, _THREE),
     InstructionSet("portable", frozenset(), 16, 16, "Portable", _TWO, _TWO, _TWO),
 )

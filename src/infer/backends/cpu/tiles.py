@@ -15,6 +15,7 @@ A of 16 bits lies as two int8 planes, A = 256 hi + lo.
 An activation record, one per block and token:   [hi × 32] scale f32, scale × ΣA f32  [lo × 32] −ΣA of each half i32
 """
 
+from collections.abc import Callable
 from functools import partial
 
 from llvmlite import ir
@@ -74,6 +75,11 @@ class Tile:
         """Of a column's activations, those of the even or of the odd inputs of a quad, as one i32."""
         at = column * self.activation_bytes + PLANE_BYTES * (quad // 4) + 8 * (quad % 4) + 4 * parity
         return load(self.b, simd.offset(self.b, activations, at), I32, 4)
+
+    def by_place(self, groups: int, dot: Callable[[int, int, int], Value]) -> Dots:
+        """From the dot of a group, a column and a part."""
+        parts = range(self.layout.parts)
+        return [[[dot(group, column, part) for part in parts] for column in self.columns] for group in range(groups)]
 
     def less_offset(self, activations: Value, dots: Dots) -> Dots:
         """dots − offset ΣA"""

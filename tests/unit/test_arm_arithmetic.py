@@ -1,0 +1,123 @@
+"""What ARM's instruction sets compute, on any CPU: their instructions are spelled out, and the tile is run."""
+
+import ctypes
+import re
+
+import llvmlite.binding as llvm
+import numpy as np
+import numpy.typing as npt
+import pytest
+from llvmlite import ir
+
+from infer.backends.cpu import host_features, panels
+from infer.backends.cpu.isa import BY_NAME, Shape, target_features
+from infer.backends.cpu.layouts import LANES, LAYOUTS, PLANE_BYTES, SCALE_AT
+from infer.backends.cpu.simd import I64
+
+RECORDS, COLUMNS = 8, 2
+
+
+def spelled_out(name: str) -> str:
+    """A function of LLVM's text that does what an instruction does."""
+    lines = list[str]()
+    if "tbl1" in name:
+        parameters, result = "<16 x i8> %a, <16 x i8> %b", "<16 x i8>"
+        for lane in range(16):
+            before = f"%r{lane - 1}" if lane else "zeroinitializer"
+            lines += [
+                f"%i{lane} = extractelement <16 x i8> %b, i32 {lane}",
+                f"%e{lane} = extractelement <16 x i8> %a, i8 %i{lane}",
+                f"%r{lane} = insertelement <16 x i8> {before}, i8 %e{lane}, i32 {lane}",
+            ]
+        last = "%r15"
+    else:
+        parameters, result = "<4 x i32> %t, <16 x i8> %a, <16 x i8> %b", "<4 x i32>"
+        extend = "zext" if "usdot" in name else "sext"
+        lines += [f"%x = {extend} <16 x i8> %a to <16 x i32>", "%y = sext <16 x i8> %b to <16 x i32>"]
+        lines.append("%p = mul <16 x i32> %x, %y")
+        for byte in range(4):
+            lanes = ", ".join(f"i32 {4 * lane + byte}" for lane in range(4))
+            lines.append(f"%s{byte} = shufflevector <16 x i32> %p, <16 x i32> undef, <4 x i32> <{lanes}>")
+            lines.append(f"%t{byte} = add <4 x i32> %s{byte}, {f'%t{byte - 1}' if byte else '%t'}")
+        last = "%t3"
+    return f"define {result} @{name}({parameters}) {{\n" + "\n".join([*lines, f"ret {result} {last}"]) + "\n}"
+
+
+def tile_module(set_name: str, type_: str, planes: int) -> str:
+    module = ir.Module()
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 5), "tile")
+    b = ir.IRBuilder(function.append_basic_block())
+    weights, activations, stride, num_records, out = function.args
+    operands = (activations, out, [weights], stride, num_records, None)
+    panels.emit_tile(b, LAYOUTS[type_], planes, BY_NAME[set_name], Shape(1, COLUMNS, COLUMNS), *operands)
+    b.ret_void()
+    text = str(module)
+    for name in set(re.findall(r"llvm\.aarch64\.neon\.\w+\.[\w.]+", text)):
+        text = re.sub(rf'declare [^\n]*"{re.escape(name)}"[^\n]*', spelled_out(f'"{name[5:]}"'), text)
+        text = text.replace(name, name[5:])
+    return text
+
+
+def run(text: str, weights: npt.NDArray[np.uint8], activations: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint32]:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    features = ",".join(f"+{feature}" for feature in sorted(target_features()))
+    machine = llvm.Target.from_default_triple().create_target_machine(features=features)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(text), machine)
+    engine.finalize_object()
+    out = np.zeros((COLUMNS, LANES), np.uint32)
+    call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(engine.get_function_address("tile"))
+    call(weights.ctypes.data, activations.ctypes.data, activations.nbytes // RECORDS, RECORDS, out.ctypes.data)
+    return out
+
+
+def aligned(num_bytes: int) -> npt.NDArray[np.uint8]:
+    memory = np.zeros(num_bytes + 64, np.uint8)
+    return memory[-memory.ctypes.data % 64 :][:num_bytes]
+
+
+def make_activations(planes: int, random: np.random.Generator) -> npt.NDArray[np.uint8]:
+    size = 32 * planes + 16
+    records = aligned(RECORDS * COLUMNS * size).reshape(-1, size)
+    for record in records:
+        whole = random.integers(-32512, 32513, 32) if planes == 2 else random.integers(-127, 128, 32)
+        high = (whole + 128) // 256 if planes == 2 else whole
+        record[:32] = high.astype(np.int8).view(np.uint8)
+        if planes == 2:
+            record[PLANE_BYTES : PLANE_BYTES + 32] = (whole - 256 * high).astype(np.int8).view(np.uint8)
+        record[SCALE_AT : SCALE_AT + 8] = np.array([0.01, 0.01 * whole.sum()], np.float32).view(np.uint8)
+        record[-8:] = (-whole.reshape(2, 16).sum(1)).astype(np.int32).view(np.uint8)
+    return records
+
+
+@pytest.mark.parametrize("set_name", ["neon", "i8mm"])
+@pytest.mark.parametrize("planes", [1, 2])
+@pytest.mark.parametrize("type_", ["Q4_0", "Q8_0", "IQ4_NL", "Q6_K"])
+def test_a_tile_for_arm_gives_the_bits_of_the_portable_one(type_: str, planes: int, set_name: str) -> None:
+    layout, random = LAYOUTS[type_], np.random.default_rng(0)
+    weights = aligned(RECORDS // layout.records_per_super * layout.super_bytes)
+    weights[:] = random.integers(0, 256, len(weights))
+    supers = weights.reshape(-1, layout.super_bytes)
+    scale_at = 0 if layout.super_header else layout.scale_at
+    supers[:, scale_at : scale_at + 2 * LANES] = np.full(LANES, 0.01, np.float16).view(np.uint8)
+    activations = make_activations(planes, random)
+    found, expected = (run(tile_module(name, type_, planes), weights, activations) for name in (set_name, "portable"))
+    assert np.isfinite(expected.view(np.float32)).all()
+    assert found.tolist() == expected.tolist()
+
+
+def test_the_system_is_asked_for_what_an_arm_cpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_features.platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(host_features.sys, "platform", "darwin")
+    monkeypatch.setattr(host_features, "_sysctl", lambda name: name in ("hw.optional.arm.FEAT_DotProd",))
+    assert host_features.arm_features() == {"neon", "dotprod"}
+    monkeypatch.setattr(host_features.sys, "platform", "linux")
+    hwcaps = {16: 1 << 1 | 1 << 20, 26: 1 << 13}
+
+    class System:
+        @staticmethod
+        def getauxval(kind: int) -> int:
+            return hwcaps[kind]
+
+    monkeypatch.setattr(host_features.ctypes, "CDLL", lambda _: System)
+    assert host_features.arm_features() == {"neon", "dotprod", "i8mm"}

@@ -377,5 +377,5 @@ def run_all(
     """`options` are a runner's."""
     made = {"capture": way.capture, "settings": world.settings, **options}
     engine = Engine(CachedRunner(world.model, CONTEXT, num_slots=num_slots, **made), max_steps=way.chain)
-    ended = dict(answer_all(engine, iter(waiting), num_slots))
+    ended = dict(answer_all(engine, enumerate(waiting), num_slots))
     return [ended[number] for number in range(len(waiting))]

@@ -15,8 +15,8 @@ from torch import Tensor
 from infer.catalog.models import shown_as, weights_name
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.generation_config import defaults_of
-from infer.engine.batch import Ended, answer_all, results_of
-from infer.engine.host import Host, HostSettings
+from infer.engine.batch import Ended, answer_all, begun, results_of
+from infer.engine.host import Host, HostSettings, OnError
 from infer.engine.model_settings import (
     DeviceName,
     DtypeName,
@@ -30,7 +30,6 @@ from infer.engine.model_settings import (
 from infer.engine.prompt_ids import Message, Prompt, encode_conversation, is_list_of_texts, pairs_as_needed, pairs_of
 from infer.engine.request import check_prompt
 from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback, check_count, split_options
-from infer.engine.sequence import Sequence as Answer
 from infer.engine.stream import OnPrefill, OnToken, Stream
 from infer.engine.token_trace import logits_of, score_prompt, trace_token
 from infer.errors import InvalidRequestError
@@ -289,15 +288,14 @@ class LLM:
     ) -> list[GenerationResult]:
         """The answers to several prompts, in their order, up to `batch_size` of them in one step (64 at most).
 
-        Each is what `generate` gives for its prompt and parameters, one set for all or one a prompt. An answer that
-        ends makes room for the next prompt, and `on_result(index, result)` is called with it. All are checked before
-        the first begins.
+        Each is what `generate` gives for its prompt and parameters, one set for all or one a prompt. Where one ends
+        the next begins, and `on_result(index, result)` is called. All are checked before the first begins.
         """
         host = self._opened
         check_count("batch_size", batch_size, 1, MAX_STEP_LOGITS)
         options, sampling = split_options(options, keywords)
         requests = list(host.requests(pairs_of(prompts, params), options, sampling))
-        return results_of(host.engine, map(Answer, requests), batch_size, len(requests), on_progress, on_result)
+        return results_of(host.engine, requests, batch_size, on_progress, on_result)
 
     def generate_iter(
         self,
@@ -305,17 +303,20 @@ class LLM:
         params: Params | Iterable[Params] | None = None,
         *,
         batch_size: int = BATCH_SIZE,
+        on_error: OnError | None = None,
         options: RequestOptions | None = None,
         **keywords: Unpack[RequestKeywords],
     ) -> Iterator[Ended]:
         """`(index, result)` of each answer as it ends, for as many prompts as there are: each is taken from `prompts`,
-        and checked, when there is room for it. Leaving the loop ends the answers under way.
+        and checked, when there is room for it. With `on_error(index, error)` one that is refused ends no others.
+        Leaving the loop ends the answers under way.
         """
+        check_callback("on_error", on_error)
         host = self._opened
         check_count("batch_size", batch_size, 1, MAX_STEP_LOGITS)
         options, sampling = split_options(options, keywords)
-        requests = host.requests(pairs_as_needed(prompts, params), options, sampling)
-        return answer_all(host.engine, map(Answer, requests), batch_size)
+        requests = host.requests(pairs_as_needed(prompts, params), options, sampling, on_error)
+        return answer_all(host.engine, begun(requests), batch_size)
 
     def chat(
         self,

@@ -35,7 +35,7 @@ LAZY_DEPENDENCIES = {
 }
 LIGHT_MODULES = ["infer", "infer.sampling_params", "infer.outputs", "infer.errors", "infer.cli", "infer.checkpoint"]
 # Modules that answer --help, or are imported, before torch is: they may load the rest of infer late.
-LAZY_FRONT = ("__init__.py", "__main__.py", "cli/")
+LAZY_FRONT = ("__init__.py", "__main__.py", "cli/", "batch_file/workers.py")
 
 
 def syntax_trees() -> Iterator[tuple[str, ast.Module]]:

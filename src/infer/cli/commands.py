@@ -18,6 +18,7 @@ from infer.cli.model import Model
 from infer.cli.options import (
     Function,
     apply_options,
+    batch_options,
     cache_options,
     cache_values,
     check_constraints,
@@ -182,6 +183,25 @@ def generate(context: click.Context, /, **options: Any) -> None:
 
 
 @infer.command()
+@batch_options
+@sampling_options(has_length=True)
+@model_options
+@click.pass_context
+def batch(context: click.Context, /, **options: Any) -> None:
+    """Answer a file of rows, {"id": …, "prompt": …} or OpenAI's batch format, into a file of lines.
+
+    Lines come as answers end. Run again after it was stopped or killed, it answers what has no line yet. A row without
+    a seed has one made of --seed and its id: the same row gets the same line, however often and with how many workers.
+    """
+    invocation = _invocation(context, options)
+    given = {name: value for name, value in given_values(context, options).items() if name != "seed"}
+    check_options(options, [SamplingParams.from_mapping(given)])
+    from infer.cli.batch import run_batch
+
+    invocation.exit_status = run_batch(options, given, partial(load_model, context, options), load_arguments(options))
+
+
+@infer.command()
 @click.option("--system", metavar="TEXT", help="A system message to begin with.")
 @sampling_options(has_length=True)
 @model_options
@@ -320,21 +340,14 @@ def load_model(context: click.Context, options: Mapping[str, Any]) -> Model:
     with exit_on_signal(), keeping_garbage(), spinner, kernels_ahead(options, options["device"]):
         from infer.llm import LLM
 
-        return LLM(
-            options["model"],
-            device=options["device"],
-            dtype=options["dtype"],
-            weights=options["weights"],
-            precision=options["precision"],
-            **cache_values(options),
-            grammar_backend=options["grammar_backend"],
-            capture=not options["no_capture"],
-            max_seq_len=options["max_seq_len"],
-            threads=options["threads"],
-            chat_template=options["chat_template"],
-            allow_special=options["allow_special"],
-            on_progress=spinner.progress,
-        )
+        return LLM(**load_arguments(options), on_progress=spinner.progress)
+
+
+def load_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What `LLM` is given of them."""
+    names = ("model", "device", "dtype", "weights", "precision", "grammar_backend", "max_seq_len", "threads")
+    given = {name: options[name] for name in (*names, "chat_template", "allow_special")}
+    return given | cache_values(options) | {"capture": not options["no_capture"]}
 
 
 def kernels_ahead(options: Mapping[str, Any], device: str = "cpu") -> AbstractContextManager[None]:

@@ -67,6 +67,19 @@ def prompts_options(function: Function) -> Function:
     return apply_options(options, function)
 
 
+def batch_options(function: Function) -> Function:
+    options = [
+        click.argument("source", type=click.Path(path_type=Path), metavar="IN.jsonl"),
+        click.argument("output", type=click.Path(path_type=Path), metavar="OUT.jsonl"),
+        click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True,
+                     help="Processes, each with the model."),
+        click.option("--batch-size", type=click.IntRange(1, MAX_STEP_LOGITS), default=16, show_default=True,
+                     help="Rows that a process answers at a time."),
+        click.option("--retry-errors", is_flag=True, help="Answer rows again whose line is an error."),
+    ]  # fmt: skip
+    return apply_options(options, function)
+
+
 def constraint_options(function: Function) -> Function:
     """At most one of them."""
     options = [

@@ -1,10 +1,11 @@
 """Many prompts, a few of them at a time: a closed queue before the engine."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from infer.engine.engine import Engine
+from infer.engine.request import Request
 from infer.engine.sequence import Sequence
 from infer.outputs import GenerationResult
 
@@ -16,11 +17,15 @@ class Ended(NamedTuple):
     result: GenerationResult
 
 
+def begun(requests: Iterable[tuple[int, Request]]) -> Iterator[tuple[int, Sequence]]:
+    """As they are asked for: a sequence holds more than its request."""
+    return ((number, Sequence(request)) for number, request in requests)
+
+
 def results_of(
     engine: Engine,
-    sequences: Iterator[Sequence],
+    requests: list[tuple[int, Request]],
     batch_size: int,
-    total: int,
     on_progress: Callable[[int, int], None],
     on_result: Callable[[int, GenerationResult], None] | None,
 ) -> list[GenerationResult]:
@@ -28,29 +33,30 @@ def results_of(
     results: dict[int, GenerationResult] = {}
 
     def on_step(num_ended: int) -> None:
-        on_progress(num_ended, total)
+        on_progress(num_ended, len(requests))
 
-    for number, result in answer_all(engine, sequences, batch_size, on_step):
+    for number, result in answer_all(engine, begun(requests), batch_size, on_step):
         results[number] = result
         if on_result is not None:
             on_result(number, result)
-    return [results[number] for number in range(total)]
+    return [results[number] for number, _ in requests]
 
 
 def answer_all(
     engine: Engine,
-    sequences: Iterator[Sequence],
+    sequences: Iterator[tuple[int, Sequence]],
     batch_size: int,
     on_step: Callable[[int], None] = lambda num_ended: None,
 ) -> Iterator[Ended]:
-    """Each answer as it ends. Sequences are taken from the iterator when there is room for them, `batch_size` at once;
-    `on_step` is called after each step. Closed early, or left by an exception, it ends all that go on.
+    """Each answer as it ends. Sequences are taken from the iterator, each with its prompt's number, when there is room
+    for them, `batch_size` at once; `on_step` is called after each step. Closed early, or left by an exception, it ends
+    all that go on.
     """
     active = deque[tuple[int, Sequence]]()
-    numbered, num_ended = enumerate(sequences), 0
+    num_ended = 0
     try:
         while True:
-            while len(active) < batch_size and (following := next(numbered, None)) is not None:
+            while len(active) < batch_size and (following := next(sequences, None)) is not None:
                 following[1].runs_ahead = True
                 active.append(following)
                 engine.submit(following[1])

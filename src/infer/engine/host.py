@@ -24,6 +24,7 @@ from infer.sampling_params import SamplingParams
 from infer.tokenizer import Tokenizer
 
 Encode = Callable[[Prompt], list[int]]
+OnError = Callable[[int, InvalidRequestError], None]
 
 
 @final
@@ -113,15 +114,23 @@ class Host:
         )
 
     def requests(
-        self, prompts: Iterable[tuple[Prompt, Params | None]], options: RequestOptions, keywords: Mapping[str, Any]
-    ) -> Iterator[Request]:
-        """One after the other. What one of them raises names its number."""
+        self,
+        prompts: Iterable[tuple[Prompt, Params | None]],
+        options: RequestOptions,
+        keywords: Mapping[str, Any],
+        on_error: OnError | None = None,
+    ) -> Iterator[tuple[int, Request]]:
+        """One after the other, each with its number, which an error names; with `on_error` the others go on."""
         for index, (prompt, params) in enumerate(prompts):
             try:
                 asked = self.sampled_by(prompt, params, keywords)
-                yield self.request(self.fit(prompt, asked, options, None), asked, options)
+                request = self.request(self.fit(prompt, asked, options, None), asked, options)
             except InvalidRequestError as error:
-                raise type(error)(f"prompt {index}: {error}") from error
+                if on_error is None:
+                    raise type(error)(f"prompt {index}: {error}") from error
+                on_error(index, error)
+            else:
+                yield index, request
 
     def stream(
         self,

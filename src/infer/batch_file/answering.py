@@ -1,0 +1,58 @@
+"""Rows answered by one model in this process: the engine's batch, and a line for every row, whatever becomes of it."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from itertools import tee
+from typing import Any
+
+from infer.batch_file.result_line import error_line, result_line
+from infer.batch_file.row import Row, seed_of
+from infer.batch_file.settings import BatchSettings, Write
+from infer.errors import InvalidRequestError
+from infer.llm import LLM
+from infer.sampling_params import values_from
+from infer.tokenizer import Tokenizer
+
+_REFUSED = "invalid_request"
+
+
+def answer_rows(llm: LLM, rows: Iterable[Row], settings: BatchSettings, write: Write) -> None:
+    """Each row's line as its answer ends. Rows are taken when there is room for them; cancelled ones get no line."""
+    under_way = dict[int, Row]()
+    rows_of_prompts, rows_of_params = tee(_askable(rows, settings, write))
+
+    def params() -> Iterator[Mapping[str, Any]]:
+        for number, row in enumerate(rows_of_params):
+            under_way[number] = row
+            yield row.values
+
+    def refuse(number: int, error: InvalidRequestError) -> None:
+        row = under_way.pop(number)
+        write(error_line(row, _REFUSED, str(error), settings.model))
+
+    spell = partial(_spelt, llm.tokenizer)
+    prompts = (row.prompt for row in rows_of_prompts)
+    answers = llm.generate_iter(
+        prompts, params(), batch_size=settings.batch_size, on_error=refuse, options=settings.options
+    )
+    for number, result in answers:
+        row = under_way.pop(number)
+        if result.finish_reason != "abort":
+            write(result_line(row, result, settings.model, spell))
+
+
+def _askable(rows: Iterable[Row], settings: BatchSettings, write: Write) -> Iterator[Row]:
+    """With all values that are to be asked for; the others get their line."""
+    for row in rows:
+        try:
+            if row.problem is not None:
+                raise InvalidRequestError(row.problem)
+            values = {"seed": seed_of(settings.seed, row.id), **settings.values, **values_from(row.values)}
+        except InvalidRequestError as error:
+            write(error_line(row, _REFUSED, str(error), settings.model))
+        else:
+            yield row._replace(values=values)
+
+
+def _spelt(tokenizer: Tokenizer, token_id: int) -> str:
+    return tokenizer.decode([token_id], skip_special_tokens=False)

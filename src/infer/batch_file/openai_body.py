@@ -1,0 +1,85 @@
+"""The body of an OpenAI request as a prompt and the fields of `SamplingParams`. Nothing in it is ignored silently."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from infer.errors import InvalidRequestError
+from infer.sampling_params import ALIASES, PARAMETER_NAMES
+
+# Fields that ask for nothing: any value, or the one that says so.
+_ANYTHING = frozenset({"model", "user", "metadata", "safety_identifier", "prompt_cache_key"})
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "n": (1,), "best_of": (1,), "stream": (False,), "stream_options": (), "store": (False,), "echo": (False,),
+    "service_tier": ("auto", "default"), "tools": ([],), "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False), "modalities": (["text"],),
+}  # fmt: skip
+_PROMPTS = ("messages", "prompt")
+_OWN = ("logprobs", "top_logprobs", "response_format")
+
+
+def prompt_of_body(body: Mapping[str, Any], *, is_chat: bool) -> str | Sequence[int] | Sequence[Mapping[str, Any]]:
+    """Raises InvalidRequestError where it is missing or not text."""
+    name, other = _PROMPTS if is_chat else _PROMPTS[::-1]
+    found = body.get(name)
+    if other in body:
+        raise InvalidRequestError(f"{other} belongs to another url")
+    if is_chat and isinstance(found, list):
+        return [_message(each) for each in found]
+    if not is_chat and isinstance(found, str | list):
+        return found
+    raise InvalidRequestError(f"body.{name} must be {'a list' if is_chat else 'a text or ids'}, got {found!r:.60}")
+
+
+def params_of_body(body: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any]:
+    """Null is absent. Raises InvalidRequestError for a field that is not known, and for what is not built."""
+    given = {name: value for name, value in body.items() if value is not None and name not in _PROMPTS}
+    values = {}
+    for name, value in given.items():
+        if name in _ANYTHING or name in _OWN:
+            continue
+        if name in _NEUTRAL:
+            if value not in _NEUTRAL[name]:
+                raise InvalidRequestError(f"{name} {value!r:.60} is not served here: leave it out")
+        elif name in PARAMETER_NAMES or name in ALIASES:
+            values[ALIASES.get(name, name)] = value
+        else:
+            raise InvalidRequestError(_unknown(name))
+    return values | _log_probabilities(given, is_chat=is_chat) | _format(given.get("response_format"))
+
+
+def _message(message: object) -> Mapping[str, Any]:
+    """Parts of text are joined: templates take one text."""
+    if isinstance(message, dict) and isinstance(parts := message.get("content"), list):
+        if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+            raise InvalidRequestError("a message's content may have parts of type text alone")
+        return message | {"content": "".join(str(part.get("text", "")) for part in parts)}
+    if not isinstance(message, dict):
+        raise InvalidRequestError(f"a message must be an object with role and content, got {message!r:.60}")
+    return message
+
+
+def _log_probabilities(given: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any]:
+    asked, top = given.get("logprobs"), given.get("top_logprobs")
+    if not is_chat:
+        return {} if asked is None else {"logprobs": asked}
+    if asked not in (None, True, False) or (top is not None and asked is not True):
+        raise InvalidRequestError("logprobs must be true or false, and top_logprobs needs logprobs: true")
+    return {"logprobs": top or 0} if asked else {}
+
+
+def _format(asked: Any) -> dict[str, Any]:
+    match asked:
+        case None | {"type": "text"}:
+            return {}
+        case {"type": "json_object"}:
+            return {"json_schema": {"type": "object"}}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return {"json_schema": schema}
+    raise InvalidRequestError(f"response_format must be text, json_object or json_schema, got {asked!r:.80}")
+
+
+def _unknown(name: str) -> str:
+    known = [*PARAMETER_NAMES, *ALIASES, *_ANYTHING, *_NEUTRAL, *_OWN]
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"{name} is not known here" + (f": did you mean {near[0]}?" if near else "; leave it out")

@@ -1,0 +1,132 @@
+"""The file of results: a line each, appended as answers end, so that the next run knows what is done.
+
+A run that is killed may leave half a line: it is cut, and its row is answered again, with the same bytes.
+"""
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, Self, final
+
+from infer.errors import InvalidRequestError
+
+_SYNC_SECONDS = 1.0  # after a crash of the machine so much is answered again
+
+
+class Finished(NamedTuple):
+    """A row that has its line."""
+
+    id: str
+    has_failed: bool
+    line: bytes
+
+
+@final
+class OutputFile:
+    """One run writes at a time. `finished` are the ids that have a line; with `retry_errors` those of failed rows are
+    removed first.
+    """
+
+    def __init__(self, path: Path, model: str, *, retry_errors: bool = False) -> None:
+        self._path, self._model, self._synced = path, model, time.monotonic()
+        self.finished = set[str]()
+        self.num_failed = 0
+        self._file = self._open()
+        try:
+            self._read(retry_errors=retry_errors)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def write(self, line: str) -> None:
+        """Append a result's line."""
+        self._file.write(line.encode())
+        self._file.flush()
+        if time.monotonic() - self._synced > _SYNC_SECONDS:
+            os.fsync(self._file.fileno())
+            self._synced = time.monotonic()
+
+    def close(self) -> None:
+        if not self._file.closed:
+            with suppress(OSError):  # a pipe or /dev/stdout has nothing to sync
+                os.fsync(self._file.fileno())
+            self._file.close()
+
+    def _open(self) -> Any:
+        try:
+            file = self._path.open("a+b")
+        except OSError as error:
+            raise InvalidRequestError(f"the output {self._path} cannot be written: {error.strerror}") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.close()
+            raise InvalidRequestError(
+                f"another infer batch writes {self._path}: wait for it, or name another file"
+            ) from None
+        return file
+
+    def _read(self, *, retry_errors: bool) -> None:
+        kept, has_dropped = list[Finished](), False
+        for each in self._lines():
+            if retry_errors and each.has_failed:
+                has_dropped = True
+                continue
+            kept.append(each._replace(line=each.line if retry_errors else b""))
+            self.finished.add(each.id)
+            self.num_failed += each.has_failed
+        if has_dropped:
+            self._replace([each.line for each in kept])
+
+    def _lines(self) -> Iterator[Finished]:
+        """What is after the last whole line is cut."""
+        self._file.seek(0)
+        end = 0
+        for number, line in enumerate(self._file, 1):
+            if not line.endswith(b"\n"):
+                break
+            end += len(line)
+            yield self._finished(line, number)
+        self._file.truncate(end)
+
+    def _finished(self, line: bytes, number: int) -> Finished:
+        record = None
+        with suppress(ValueError, RecursionError):
+            record = json.loads(line)
+        match record:
+            case {"custom_id": str(row_id), "response": None | {"body": {"model": str()}} as response, "error": error}:
+                self._check_model(None if response is None else response["body"]["model"])
+                return Finished(row_id, error is not None, line)
+            case {"id": str(row_id), "model": str(model), **others}:
+                self._check_model(model)
+                return Finished(row_id, "error" in others, line)
+        raise InvalidRequestError(
+            f"{self._path}, line {number} was not written by infer batch: name another output, or remove it"
+        )
+
+    def _check_model(self, model: str | None) -> None:
+        if model not in (None, self._model):
+            raise InvalidRequestError(
+                f"{self._path} holds answers of {model}, not of {self._model}: name another output, or remove it"
+            )
+
+    def _replace(self, lines: list[bytes]) -> None:
+        """All at once: a kill leaves the old file or the new one."""
+        aside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        with aside.open("wb") as file:
+            file.writelines(lines)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(self._path)
+        self._file.close()
+        self._file = self._open()

@@ -1,0 +1,102 @@
+"""The line that answers a row. The same row gives the same bytes: no clock and no chance is in it."""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+from infer.batch_file.row import ENDPOINTS, Row
+from infer.batch_file.settings import Line
+from infer.outputs import GenerationResult, TokenLogprob
+
+_FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
+Spell = Callable[[int], str]  # a token's text
+
+
+def result_line(row: Row, result: GenerationResult, model: str, spell: Spell) -> Line:
+    if result.finish_reason == "error":
+        return error_line(row, str(result.stop_reason), str(result.error), model)
+    if row.endpoint is None:
+        return Line(row.id, _json(_plain(row, result, model)), has_failed=False)
+    finish_reason = _FINISH_REASONS[result.finish_reason]
+    body = {
+        "id": _named("cmpl", row.id),
+        "object": "chat.completion" if row.endpoint == ENDPOINTS[0] else "text_completion",
+        "created": 0,
+        "model": model,
+        "choices": [{"index": 0, **_content(row, result, spell), "finish_reason": finish_reason}],
+        "usage": {
+            "prompt_tokens": result.prompt_tokens,
+            "completion_tokens": result.generated_tokens,
+            "total_tokens": result.prompt_tokens + result.generated_tokens,
+        },
+    }
+    response = {"status_code": 200, "request_id": _named("req", row.id), "body": body}
+    record = {"id": _named("batch_req", row.id), "custom_id": row.id, "response": response, "error": None}
+    return Line(row.id, _json(record), has_failed=False)
+
+
+def error_line(row: Row, code: str, message: str, model: str) -> Line:
+    record: dict[str, Any] = {"id": row.id, "model": model}
+    if row.endpoint is not None:
+        record = {"id": _named("batch_req", row.id), "custom_id": row.id, "response": None}
+    return Line(row.id, _json(record | {"error": {"code": code, "message": message}}), has_failed=True)
+
+
+def _plain(row: Row, result: GenerationResult, model: str) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "id": row.id,
+        "model": model,
+        "text": result.text,
+        "finish_reason": result.finish_reason,
+        "stop_reason": result.stop_reason,
+        "prompt_tokens": result.prompt_tokens,
+        "generated_tokens": result.generated_tokens,
+        "seed": result.seed,
+    }
+    if result.logprobs is not None:
+        record["logprobs"] = [
+            {"token_id": each.token_id, "logprob": _finite(each.logprob), "rank": each.rank,
+             "top": [[token_id, _finite(logprob)] for token_id, logprob in each.top]}
+            for each in result.logprobs
+        ]  # fmt: skip
+    return record
+
+
+def _content(row: Row, result: GenerationResult, spell: Spell) -> dict[str, Any]:
+    entries = None if result.logprobs is None else [_entry(each, spell) for each in result.logprobs]
+    if row.endpoint != ENDPOINTS[0]:
+        return {"text": result.text, "logprobs": None if entries is None else _columns(entries)}
+    message = {"role": "assistant", "content": result.text, "refusal": None}
+    return {"message": message, "logprobs": None if entries is None else {"content": entries, "refusal": None}}
+
+
+def _entry(each: TokenLogprob, spell: Spell) -> dict[str, Any]:
+    top = [_token(spell(token_id), logprob) for token_id, logprob in each.top]
+    return _token(spell(each.token_id), each.logprob) | {"top_logprobs": top}
+
+
+def _token(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
+
+
+def _columns(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """As completions have them."""
+    return {
+        "tokens": [entry["token"] for entry in entries],
+        "token_logprobs": [entry["logprob"] for entry in entries],
+        "top_logprobs": [{each["token"]: each["logprob"] for each in entry["top_logprobs"]} for entry in entries],
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _named(kind: str, row_id: str) -> str:
+    return f"{kind}-{hashlib.blake2b(row_id.encode(), digest_size=12).hexdigest()}"
+
+
+def _json(record: dict[str, Any]) -> str:
+    return json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"

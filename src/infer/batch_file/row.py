@@ -1,0 +1,92 @@
+"""A line of the input: a plain row, or one of OpenAI's batch format.
+
+    {"id": "a", "prompt": "Once", "temperature": 0}
+    {"id": "b", "messages": [{"role": "user", "content": "Hi"}], "max_new_tokens": 64}
+    {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}
+
+A plain row without an id is named after its line.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from infer.batch_file.openai_body import params_of_body, prompt_of_body
+from infer.errors import InvalidRequestError
+
+Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
+ENDPOINTS: tuple[Endpoint, ...] = ("/v1/chat/completions", "/v1/completions")
+
+
+class Row(NamedTuple):
+    """A request. `endpoint` None is a plain row; `problem` is why it cannot be answered."""
+
+    id: str
+    endpoint: Endpoint | None = None
+    prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] = ""
+    values: Mapping[str, Any] = {}
+    problem: str | None = None
+
+
+def read_rows(lines: Iterable[str]) -> Iterator[Row]:
+    """Empty lines are skipped."""
+    return (_read_row(line, number) for number, line in enumerate(lines, 1) if line.strip())
+
+
+def seed_of(seed: int, row_id: str) -> int:
+    """The seed of a row that has none: 64 bits of a hash, whoever computes it."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}\0{row_id}".encode(), digest_size=8).digest(), "little")
+
+
+def _read_row(line: str, number: int) -> Row:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return Row(f"line {number}", problem=f"not JSON: {error}")
+    if not isinstance(record, dict):
+        return Row(f"line {number}", problem=f"a row must be an object, got {line.strip():.60}")
+    is_plain = "custom_id" not in record
+    named = record.get("id", f"line {number}") if is_plain else record["custom_id"]
+    row_id = str(named) if type(named) in (str, int) else f"line {number}"
+    endpoint: Endpoint | None = None if is_plain else ENDPOINTS[0]
+    try:
+        if row_id != str(named) or not row_id or not _is_text(row_id):
+            row_id = f"line {number}"
+            raise InvalidRequestError(f"an id must be a text that is not empty, got {named!r:.60}")
+        if is_plain:
+            return _plain(row_id, record)
+        endpoint = _endpoint(record)
+        return _of_openai(row_id, endpoint, record)
+    except InvalidRequestError as error:
+        return Row(row_id, endpoint, problem=str(error))
+
+
+def _is_text(text: str) -> bool:
+    """Half a surrogate pair is none, and no file of UTF-8 holds it."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _plain(row_id: str, record: dict[str, Any]) -> Row:
+    values = {name: value for name, value in record.items() if name not in ("id", "prompt", "messages")}
+    prompts = [record[name] for name in ("prompt", "messages") if name in record]
+    if len(prompts) != 1 or not isinstance(prompts[0], str | list):
+        raise InvalidRequestError('a row needs "prompt", a text or ids, or "messages", a list: one of the two')
+    return Row(row_id, None, prompts[0], values)
+
+
+def _endpoint(record: dict[str, Any]) -> Endpoint:
+    for endpoint in ENDPOINTS:
+        if record.get("url") == endpoint:
+            return endpoint
+    raise InvalidRequestError(f"url must be {' or '.join(ENDPOINTS)}, got {record.get('url')!r:.60}")
+
+
+def _of_openai(row_id: str, endpoint: Endpoint, record: dict[str, Any]) -> Row:
+    if record.get("method", "POST") != "POST":
+        raise InvalidRequestError(f"method must be 'POST', got {record['method']!r:.60}")
+    body = record.get("body")
+    if not isinstance(body, dict):
+        raise InvalidRequestError(f"body must be an object, got {body!r:.60}")
+    is_chat = endpoint == ENDPOINTS[0]
+    return Row(row_id, endpoint, prompt_of_body(body, is_chat=is_chat), params_of_body(body, is_chat=is_chat))

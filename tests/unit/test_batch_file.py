@@ -1,0 +1,141 @@
+"""A batch's rows, its lines and its output file, without a model."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer.batch_file.output_file import OutputFile
+from infer.batch_file.result_line import error_line, result_line
+from infer.batch_file.row import Row, read_rows, seed_of
+from infer.cli import main
+from infer.errors import InvalidRequestError
+from infer.outputs import GenerationResult, GenerationTiming, TokenLogprob
+
+CHAT = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions"}
+HI = [{"role": "user", "content": "hi"}]
+
+
+def row_of(record: Any) -> Row:
+    (row,) = read_rows([json.dumps(record)])
+    return row
+
+
+def result(**changes: Any) -> GenerationResult:
+    logprobs = [TokenLogprob(5, -0.5, 1, ((5, -0.5), (6, float("-inf"))))]
+    values: dict[str, Any] = {"token_ids": [5], "text": "ü", "finish_reason": "eos", "stop_reason": 2, "seed": 9}
+    values |= {"prompt_tokens": 3, "generated_tokens": 1, "logprobs": logprobs}
+    values["timing"] = GenerationTiming(0.0, [], [], [])
+    return GenerationResult(**values | changes)
+
+
+def test_plain_rows_and_openai_rows() -> None:
+    rows = list(read_rows(['{"id": 7, "prompt": "a", "temperature": 0}', "", '{"prompt": [1, 2]}', json.dumps("a")]))
+    assert rows[0] == Row("7", None, "a", {"temperature": 0})
+    assert (rows[1].id, rows[1].prompt) == ("line 3", [1, 2])
+    assert rows[2].problem == 'a row must be an object, got "a"'
+    body = {
+        "model": "any", "messages": [{"role": "user", "content": [{"type": "text", "text": c} for c in "hi"]}],
+        "max_completion_tokens": 5, "logprobs": True, "top_logprobs": 2, "n": 1, "stop": None,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string"}}},
+    }  # fmt: skip
+    values = {"max_new_tokens": 5, "logprobs": 2, "json_schema": {"type": "string"}}
+    assert row_of(CHAT | {"body": body}) == Row("c", "/v1/chat/completions", HI, values)
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        ({"id": "", "prompt": "a"}, "an id must be a text that is not empty, got ''"),
+        ({"id": "\ud800", "prompt": "a"}, "an id must be a text that is not empty, got '\\ud800'"),
+        ({"id": "a"}, 'a row needs "prompt", a text or ids, or "messages", a list: one of the two'),
+        ({"id": "a", "prompt": "a", "messages": HI}, "one of the two"),
+        (CHAT | {"url": "/v1/embeddings"}, "url must be /v1/chat/completions or /v1/completions, got '/v1/embeddings'"),
+        (CHAT | {"method": "GET", "body": {}}, "method must be 'POST', got 'GET'"),
+        (CHAT | {"body": 5}, "body must be an object, got 5"),
+        (CHAT | {"body": {"prompt": "a"}}, "prompt belongs to another url"),
+        (CHAT | {"body": {"messages": HI, "n": 2}}, "n 2 is not served here: leave it out"),
+        (CHAT | {"body": {"messages": HI, "tools": [{"type": "function"}]}}, "is not served here: leave it out"),
+        (CHAT | {"body": {"messages": HI, "temprature": 1}}, "temprature is not known here: did you mean temperature?"),
+        (CHAT | {"body": {"messages": HI, "top_logprobs": 2}}, "top_logprobs needs logprobs: true"),
+        (CHAT | {"body": {"messages": HI, "response_format": "json"}}, "response_format must be text, json_object or"),
+        (CHAT | {"body": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}}, "type text alone"),
+        (CHAT | {"body": {"messages": ["hi"]}}, "a message must be an object with role and content, got 'hi'"),
+    ],
+)
+def test_what_a_row_may_not_be(record: Any, problem: str) -> None:
+    assert problem in str(row_of(record).problem)
+
+
+def test_a_result_is_a_line_without_a_clock() -> None:
+    plain = json.loads(result_line(Row("a"), result(), "m", str).text)
+    assert list(plain)[:3] == ["id", "model", "text"]
+    assert plain["logprobs"] == [{"token_id": 5, "logprob": -0.5, "rank": 1, "top": [[5, -0.5], [6, None]]}]
+    assert not {"timing", "stats"} & set(plain)
+    record = json.loads(result_line(Row("a", "/v1/chat/completions"), result(), "m", str).text)
+    assert (record["custom_id"], record["error"], record["response"]["status_code"]) == ("a", None, 200)
+    (choice,) = record["response"]["body"]["choices"]
+    assert choice["message"]["content"] == "ü"
+    assert choice["finish_reason"] == "stop"
+    entry = {"token": "5", "logprob": -0.5, "bytes": [53]}
+    tops = [entry, {"token": "6", "logprob": -9999.0, "bytes": [54]}]
+    assert choice["logprobs"]["content"] == [entry | {"top_logprobs": tops}]
+    text = json.loads(result_line(Row("a", "/v1/completions"), result(logprobs=None), "m", str).text)
+    assert text["response"]["body"]["choices"][0] == {
+        "index": 0, "text": "ü", "logprobs": None, "finish_reason": "stop"
+    }  # fmt: skip
+    failed = result_line(Row("a"), result(finish_reason="error", stop_reason="logits", error="NaN"), "m", str)
+    assert failed == error_line(Row("a"), "logits", "NaN", "m")
+    assert failed.has_failed
+
+
+def test_a_torn_line_is_cut_and_failed_rows_are_asked_again(tmp_path: Path) -> None:
+    path, row = tmp_path / "out.jsonl", Row("b", "/v1/completions")
+    lines = [result_line(Row("a"), result(), "m", str).text, error_line(row, "x", "y", "m").text]
+    path.write_text("".join(lines) + lines[0][:20], encoding="utf-8")
+    with OutputFile(path, "m") as output:
+        assert (output.finished, output.num_failed) == ({"a", "b"}, 1)
+        with pytest.raises(InvalidRequestError, match="another infer batch writes"):
+            OutputFile(path, "m")
+        output.write(lines[0].replace('"a"', '"c"'))
+    assert path.read_text(encoding="utf-8") == "".join(lines) + lines[0].replace('"a"', '"c"')
+    with OutputFile(path, "m", retry_errors=True) as output:
+        assert (output.finished, output.num_failed) == ({"a", "c"}, 0)
+        output.write(lines[1])
+    assert path.read_text(encoding="utf-8").count("\n") == 3
+    assert os.listdir(tmp_path) == ["out.jsonl"]
+    with pytest.raises(InvalidRequestError, match="holds answers of m, not of other"):
+        OutputFile(path, "other")
+
+
+def test_a_file_of_somebody_elses_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("dear diary\n")
+    with pytest.raises(InvalidRequestError, match=r"notes.txt, line 1 was not written by infer batch"):
+        OutputFile(path, "m")
+    assert path.read_text() == "dear diary\n"
+
+
+def test_seeds_are_hashes() -> None:
+    assert len({seed_of(s, i) for s in (0, 1) for i in ("a", "b", "1")}) == 6
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        ('{"id": "a", "prompt": "x"}\n{"id": "a", "prompt": "y"}\n', "has two rows with the id 'a': ids must differ"),
+        ("\n\n", "holds no row"),
+        (None, "must be a regular file"),
+    ],
+)
+def test_bad_input_is_told_before_a_model_is_loaded(
+    content: str | None, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "in.jsonl"
+    if content is not None:
+        source.write_text(content)
+    assert main(["batch", str(source), str(tmp_path / "out.jsonl")]) == 2
+    assert error in capsys.readouterr().err
+    assert not (tmp_path / "out.jsonl").exists()

@@ -19,7 +19,7 @@ _NUM_SHORT = 8  # waits after one that spun in vain
 _PAUSES = 32  # between two looks at the clock
 _MOST_UNGROUPED = 16
 
-_RELEASED, _IS_SLEPT_ON, _ARRIVALS = (field_offset(STATE, name) for name in ("released", "is_slept_on", "arrivals"))
+_RELEASED, _HAS_SLEEPERS, _ARRIVALS = (field_offset(STATE, name) for name in ("released", "has_sleepers", "arrivals"))
 _NUM_SHORT_AT = field_offset(STATE, "threads") + field_offset(THREAD, "num_short")
 
 
@@ -33,7 +33,7 @@ def _spin(word, number):  # type: ignore[no-untyped-def]
 
 
 @njit
-def wait_until(word, number, is_slept_on, spin_nanoseconds):  # type: ignore[no-untyped-def]
+def wait_until(word, number, has_sleepers, spin_nanoseconds):  # type: ignore[no-untyped-def]
     """Return when a word has grown to a number: the nanoseconds that it took if that is more than a spin, else 0."""
     if _spin(word, number):
         return 0
@@ -42,7 +42,7 @@ def wait_until(word, number, is_slept_on, spin_nanoseconds):  # type: ignore[no-
         if _spin(word, number):
             return 0
     while True:
-        control.atomic_exchange(is_slept_on, 1)
+        control.atomic_exchange(has_sleepers, 1)
         found = control.atomic_load(word)
         if found >= number:
             return control.nanoseconds() - began
@@ -50,9 +50,9 @@ def wait_until(word, number, is_slept_on, spin_nanoseconds):  # type: ignore[no-
 
 
 @njit
-def wake(word, is_slept_on):  # type: ignore[no-untyped-def]
+def wake(word, has_sleepers):  # type: ignore[no-untyped-def]
     """After a word has grown to what others may wait for."""
-    if control.atomic_load(is_slept_on) != 0 and control.atomic_exchange(is_slept_on, 0) != 0:
+    if control.atomic_load(has_sleepers) != 0 and control.atomic_exchange(has_sleepers, 0) != 0:
         control.wake_all(word)
 
 
@@ -60,7 +60,7 @@ def wake(word, is_slept_on):  # type: ignore[no-untyped-def]
 def clear_barrier(state, num_threads):  # type: ignore[no-untyped-def]
     """Before threads that meet at barriers begin."""
     store_i64(state + _RELEASED, 0)
-    store_i64(state + _IS_SLEPT_ON, 0)
+    store_i64(state + _HAS_SLEEPERS, 0)
     for line in range(1 + (num_threads - 1) // GROUP + 1):
         store_i64(state + _ARRIVALS + LINE_BYTES * line, 0)
 
@@ -81,13 +81,13 @@ def _is_last(state, thread, num_threads, number):  # type: ignore[no-untyped-def
 @njit
 def meet(state, thread, num_threads, number):  # type: ignore[no-untyped-def]
     """Return when all have come to the barrier of this number: the nanoseconds lost if that took long."""
-    released, is_slept_on = state + _RELEASED, state + _IS_SLEPT_ON
+    released, has_sleepers = state + _RELEASED, state + _HAS_SLEEPERS
     if _is_last(state, thread, num_threads, number):
         control.atomic_store(released, number)
-        wake(released, is_slept_on)
+        wake(released, has_sleepers)
         return 0
     num_short_at = state + _NUM_SHORT_AT + LINE_BYTES * thread
     num_short = load_i64(num_short_at)
-    lost = wait_until(released, number, is_slept_on, _SHORT_SPIN_NANOSECONDS if num_short else SPIN_NANOSECONDS)
+    lost = wait_until(released, number, has_sleepers, _SHORT_SPIN_NANOSECONDS if num_short else SPIN_NANOSECONDS)
     store_i64(num_short_at, 0 if lost == 0 else num_short - 1 if num_short else _NUM_SHORT)
     return lost

@@ -258,7 +258,7 @@ JOB = np.dtype(
         ("generation", np.int64),  # 512 × the number of walks so far + threads of the current one
         ("pad0", np.int64, 7),
         ("finished", np.int64),  # workers that finished the current one
-        ("is_slept_on", np.int64),  # 1: thread 0 sleeps until all have
+        ("has_sleepers", np.int64),  # 1: thread 0 may sleep until all have
         ("pad1", np.int64, 6),
         ("walk", np.int64),
         ("arguments", np.int64),

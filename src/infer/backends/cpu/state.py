@@ -38,7 +38,7 @@ STATE = np.dtype(
         ("logit_indices", _ADDRESS),
         ("padding", np.int64, 10),
         ("released", np.int64),  # barriers that all threads have come to
-        ("is_slept_on", np.int64),  # 1: somebody sleeps until the next one is released
+        ("has_sleepers", np.int64),  # 1: somebody may sleep until the next one is released
         ("dismissed", np.int64),  # the barrier after which thread 0 goes on alone, or 0
         ("released_padding", np.int64, 5),
         ("arrivals", np.int64, (1 + MAX_THREADS // GROUP, _LINE_WORDS)),  # at barriers so far: of all, of each group

@@ -20,6 +20,7 @@ _THREADS = field_offset(STATE, "threads")
 _TAKEN, _ROUND, _NUM_EMPTY = (field_offset(THREAD, name) for name in ("taken", "round", "num_empty"))
 _ROUND_SHIFT = 32
 _TAKE_SHIFT = 2  # of what is left of a share, a quarter is taken
+_MOST_SHARES = 16  # that a thread looks at, its own among them: each is a line of the cache that others write
 
 
 @njit
@@ -44,7 +45,7 @@ def take_units(state, thread, num_threads, num_units):  # type: ignore[no-untype
     """The units [first, end) of [0, num_units) that a thread does next; (0, 0): none is left."""
     own = state + _THREADS + LINE_BYTES * thread
     begun, num_empty = load_i64(own + _ROUND) << _ROUND_SHIFT, load_i64(own + _NUM_EMPTY)
-    while num_empty < num_threads:
+    while num_empty < min(num_threads, _MOST_SHARES):
         owner = (thread + num_empty) % num_threads
         first, end = num_units * owner // num_threads, num_units * (owner + 1) // num_threads
         taken_at = state + _THREADS + LINE_BYTES * owner + _TAKEN

@@ -15,7 +15,7 @@ _ROW_BYTES = 24
 _SHARE_SHIFT = 2  # of thread 0's time may go in waits: a quarter
 
 _DISMISSED, _STALLS = (field_offset(STATE, name) for name in ("dismissed", "stalls"))
-_FINISHED_SLEEP = field_offset(JOB, "is_slept_on")
+_HAS_SLEEPERS = field_offset(JOB, "has_sleepers")
 _GENERATION, _FINISHED, _IS_CLOSED = (field_offset(JOB, name) for name in ("generation", "finished", "is_closed"))
 _SLEEPING, _SEEN, _IS_SERVED = (field_offset(JOB, name) for name in ("sleeping", "seen", "is_served"))
 _TURN, _SEMAPHORES = (field_offset(JOB, name) for name in ("turn", "semaphores"))
@@ -86,7 +86,7 @@ def make_serve() -> Callable[..., None]:
                 if thread < num_threads:
                     control.call_command(job.walk, job.arguments, job.state, thread, num_threads)
                     if control.atomic_add(base + _FINISHED, 1) == num_threads - 2:
-                        wake(base + _FINISHED, base + _FINISHED_SLEEP)
+                        wake(base + _FINISHED, base + _HAS_SLEEPERS)
                 idle = 0
             elif idle < spins:
                 idle += 1
@@ -120,7 +120,7 @@ def make_run() -> Callable[..., None]:
         clear_barrier(state_address, num_threads)
         clear_threads(state_address, num_threads)
         job.arguments, job.state, job.num_threads = arguments_at, state_address, num_threads
-        job.finished, job.is_slept_on = 0, 0
+        job.finished, job.has_sleepers = 0, 0
         if num_threads > 1:
             walks = control.atomic_load(base + _GENERATION) // _STEP
             control.atomic_exchange(base + _GENERATION, (walks + 1) * _STEP + num_threads)
@@ -129,7 +129,7 @@ def make_run() -> Callable[..., None]:
                     control.post_semaphore(base + _SEMAPHORES + SEMAPHORE_BYTES * thread)
         store_i64(arguments_at + _BEGAN, control.nanoseconds())
         control.call_command(job.walk, arguments_at, state_address, 0, num_threads)
-        wait_until(base + _FINISHED, num_threads - 1, base + _FINISHED_SLEEP, SPIN_NANOSECONDS)
+        wait_until(base + _FINISHED, num_threads - 1, base + _HAS_SLEEPERS, SPIN_NANOSECONDS)
         store_i64(arguments_at + _ENDED, control.nanoseconds())
         store_i64(arguments_at + _HAS_RUN, 1)
         job.owner = 0

@@ -7,22 +7,39 @@ bytes, in one plane or two, A = 256 hi + lo. All sums are exact, so every set gi
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, final
+from typing import Protocol, final
 
 from llvmlite import ir
 from llvmlite.ir import IRBuilder as Builder
 
 from infer.backends.cpu import simd
 from infer.backends.cpu.isa import InstructionSet
-from infer.backends.cpu.layouts import LANES
+from infer.backends.cpu.layouts import LANES, Layout
 from infer.backends.cpu.simd import I8, I16, I32, I32X16, Value, constant
-
-if TYPE_CHECKING:
-    from infer.backends.cpu.tiles import Tile
 
 Dots = list[list[list[Value]]]  # i32 × 16 rows, by group, column and part of the record
 Quads = Callable[[int], Value]  # of a group's record, each computed where it is asked for
 _Sums = dict[tuple[int, ...], list[Value]]  # the registers of a sum, by group and column
+
+
+class Tile(Protocol):
+    """What is asked of `tiles.Tile`."""
+
+    b: Builder
+    layout: Layout
+    planes: int
+    has_words: bool
+    columns: range
+
+    def four(self, activations: Value, column: int, plane: int, quad: int) -> Value: ...
+
+    def four_of_lane(self, activations: Value, column: int, plane: int, quad: int) -> Value: ...
+
+    def two_words(self, activations: Value, column: int, quad: int, parity: int) -> Value: ...
+
+    def by_place(self, groups: int, dot: Callable[[int, int, int], Value]) -> Dots: ...
+
+    def less_offset(self, activations: Value, dots: Dots) -> Dots: ...
 
 
 class Arithmetic(ABC):
@@ -33,7 +50,7 @@ class Arithmetic(ABC):
     is_signed = False  # weights that do not fit a signed byte are given without their offset, which makes them signed
 
     @abstractmethod
-    def dots(self, tile: "Tile", activations: Value, quads: list[Quads]) -> Dots:
+    def dots(self, tile: Tile, activations: Value, quads: list[Quads]) -> Dots:
         """Σ q A less the offset of q, of each group's quads × each column of activations."""
 
     def look_up(self, b: Builder, codes: Value, table: Sequence[int]) -> Value:
@@ -79,7 +96,7 @@ class Chained(Arithmetic):
     def dot4(self, b: Builder, total: Value, weights: Value, four: Value) -> Value:
         """total[lane] += Σ weights[4 lane + i] × four[i]. `four` is one i32."""
 
-    def dots(self, tile: "Tile", activations: Value, quads: list[Quads]) -> Dots:
+    def dots(self, tile: Tile, activations: Value, quads: list[Quads]) -> Dots:
         b, parts = tile.b, tile.layout.parts
         weights = [[of_group(quad) for quad in range(8)] for of_group in quads]
         totals: Dots = [[[constant(I32X16, 0)] * parts for _ in tile.columns] for _ in quads]
@@ -111,14 +128,14 @@ class Apart(Arithmetic):
     there are too few registers to keep them all."""
 
     @abstractmethod
-    def factor(self, tile: "Tile", activations: Value, column: int, plane: int, quad: int) -> Value:
+    def factor(self, tile: Tile, activations: Value, column: int, plane: int, quad: int) -> Value:
         """A column's activations that meet a quad, for every lane of a register."""
 
     @abstractmethod
     def dot4(self, b: Builder, total: Value, weights: Value, factor: Value) -> Value:
         """As `Chained.dot4`, of registers."""
 
-    def dots(self, tile: "Tile", activations: Value, quads: list[Quads]) -> Dots:
+    def dots(self, tile: Tile, activations: Value, quads: list[Quads]) -> Dots:
         b, sums, size = tile.b, _Sums(), 8 // tile.layout.parts
         zeros = split(b, constant(I32X16, 0), self.width)
         for quad in sorted(range(8), key=lambda quad: (quad // size, quad % 4)):
@@ -143,7 +160,7 @@ class Apart(Arithmetic):
 class Vnni256(Apart):
     width, shuffle = 32, "x86.avx2.pshuf.b"
 
-    def factor(self, tile: "Tile", activations: Value, column: int, plane: int, quad: int) -> Value:
+    def factor(self, tile: Tile, activations: Value, column: int, plane: int, quad: int) -> Value:
         return split(tile.b, simd.splat(tile.b, tile.four(activations, column, plane, quad)), self.width)[0]
 
     def dot4(self, b: Builder, total: Value, weights: Value, factor: Value) -> Value:
@@ -156,7 +173,7 @@ class Arm(Apart):
     width, shuffle = 16, "aarch64.neon.tbl1.v16i8"
     dot: str
 
-    def factor(self, tile: "Tile", activations: Value, column: int, plane: int, quad: int) -> Value:
+    def factor(self, tile: Tile, activations: Value, column: int, plane: int, quad: int) -> Value:
         return tile.four_of_lane(activations, column, plane, quad)
 
     def dot4(self, b: Builder, total: Value, weights: Value, factor: Value) -> Value:
@@ -187,14 +204,14 @@ class Words(Arithmetic):
     multiply_words: str
     register: str  # inline assembly's letter for it
 
-    def dots(self, tile: "Tile", activations: Value, quads: list[Quads]) -> Dots:
+    def dots(self, tile: Tile, activations: Value, quads: list[Quads]) -> Dots:
         emit = self._of_words if tile.has_words else self._of_bytes
         size = 8 // tile.layout.parts
         parts = [emit(tile, activations, quads, range(first, first + size)) for first in range(0, 8, size)]
         dots = tile.by_place(len(quads), lambda group, column, part: join(tile.b, parts[part][group, column]))
         return tile.less_offset(activations, dots)
 
-    def _of_bytes(self, tile: "Tile", activations: Value, quads: list[Quads], part: range) -> _Sums:
+    def _of_bytes(self, tile: Tile, activations: Value, quads: list[Quads], part: range) -> _Sums:
         b, totals, sums = tile.b, _Sums(), _Sums()
         num_added = min(len(part), 32767 // (256 * tile.layout.largest))  # quads
         at_once = 2 if num_added == 2 else 1  # so that a column's words need not wait for the other columns'
@@ -217,7 +234,7 @@ class Words(Arithmetic):
                         self._add(b, totals, (group, column), wide)
         return totals
 
-    def _of_words(self, tile: "Tile", activations: Value, quads: list[Quads], part: range) -> _Sums:
+    def _of_words(self, tile: Tile, activations: Value, quads: list[Quads], part: range) -> _Sums:
         b, sums = tile.b, _Sums()
         for quad in part:
             weights = [split(b, of_group(quad), self.width, I16) for of_group in quads]

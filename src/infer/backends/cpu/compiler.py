@@ -21,8 +21,8 @@ from infer.backends.cpu.shortcuts import shortcuts
 from infer.backends.cpu.state import STATE
 from infer.errors import InferError
 
-# LLVM's code generation splits the sum of an address into a pointer and an offset, and guesses which is which: even null
-# may be the pointer, and what is known of that is not true of the sum. As integers they mean nothing.
+# LLVM's code generation splits the sum of an address into a pointer and an offset, and guesses which is which: even
+# null may be the pointer, and what is known of that is not true of the sum. As integers they mean nothing.
 llvm.set_option("infer", "-addr-sink-using-gep=false")
 
 _kept: list[Any] = []  # code that was compiled here lives as long as its Python object

@@ -49,12 +49,14 @@ class History:
         num_prompt_tokens = count if num_prompt_tokens is None else num_prompt_tokens
         if not 0 <= num_prompt_tokens <= count:
             raise InvalidRequestError(f"num_prompt_tokens must be in [0, {count}], got {num_prompt_tokens}")
-        seen = self.tokens[slot, : int(self.lengths[slot])].to(torch.int64)
-        self.last[slot, seen] = 0
-        self.counts[slot, seen] = 0
+        if length := int(self.lengths[slot]):
+            seen = self.tokens[slot, :length].to(torch.int64)
+            self.last[slot, seen] = 0
+            self.counts[slot, seen] = 0
         self.lengths[slot], self.num_prompt_tokens[slot] = 0, num_prompt_tokens
         self._append(slot, ids)
-        self._count(slot, ids[num_prompt_tokens:])
+        if num_prompt_tokens < count:
+            self._count(slot, ids[num_prompt_tokens:])
 
     def append(self, slots: Int[Tensor, "appended"], token_ids: Int[Tensor, "appended"]) -> None:
         """One generated token to each of some distinct slots, which must have room."""
@@ -90,13 +92,12 @@ class History:
         self.counts[slot].index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
 
     def _checked(self, token_ids: Sequence[int]) -> Int[Tensor, "tokens"]:
-        ids = torch.as_tensor(token_ids, dtype=torch.int64, device=self.lengths.device).reshape(-1)
-        outside = (ids < 0) | (ids >= self.vocab_size)
-        if bool(outside.any()):
-            raise InvalidRequestError(
-                f"the context: token id must be in [0, {self.vocab_size}), the vocabulary, got {int(ids[outside][0])}"
-            )
-        return ids
+        for each in (min(token_ids), max(token_ids)) if token_ids else ():
+            if not 0 <= each < self.vocab_size:
+                raise InvalidRequestError(
+                    f"the context: token id must be in [0, {self.vocab_size}), the vocabulary, got {each}"
+                )
+        return torch.tensor(token_ids, dtype=torch.int64, device=self.lengths.device)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:

@@ -35,6 +35,10 @@ unit: $(VENV)/.dev ## the tests that need no weights, some minutes
 fuzz: $(VENV)/.fuzz ## fuzz what reads files, FUZZ_SECONDS (60) for each reader
 	$(BIN)/python tests/fuzz all $(FUZZ_SECONDS)
 
+.PHONY: emulate
+emulate: $(VENV)/.demo ## the CPU kernels on an emulated Haswell and Neoverse N1: the same bits (needs qemu-user)
+	$(BIN)/python scripts/check_emulated.py
+
 .PHONY: lint
 lint: $(VENV)/.dev ## ruff, mypy and the import contracts
 	$(BIN)/ruff check .

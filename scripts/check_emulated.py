@@ -1,0 +1,143 @@
+"""The CPU kernels on CPUs that are not here: their digests under qemu-user beside those of this machine.
+
+    python scripts/check_emulated.py                              some cases on haswell and neoverse-n1
+    python scripts/check_emulated.py --cpus max --cases attend    those whose names begin so (tests/kernel_digests.py)
+    python scripts/check_emulated.py --all                        every case: hours
+
+Needs Debian's package `qemu-user`. For AArch64 a folder with Debian's Python and the wheels (1.2 GB) is made once, with
+apt-get and pip, in $INFER_AARCH64 (default ~/.cache/infer-tests/aarch64); nothing of the system is changed. Exit status
+1 where a digest differs, 2 where something is missing.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+DIGESTS = ROOT / "tests" / "kernel_digests.py"
+CASES = ["Q4_0 exact", "Q8_0 exact"]  # some ten seconds each: LLVM runs emulated too
+X86, ARM = ("haswell", "max-x86"), ("neoverse-n1", "cortex-a76", "max")
+# Without what qemu warns that it does not emulate.
+QEMU_NAMES = {"haswell": "Haswell-noTSX,-pcid,-x2apic,-tsc-deadline,-invpcid", "max-x86": "max"}
+# Python, and what torch and LLVM link to.
+DEBIAN = (
+    "libc6", "libgcc-s1", "libstdc++6", "libgomp1", "libcrypt1", "zlib1g", "libexpat1", "libffi8", "libbz2-1.0",
+    "liblzma5", "libuuid1", "libssl3", "python3.11-minimal", "libpython3.11-minimal", "libpython3.11-stdlib",
+)  # fmt: skip
+# The last torch whose wheel for AArch64 is built for CPUs alone.
+WHEELS = (
+    "torch==2.10.0", "numba>=0.68,<0.69", "llvmlite", "numpy", "click", "jaxtyping", "wadler_lindig", "jinja2",
+    "markupsafe", "llguidance", "safetensors", "tokenizers", "typing_extensions", "filelock", "sympy", "mpmath",
+    "networkx", "fsspec",
+)  # fmt: skip
+PLATFORMS = ("manylinux_2_28_aarch64", "manylinux_2_27_aarch64", "manylinux2014_aarch64", "manylinux_2_17_aarch64")
+
+
+class MissingError(Exception):
+    """What is not installed, and how to install it."""
+
+
+def emulator(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        raise MissingError(f"{name} is not installed: apt-get install qemu-user")
+    return found
+
+
+def aarch64_folder() -> Path:
+    return Path(os.environ.get("INFER_AARCH64") or Path.home() / ".cache" / "infer-tests" / "aarch64")
+
+
+def make_aarch64(folder: Path) -> None:
+    """Made aside and then moved, so that an interrupted run leaves no half of it."""
+    if (folder / "usr").exists():
+        return
+    if shutil.which("apt-get") is None:
+        raise MissingError("apt-get is not there: AArch64's Python comes from Debian's packages")
+    print(f"Making {folder}, once: Debian's Python and wheels for AArch64 (300 MB to fetch) ...", flush=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch_name:
+        scratch = Path(scratch_name)
+        _extract_debian(scratch)
+        platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
+        install = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--only-binary=:all:"]
+        target = ["--python-version", "3.11", "--target", str(scratch / "made" / "site")]
+        subprocess.run([*install, *platforms, *target, *WHEELS], check=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        (scratch / "made").rename(folder)
+
+
+def _extract_debian(scratch: Path) -> None:
+    """With lists of packages, a cache and a status of its own."""
+    for name in ("lists/partial", "cache/archives/partial", "packages", "made"):
+        (scratch / name).mkdir(parents=True)
+    (scratch / "status").touch()
+    places = {"Dir::State::lists": "lists", "Dir::Cache": "cache", "Dir::State::status": "status"}
+    settings = {"APT::Architecture": "arm64", "APT::Architectures": "arm64", "APT::Sandbox::User": "root"}
+    settings |= {name: str(scratch / place) for name, place in places.items()}
+    apt = ["apt-get", "-qq", *(word for name, value in settings.items() for word in ("-o", f"{name}={value}"))]
+    subprocess.run([*apt, "update"], check=True)
+    subprocess.run([*apt, "download", *DEBIAN], check=True, cwd=scratch / "packages")
+    for package in sorted((scratch / "packages").glob("*.deb")):
+        subprocess.run(["dpkg-deb", "-x", str(package), str(scratch / "made")], check=True)
+
+
+def command_for(cpu: str) -> tuple[list[str], str]:
+    """What runs Python on an emulated CPU, and its PYTHONPATH."""
+    if cpu in X86:
+        return [emulator("qemu-x86_64"), "-cpu", QEMU_NAMES[cpu], sys.executable], str(ROOT / "src")
+    command, folder = [emulator("qemu-aarch64"), "-cpu", cpu], aarch64_folder()
+    make_aarch64(folder)
+    python = [*command, "-L", str(folder), str(folder / "usr" / "bin" / "python3.11")]
+    return python, os.pathsep.join([str(ROOT / "src"), str(folder / "site")])
+
+
+def digests(python: list[str], path: str, cases: list[str], cache: Path) -> dict[str, str]:
+    """By case. Compiled kernels go to a cache of their own: an emulated CPU is not what /proc/cpuinfo says."""
+    environment = {key: value for key, value in os.environ.items() if key != "INFER_ISA"}
+    environment |= {"PYTHONPATH": path, "INFER_CACHE": str(cache)}
+    run = [*python, str(DIGESTS), *cases]
+    with subprocess.Popen(run, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        found = {}
+        for line in process.stdout:
+            name, digest = line.rsplit(None, 1)
+            found[name.strip()] = digest
+            print(f"  {line.rstrip()}", flush=True)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(run)}: exit status {process.returncode}")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cpus", nargs="+", choices=[*X86, *ARM], default=["haswell", "neoverse-n1"])
+    parser.add_argument("--cases", nargs="+", default=CASES)
+    parser.add_argument("--all", action="store_true", help="every case")
+    options = parser.parse_args()
+    cases = [] if options.all else options.cases
+    try:
+        commands = {cpu: command_for(cpu) for cpu in options.cpus}
+    except MissingError as error:
+        print(error, file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as caches:
+        print("this machine", flush=True)
+        expected = digests([sys.executable], str(ROOT / "src"), cases, Path(caches) / "here")
+        differing = []
+        for cpu, (python, path) in commands.items():
+            print(cpu, flush=True)
+            found = digests(python, path, cases, Path(caches) / cpu)
+            differing += [f"{cpu}: {name}" for name in expected if found.get(name) != expected[name]]
+    for each in differing:
+        print(f"differs  {each}", file=sys.stderr)
+    print(f"{len(commands) * len(expected) - len(differing)} digests are equal, {len(differing)} differ")
+    return 1 if differing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

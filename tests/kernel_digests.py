@@ -1,0 +1,132 @@
+"""What the CPU kernels compute, as digests: the same lines on every machine and instruction set that has FMA.
+
+    python tests/kernel_digests.py                       every case
+    python tests/kernel_digests.py Q4_K attend           those whose names begin so
+    INFER_ISA=avx2 python tests/kernel_digests.py        by another instruction set
+
+Inputs are whole numbers divided by powers of two, so that no library of mathematics takes part in them.
+"""
+
+import hashlib
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from infer import SamplingParams, ops
+from infer.operands.step import Step
+from infer.operands.weights import Heads, Norm, Projection, RopeTable, StoredWeight
+from infer.quantization.ggml_types import BLOCK_TYPES
+from infer.quantization.kv_formats import BLOCK_POSITIONS, key_block_bytes, value_block_bytes
+from infer.quantization.kv_layout import LayerCache, Pages
+from infer.sampling.columns import SamplingColumns
+
+CPU = torch.device("cpu")
+ROWS, COLUMNS = 51, 512
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)} | {
+    "Q6_K": (208,), "MXFP4": ()
+}  # fmt: skip
+PAGE_TOKENS = 64
+DRAWN = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, seed=7)
+
+
+def numbers(rng: np.random.Generator, *shape: int) -> Tensor:
+    """Whole multiples of 1/1024 in [-4, 4)."""
+    return torch.from_numpy(rng.integers(-4096, 4096, shape).astype(np.float32) / 1024)
+
+
+def make_weight(rng: np.random.Generator, type_: str) -> StoredWeight:
+    if type_ in FLOATS:
+        return StoredWeight(type_, (ROWS, COLUMNS), numbers(rng, ROWS, COLUMNS).to(FLOATS[type_]))
+    block = BLOCK_TYPES[type_]
+    data = rng.integers(0, 256, (ROWS, block.row_bytes(COLUMNS)), dtype=np.uint8)
+    blocks = data.reshape(ROWS, -1, block.block_bytes)
+    if type_ == "MXFP4":
+        blocks[:, :, 0] = rng.integers(118, 124, blocks.shape[:2])
+    for at in SCALES.get(type_, (0,)):
+        halves: npt.NDArray[Any] = (rng.integers(-64, 64, (*blocks.shape[:2], 1)) / 4096).astype(np.float16)
+        blocks[:, :, at : at + 2] = halves.view(np.uint8)
+    return StoredWeight(type_, (ROWS, COLUMNS), torch.from_numpy(data))
+
+
+def digest(results: Iterable[Tensor]) -> str:
+    seen = hashlib.sha256()
+    for result in results:
+        seen.update(result.contiguous().view(torch.uint8).numpy().tobytes())
+    return seen.hexdigest()[:16]
+
+
+def products(type_: str, precision: ops.Precision) -> Iterator[Tensor]:
+    rng = np.random.default_rng(1)
+    weight = ops.prepare(Projection((make_weight(rng, type_),)), CPU, precision)
+    for num_tokens in (1, 2, 3, 4, 5, 8, 19):
+        yield ops.norm_project(numbers(rng, num_tokens, COLUMNS), None, weight)
+
+
+def embedding(type_: str) -> Iterator[Tensor]:
+    weight = ops.prepare(Projection((make_weight(np.random.default_rng(2), type_),)), CPU)
+    yield ops.embed(weight.parts[0], torch.tensor([0, 50, 7, 16]), 1.0)
+
+
+def attention(kv_type: str) -> Iterator[Tensor]:
+    """Prompts, tokens and drafts of two rows, the second with a window."""
+    rng = np.random.default_rng(3)
+    rope = RopeTable(numbers(rng, 1, 512, 32) / 4, numbers(rng, 1, 512, 32) / 4)
+    heads = Heads(6, 2, 64, 0.125, rope, Norm(numbers(rng, 64), 1e-5), None)
+    pages = 8
+    none = torch.zeros(2, dtype=torch.int64)
+    table, windows = torch.arange(2 * pages).view(2, pages), torch.tensor([0, 100])
+    layout = Pages(PAGE_TOKENS, table, none, none.clone(), windows, none.clone())
+    shape = 2, 2 * pages * PAGE_TOKENS // BLOCK_POSITIONS
+    sizes = key_block_bytes(kv_type, 64), value_block_bytes(kv_type, 64)
+    keys, values = (torch.zeros((*shape, size), dtype=torch.uint8) for size in sizes)
+    layer = LayerCache(kv_type, keys, values, layout)
+    for chunks in ([(0, 0, 70)], [(1, 0, 300)], [(0, 70, 1)], [(0, 71, 3), (1, 300, 1)], [(1, 301, 40), (0, 74, 17)]):
+        step = Step.join([Step.of([1] * count, start, row=row) for row, start, count in chunks])
+        yield ops.attend(numbers(rng, len(step.tokens), 10 * 64), heads, layer, step)
+
+
+def activation(name: Any) -> Iterator[Tensor]:
+    rng = np.random.default_rng(4)
+    gate_up = ops.prepare(Projection((make_weight(rng, "Q8_0"), make_weight(rng, "Q8_0"))), CPU)
+    norm = Norm(numbers(rng, COLUMNS), 1e-5)
+    yield ops.norm_gate(numbers(rng, 3, COLUMNS), norm, gate_up, name)
+
+
+def tokens() -> Iterator[Tensor]:
+    logits = numbers(np.random.default_rng(5), 4, 5000) * 4
+    params = [replace(DRAWN, seed=seed) for seed in range(3)]
+    columns = SamplingColumns.of([*params, replace(DRAWN, top_k=None, top_p=1.0, min_p=0.0)], 5000)
+    for position in range(8):
+        yield ops.sample(logits, columns, None, torch.full((4,), position)).token_ids
+
+
+def cases() -> Iterator[tuple[str, Iterator[Tensor]]]:
+    """By name, not yet computed."""
+    for type_ in BLOCK_TYPES:
+        yield f"{type_} exact", products(type_, "exact")
+        if type_ not in FLOATS:
+            yield f"{type_} fast", products(type_, "fast")
+        yield f"{type_} embed", embedding(type_)
+    for kv_type in ("f32", "f16", "bf16", "q8", "q4"):
+        yield f"attend {kv_type}", attention(kv_type)
+    for name in ("silu", "gelu_tanh"):
+        yield f"gate {name}", activation(name)
+    yield "sample", tokens()
+
+
+def main(prefixes: list[str]) -> None:
+    ops.set_num_threads(1)
+    for name, results in cases():
+        if not prefixes or name.startswith(tuple(prefixes)):
+            print(f"{name:<16} {digest(results)}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

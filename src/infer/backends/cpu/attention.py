@@ -26,8 +26,8 @@ from infer.backends.cpu.rotation import make_put_queries
 from infer.backends.cpu.shares import (
     chunk_after,
     chunks_between,
+    is_for_many,
     is_split,
-    is_wide,
     mine,
     nth_chunk,
     run_at,
@@ -81,7 +81,7 @@ def make_attend_few(kv_type: str) -> Callable[..., None]:
 
 
 def make_attend_many(kv_type: str) -> Callable[..., None]:
-    """Runs of many queries, as of a prompt."""
+    """Runs of many queries, as of a prompt, where blocks are not f32 as they lie."""
     attend_queries = _make_attend_queries(kv_type, True)
 
     def attend_many(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
@@ -92,18 +92,18 @@ def make_attend_many(kv_type: str) -> Callable[..., None]:
     return attend_many
 
 
-def _make_attend_queries(kv_type: str, are_wide: bool) -> Any:
-    """attend(args, state, thread, num_threads): a thread's share of the runs that are wide, or of the others."""
-    attend_columns = _make_attend_columns(kv_type, are_wide)
+def _make_attend_queries(kv_type: str, for_many: bool) -> Any:
+    """attend(args, state, thread, num_threads): a thread's share of the runs of many queries, or of the others."""
+    attend_columns = _make_attend_columns(kv_type, for_many)
 
     @njit
     def attend_queries(args, state, thread, num_threads):  # type: ignore[no-untyped-def]
-        group, total = args.num_heads // args.num_kv_heads, weight_of_queries(args, state, are_wide)
+        group, total = args.num_heads // args.num_kv_heads, weight_of_queries(args, state, for_many)
         begin, stop, item, token = total * thread // num_threads, total * (thread + 1) // num_threads, 0, 0
         scratch = args.scratch + thread * args.scratch_bytes
         while item < stop:
             row, run, slot = run_at(args, state, token)
-            for kv in range(args.num_kv_heads if is_wide(args, run) == are_wide else 0):
+            for kv in range(args.num_kv_heads if is_for_many(args, run) == for_many else 0):
                 for first in range(0, run * group, MOST_COLUMNS):
                     end = min(run * group, first + MOST_COLUMNS)
                     weight = weight_of_query(args, row, slot, end)
@@ -118,10 +118,10 @@ def _make_attend_queries(kv_type: str, are_wide: bool) -> Any:
     return attend_queries
 
 
-def _make_attend_columns(kv_type: str, are_wide: bool) -> Any:
+def _make_attend_columns(kv_type: str, is_wide: bool) -> Any:
     """attend(columns, args, state, token, kv, scratch): their run begins at the token, and its queries lie where
     `columns` says."""
-    put_queries, partials = make_put_queries(kv_type), make_chunk_partials(kv_type, are_wide)
+    put_queries, partials = make_put_queries(kv_type), make_chunk_partials(kv_type, is_wide)
     widen_chunk = make_widen_chunk(kv_type)
 
     @njit
@@ -135,7 +135,7 @@ def _make_attend_columns(kv_type: str, are_wide: bool) -> Any:
         num_chunks = chunks_between(args, columns.row, first_slot, last_slot)
         for number in range(num_chunks):
             chunk = nth_chunk(args, columns.row, first_slot, number)
-            if are_wide:
+            if is_wide:
                 parts, _ = parts_for(columns, args, chunk)
                 widen_chunk(args, columns.row, kv, chunk, parts, scratch + SCORE_BYTES)
             for first in range(left, right, BUNDLE):

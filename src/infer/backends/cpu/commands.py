@@ -15,6 +15,7 @@ from infer.backends.cpu.records import (
     CHUNK,
     EMBED,
     EPILOGUE,
+    FEWEST_FOR_MANY,
     GROUPS_PER_THREAD,
     MATMUL,
     MAX_HEAD_DIM,
@@ -125,11 +126,15 @@ def attend(run: Run, qkv: Tensor, heads: Heads, layer: LayerCache) -> Tensor:
     keeps = (qkv, heads, layer, out, queries, partials, scratch)
     rotate = compiled_address(".rotation:make_rotate", ATTEND, layer.kv_type)
     few = compiled_address(".attention:make_attend_few", ATTEND, layer.kv_type)
-    many = compiled_address(".attention:make_attend_many", ATTEND, layer.kv_type)
     finish = compiled_address(".attention:make_finish", ATTEND)
     run.append(rotate, arguments, BARRIER, "rotate", keeps)
-    run.append(few, arguments, NO_BARRIER, "few", keeps)
-    run.append(many, arguments, BARRIER, "many", keeps)
+    if layer.kv_type == "f32":
+        run.append(few, arguments, BARRIER, "few", keeps)
+    else:
+        arguments["fewest_for_many"] = FEWEST_FOR_MANY
+        many = compiled_address(".attention:make_attend_many", ATTEND, layer.kv_type)
+        run.append(few, arguments, NO_BARRIER, "few", keeps)
+        run.append(many, arguments, BARRIER, "many", keeps)
     run.append(finish, arguments, BARRIER, "merge", keeps)
     if features % BLOCK == 0:
         run.produced(out, arguments)

@@ -48,7 +48,8 @@ def needed_kernels(model: ModelOutline, isa: InstructionSet) -> Iterator[Needed]
 def kernels_of_cache(kv_type: str) -> Iterator[Needed]:
     yield ".rotation:make_rotate", (kv_type,), "ATTEND", f"kv type {kv_type}"
     yield ".attention:make_attend_few", (kv_type,), "ATTEND", f"kv type {kv_type}"
-    yield ".attention:make_attend_many", (kv_type,), "ATTEND", f"kv type {kv_type}"
+    if kv_type != "f32":
+        yield ".attention:make_attend_many", (kv_type,), "ATTEND", f"kv type {kv_type}"
 
 
 def _of_weights(

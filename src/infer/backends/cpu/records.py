@@ -67,6 +67,7 @@ GROUPS_PER_THREAD = 8  # from here on, threads share out pairs of groups, which 
 SPLIT_TOKENS = 16  # up to this many tokens, the chunks may be shared out; beyond, the queries are
 MAX_HEAD_DIM = 512
 BUNDLE = 24  # queries with the same keys at once: their scores stay in a core's first cache
+FEWEST_FOR_MANY = 40  # queries with the same keys: from here on their blocks are widened, unless they are f32
 MOST_COLUMNS = 6 * BUNDLE  # queries with the same keys for which blocks are widened once
 SCORE_BYTES = 4 * BUNDLE * CHUNK
 WIDE_BYTES = 17 * CHUNK // 4  # of a chunk's keys in f32, with their scales, or values with scales and minima: of a dim
@@ -108,6 +109,7 @@ ATTEND = np.dtype(
         ("far_bytes", np.int64),  # further on lie those that are for the sinks; 0: they are the same
         ("partials", np.int64),  # f32 [heads, SPLIT_TOKENS, num_chunks, dim + 16], as queries
         ("num_chunks", np.int64),
+        ("fewest_for_many", np.int64),  # queries with the same keys that `attend_many` takes; 0: it takes none
         ("scratch", np.int64),  # of a thread, at scratch + thread × scratch_bytes
         ("scratch_bytes", np.int64),
         ("out", np.int64),  # f32 [tokens, heads × dim]

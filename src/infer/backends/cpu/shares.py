@@ -13,7 +13,6 @@ from infer.backends.cpu.records import CHUNK, MOST_COLUMNS, SPLIT_TOKENS
 from infer.backends.cpu.simd import load_i64
 
 _FEWEST_QUERIES = 12  # of a thread
-_FEWEST_WIDE = 40  # queries with the same keys: from here on blocks are widened for them
 
 
 @njit
@@ -53,9 +52,9 @@ def is_split(args, state, num_threads):  # type: ignore[no-untyped-def]
 
 
 @njit
-def is_wide(args, run):  # type: ignore[no-untyped-def]
-    """Whether blocks are widened for the queries of so many tokens."""
-    return run * (args.num_heads // args.num_kv_heads) >= _FEWEST_WIDE
+def is_for_many(args, run):  # type: ignore[no-untyped-def]
+    """Whether `attend_many` takes the queries of so many tokens."""
+    return args.fewest_for_many != 0 and run * (args.num_heads // args.num_kv_heads) >= args.fewest_for_many
 
 
 @njit
@@ -85,12 +84,12 @@ def weight_of_query(args, row, slot, right):  # type: ignore[no-untyped-def]
 
 
 @njit
-def weight_of_queries(args, state, are_wide):  # type: ignore[no-untyped-def]
-    """The sum over the queries of the runs that are wide, or of the others."""
+def weight_of_queries(args, state, for_many):  # type: ignore[no-untyped-def]
+    """The sum over the queries of the runs that `attend_many` takes, or of the others."""
     total, token, group = 0, 0, args.num_heads // args.num_kv_heads
     while token < state.num_tokens:
         row, run, slot = run_at(args, state, token)
-        if is_wide(args, run) == are_wide:
+        if is_for_many(args, run) == for_many:
             for left in range(0, run * group, MOST_COLUMNS):
                 right = min(run * group, left + MOST_COLUMNS)
                 total += weight_of_query(args, row, slot, right) * (right - left) * args.num_kv_heads

@@ -29,6 +29,7 @@ from infer.backends.cpu.shares import (
     is_for_many,
     is_split,
     mine,
+    mine_of_row,
     nth_chunk,
     run_at,
     weight_of_chunk,
@@ -107,7 +108,7 @@ def _make_attend_queries(kv_type: str, for_many: bool) -> Any:
                 for first in range(0, run * group, MOST_COLUMNS):
                     end = min(run * group, first + MOST_COLUMNS)
                     weight = weight_of_query(args, row, slot, end)
-                    left, right = mine(first, end, weight, item, begin, stop)
+                    left, right = mine_of_row(state, first, end, weight, item, begin, stop)
                     item += weight * (end - first)
                     if left < right:
                         at = args.queries + 4 * args.dim * (kv * state.num_tokens + token) * group

@@ -105,6 +105,15 @@ def mine(left, right, weight, item, begin, stop):  # type: ignore[no-untyped-def
 
 
 @njit
+def mine_of_row(state, left, right, weight, item, begin, stop):  # type: ignore[no-untyped-def]
+    """`mine`, but of many rows a few queries with the same keys stay together: two threads would read them twice."""
+    if state.num_tokens <= SPLIT_TOKENS or right - left > _FEWEST_QUERIES:
+        return mine(left, right, weight, item, begin, stop)
+    middle = item + weight * (right - left) // 2
+    return left, right if begin <= middle < stop else left
+
+
+@njit
 def chunk_after(args, kv, chunk, first_chunk, last_slot, is_split):  # type: ignore[no-untyped-def]
     """The (kv head, chunk) after this one. The last chunk is seldom whole, and counts as none."""
     has_head, has_chunk = kv + 1 < args.num_kv_heads, (chunk + 2) * CHUNK <= last_slot + 1

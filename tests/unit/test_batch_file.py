@@ -116,6 +116,8 @@ def test_a_file_of_somebody_elses_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match=r"notes.txt, line 1 was not written by infer batch"):
         OutputFile(path, "m")
     assert path.read_text() == "dear diary\n"
+    with pytest.raises(InvalidRequestError, match="must be a regular file"):
+        OutputFile(tmp_path, "m")
 
 
 def test_seeds_are_hashes() -> None:

@@ -58,11 +58,12 @@ class OutputFile:
 
     def close(self) -> None:
         if not self._file.closed:
-            with suppress(OSError):  # a pipe or /dev/stdout has nothing to sync
-                os.fsync(self._file.fileno())
+            os.fsync(self._file.fileno())
             self._file.close()
 
     def _open(self) -> Any:
+        if self._path.exists() and not self._path.is_file():
+            raise InvalidRequestError(f"the output {self._path} must be a regular file: the next run reads it")
         try:
             file = self._path.open("a+b")
         except OSError as error:

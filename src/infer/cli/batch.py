@@ -35,6 +35,11 @@ class Progress:
         self._line, self._is_shown = StatusLine(), shown
         self._seconds = _REDRAW_SECONDS if self._is_bar else _NOTICE_SECONDS
 
+    def timed(self, rows: Iterator[Row]) -> Iterator[Row]:
+        """The clock runs from the first row that is asked for: the model is loaded by then."""
+        self._started = time.monotonic()
+        yield from rows
+
     def count(self, *, has_failed: bool) -> None:
         self.num_done += 1
         self.num_failed += has_failed
@@ -82,7 +87,7 @@ def run_batch(
             stack.callback(progress.close)
             cancellation = stack.enter_context(cancel_on_signal())
             event = cancellation.event
-            rows = (row for row in _rows(source) if row.id in todo and not event.is_set())
+            rows = progress.timed(row for row in _rows(source) if row.id in todo and not event.is_set())
             if todo and options["workers"] == 1:
                 _answer_here(load, rows, settings, cancel=event, write=write)
             elif todo:

@@ -129,7 +129,7 @@ def test_seeds_are_hashes() -> None:
     [
         ('{"id": "a", "prompt": "x"}\n{"id": "a", "prompt": "y"}\n', "has two rows with the id 'a': ids must differ"),
         ("\n\n", "holds no row"),
-        (None, "must be a regular file"),
+        (None, "cannot be read: No such file or directory"),
     ],
 )
 def test_bad_input_is_told_before_a_model_is_loaded(

@@ -107,7 +107,7 @@ def _answer_here(load: Load, rows: Iterator[Row], settings: BatchSettings, *, ca
 
 
 def _rows(path: Path) -> Iterator[Row]:
-    if not path.is_file():
+    if path.exists() and not path.is_file():
         raise InvalidRequestError(f"the input {path} must be a regular file: it is read twice")
     try:
         with path.open(encoding="utf-8") as file:

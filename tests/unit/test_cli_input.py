@@ -154,7 +154,7 @@ def test_commands_of_other_programs_are_answered_with_ours(word: str, capsys: Ca
         ("Generate", "did you mean 'generate'?"),
         ("chatt", "did you mean 'chat'?"),
         ("pulll", "instead: infer generate -m org/repo"),
-        ("xyzzy", "known are bench, chat"),
+        ("xyzzy", "known are batch, bench, chat"),
     ],
 )
 def test_a_first_word_that_is_no_command_says_what_to_type(word: str, message: str, capsys: Capture) -> None:

@@ -1,7 +1,6 @@
 """Two sets of rope factors: a sequence has the one that its length asks for, whatever way it came to its tokens."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +115,7 @@ def test_rows_on_both_sides_of_the_border_take_one_step(
     _, llm = pair
     parts = [Chunk(row, random_ids(count, seed=row), num_drafts=count - 1) for row in range(2)]
     alone = [
-        runner_of(llm, [length], count).forward([replace(part, slot=0)])
+        runner_of(llm, [length], count).forward([part._replace(slot=0)])
         for length, part in zip((10, 100), parts, strict=True)
     ]
     runner, steps, forward = runner_of(llm, [10, 100], count, capture=False), list[Step](), Transformer.forward

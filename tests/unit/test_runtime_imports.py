@@ -25,6 +25,9 @@ FORBIDDEN = UNPICKLING | NETWORK | PROCESSES | EVALUATING | {"huggingface_hub"}
 # What is forbidden elsewhere, and the only places that may have it.
 ALLOWED = {
     ("backends/cpu/compilation.py", "subprocess"),  # compiles kernels on every core
+    ("batch_file/workers.py", "multiprocessing"),  # rows and lines, through pipes to processes that it started itself
+    ("batch_file/workers.py", "multiprocessing.connection"),
+    ("batch_file/workers.py", "multiprocessing.process"),
     ("system/child_process.py", "subprocess"),  # grammars and templates of strangers, in a process that may die
     ("grammar/schema_places.py", "urllib.parse"),  # joins the names inside a schema
     ("grammar/schema_places.py", "urllib.parse"),

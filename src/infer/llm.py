@@ -308,8 +308,8 @@ class LLM:
         **keywords: Unpack[RequestKeywords],
     ) -> Iterator[Ended]:
         """`(index, result)` of each answer as it ends, for as many prompts as there are: each is taken from `prompts`,
-        and checked, when there is room for it. With `on_error(index, error)` one that is refused ends no others.
-        Leaving the loop ends the answers under way.
+        and checked, when there is room for it. With `on_error(index, error)` one that is refused ends no others, and
+        leaving the loop ends those under way.
         """
         check_callback("on_error", on_error)
         host = self._opened

@@ -65,6 +65,19 @@ def test_kills_and_workers_change_no_byte(source: Path, smollm2_path: Path, work
     assert lines_of(killed) == expected
 
 
+def test_rows_and_lines_that_fill_the_pipes_pass_each_other(tmp_path: Path, smollm2_path: Path) -> None:
+    """Refused rows with ids of 64 kB: two chunks of them on the way there, their lines on the way back."""
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = [{"id": f"{index:08}" * 8000, "prompt": "a", "no_such": 1} for index in range(400)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with start(source, smollm2_path, str(output), "--workers", "2") as process:
+        try:
+            assert process.wait(60) == 1
+        finally:
+            process.kill()
+    assert num_lines(output) == len(rows)
+
+
 def test_a_worker_that_dies_loses_nothing(source: Path, smollm2_path: Path) -> None:
     output = source.with_name("out.jsonl")
     with start(source, smollm2_path, str(output), "--workers", "2") as process:

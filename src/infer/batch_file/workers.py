@@ -8,10 +8,13 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, final
 
 from infer.batch_file.row import Row
@@ -101,26 +104,35 @@ def _hand_out(worker: _Worker, rows: Iterator[Row], given_back: deque[Row], batc
 def _work(pipe: Connection, settings: BatchSettings, load: Mapping[str, Any]) -> None:
     """Until the other end is closed. The first process decides what a signal from the terminal means."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    chunks = SimpleQueue[list[Row]]()
+    Thread(target=_receive, args=(pipe, chunks), daemon=True).start()
     from infer.batch_file.answering import answer_rows
     from infer.llm import LLM
 
     try:
-        try:
-            llm = LLM(**load)
-        except InferError as error:
-            pipe.send(str(error))
-            return
+        llm = LLM(**load)
+    except InferError as error:
+        pipe.send(str(error))
+        return
+    with suppress(OSError):  # the other end is closed
         while True:
-            answer_rows(llm, _received(pipe), settings, pipe.send)
+            answer_rows(llm, _received(chunks), settings, pipe.send)
+
+
+def _receive(pipe: Connection, chunks: "SimpleQueue[list[Row]]") -> None:
+    """In a thread: the first process may send rows while we send lines, and a pipe holds only so much of either."""
+    try:
+        while True:
+            chunks.put(pipe.recv())
     except (EOFError, OSError):
         os._exit(0)
 
 
-def _received(pipe: Connection) -> Iterator[Row]:
+def _received(chunks: "SimpleQueue[list[Row]]") -> Iterator[Row]:
     """Chunk after chunk, as long as there is one: before the next is waited for, the answers under way must end."""
-    yield from pipe.recv()
-    while pipe.poll():
-        yield from pipe.recv()
+    yield from chunks.get()
+    while not chunks.empty():
+        yield from chunks.get()
 
 
 def _cause(process: BaseProcess) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Items
 from functools import partial
 from typing import NamedTuple, TypeVar, final
 
+from infer.engine.followers import Followers
 from infer.engine.grammar_masks import MaskFiller
 from infer.engine.lease import Lease
 from infer.engine.scheduler import Kind, Plan, Scheduler
@@ -62,6 +63,7 @@ class Engine:
         self._is_sound = True  # no step is under way, and none was left midway
         self._sequences: list[Sequence] = []  # that go on, in the order in which they came
         self._waiting = set[Sequence]()  # those whose callers wait for the lock
+        self.followers = Followers()  # callers who wait for the steps of a service
         self.scheduler = Scheduler(MAX_STEP_LOGITS, max_steps)
         self._columns: SamplingColumns | None = None  # of the sequences' parameters
         self._history: History | None = None
@@ -102,8 +104,12 @@ class Engine:
                     self._drop_finished()
 
     def advance(self, sequence: Sequence) -> None:
-        """Run a step, unless another thread has run one that gave the sequence something or ended it."""
+        """Run a step, or wait for that of a service, unless another thread has run one that gave the sequence something
+        or ended it.
+        """
         num_pieces, sequence.is_asked = len(sequence.pieces), True
+        if self.followers.wait():
+            return
         self._waiting.add(sequence)
         try:
             with self._lock:

@@ -11,6 +11,7 @@ from infer.engine.prompt_ids import Prompt, PromptIds, fitted, is_conversation, 
 from infer.engine.request import Request, make_request, vocab_size_of
 from infer.engine.request_options import RequestOptions
 from infer.engine.sequence import Sequence
+from infer.engine.service import Service
 from infer.engine.stream import OnPrefill, Stream
 from infer.errors import InvalidRequestError
 from infer.grammar import grammar_of, make_compiler
@@ -54,11 +55,13 @@ class Host:
             pool_pages=settings.pool_pages or default_pool_pages(model, settings.cache),
         )
         self.engine = Engine(self.runner)
+        self.service = Service(self.engine)
         self.open = OpenAnswers()
         self._compiler = make_compiler(tokenizer, self.vocab_size, backend=settings.grammar_backend)
 
     def close(self) -> None:
         self.open.close()
+        self.service.close()
         self.engine.close()
         del self.runner
 

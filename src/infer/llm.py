@@ -50,7 +50,7 @@ from infer.outputs import GenerationResult, Piece, SampleTrace, TokenLogprob
 from infer.runner.closing import closed
 from infer.sampling.defaults import default_params
 from infer.sampling.keywords import Params, SamplingKeywords, split_keywords
-from infer.sampling_params import SamplingParams
+from infer.sampling_params import MAX_LOGPROBS, SamplingParams
 from infer.session.session import Session, begin_session
 from infer.system.available_memory import give_back_freed
 from infer.tokenizer import Tokenizer
@@ -60,7 +60,6 @@ __all__ = ["LLM", "load_model", "load_tokenizer", "set_num_threads"]
 
 OnResult = Callable[[int, GenerationResult], None]
 BATCH_SIZE = 8  # prompts in one step
-MAX_LOGPROBS = 20
 
 
 @final

@@ -20,6 +20,7 @@ ALIASES = {
     "num_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
 }
+MAX_LOGPROBS = 20  # alternatives of a token
 CONSTRAINTS = ("json_schema", "regex", "grammar", "choice")
 
 
@@ -364,7 +365,7 @@ _CHECK_BY_NAME: dict[str, Check] = {
     "include_stop_str_in_output": _flag,
     "ignore_eos": _flag,
     "seed": _count("an integer in [0, 2**64), or None", lambda s: 0 <= s < 2**64),
-    "logprobs": _count("an integer in 0..20, or None for off", lambda n: 0 <= n <= 20),
+    "logprobs": _count(f"an integer in 0..{MAX_LOGPROBS}, or None for off", lambda n: 0 <= n <= MAX_LOGPROBS),
     "logprobs_mode": _mode,
     "temperature_last": _flag,
     "json_schema": _schema,

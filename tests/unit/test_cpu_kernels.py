@@ -390,12 +390,12 @@ def test_a_multi_step_gives_the_tokens_of_single_steps(tiny: Tiny, params: Sampl
     expected = single_steps(tiny, params, 100)
     start = [Chunk(0, [7])], [0]
     assert captured.run_multi_step(*start, 100, *begin_rows([params])).token_ids == [expected]
-    (stopped,), _ = captured.run_multi_step(*start, 100, *begin_rows([params]), stop_ids=[expected[20], 299])
+    (stopped,), *_ = captured.run_multi_step(*start, 100, *begin_rows([params]), stop_ids=[expected[20], 299])
     assert stopped == expected[: len(stopped)]
     assert stopped[-1] in (expected[20], 299)
     columns, history = begin_rows([params])
-    (first,), _ = captured.run_multi_step(*start, 40, columns, history)
-    (then,), _ = captured.run_multi_step([Chunk(0, first[-1:])], [40], 60, columns, history)
+    (first,), *_ = captured.run_multi_step(*start, 40, columns, history)
+    (then,), *_ = captured.run_multi_step([Chunk(0, first[-1:])], [40], 60, columns, history)
     assert first + then == expected
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from infer.operands.outline import ModelOutline
 from infer.operands.step import Chunk, Masks, Step, StepEnd
+from infer.outputs import TokenLogprob
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 
@@ -25,10 +26,11 @@ Forward = Callable[[Step], Tensor]
 
 class Generated(NamedTuple):
     """The tokens sampled after each chunk, of which the last may be the code of a failed row. When each step ended, or
-    each entry of a step that verifies drafts."""
+    each entry of a step that verifies drafts. The tokens' log-probabilities, where a row asks for them."""
 
     token_ids: list[list[int]]
     ends: list[StepEnd]
+    logprobs: list[list[TokenLogprob]]
 
 
 class Captured(ABC):

@@ -246,7 +246,7 @@ class Sequence:
         without a return as many as skip no such draft and run not far past a stop string.
         """
         limit = 1
-        if self.is_decoding and not self.must_end_prompt and self.params.logprobs is None:
+        if self.is_decoding and not self.must_end_prompt:
             limit = min(_STOP_STRING_STEPS if self.params.stop else self.room, self.room, 1 + rope_room)
         self._proposed = ()
         if self._draft is not None and times is not None:

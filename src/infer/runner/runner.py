@@ -308,19 +308,19 @@ class CachedRunner(Runner):
     ) -> tuple[list[SampledTokens], list[StepEnd]]:
         if self._captured is None or not self._captured.takes(chunks):
             return [], []
-        found, ends = self._captured.run_multi_step(
+        found = self._captured.run_multi_step(
             chunks, self._starts(chunks), count, columns, history, tuple(stop_ids), masks
         )
-        return [SampledTokens(token_ids, []) for token_ids in found], ends
+        return list(map(SampledTokens, found.token_ids, found.logprobs)), found.ends
 
     def sample(
         self, chunks: Sequence[Chunk], columns: SamplingColumns, history: History | None, masks: Masks | None = None
     ) -> tuple[list[SampledTokens], list[StepEnd]]:
         captured = self._captured
-        if captured is None or columns.has_logprobs or not captured.takes(chunks):
+        if captured is None or not captured.takes(chunks):
             return super().sample(chunks, columns, history, masks)
-        found, ends = captured.run_verified(chunks, self._starts(chunks), columns, history, masks)
-        return [SampledTokens(token_ids, []) for token_ids in found], ends
+        found = captured.run_verified(chunks, self._starts(chunks), columns, history, masks)
+        return list(map(SampledTokens, found.token_ids, found.logprobs)), found.ends
 
     def profile(self, token_ids: Sequence[int]) -> list[tuple[str, int]]:
         """Where the time of a step goes: each command's label and cycles. The sequence stays as it is."""

@@ -91,6 +91,8 @@ class SamplingColumns:
     min_new_tokens = _Column(np.int64, lambda slot: _count(slot.params.min_new_tokens))
     history_slot = _Column(np.int64, lambda slot: slot.number if uses_history(slot.params) else -1)  # −1: no penalties
     mask_index = _Column(np.int64, lambda slot: -1)  # which of `masks` the row has; −1 for none
+    top_logprobs = _Column(np.int64, lambda slot: _count_or_none(slot.params.logprobs))  # −1: no log-probabilities
+    logprobs_processed = _Column(np.bool_, lambda slot: slot.params.logprobs_mode == "processed")
 
     bias_ids: Int[Tensor, "biases"]
     biases: Float[Tensor, "biases"]  # float64, finite or −inf
@@ -354,6 +356,10 @@ def _log(value: float) -> float:
 def _count(value: int | None) -> int:
     """As far as a column holds it, which is further than any context; None for all."""
     return WHOLE_HISTORY if value is None else min(value, WHOLE_HISTORY)
+
+
+def _count_or_none(value: int | None) -> int:
+    return -1 if value is None else value
 
 
 def _allowed(params: SamplingParams) -> Collection[int] | None:

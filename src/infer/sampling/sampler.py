@@ -295,19 +295,22 @@ def log_probabilities(
     It is within 4e-8 for a vocabulary of 262,144.
     """
     largest = logits.max(-1, keepdim=True).values
-    sums = weights(logits, torch.where(largest.isfinite(), largest, 0.0)[:, 0]).sum(-1, keepdim=True)
-    log_sum = sums.double().log() - WEIGHT_BITS * math.log(2)
+    totals = weights(logits, torch.where(largest.isfinite(), largest, 0.0)[:, 0]).sum(-1, keepdim=True)
     chosen = logits.gather(1, token_ids[:, None])
     ids = torch.arange(logits.shape[1], device=logits.device)
     is_ahead = (logits > chosen) | ((logits == chosen) & (ids < token_ids[:, None]))
     top, top_ids = _largest(logits, min(num_alternatives, logits.shape[1]))
+    logprobs, top_logprobs = (normalized(each, largest, totals) for each in (chosen, top))
+    return logprobs[:, 0], is_ahead.sum(-1) + 1, top_ids, top_logprobs
+
+
+def normalized(
+    logits: Float[Tensor, "rows some"], largest: Float[Tensor, "rows 1"], totals: Int[Tensor, "rows 1"]
+) -> Float[Tensor, "rows some"]:
+    """Log-probabilities of a row's logits, by its largest logit and the sum of its weights."""
+    log_sums = totals.double().log() - WEIGHT_BITS * math.log(2)
     # The largest goes first: beside a logit of 1e38 a logarithm would vanish.
-    return (
-        (chosen.double() - largest.double() - log_sum)[:, 0].float(),
-        is_ahead.sum(-1) + 1,
-        top_ids,
-        (top.double() - largest.double() - log_sum).float(),
-    )
+    return (logits.double() - largest.double() - log_sums).float()
 
 
 def check_shapes(

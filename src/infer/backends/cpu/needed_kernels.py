@@ -13,7 +13,7 @@ from infer.backends.cpu.layouts import LANES, PLANES
 from infer.operands.architecture import Architecture, Layer
 from infer.operands.outline import ModelOutline
 
-_SAMPLING = ("scan:make_scan", "narrow:make_narrow", "choose:make_choose")
+_SAMPLING = ("scan:make_scan", "narrow:make_narrow", "choose:make_choose", "logprobs:make_score", "logprobs:make_merge")
 _ADVANCING = ("advance", "await_mask", "accept")
 
 

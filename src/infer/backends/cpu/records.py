@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from infer.sampling_params import MAX_LOGPROBS
+
 # packing
 
 PACK = np.dtype(
@@ -170,6 +172,8 @@ SAMPLE_COLUMNS = (
     "min_new_tokens",
     "history_slot",
     "mask_index",
+    "top_logprobs",
+    "logprobs_processed",
     "bias_starts",
     "end_starts",
 )
@@ -185,6 +189,19 @@ SAMPLE_SCRATCH = (
     ("values", np.dtype(np.float32)),  # [rows, padded vocab]: candidates, each thread's where its part begins
     ("ids", np.dtype(np.int32)),
     ("weights", np.dtype(np.int64)),
+    ("scored", np.dtype(np.float32)),  # [rows, padded vocab]: the logits whose log-probabilities are asked for
+    ("peaks", np.dtype(np.float32)),  # [rows, threads]: the largest of each thread's part; then, first, of the row
+    ("ahead", np.dtype(np.int64)),  # [rows, threads]: tokens of each thread's part that rank before the sampled one
+)
+LOGPROB = np.dtype(
+    [
+        ("logits", np.float32, MAX_LOGPROBS),  # the largest of the row, in the total order
+        ("ids", np.int32, MAX_LOGPROBS),
+        ("logit", np.float32),  # of the token that was sampled
+        ("largest", np.float32),
+        ("total", np.int64),  # sum of weights
+        ("rank", np.int64),
+    ]
 )
 
 SAMPLE = np.dtype(
@@ -211,6 +228,7 @@ SAMPLE = np.dtype(
         *((name, np.int64) for name in SAMPLE_HISTORY),
         *((name, np.int64) for name, _ in SAMPLE_SCRATCH),
         ("generated", np.int64),  # int64 [repeats or entries, rows]: what was sampled
+        ("logprobs", np.int64),  # LOGPROB [repeats or entries, rows], of rows that ask for them; 0: none does
         ("num_generated", np.int64),
         ("stop", np.int64),  # 1: no more steps after this one
         ("stop_ids", np.int64),

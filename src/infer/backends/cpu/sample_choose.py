@@ -1,4 +1,7 @@
-"""The sampler's last command: filters on the candidates, noise, the largest. A row a thread."""
+"""The sampler's third command: filters on the candidates, noise, the largest. A row a thread.
+
+What is left of a row's logits is written down where their log-probabilities are asked for.
+"""
 
 from collections.abc import Callable
 
@@ -22,12 +25,22 @@ from infer.backends.cpu.sample_narrow import (
     filter_scale,
     has_filters,
     key_of,
+    load_logits,
     row_largest,
     scaled,
     scaled_scalar,
     scaling,
 )
-from infer.backends.cpu.sample_scan import NOTHING, is_below_minimum, masked_bits, masks_of, part, position_of
+from infer.backends.cpu.sample_scan import (
+    NOTHING,
+    is_below_minimum,
+    logits_of,
+    masked_bits,
+    masks_of,
+    part,
+    position_of,
+    scores_logits,
+)
 from infer.backends.cpu.sample_select import keep_largest
 from infer.backends.cpu.simd import (
     load_f32,
@@ -36,6 +49,8 @@ from infer.backends.cpu.simd import (
     load_u8,
     load_u32,
     max_f32,
+    splat_f32,
+    store_f32,
     store_i32,
     store_i64,
     store_scalar_f32,
@@ -146,6 +161,35 @@ def _draw(args, row, count, scale, key):  # type: ignore[no-untyped-def]
 
 
 @njit
+def _keep_peak(args, row, num_threads):  # type: ignore[no-untyped-def]
+    """The largest of the row's raw logits stands first."""
+    peaks = args.peaks + 4 * MAX_THREADS * row
+    for thread in range(num_threads):
+        store_scalar_f32(peaks, max(load_scalar_f32(peaks), load_scalar_f32(peaks + 4 * thread)))
+
+
+@njit
+def _keep_row(args, row, largest, scale):  # type: ignore[no-untyped-def]
+    """All of the row's logits, as the scan left them."""
+    logits, scored, masks = logits_of(args, row), args.scored + 4 * args.padded * row, masks_of(args, row)
+    for token in range(0, args.padded, LANES):
+        store_f32(scored + 4 * token, scaled(load_logits(args, logits, token, masks), scale))
+    store_scalar_f32(args.peaks + 4 * MAX_THREADS * row, scaled_scalar(largest, scale))
+
+
+@njit
+def _keep_candidates(args, row, count, scale):  # type: ignore[no-untyped-def]
+    base, scored, largest = args.padded * row, args.scored + 4 * args.padded * row, NOTHING
+    for token in range(0, args.padded, LANES):
+        store_f32(scored + 4 * token, splat_f32(NOTHING))
+    for i in range(base, base + count):
+        value = scaled_scalar(load_scalar_f32(args.values + 4 * i), scale)
+        store_scalar_f32(scored + 4 * np.int64(load_u32(args.ids + 4 * i)), value)
+        largest = max(largest, value)
+    store_scalar_f32(args.peaks + 4 * MAX_THREADS * row, largest)
+
+
+@njit
 def _choose_candidate(args, row, count, total, largest, temperature):  # type: ignore[no-untyped-def]
     """The token among the candidates, whose values are scaled for the filters."""
     peak = scaled_scalar(largest, filter_scale(args, row, temperature, largest))
@@ -154,6 +198,8 @@ def _choose_candidate(args, row, count, total, largest, temperature):  # type: i
     scale = np.float32(0), np.float32(1)
     if load_u8(args.temperature_last + row) != 0:
         scale = scaling(temperature, largest)
+    if scores_logits(args, row, True):
+        _keep_candidates(args, row, count, scale)
     return _draw(args, row, count, scale, key)
 
 
@@ -164,6 +210,8 @@ def _choose_end(args, row, temperature):  # type: ignore[no-untyped-def]
     if count == 0:
         return np.int64(_NOTHING_ALLOWED)
     scale = filter_scale(args, row, temperature if temperature != 0 else np.float32(1), largest)
+    if temperature == 0 and scores_logits(args, row, True):
+        _keep_candidates(args, row, count, scale)
     for i in range(count):
         value = load_scalar_f32(values + 4 * i)
         if temperature == 0 and value == largest:
@@ -179,12 +227,16 @@ def make_choose() -> Callable[..., None]:
             if load_i64(args.alive + 8 * row) == 0:
                 continue
             largest, temperature = row_largest(args, row), load_scalar_f32(args.temperature + 4 * row)
+            if scores_logits(args, row, False):
+                _keep_peak(args, row, num_threads)
             if largest != largest:
                 token = np.int64(_NOT_A_NUMBER)
             elif largest == NOTHING:
                 token = _choose_end(args, row, temperature)
             elif temperature == 0 or not has_filters(args, row):
                 token = _best_found(args, row, temperature == 0, num_threads)
+                if scores_logits(args, row, True):
+                    _keep_row(args, row, largest, scaling(temperature if temperature != 0 else np.float32(1), largest))
             else:
                 count, total = _gather(args, row, num_threads)
                 if load_i64(args.top_k + 8 * row) != 0:

@@ -74,6 +74,12 @@ def equal_to(b: Builder, x: Value, y: Value) -> Value:
     return _mask(b, b.fcmp_ordered("==", x, splat(b, y)))
 
 
+@operation(types.int32, f32x16, types.float32)
+def above(b: Builder, x: Value, bound: Value) -> Value:
+    """Lanes with x > bound."""
+    return _mask(b, b.fcmp_ordered(">", x, splat(b, bound)))
+
+
 @operation(types.int32, i32x16, types.int32)
 def below(b: Builder, h: Value, bound: Value) -> Value:
     """Lanes with h ≤ bound, both as unsigned numbers."""
@@ -84,6 +90,11 @@ def below(b: Builder, h: Value, bound: Value) -> Value:
 def lowest_bit(b: Builder, x: Value) -> Value:
     """The index of the lowest 1 of x, which is not 0."""
     return b.cttz(x, ir.Constant(ir.IntType(1), 1))
+
+
+@operation(types.int32, types.int32)
+def count_bits(b: Builder, x: Value) -> Value:
+    return b.ctpop(x)
 
 
 @operation(f32x16, f32x16, types.int32)

@@ -6,6 +6,8 @@ A row's vocabulary is cut into at most 1,024 groups of a whole number of vectors
     narrow    from those: greedy rows find their token; unfiltered rows search the best score; the others collect
               candidates, a superset of what their filters keep
     choose    a row a thread: the filters on the candidates, noise, the largest
+    score     of rows that ask for log-probabilities: weights, ranks and the largest logits of each thread's part
+    merge     a row a thread: what the parts make together
 """
 
 import ctypes
@@ -102,7 +104,7 @@ class SampleArguments:
         sizes = {
             "maxima": room * self._num_groups,
             "ends": num_ends,
-            **dict.fromkeys(("values", "ids", "weights"), room * self._padded),
+            **dict.fromkeys(("values", "ids", "weights", "scored"), room * self._padded),
         }
         for name, dtype in SAMPLE_SCRATCH:
             size = sizes.get(name, room * MAX_THREADS)

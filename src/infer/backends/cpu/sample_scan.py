@@ -1,4 +1,5 @@
-"""The sampler's first command: steps 2 to 4 in place, and the largest logit of each group.
+"""The sampler's first command: steps 2 to 4 in place, and the largest logit of each group. Raw logits whose
+log-probabilities are asked for are copied first.
 
 Each thread edits and reads its own part of the vocabulary. Edits change finite logits only, so that NaN and +inf are
 found; they touch the ids that have one, in the reference's order and with its rounding. Masks come with the reading.
@@ -10,11 +11,13 @@ import numpy as np
 from numba import carray, njit
 
 from infer.backends.cpu.layouts import LANES
+from infer.backends.cpu.records import MAX_THREADS
 from infer.backends.cpu.sample_math import keep_bits, load_f32_upto, load_f64, load_i32
 from infer.backends.cpu.simd import (
     load_f32,
     load_i64,
     load_scalar_f32,
+    load_u8,
     max_f32,
     maximum,
     splat_f32,
@@ -41,6 +44,26 @@ def logits_of(args, row):  # type: ignore[no-untyped-def]
 def position_of(args, row):  # type: ignore[no-untyped-def]
     """How many tokens stand before the one to sample."""
     return load_i64(args.positions + 8 * row) + args.position_offset + args.entry
+
+
+@njit(forceinline=True)
+def scores_logits(args, row, is_processed):  # type: ignore[no-untyped-def]
+    """Whether the row asks for log-probabilities, of such logits."""
+    if args.logprobs == 0 or load_i64(args.top_logprobs + 8 * row) < 0:
+        return False
+    return (load_u8(args.logprobs_processed + row) != 0) == is_processed
+
+
+@njit
+def _keep_raw(args, row, logits, first, end, thread):  # type: ignore[no-untyped-def]
+    scored, group_size = args.scored + 4 * args.padded * row, LANES * args.group_vectors
+    most = splat_f32(NOTHING)
+    for token in range(group_size * first, group_size * end, LANES):
+        at, room = logits + 4 * token, args.vocab - token
+        x = load_f32(at) if room >= LANES else load_f32_upto(at, room)
+        store_f32(scored + 4 * token, x)
+        most = maximum(most, x)
+    store_scalar_f32(args.peaks + 4 * (MAX_THREADS * row + thread), max_f32(most))
 
 
 @njit(forceinline=True)
@@ -151,6 +174,8 @@ def make_scan() -> Callable[..., None]:
                 continue
             logits = logits_of(args, row)
             begin, stop = group_size * first, min(group_size * end, args.vocab)
+            if scores_logits(args, row, False):
+                _keep_raw(args, row, logits, first, end, thread)
             _add_biases(args, row, logits, begin, stop)
             _penalise(args, row, logits, begin, stop)
             if is_below_minimum(args, row):

@@ -40,6 +40,11 @@ def commands(arguments: SampleArguments, keeps: object = None) -> list[Command]:
     return [command(maker, arguments, keeps) for maker in makers]
 
 
+def scoring(arguments: SampleArguments) -> list[Command]:
+    """Score, merge: `logprobs` holds what rows asked for of the tokens that are sampled."""
+    return [command(f".sample_logprobs:make_{name}", arguments) for name in ("score", "merge")]
+
+
 def command(maker: str, arguments: SampleArguments, keeps: object = None) -> Command:
     label = f"sample.{maker.partition('make_')[2]}"
     return Command(compiled_address(maker, SAMPLE), arguments.record, BARRIER, label, (arguments, keeps))

@@ -4,10 +4,10 @@ Both tables are made once for a recording, whatever is sampled: sequences that j
 arguments. Whatever a run needs is written before it, so one that an exception kept from its end leaves nothing to the
 next.
 
-MultiStep  forward, await_mask, scan, narrow,                walked once per token, each the next one's input
-           choose, advance
-Verifier   forward, await_mask; scan, narrow,                the rest walked once per entry: a row's entries are its
-           choose, accept                                    line after the last known token and one after each draft
+MultiStep  forward, await_mask, scan, narrow, choose,        walked once per token, each the next one's input
+           score, merge, advance
+Verifier   forward, await_mask; scan, narrow, choose,        the rest walked once per entry: a row's entries are its
+           score, merge, accept                              line after the last known token and one after each draft
 """
 
 import ctypes
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from infer.backends.base import Generated
 from infer.backends.cpu import sampling
+from infer.backends.cpu.capture.logprobs import Logprobs
 from infer.backends.cpu.recording import Recording
 from infer.backends.cpu.records import SAMPLE, WALK
 from infer.backends.cpu.sample_rows import FIELD, SampleArguments
@@ -47,6 +48,7 @@ class MultiStep:
         self._arguments = SampleArguments(logits, recording.step.positions.data_ptr(), position_offset=1)
         self._walk = _walk(forward, self._arguments, ".sample_advance:make_advance")
         self._num_steps, self._num_rows = 0, 0  # that there is room for
+        self._logprobs = Logprobs(self._arguments)
 
     def run(
         self,
@@ -62,6 +64,7 @@ class MultiStep:
         words = arguments.words
         arguments.bind(columns, history)
         self._make_room(count, arguments.room)
+        self._logprobs.begin(columns, count)
         stops = (ctypes.c_int64 * len(stop_ids))(*stop_ids)
         arguments.set(num_generated=0, stop=0, stop_ids=ctypes.addressof(stops), num_stop_ids=len(stops), after_step=0)
         ctypes.memset(self._ended, 0, ctypes.sizeof(self._ended))
@@ -75,10 +78,9 @@ class MultiStep:
             callback.close()
         num_steps = words[_NUM_GENERATED]
         stamps = [stamp / 1e9 for stamp in self._stamps[: 2 * num_steps]]
-        return Generated(
-            [self._generated[row : num_steps * num_rows : num_rows] for row in range(num_rows)],
-            [StepEnd(*pair) for pair in zip(stamps[::2], stamps[1::2], strict=True)],
-        )
+        token_ids = [self._generated[row : num_steps * num_rows : num_rows] for row in range(num_rows)]
+        ends = [StepEnd(*pair) for pair in zip(stamps[::2], stamps[1::2], strict=True)]
+        return Generated(token_ids, ends, self._logprobs.of(token_ids, columns))
 
     def _make_room(self, num_steps: int, num_rows: int) -> None:
         if num_steps <= self._num_steps and num_rows <= self._num_rows:
@@ -133,6 +135,7 @@ class Verifier:
         self._walk = _walk(forward, self._arguments, ".sample_advance:make_accept")
         self._walk.arguments["again"] = len(forward.rows) + 1
         self._max_entries, self._num_rows = len(logits), 0
+        self._logprobs = Logprobs(self._arguments)
         self._stamps = integers(self._max_entries + 1)
         self._arguments.set(draft_stride=self._max_entries)
         self._arguments.point(stamps=self._stamps)
@@ -158,16 +161,17 @@ class Verifier:
                 at = row * self._max_entries
                 self._drafts[at : at + num_drafts] = list(chunk.drafts)
             lines, most = lines + chunk.num_logits, max(most, num_drafts)
+        self._logprobs.begin(columns, 1 + most)
         arguments.set(entry=0, stop=0)
         self._walk.words[_REPEATS] = 1 + most
         _bind_masks(arguments, masks)
         team().run(self._walk, state, num_threads)
         num_rows, num_entries = len(chunks), arguments.words[_ENTRY]
         stamps = [stamp / 1e9 for stamp in self._stamps[: num_entries + 1]]
-        return Generated(
-            [self._generated[row : num_rows * count : num_rows] for row, count in enumerate(self._counts[:num_rows])],
-            [StepEnd(*pair) for pair in pairwise(stamps)],
-        )
+        counts = enumerate(self._counts[:num_rows])
+        token_ids = [self._generated[row : num_rows * count : num_rows] for row, count in counts]
+        ends = [StepEnd(*pair) for pair in pairwise(stamps)]
+        return Generated(token_ids, ends, self._logprobs.of(token_ids, columns))
 
     def _make_room(self, num_rows: int) -> None:
         if num_rows <= self._num_rows:
@@ -188,7 +192,8 @@ class Verifier:
 def _walk(forward: Walk, arguments: SampleArguments, last: str) -> Walk:
     """The forward, the sampler's commands, and what makes of their tokens the next repeat."""
     first = sampling.command(".sample_advance:make_await_mask", arguments)
-    table = DispatchTable([first, *sampling.commands(arguments), sampling.command(last, arguments)])
+    sampler = [*sampling.commands(arguments), *sampling.scoring(arguments)]
+    table = DispatchTable([first, *sampler, sampling.command(last, arguments)])
     walk = Walk(table, forward)
     walk.arguments["stop"] = arguments.record.ctypes.data + field_offset(SAMPLE, "stop")
     return walk

@@ -1,0 +1,50 @@
+"""The log-probabilities that a walk leaves, as its caller gets them."""
+
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+import torch
+
+from infer.backends.cpu.records import LOGPROB
+from infer.backends.cpu.sample_rows import SampleArguments
+from infer.outputs import TokenLogprob
+from infer.sampling.columns import SamplingColumns
+from infer.sampling.sampler import Sampled, normalized
+
+
+@final
+class Logprobs:
+    """A record for each row of each step, or of each entry; memory only once a row has asked."""
+
+    def __init__(self, arguments: SampleArguments) -> None:
+        self._arguments, self._records = arguments, np.zeros(0, LOGPROB)
+
+    def begin(self, columns: SamplingColumns, num_steps: int) -> None:
+        """Before a walk of up to so many."""
+        count = num_steps * len(columns) if columns.has_logprobs else 0
+        if count > len(self._records):
+            self._records = np.zeros(count, LOGPROB)
+        self._arguments.set(logprobs=self._records.ctypes.data if count else 0)
+
+    def of(self, token_ids: Sequence[Sequence[int]], columns: SamplingColumns) -> list[list[TokenLogprob]]:
+        """Of the tokens that were sampled after it; nothing of rows that do not ask, or of a failed row's code."""
+        counts = enumerate(columns.num_logprobs)
+        return [[] if count is None else self._of_row(row, token_ids[row], count, columns) for row, count in counts]
+
+    def _of_row(self, row: int, token_ids: Sequence[int], num_top: int, columns: SamplingColumns) -> list[TokenLogprob]:
+        tokens = [token_id for token_id in token_ids if token_id >= 0]
+        records = self._records[row :: len(columns)][: len(tokens)]
+        num_top = min(num_top, columns.vocab_size)
+        logit, largest, total, rank = (
+            torch.from_numpy(records[name][:, None]) for name in ("logit", "largest", "total", "rank")
+        )
+        logits, ids = (torch.from_numpy(records[name][:, :num_top]) for name in ("logits", "ids"))
+        sampled = Sampled(
+            torch.tensor(tokens, dtype=torch.int64),
+            normalized(logit, largest, total)[:, 0],
+            rank[:, 0],
+            ids,
+            normalized(logits, largest, total),
+        )
+        return [sampled.logprob_of(index, num_top) for index in range(len(tokens))]

@@ -129,6 +129,7 @@ class GenerationStats:
     drafts_accepted: int = 0
     masks_filled: int = 0
     tokens_forced: int = 0
+    preemptions: int = 0  # times that it gave its pages up and was computed again
 
     def __repr__(self) -> str:
         """What is not 0."""
@@ -145,7 +146,7 @@ class GenerationResult:
     prompt_tokens: int
     generated_tokens: int
     timing: GenerationTiming
-    stop_reason: str | int | None = None  # the stop string or id, "max_new_tokens", "context", "grammar", "cancelled"
+    stop_reason: str | int | None = None  # a stop string or id, or "max_new_tokens", "grammar", …: docs/semantics.md
     seed: int | None = None  # the seed that gives these tokens again
     logprobs: list[TokenLogprob] | None = None  # one per generated token, where asked for
     grammar_complete: bool | None = None  # None without a grammar

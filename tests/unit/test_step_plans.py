@@ -38,21 +38,29 @@ ROWS = st.builds(
 def plan(rows: Sequence[Row], step_tokens: int) -> Plan:
     scheduler = Scheduler(MAX_STEP_LOGITS, 64)
     most = scheduler.max_drafts(len(rows))
-    demands = [Demand(row.pending, min(row.num_drafts, most), row.max_steps) for row in rows]
+    demands = [
+        Demand(row.pending, min(row.num_drafts, most), row.max_steps, number=number) for number, row in enumerate(rows)
+    ]
     return scheduler.plan(demands, step_tokens)
 
 
 @settings(max_examples=500, deadline=None)
 @given(rows=st.lists(ROWS, min_size=1, max_size=MOST_ROWS), chunk=st.sampled_from([1, 2, 7, 16, 64, 512]))
 def test_no_step_is_longer_than_its_chunk_and_every_sequence_gets_on(rows: list[Row], chunk: int) -> None:
-    num_tokens, num_drafts, num_steps = plan(rows, chunk)
+    num_tokens, num_drafts, num_steps, work = plan(rows, chunk)
+    assert work.num_tokens == sum(num_tokens) + sum(num_drafts)
     decoding = [row.pending == 1 for row in rows]
     assert sum(num_tokens) + sum(num_drafts) <= max(chunk, sum(decoding) + (not all(decoding)))
     has_logits = [count == row.pending for count, row in zip(num_tokens, rows, strict=True)]
     assert sum(1 + count for count, has in zip(num_drafts, has_logits, strict=True) if has) <= MAX_STEP_LOGITS
     assert all(count >= 1 for count, decodes in zip(num_tokens, decoding, strict=True) if decodes)
     reading = [index for index, decodes in enumerate(decoding) if not decodes]
-    assert not reading or num_tokens[reading[0]] >= 1  # the others follow when this one has been read
+    assert not reading or any(num_tokens[index] for index in reading)
+    rest = chunk - sum(decoding) - sum(num_drafts)
+    if reading and rest >= 4:
+        oldest, shortest = reading[0], min(reading, key=lambda index: rows[index].pending)
+        assert num_tokens[oldest] >= 1  # however many shorter ones come after it
+        assert num_tokens[shortest] >= min(rows[shortest].pending, rest - rest // 4)
     for row, tokens, drafts, has in zip(rows, num_tokens, num_drafts, has_logits, strict=True):
         assert 0 <= tokens <= row.pending
         assert 0 <= drafts <= row.num_drafts
@@ -70,13 +78,15 @@ def test_drafts_after_forced_tokens_leave_no_more_than_the_chunk_to_a_prompt() -
 
 
 def test_the_scheduler_learns_how_many_steps_take_a_tenth_of_a_second() -> None:
-    scheduler, demands = Scheduler(MAX_STEP_LOGITS), [Demand(1, 0, 1000)] * 2
+    scheduler, demands = Scheduler(MAX_STEP_LOGITS), [Demand(1, 0, 1000, 1000)] * 2
     first = scheduler.plan(demands, 512)
     assert first.num_steps == FIRST_STEPS
     scheduler.update(first, first.num_steps, first.num_steps * 0.004, None)
     assert scheduler.plan(demands, 512).num_steps == 25
-    scheduler.update(first, 1, 5.0, None)  # slower by far: believed by degrees
-    assert scheduler.plan(demands, 512).num_steps == 1
+    scheduler.update(first, 1, 5.0, None)  # held up: not believed at once
+    assert scheduler.plan(demands, 512).num_steps == 25
+    scheduler.update(first, 1, 5.0, None)
+    assert scheduler.plan(demands, 512).num_steps < 25
 
 
 def test_forced_tokens_with_drafts_beside_a_long_prompt_are_as_alone(

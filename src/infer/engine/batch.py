@@ -57,7 +57,7 @@ def answer_all(
     try:
         while True:
             while len(active) < batch_size and (following := next(sequences, None)) is not None:
-                following[1].runs_ahead = True
+                following[1].runs_ahead, following[1].is_streamed = True, False
                 active.append(following)
                 engine.submit(following[1])
             if not active:

@@ -6,7 +6,7 @@ prompts, single tokens, drafts to verify, with a grammar or without.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from functools import partial
 from typing import NamedTuple, TypeVar, final
@@ -14,9 +14,11 @@ from typing import NamedTuple, TypeVar, final
 from infer.engine.followers import Followers
 from infer.engine.grammar_masks import MaskFiller
 from infer.engine.lease import Lease
-from infer.engine.scheduler import Kind, Plan, Scheduler
+from infer.engine.queue import Queue
+from infer.engine.scheduler import NO_PLAN, Kind, Plan, Scheduler
 from infer.engine.sequence import Sequence
 from infer.engine.slots import Slots
+from infer.engine.snapshot import EngineSnapshot, take_snapshot
 from infer.errors import InferError, OutOfPagesError
 from infer.operands.limits import MAX_STEP_LOGITS
 from infer.operands.step import Chunk, Clock, Masks, StepEnd
@@ -55,15 +57,20 @@ class Engine:
     cache, and sequences that go on are computed again.
     """
 
-    def __init__(self, runner: Runner, *, max_steps: int | None = None) -> None:
-        """`max_steps` without a return to Python; None: as many as take a tenth of a second."""
-        self._open_slots: Slots | None = Slots(runner)
+    def __init__(
+        self, runner: Runner, *, max_steps: int | None = None, weights: Mapping[str, float] | None = None
+    ) -> None:
+        """`max_steps` without a return to Python; None: as many as take a tenth of a second. `weights` of tenants."""
+        self._queue = Queue(weights)
+        self._open_slots: Slots | None = Slots(runner, self._queue)
         self._device = runner.model.device
         self._lock = long_lock()
         self._is_sound = True  # no step is under way, and none was left midway
         self._sequences: list[Sequence] = []  # that go on, in the order in which they came
         self._waiting = set[Sequence]()  # those whose callers wait for the lock
         self.followers = Followers()  # callers who wait for the steps of a service
+        self._num_waiting = 0  # of those whose callers wait, how many got no slot
+        self.max_running = runner.num_slots  # at once
         self.scheduler = Scheduler(MAX_STEP_LOGITS, max_steps)
         self._columns: SamplingColumns | None = None  # of the sequences' parameters
         self._history: History | None = None
@@ -86,9 +93,15 @@ class Engine:
         """Those that go on."""
         return tuple(self._sequences)
 
+    def snapshot(self) -> EngineSnapshot:
+        """What goes on, after the step that is under way."""
+        with self._lock:
+            return take_snapshot(self.runner, self._sequences, self.max_running, self.scheduler, self._queue)
+
     def submit(self, sequence: Sequence, lease: Lease | None = None) -> Sequence:
         """It takes part in the steps until it is finished; with a lease, at its slot. A closed engine cancels it."""
         sequence.lease = lease
+        self._queue.join(sequence)
         self._sequences.append(sequence)
         if self._open_slots is None:
             self.close()
@@ -137,12 +150,12 @@ class Engine:
             while True:
                 self._is_sound = False
                 while (slot := self._slots.hold(lease)) is None:
-                    self._slots.preempt_last()
+                    self._slots.preempt_one()
                 try:
                     found = change(slot)
                 except InferError as error:
                     is_short = isinstance(error, OutOfPagesError)
-                    has_helped = is_short and (self._slots.reclaim(lease) or self._slots.preempt_last())
+                    has_helped = is_short and (self._slots.reclaim(lease) or self._slots.preempt_one())
                     self._is_sound = True
                     if not has_helped:
                         raise
@@ -174,6 +187,7 @@ class Engine:
         with self._lock:
             for sequence in list(self._sequences):
                 sequence.abort()
+                self._queue.leave(sequence)
                 sequence.end()
             self._sequences.clear()
             self._open_slots = self._history = self._columns = None
@@ -215,23 +229,29 @@ class Engine:
 
     def _drop_finished(self) -> None:
         """Sequences that are finished or cancelled leave."""
+        now = time.perf_counter()
         for sequence in list(self._sequences):
-            sequence.poll_cancel()
+            sequence.poll_cancel(now)
             if sequence.is_finished:
                 self._slots.leave(sequence)
                 self._sequences.remove(sequence)
+                self._queue.leave(sequence)
                 sequence.end()
 
     def _admit(self) -> None:
-        """Sequences that wait enter, in their order, while there are slots and pages."""
-        for sequence in list(self._sequences):
-            if sequence.has_slot or not sequence.wants_tokens:
-                continue
+        """Sequences that wait enter, as the queue has them, while there are slots and pages."""
+        waiting = [each for each in self._sequences if not each.has_slot and each.wants_tokens]
+        num_running = sum(each.wants_tokens for each in self._slots.sequences) if waiting else 0
+        while waiting and num_running < self.max_running:
+            sequence = self._queue.next_of(waiting)
             sequence.timer.begin()
             if not self._slots.enter(sequence):
-                return
+                break
             sequence.must_end_prompt = self.runner.compresses_prompts
             self._write_params(sequence)
+            waiting.remove(sequence)
+            num_running += 1
+        self._num_waiting = len(waiting)
 
     def _force(self, sequence: Sequence) -> None:
         """Accept the tokens that the grammar leaves no choice about."""
@@ -263,7 +283,7 @@ class Engine:
         shares = self.runner.shares_prefixes
         for sequence, _ in works:
             if shares and not sequence.has_fault:
-                self.runner.remember(sequence.slot, sequence.token_ids)
+                self.runner.remember(sequence.slot, sequence.token_ids, sequence.request.salt)
             if sequence.must_end_prompt:
                 self._end_prompt(sequence)
 
@@ -283,13 +303,14 @@ class Engine:
 
     def _plan(self, active: Items[Sequence]) -> tuple[Plan, list[_Work]]:
         if not active:
-            return Plan([], [], 1), []
+            return NO_PLAN, []
         times, most = self._step_times(active), self.scheduler.max_drafts(len(active))
         demands = [sequence.demand(most, self._rope_room(sequence), times) for sequence in active]
-        plan = self.scheduler.plan(demands, min([sequence.request.prefill_chunk for sequence in active]))
+        step_tokens = min([sequence.request.prefill_chunk for sequence in active])
+        plan = self.scheduler.plan(demands, step_tokens, self._num_waiting)
         return plan, [
             _Work(sequence, sequence.schedule(num_tokens, num_drafts))
-            for sequence, num_tokens, num_drafts in zip(active, *plan[:2], strict=True)
+            for sequence, num_tokens, num_drafts in zip(active, plan.num_tokens, plan.num_drafts, strict=True)
         ]
 
     def _step_times(self, active: Items[Sequence]) -> StepTimes | None:

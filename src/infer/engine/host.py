@@ -114,6 +114,10 @@ class Host:
             prefill_chunk=options.prefill_chunk,
             cancel=options.cancel,
             num_truncated=prompt.truncated_tokens,
+            tenant=options.tenant,
+            priority=options.priority,
+            timeout=options.timeout,
+            cache_salt=options.cache_salt,
         )
 
     def requests(

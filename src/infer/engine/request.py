@@ -4,6 +4,8 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import blake2b
 from typing import SupportsIndex, final
 
 from infer.errors import ContextLengthError, InvalidRequestError
@@ -29,6 +31,14 @@ class Request:
     prefill_chunk: int = MAX_STEP_TOKENS
     cancel: threading.Event | None = None
     num_truncated: int = 0  # tokens of the prompt that were cut on its left
+    tenant: str = ""  # whose it is: tenants share the engine
+    priority: int = 0  # higher is earlier
+    timeout: float | None = None  # seconds, from when it is submitted until it is ended
+    cache_salt: str = ""  # prefixes are shared with those of the same salt
+
+    @cached_property
+    def salt(self) -> bytes:
+        return blake2b(self.cache_salt.encode(), digest_size=16).digest() if self.cache_salt else b""
 
 
 def make_request(

@@ -3,8 +3,10 @@
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from math import inf
 from typing import Any, final, get_args, no_type_check
 
+from infer.engine.admission import MAX_PRIORITY
 from infer.engine.model_settings import Overflow, Speculation
 from infer.errors import InvalidRequestError
 from infer.operands.limits import MAX_STEP_TOKENS
@@ -17,13 +19,23 @@ from infer.speculation.ngram import MAX_DRAFT_TOKENS, NUM_DRAFT_TOKENS
 @final
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions:
-    """`cancel` ends the answer from another thread, and so does closing the model."""
+    """`cancel` ends the answer from another thread, and so does closing the model.
+
+    Where more is asked than can run at once, tenants get equal shares of what is computed. Of a tenant's requests one
+    of a higher `priority` enters first, as if it had come 10 seconds earlier for each level. After `timeout` seconds an
+    answer ends with what it has, finish_reason "abort", also while it waits. With `reuse_prefixes` the beginnings of
+    prompts are shared only among requests of the same `cache_salt`.
+    """
 
     cancel: threading.Event | None = None
     speculation: Speculation | None = None
     num_draft_tokens: int = NUM_DRAFT_TOKENS
     prefill_chunk: int = MAX_STEP_TOKENS  # tokens of a prompt in one step
     overflow: Overflow = "error"  # what happens to a prompt that is too long
+    tenant: str = ""
+    priority: int = 0
+    timeout: float | None = None
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         if self.cancel is not None and not isinstance(self.cancel, threading.Event):
@@ -33,6 +45,12 @@ class RequestOptions:
         check_count("num_draft_tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
         check_count("prefill_chunk", self.prefill_chunk, 1, MAX_STEP_TOKENS)
         check_choice("overflow", self.overflow, get_args(Overflow))
+        for name in ("tenant", "cache_salt"):
+            if not isinstance(value := getattr(self, name), str):
+                raise InvalidRequestError(f"{name} must be a string, got {value!r:.80}")
+        check_count("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        if self.timeout is not None:
+            check_seconds("timeout", self.timeout)
 
 
 _NAMES = frozenset(field.name for field in fields(RequestOptions))
@@ -46,6 +64,10 @@ class RequestKeywords(SamplingKeywords, total=False):
     num_draft_tokens: int
     prefill_chunk: int
     overflow: Overflow
+    tenant: str
+    priority: int
+    timeout: float | None
+    cache_salt: str
 
 
 def split_options(options: RequestOptions | None, keywords: Mapping[str, Any]) -> tuple[RequestOptions, dict[str, Any]]:
@@ -66,6 +88,12 @@ def check_count(name: str, value: object, least: int, most: int) -> None:
     """Raises InvalidRequestError."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise InvalidRequestError(f"{name} must be a whole number in [{least}, {most}], got {value!r:.80}")
+
+
+def check_seconds(name: str, value: object) -> None:
+    """Raises InvalidRequestError."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
+        raise InvalidRequestError(f"{name} must be a number of seconds above 0 or None, got {value!r:.80}")
 
 
 def check_callback(name: str, value: object) -> None:

@@ -1,17 +1,25 @@
-"""What the next step computes of each sequence: a plan from integers, and `update`, which records what it took.
+"""What the next step computes of each sequence: a plan from integers and costs, and `update`, which learns from it.
 
-Sequences that decode come first, a token each; what is left of the step's tokens goes to their drafts, then to prompts.
+Sequences that decode come first, a token each; what is left of the step goes to their drafts, then to prompts: three
+quarters to the one with the least left, a quarter to the oldest, so that a short prompt passes a long one and none
+waits for ever. While an answer is being streamed, a step with prompts takes `STREAM_SECONDS`, whatever they are.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
+from math import inf
 from typing import NamedTuple, final
 
+from infer.engine.step_costs import StepCosts, StepWork, context_of
 from infer.speculation.policy import StepTimes
 
 FIRST_STEPS = 8  # without a return to Python, while it is not known how long they take
 MAX_STEPS, MAX_SECONDS = 64, 0.1  # of them: tokens come and a cancel is seen between two returns
-_SMOOTHING = 0.3
+STREAM_SECONDS = 0.03  # the same, and for a step with prompts, while others stream
+LEAST_PROMPT_TOKENS = 16  # of a step with prompts, however long they take: as many run at the full rate
+FIRST_PROMPT_TOKENS = 64  # while it is not known how long they take
+PLAIN_STEPS = 8  # between two steps with drafts, where most sequences have none
+_RETURN = 0.2  # steps: what a return to Python takes
 
 
 class Kind(NamedTuple):
@@ -26,8 +34,13 @@ class Demand(NamedTuple):
     """What one sequence asks of the next step."""
 
     num_pending: int
-    num_drafts: int  # that it proposes after its pending tokens
-    max_steps: int  # without a return to Python
+    num_drafts: int = 0  # that it proposes after its pending tokens
+    max_steps: int = 1  # without a return to Python: after these it must have one
+    useful_steps: int = MAX_STEPS  # what they give after these is dropped
+    steps_to_draft: int = MAX_STEPS  # after these it looks for drafts
+    num_computed: int = 0
+    number: int = 0  # in the order in which they came
+    is_streamed: bool = False
 
 
 class Plan(NamedTuple):
@@ -36,57 +49,131 @@ class Plan(NamedTuple):
     num_tokens: list[int]
     num_drafts: list[int]
     num_steps: int
+    work: StepWork  # of one step
+
+
+NO_PLAN = Plan([], [], 1, StepWork(0, 0, 0))
 
 
 @final
 class Scheduler:
-    def __init__(self, max_logits: int, max_steps: int | None = None) -> None:
-        """`max_logits` are those of one step. `max_steps` None: as many as take a tenth of a second, 64 at most."""
-        self._max_logits, self._max_steps = max_logits, max_steps
-        self._seconds_per_step = 0.0  # of one token a sequence; 0: not known
+    def __init__(self, max_logits: int, max_steps: int | None = None, prompt_seconds: float = inf) -> None:
+        """`max_logits` are those of one step. `max_steps` without a return None: as many as `MAX_SECONDS` allow, 64 at
+        most. `prompt_seconds` are those of a step with prompts while nobody streams.
+        """
+        self._max_logits, self._max_steps, self.prompt_seconds = max_logits, max_steps, prompt_seconds
+        self._num_plain = PLAIN_STEPS  # since the last one with drafts
+        self._has_decoded = False  # so that it is known how long such steps take
+        self.costs = StepCosts()
         self.step_times = defaultdict[Kind, StepTimes](StepTimes)
 
     def max_drafts(self, num_sequences: int) -> int:
         """Of each sequence."""
         return self._max_logits // num_sequences - 1
 
-    def plan(self, demands: Sequence[Demand], step_tokens: int) -> Plan:
+    def plan(self, demands: Sequence[Demand], step_tokens: int, num_waiting: int = 0) -> Plan:
         """At most `step_tokens` tokens in all (more if more sequences than that decode)."""
         num_tokens, num_drafts = [0] * len(demands), [0] * len(demands)
         decoding = [index for index, demand in enumerate(demands) if demand.num_pending == 1]
         prefilling = [index for index, demand in enumerate(demands) if demand.num_pending != 1]
         kept = min(1, len(prefilling))  # a token is left to a prompt
         budget = max(step_tokens - len(decoding) - kept, 0)
+        drafts_pay = bool(prefilling) or self._drafts_pay(demands)
         for index in decoding:
-            num_tokens[index], num_drafts[index] = 1, min(demands[index].num_drafts, budget)
-            budget -= num_drafts[index]
-        budget += kept
+            num_tokens[index] = 1
+            if drafts_pay:
+                num_drafts[index] = min(demands[index].num_drafts, budget)
+                budget -= num_drafts[index]
+        if not prefilling and not any(num_drafts):
+            work = _work(demands, num_tokens, num_drafts)
+            return Plan(num_tokens, num_drafts, self._num_steps(demands, work, num_waiting), work)
+        if prefilling:
+            seconds = self._prompt_seconds(demands, decoding, num_drafts)
+            for index, count in self._shares(demands, prefilling, budget + kept, seconds):
+                num_tokens[index] += count
+            budget += kept - sum(num_tokens[index] for index in prefilling)
         for index in prefilling:
-            num_tokens[index] = min(demands[index].num_pending, budget)
-            budget -= num_tokens[index]
             if num_tokens[index] == demands[index].num_pending:
                 num_drafts[index] = min(demands[index].num_drafts, budget)
                 budget -= num_drafts[index]
-        if prefilling or any(num_drafts):
-            return Plan(num_tokens, num_drafts, 1)
-        return Plan(num_tokens, num_drafts, min(self._longest(), *(demand.max_steps for demand in demands)))
+        return Plan(num_tokens, num_drafts, 1, _work(demands, num_tokens, num_drafts))
 
     def update(self, plan: Plan, num_steps: int, seconds: float, times: StepTimes | None) -> None:
         """What a plan took: `num_steps` steps ran in so many seconds. `times` are those of its kind, where every token
         was sampled after, as drafts are.
         """
-        sizes = {tokens + drafts for tokens, drafts in zip(plan.num_tokens, plan.num_drafts, strict=True)}
+        self._num_plain = 0 if any(plan.num_drafts) else self._num_plain + num_steps
+        self._has_decoded |= plan.work.num_tokens == plan.work.num_sequences
+        self.costs.learn(plan.work, seconds / num_steps)
         if times is not None:
-            for size in sizes:
-                times.learn(size, seconds / num_steps)
-        if sizes == {1}:
-            before, now = self._seconds_per_step, seconds / num_steps
-            is_less = before == 0 or now < before  # the first ones also build the table
-            self._seconds_per_step = now if is_less else before + _SMOOTHING * (now - before)
+            times.learn(plan.work.num_tokens - plan.work.num_sequences + 1, seconds / num_steps)
 
-    def _longest(self) -> int:
+    def _drafts_pay(self, demands: Sequence[Demand]) -> bool:
+        """Whether a step is to verify drafts. Where few sequences have any, the others first get steps without a
+        return."""
+        drafting = sum(demand.num_drafts > 0 for demand in demands)
+        return drafting > 0 and (2 * drafting >= len(demands) or self._num_plain >= PLAIN_STEPS)
+
+    # Steps without a return
+
+    def _num_steps(self, demands: Sequence[Demand], work: StepWork, num_waiting: int) -> int:
+        """Of the numbers after which some sequence ends, the one that gives the most tokens a second."""
+        longest = min(self._longest(demands, work, num_waiting), *(demand.max_steps for demand in demands))
+        useful = [min(demand.useful_steps, longest) for demand in demands]
+        return max(set(useful), key=lambda count: (sum(min(count, own) for own in useful) / (_RETURN + count), count))
+
+    def _longest(self, demands: Sequence[Demand], work: StepWork, num_waiting: int) -> int:
         if self._max_steps is not None:
-            return self._max_steps
-        if self._seconds_per_step == 0:
-            return FIRST_STEPS
-        return max(1, min(MAX_STEPS, int(MAX_SECONDS / self._seconds_per_step)))
+            longest = self._max_steps
+        elif not self._has_decoded:
+            longest = FIRST_STEPS
+        else:
+            others_wait = num_waiting > 0 or (len(demands) > 1 and any(demand.is_streamed for demand in demands))
+            seconds = min(STREAM_SECONDS, MAX_SECONDS) if others_wait else MAX_SECONDS
+            longest = max(1, min(MAX_STEPS, int(seconds / self.costs.predict(work))))
+        to_draft = [demand.steps_to_draft for demand in demands if demand.steps_to_draft < MAX_STEPS]
+        if 2 * len(to_draft) >= len(demands):
+            return min(longest, *to_draft)
+        return min(longest, PLAIN_STEPS) if to_draft else longest
+
+    # Prompts
+
+    def _prompt_seconds(self, demands: Sequence[Demand], decoding: Sequence[int], num_drafts: Sequence[int]) -> float:
+        """What the tokens of prompts may take in a step, the others being planned."""
+        is_streamed = any(demands[index].is_streamed for index in decoding)
+        seconds = min(self.prompt_seconds, STREAM_SECONDS) if is_streamed else self.prompt_seconds
+        drafts = [num_drafts[index] for index in decoding]
+        others = _work([demands[index] for index in decoding], [1] * len(decoding), drafts)
+        return seconds - self.costs.predict(others)
+
+    def _shares(
+        self, demands: Sequence[Demand], prefilling: Sequence[int], num_tokens: int, seconds: float
+    ) -> list[tuple[int, int]]:
+        """(demand, tokens) of a step that has room for so many and takes so long: some may come twice."""
+        if (left := self._tokens_in(demands, prefilling, seconds)) is not None:
+            num_tokens = min(num_tokens, max(left, LEAST_PROMPT_TOKENS))
+        shortest = sorted(prefilling, key=lambda index: (demands[index].num_pending, demands[index].number))
+        oldest = min(prefilling, key=lambda index: demands[index].number)
+        kept = min(num_tokens // 4, demands[oldest].num_pending)
+        shares = [(oldest, kept)]
+        num_tokens -= kept
+        for index in shortest:
+            count = min(demands[index].num_pending - (kept if index == oldest else 0), num_tokens)
+            shares.append((index, count))
+            num_tokens -= count
+        return shares
+
+    def _tokens_in(self, demands: Sequence[Demand], prefilling: Sequence[int], seconds: float) -> int | None:
+        """How many tokens of prompts take so long; None: as many as there are."""
+        if seconds == inf:
+            return None
+        if not self.costs.costs.per_token:
+            return FIRST_PROMPT_TOKENS
+        longest = max(demands[index].num_computed for index in prefilling)
+        return self.costs.tokens_in(seconds, longest)
+
+
+def _work(demands: Sequence[Demand], num_tokens: Sequence[int], num_drafts: Sequence[int]) -> StepWork:
+    counts = [tokens + drafts for tokens, drafts in zip(num_tokens, num_drafts, strict=True)]
+    contexts = [context_of(count, demand.num_computed) for count, demand in zip(counts, demands, strict=True)]
+    return StepWork(sum(count > 0 for count in counts), sum(counts), sum(contexts))

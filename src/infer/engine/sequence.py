@@ -12,7 +12,7 @@ from typing import TypeVar, final
 
 from infer.engine.lease import Lease
 from infer.engine.request import Request
-from infer.engine.scheduler import Demand
+from infer.engine.scheduler import MAX_STEPS, Demand
 from infer.engine.text_output import TextOutput
 from infer.engine.timing import AnswerTimer
 from infer.errors import ConstraintError
@@ -47,6 +47,8 @@ class Sequence:
         self.num_read = 0  # pieces that the caller has taken
         self.is_asked = False  # whether the caller has begun to take them
         self.runs_ahead = False  # of the caller, who takes all there are
+        self.is_streamed = True  # whether somebody reads the tokens as they come
+        self.number, self.submitted_at = 0, 0.0  # in the engine: its place among all, and when by time.perf_counter
         self.lease: Lease | None = None  # a slot that it leaves to the next sequence of its kind
         self.must_end_prompt = False  # its prompt is yet to be compressed, before anything is forced or drafted
         self.has_ended = False  # it has left the engine: nothing of it changes any more but `keep`
@@ -130,14 +132,16 @@ class Sequence:
         """End it before its next token. For any thread: the engine sees it when it next looks."""
         self._is_cancelled = True
 
-    def poll_cancel(self) -> None:
-        event = self.request.cancel
+    def poll_cancel(self, now: float) -> None:
+        event, timeout = self.request.cancel, self.request.timeout
         if self._is_cancelled or (event is not None and event.is_set()):
             self.abort()
+        elif timeout is not None and now - self.submitted_at >= timeout:
+            self.abort("timeout")
 
-    def abort(self) -> None:
+    def abort(self, reason: str = "cancelled") -> None:
         if self._text.finish_reason is None:
-            self._text.finish("abort", "cancelled")
+            self._text.finish("abort", reason)
 
     def fail(self, code: str, message: str) -> None:
         self._text.finish("error", code)
@@ -242,19 +246,26 @@ class Sequence:
         return self._draft is not None
 
     def demand(self, most_drafts: int, rope_room: int, times: StepTimes | None) -> Demand:
-        """What it asks of the next step: of drafts as many as are worth a step that takes such times, and of steps
-        without a return as many as skip no such draft and run not far past a stop string.
-        """
-        limit = 1
+        """What it asks of the next step: of drafts as many as are worth a step that takes such times."""
+        most_steps, to_draft = 1, MAX_STEPS
         if self.is_decoding and not self.must_end_prompt:
-            limit = min(_STOP_STRING_STEPS if self.params.stop else self.room, self.room, 1 + rope_room)
+            most_steps = min(1 + rope_room, self.request.max_total_tokens - len(self.token_ids))
         self._proposed = ()
         if self._draft is not None and times is not None:
-            limit = min(limit, self._policy.tokens_between(times))
+            to_draft = self._policy.tokens_between(times)
             if self.pieces and not self.must_end_prompt:
                 most = min(most_drafts, rope_room, self.room - 1)
                 self._proposed = self.attempt(partial(self._propose, most, times), ())
-        return Demand(self.num_schedulable, len(self._proposed), limit)
+        return Demand(
+            self.num_schedulable,
+            len(self._proposed),
+            most_steps,
+            min(self.room, _STOP_STRING_STEPS if self.params.stop else MAX_STEPS),
+            to_draft,
+            self.num_computed,
+            self.number,
+            self.is_streamed,
+        )
 
     def _propose(self, most: int, times: StepTimes) -> Items[int]:
         """The grammar allows all of them."""

@@ -14,9 +14,11 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple, final
 
 from infer.engine.engine import Engine, Output
+from infer.engine.scheduler import MAX_SECONDS
 from infer.engine.sequence import Sequence
 from infer.errors import ClosedError, InferError
 from infer.runner.closing import closed
@@ -106,7 +108,9 @@ class Service:
     def run(self) -> bool:
         """Steps until all sequences have ended. False where no others will come."""
         self._engine.followers.lead()
+        scheduler = self._engine.scheduler
         try:
+            scheduler.prompt_seconds = MAX_SECONDS  # so that who comes meanwhile is soon seen
             while self._readers:
                 self.heartbeat = Heartbeat(time.monotonic(), is_stepping=True)
                 with suppress(ClosedError):  # then all have ended
@@ -118,6 +122,7 @@ class Service:
             self._fail(error)
             raise
         finally:
+            scheduler.prompt_seconds = inf
             self._engine.followers.resign()
         return self._refusal is not closed
 

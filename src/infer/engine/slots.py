@@ -5,7 +5,10 @@ from collections.abc import Callable, Iterable
 from itertools import count
 from typing import final
 
+import numpy as np
+
 from infer.engine.lease import Lease, common_length
+from infer.engine.queue import Queue, expected_room
 from infer.engine.sequence import Sequence
 from infer.errors import InferError, OutOfPagesError
 from infer.runner.runner import Runner
@@ -16,11 +19,11 @@ _OUR_FAULT = "a fault of infer: ask again, and it begins with an empty one"
 @final
 class Slots:
     """For the engine alone. Short of slots or pages, it takes them from idle leases first (the least recently used
-    first), then from sequences whose callers do not wait, then from the sequence that entered last.
+    first), then from sequences whose callers do not wait, then from those that run (`Queue.victim_of`).
     """
 
-    def __init__(self, runner: Runner) -> None:
-        self.runner = runner
+    def __init__(self, runner: Runner, queue: Queue) -> None:
+        self.runner, self._queue = runner, queue
         self._lease_by_slot = weakref.WeakValueDictionary[int, Lease]()
         self._sequence_by_slot: dict[int, Sequence] = {}
         self._uses = count(1)
@@ -34,12 +37,14 @@ class Slots:
         """Give it a slot, with what is stored there of its first tokens; False where there is none."""
         if self._is_full and any(each.wants_tokens for each in self.sequences):
             return False
+        if not self._has_pages_for(sequence):
+            return False
         lease, runner = sequence.lease, self.runner
         slot = self._free_slot() if lease is None else self.hold(lease)
         if slot is None:
             return False
         if lease is None:
-            num_computed = runner.adopt(slot, sequence.token_ids)
+            num_computed = runner.adopt(slot, sequence.token_ids, sequence.request.salt)
         else:
             num_held = len(lease.token_ids)
             num_common = common_length(lease.token_ids, sequence.token_ids)
@@ -52,7 +57,22 @@ class Slots:
             sequence.num_dropped = num_held - num_common
         self._sequence_by_slot[slot] = sequence
         sequence.enter(slot, num_computed)
+        self._queue.entered(sequence)
         return True
+
+    def _has_pages_for(self, sequence: Sequence) -> bool:
+        """Whether there are those that it and all who run are expected to need. Alone, it may always try."""
+        if not self._sequence_by_slot:
+            return True
+        pages_of = self.runner.pages_of
+        free = np.array(self.runner.free_pages)
+        for slot, length in enumerate(self.runner.lengths):
+            other = self._sequence_by_slot.get(slot)
+            if other is not None:
+                free -= np.array(pages_of(len(other.token_ids) + expected_room(other))) - pages_of(length)
+            elif length:
+                free += pages_of(length)
+        return bool(np.all(free >= pages_of(len(sequence.token_ids) + expected_room(sequence))))
 
     def leave(self, sequence: Sequence) -> None:
         """It has ended: its lease keeps what is computed of it."""
@@ -75,6 +95,7 @@ class Slots:
     def preempt(self, sequence: Sequence) -> None:
         """It gives up its slot, and is computed again once it gets another."""
         self._is_full = True
+        sequence.stats.preemptions += 1
         self.runner.truncate(sequence.slot, 0)
         del self._sequence_by_slot[sequence.slot]
         if sequence.lease is not None:
@@ -82,12 +103,12 @@ class Slots:
             sequence.lease.lose()
         sequence.restart()
 
-    def preempt_last(self) -> bool:
-        """Preempt the sequence that entered last; False if there is none."""
-        *_, last = [None, *self.sequences]
-        if last is not None:
-            self.preempt(last)
-        return last is not None
+    def preempt_one(self) -> bool:
+        """Preempt one of those that run; False if there is none."""
+        running = list(self.sequences)
+        if running:
+            self.preempt(self._queue.victim_of(running) or running[0])
+        return bool(running)
 
     def hold(self, lease: Lease) -> int | None:
         """The lease's slot; an empty one where it has none. None where all are in use."""
@@ -121,7 +142,7 @@ class Slots:
 
     def with_pages(self, sequence: Sequence, change: Callable[[], None]) -> bool:
         """Run `change`, which may run out of pages. While it does, take pages from those for whom nobody waits, then
-        from the sequence that entered last. False if that was this one, or if it fails, being alone.
+        from one that runs. False if that was this one, or if it fails, being alone.
         """
         while sequence.has_slot:
             try:
@@ -129,11 +150,10 @@ class Slots:
             except OutOfPagesError as error:
                 if self.reclaim():
                     continue
-                *others, last = self._sequence_by_slot.values()
-                if not others:
+                if (victim := self._queue.victim_of(list(self.sequences))) is None:
                     sequence.fail("memory", str(error))
                     return False
-                self.preempt(last)
+                self.preempt(victim)
             else:
                 return True
         return False

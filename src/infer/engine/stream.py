@@ -87,7 +87,7 @@ class Stream(Iterator[Piece]):
     def run(self, on_token: OnToken | None = None) -> GenerationResult:
         """Read to the end. `on_token(token_id, text)` sees each token and cancels by returning False."""
         try:
-            self.sequence.runs_ahead = True
+            self.sequence.runs_ahead, self.sequence.is_streamed = True, on_token is not None
             for piece in self:
                 if on_token is not None and on_token(piece.token_id, piece.text) is False:
                     self.cancel()

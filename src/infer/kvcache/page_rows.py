@@ -149,10 +149,12 @@ class GroupRows:
         self.restore(row, state)
 
 
-def page_keys(token_ids: Sequence[int], page_tokens: int, known: Sequence[bytes] = ()) -> list[bytes]:
-    """A key for each whole page of tokens, of it and of all before it; `known` are the first of them."""
+def page_keys(
+    token_ids: Sequence[int], page_tokens: int, known: Sequence[bytes] = (), salt: bytes = b""
+) -> list[bytes]:
+    """A key for each whole page of tokens, of it and of all before it, and of the salt; `known` are the first keys."""
     keys = list(known)
     for start in range(len(keys) * page_tokens, len(token_ids) - page_tokens + 1, page_tokens):
         ids = np.array(token_ids[start : start + page_tokens], np.int64).tobytes()
-        keys.append(blake2b((keys[-1] if keys else b"") + ids, digest_size=_KEY_BYTES).digest())
+        keys.append(blake2b((keys[-1] if keys else salt) + ids, digest_size=_KEY_BYTES).digest())
     return keys

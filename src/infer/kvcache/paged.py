@@ -22,6 +22,7 @@ from infer.errors import InvalidRequestError, OutOfPagesError
 from infer.kvcache.groups import make_groups, pool_sizes
 from infer.kvcache.page_memory import PageMemory
 from infer.kvcache.page_rows import GroupRows, page_keys
+from infer.kvcache.pages import num_pages
 from infer.kvcache.saved_rows import check_saved, load_tensors, saved_tensors
 from infer.kvcache.settings import CacheSettings
 from infer.operands.architecture import Layer
@@ -100,6 +101,11 @@ class PagedCache:
     def free_pages(self) -> Sequence[int]:
         """Those that can be had: no row holds them."""
         return [rows.table.pool.num_available for rows in self.groups]
+
+    def pages_of(self, num_tokens: int) -> Sequence[int]:
+        """Those that so many tokens of one row lie in."""
+        page_tokens = self.settings.page_tokens
+        return [min(num_pages(num_tokens, page_tokens), rows.group.pages_per_row) for rows in self.groups]
 
     def pages_needed(self, row: int, num_tokens: int) -> Sequence[int]:
         """Those that `reserve` takes of `free_pages`, copies of shared ones among them. Where this is more than are
@@ -267,13 +273,14 @@ class PagedCache:
     def _shares(self) -> bool:
         return self.settings.reuse_prefixes and not self.settings.evicts
 
-    def remember(self, row: int, token_ids: Sequence[int]) -> None:
-        """The row's committed tokens are the first of these: other rows that begin with them may share what is stored,
-        unless it is long."""
-        known, length = len(self._keys[row]), self._lengths[row]
-        if length // self.settings.page_tokens == known or not self._shares or self.is_long(row):
+    def remember(self, row: int, token_ids: Sequence[int], salt: bytes = b"") -> None:
+        """The row's committed tokens are the first of these: other rows that begin with them, and have the same salt,
+        may share what is stored, unless it is long. One row's is at most half of a pool."""
+        page_tokens, known = self.settings.page_tokens, len(self._keys[row])
+        length = min(self._lengths[row], min(self.pool_pages) // 2 * page_tokens)
+        if length // page_tokens <= known or not self._shares or self.is_long(row):
             return
-        self._keys[row] = page_keys(token_ids[:length], self.settings.page_tokens, self._keys[row])
+        self._keys[row] = page_keys(token_ids[:length], page_tokens, self._keys[row], salt)
         for index, key in enumerate(self._keys[row][known:], known):
             for rows in self.groups:
                 rows.table.remember(row, index, key)
@@ -285,13 +292,13 @@ class PagedCache:
                 rows.table.pool.forget(page)
         self._keys[row] = []
 
-    def adopt(self, row: int, token_ids: Sequence[int]) -> int:
-        """Give an empty row what is stored for the first of these tokens; how many, and never the last. Takes no free
-        page but cached ones. A row that is long gets nothing."""
+    def adopt(self, row: int, token_ids: Sequence[int], salt: bytes = b"") -> int:
+        """Give an empty row what is stored, with this salt, for the first of these tokens; how many, and never the
+        last. Takes no free page but cached ones. A row that is long gets nothing."""
         if not self._shares or self._lengths[row] or self.is_long(row):
             return 0
         page_tokens = self.settings.page_tokens
-        keys = page_keys(token_ids[:-1], page_tokens)
+        keys = page_keys(token_ids[:-1], page_tokens, salt=salt)
         for count in range(min(rows.num_found(keys) for rows in self.groups), 0, -1):
             found = [rows.has_pages(row, count * page_tokens, keys) for rows in self.groups]
             if None not in found:

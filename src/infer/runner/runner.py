@@ -76,12 +76,26 @@ class Runner(ABC):
         """Empty a slot that failed: nobody may begin with what it stored."""
         self.truncate(slot, 0)
 
-    def adopt(self, slot: int, token_ids: Sequence[int]) -> int:
-        """Give an empty slot what others have stored for the first of these tokens: how many."""
+    def pages_of(self, num_tokens: int) -> Sequence[int]:
+        """How many pages so many tokens of a slot lie in, by group."""
+        return []
+
+    @property
+    def pool_pages(self) -> Sequence[int]:
+        """All there are, by group."""
+        return []
+
+    @property
+    def free_pages(self) -> Sequence[int]:
+        """Those that no slot holds, by group."""
+        return []
+
+    def adopt(self, slot: int, token_ids: Sequence[int], salt: bytes = b"") -> int:
+        """Give an empty slot what others have stored, with this salt, for the first of these tokens: how many."""
         return 0
 
-    def remember(self, slot: int, token_ids: Sequence[int]) -> None:
-        """The slot's committed tokens are the first of these: others may begin with them."""
+    def remember(self, slot: int, token_ids: Sequence[int], salt: bytes = b"") -> None:
+        """The slot's committed tokens are the first of these: others with this salt may begin with them."""
         return
 
     def give_back_free(self) -> int:
@@ -250,8 +264,19 @@ class CachedRunner(Runner):
         self._cache.forget(slot)
         self._cache.truncate(slot, 0)
 
-    def adopt(self, slot: int, token_ids: Sequence[int]) -> int:
-        return self._cache.adopt(slot, token_ids) if self.shares_prefixes else 0
+    def pages_of(self, num_tokens: int) -> Sequence[int]:
+        return self._cache.pages_of(num_tokens)
+
+    @property
+    def pool_pages(self) -> Sequence[int]:
+        return self._cache.pool_pages
+
+    @property
+    def free_pages(self) -> Sequence[int]:
+        return self._cache.free_pages
+
+    def adopt(self, slot: int, token_ids: Sequence[int], salt: bytes = b"") -> int:
+        return self._cache.adopt(slot, token_ids, salt) if self.shares_prefixes else 0
 
     def choose_rope(self, slot: int, length: int) -> bool:
         if self.model.rope_border is None:
@@ -263,8 +288,8 @@ class CachedRunner(Runner):
         self._cache.set_rope(slot, is_long=is_long)
         return True
 
-    def remember(self, slot: int, token_ids: Sequence[int]) -> None:
-        self._cache.remember(slot, token_ids)
+    def remember(self, slot: int, token_ids: Sequence[int], salt: bytes = b"") -> None:
+        self._cache.remember(slot, token_ids, salt)
 
     def give_back_free(self) -> int:
         return self._cache.give_back_free()

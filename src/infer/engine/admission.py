@@ -1,0 +1,121 @@
+"""Who enters next, who gives way, and how long one may have to wait: integers and seconds, nothing else.
+
+Tenants share by computed work (start-time fair queueing, doi:10.1145/248157.248171): each has an account of the work
+that its requests were admitted with, over its weight, and the one with the least enters next. What a request did not
+use is taken off again when it leaves. One that comes back begins where the least of the others stands: nobody saves up.
+Of a tenant's own requests the oldest enters first; a priority counts as having come `HEAD_START` seconds earlier, so
+it is an advantage that the others catch up with. Whoever was preempted comes before all.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, final
+
+EXPECTED_ANSWER = 256  # tokens, of an answer that may have more
+HEAD_START = 10.0  # seconds, for each level of priority
+MAX_PRIORITY = 9
+ANSWER_WORK = 2  # of a token of an answer, in tokens of a prompt
+FEWEST_KEPT = 16  # tokens that a sequence gives before it is preempted again
+
+
+class Waiting(NamedTuple):
+    """A sequence that waits for a slot."""
+
+    number: int  # in the order in which they came
+    tenant: str
+    rank: float  # seconds: when it came, less its head start
+    work: int  # that it is expected to take
+    is_charged: bool = False  # it was preempted: its tenant has paid
+
+
+class Running(NamedTuple):
+    """A sequence that has a slot."""
+
+    number: int
+    num_given: int  # tokens since it got its slot
+    was_preempted: bool
+
+
+def rank_of(asked_at: float, priority: int) -> float:
+    return asked_at - HEAD_START * priority
+
+
+def work_of(num_prompt_tokens: int, num_answer_tokens: int) -> int:
+    return num_prompt_tokens + ANSWER_WORK * num_answer_tokens
+
+
+@final
+class Tenants:
+    """The accounts. A tenant without a weight has 1."""
+
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        self._weights = dict(weights or {})
+        self._accounts: dict[str, float] = {}
+        self._num_active: dict[str, int] = {}  # sequences that wait or run
+
+    @property
+    def accounts(self) -> Mapping[str, float]:
+        return self._accounts
+
+    def come(self, tenant: str) -> None:
+        """One more sequence of a tenant."""
+        if not self._num_active.get(tenant):
+            least = self._least_active()
+            self._accounts[tenant] = max(self._accounts.get(tenant, least), least)
+        self._num_active[tenant] = self._num_active.get(tenant, 0) + 1
+
+    def go(self, tenant: str) -> None:
+        """One less. Without any, an account that is behind the others' is forgotten: it would begin where they are."""
+        self._num_active[tenant] -= 1
+        if not self._num_active[tenant]:
+            del self._num_active[tenant]
+            least = self._least_active()
+            self._accounts = {
+                name: account for name, account in self._accounts.items() if name in self._num_active or account > least
+            }
+
+    def first(self, waiting: Iterable[Waiting]) -> Waiting:
+        """Of one or more, who enters next."""
+        accounts = self._accounts
+        return min(
+            waiting, key=lambda each: (not each.is_charged, accounts[each.tenant], each.tenant, each.rank, each.number)
+        )
+
+    def charge(self, tenant: str, work: int) -> None:
+        """A sequence enters with so much work, or leaves with so much less (below 0) than it entered with."""
+        if tenant in self._accounts:
+            self._accounts[tenant] += work / self.weight(tenant)
+
+    def weight(self, tenant: str) -> float:
+        return self._weights.get(tenant, 1.0)
+
+    def _least_active(self) -> float:
+        return min((self._accounts[tenant] for tenant in self._num_active), default=0.0)
+
+    def most_work_before(self, one: Waiting, waiting: Sequence[Waiting], running: int, most: int) -> float:
+        """What can be computed at most before a sequence enters, in the unit of `work_of`.
+
+        `running` is what those that run may still take, `most` what any request may. It holds while no tenant comes
+        that has no account, and none of its own passes by a priority: after `HEAD_START` for each level nobody can.
+        """
+        ahead = sum(each.work for each in waiting if each.tenant == one.tenant and each.rank <= one.rank) - one.work
+        least, reached = self._least_active(), self._accounts[one.tenant] + ahead / self.weight(one.tenant)
+        others = (tenant for tenant in self._accounts if tenant != one.tenant)
+        return (
+            running
+            + ahead
+            + sum(
+                self.weight(tenant) * max(0.0, reached - max(self._accounts[tenant], least)) + most for tenant in others
+            )
+        )
+
+
+def victim(running: Sequence[Running]) -> Running | None:
+    """Who gives its slot and pages up: the youngest, but one that came back and has given few tokens only where there
+    is no other, and never the oldest, so that somebody gets on. None of one or none."""
+    if len(running) < 2:
+        return None
+    oldest = min(running)
+    return max(
+        (each for each in running if each is not oldest),
+        key=lambda each: (not each.was_preempted or each.num_given >= FEWEST_KEPT, each.number),
+    )

@@ -1,0 +1,114 @@
+"""What an engine is doing, as values: for pictures, statistics and whoever must say how long one waits."""
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self, final
+
+from infer.engine.admission import EXPECTED_ANSWER
+from infer.engine.queue import Queue
+from infer.engine.scheduler import Scheduler
+from infer.engine.sequence import Sequence
+from infer.engine.step_costs import Costs
+from infer.outputs import percentile
+from infer.runner.runner import Runner
+
+
+@final
+@dataclass(frozen=True)
+class SequenceState:
+    """`slot` None: it waits. `num_computed` of its `num_tokens` are in the cache."""
+
+    number: int
+    tenant: str
+    priority: int
+    slot: int | None
+    num_prompt_tokens: int
+    num_tokens: int
+    num_computed: int
+    num_reused: int
+    num_preemptions: int
+    seconds: float  # since it was submitted
+
+    @classmethod
+    def of(cls, sequence: Sequence, now: float) -> Self:
+        request = sequence.request
+        return cls(
+            number=sequence.number,
+            tenant=request.tenant,
+            priority=request.priority,
+            slot=sequence.slot if sequence.has_slot else None,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_tokens=len(sequence.token_ids),
+            num_computed=sequence.num_computed,
+            num_reused=sequence.num_reused,
+            num_preemptions=sequence.stats.preemptions,
+            seconds=now - sequence.submitted_at,
+        )
+
+
+@final
+@dataclass(frozen=True)
+class PoolState:
+    """The pages of a group of layers: held by slots, free (some of them remembered for their content)."""
+
+    num_pages: int
+    num_free: int
+
+
+@final
+@dataclass(frozen=True)
+class EngineSnapshot:
+    """`costs` in seconds; `predicted_over_measured` are the 10th, 50th and 90th percentile of the last steps."""
+
+    sequences: tuple[SequenceState, ...]
+    num_slots: int
+    max_running: int
+    pools: tuple[PoolState, ...]
+    num_steps: int
+    num_preemptions: int  # those of sequences that go on included, as with the next
+    reused_tokens: int
+    costs: Costs
+    predicted_over_measured: tuple[float, float, float] | None
+    work_by_tenant: Mapping[str, float]  # over its weight: the least is served next
+    expected_answer: int  # tokens with which an answer of unknown length is admitted
+
+    @property
+    def running(self) -> tuple[SequenceState, ...]:
+        return tuple(each for each in self.sequences if each.slot is not None)
+
+    @property
+    def waiting(self) -> tuple[SequenceState, ...]:
+        return tuple(each for each in self.sequences if each.slot is None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists, dicts, numbers and strings."""
+        return asdict(self) | {"costs": self.costs._asdict()}
+
+
+def take_snapshot(
+    runner: Runner, sequences: Iterable[Sequence], max_running: int, scheduler: Scheduler, queue: Queue
+) -> EngineSnapshot:
+    """For the engine, between two steps."""
+    now, ratios = time.perf_counter(), scheduler.costs.ratios
+    states = tuple(SequenceState.of(sequence, now) for sequence in sequences)
+    pools = zip(runner.pool_pages, runner.free_pages, strict=True)
+    return EngineSnapshot(
+        sequences=states,
+        num_slots=runner.num_slots,
+        max_running=max_running,
+        pools=tuple(PoolState(*pool) for pool in pools),
+        num_steps=scheduler.costs.num_steps,
+        num_preemptions=queue.num_preemptions + sum(state.num_preemptions for state in states),
+        reused_tokens=queue.reused_tokens + sum(state.num_reused for state in states),
+        costs=scheduler.costs.costs,
+        predicted_over_measured=_spread(ratios) if ratios else None,
+        work_by_tenant=dict(queue.tenants.accounts),
+        expected_answer=EXPECTED_ANSWER,
+    )
+
+
+def _spread(values: Iterable[float]) -> tuple[float, float, float]:
+    ordered = sorted(values)
+    low, middle, high = (percentile(ordered, percent) for percent in (10.0, 50.0, 90.0))
+    return low, middle, high

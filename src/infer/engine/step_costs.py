@@ -1,0 +1,142 @@
+"""How long steps take: learnt from every step, whatever it is for, and asked before the next is planned.
+
+    seconds = base + a · sequences + b · further tokens + c · Σ tokens × positions before them
+
+Further tokens are a prompt's, and drafts. The four costs are the least squares of relative errors over the last steps,
+none below 0; what all steps are slower or faster by for a moment, as with a busy neighbour, is a factor apart.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from math import exp, isfinite, log, sqrt
+from typing import NamedTuple, final
+
+KEPT = 0.98  # what a step still weighs after the next one
+MAX_SURPRISE = 4.0  # times what was predicted: a step that took longer was held up, unless the next one was too
+NUM_RATIOS = 256  # of the last steps, for statistics
+# What the cost that is known weighs beside a step's. Where steps do not tell two costs apart, the lighter one changes.
+_PRIORS = (1e-3, 1e-2, 1e-3, 1e-1)
+_PACE_GAIN = 0.2
+_SOLVED_EVERY, _OFF = 8, 0.2  # steps; at once where one took so much more or less of its time
+_CONTEXT = 1024  # positions, in which products of tokens and positions are counted
+
+
+class StepWork(NamedTuple):
+    """What a step computes."""
+
+    num_sequences: int
+    num_tokens: int
+    context: int  # Σ over its tokens of the positions before each
+
+    @property
+    def features(self) -> tuple[float, ...]:
+        num_further = self.num_tokens - self.num_sequences
+        return 1.0, float(self.num_sequences), float(num_further), self.context / _CONTEXT
+
+
+def context_of(num_tokens: int, start: int) -> int:
+    """Of a chunk whose first token has so many positions before it."""
+    return num_tokens * start + num_tokens * (num_tokens - 1) // 2
+
+
+class Costs(NamedTuple):
+    """In seconds."""
+
+    base: float
+    per_sequence: float
+    per_token: float
+    per_context: float  # of a token for each 1,024 positions before it
+
+
+@final
+class StepCosts:
+    def __init__(self) -> None:
+        self._products, self._targets = [0.0] * 16, [0.0] * 4  # of features by features, and of features by 1
+        self._costs = Costs(0.0, 0.0, 0.0, 0.0)
+        self._pace = 0.0  # a factor's logarithm
+        self._was_held_up = False
+        self.num_steps = 0
+        self._ratios = deque[float](maxlen=NUM_RATIOS)
+
+    @property
+    def is_known(self) -> bool:
+        return self.num_steps > 0
+
+    @property
+    def costs(self) -> Costs:
+        return self._costs
+
+    @property
+    def ratios(self) -> Sequence[float]:
+        """Predicted over measured, of the last steps."""
+        return self._ratios
+
+    def predict(self, work: StepWork) -> float:
+        """Seconds; 0 as long as no step was seen."""
+        return exp(self._pace) * _sum(self.costs, work.features)
+
+    def tokens_in(self, seconds: float, start: int) -> int:
+        """How many further tokens of a chunk that begins after `start` positions take so long."""
+        scale = exp(-self._pace) if self.is_known else 0.0
+        once, more = self.costs.per_token + self.costs.per_context * start / _CONTEXT, self.costs.per_context / _CONTEXT
+        budget = seconds * scale
+        if budget <= 0 or once + more <= 0:
+            return 0
+        # once · t + more · t² / 2 = budget, in the form that does not cancel
+        return int(2 * budget / (once + sqrt(once * once + 2 * more * budget)))
+
+    def learn(self, work: StepWork, seconds: float) -> None:
+        """A step took so long; of a multi-step, the mean of its steps."""
+        if not (seconds > 0 and isfinite(seconds)):
+            return
+        predicted = self.predict(work)
+        if predicted > 0:
+            self._ratios.append(predicted / seconds)
+            self._was_held_up = seconds > MAX_SURPRISE * predicted and not self._was_held_up
+            if self._was_held_up:
+                return
+        self.num_steps += 1
+        features = [feature / seconds for feature in work.features]
+        outer = [left * right for left in features for right in features]
+        self._products = [KEPT * before + now for before, now in zip(self._products, outer, strict=True)]
+        self._targets = [KEPT * before + now for before, now in zip(self._targets, features, strict=True)]
+        is_off = abs(seconds - predicted) > _OFF * seconds
+        if is_off or self.num_steps % _SOLVED_EVERY == 0:
+            self._costs = self._solve()
+        self._pace += _PACE_GAIN * (log(seconds / _sum(self._costs, work.features)) - self._pace)
+
+    def _solve(self) -> Costs:
+        """Least squares with no cost below 0: the most negative one is set to 0, until none is left."""
+        used = [0, 1, 2, 3]
+        while True:
+            matrix = [[self._products[4 * i + j] for j in used] for i in used]
+            target = [self._targets[i] for i in used]
+            for place, index in enumerate(used):
+                weight = _PRIORS[index] * (matrix[place][place] or 1.0)
+                matrix[place][place] += weight
+                target[place] += weight * self._costs[index]
+            found = _solved(matrix, target)
+            if min(found) >= 0:
+                costs = dict(zip(used, found, strict=True))
+                return Costs(*(costs.get(index, 0.0) for index in range(4)))
+            del used[found.index(min(found))]
+
+
+def _sum(costs: Sequence[float], features: Sequence[float]) -> float:
+    return sum(cost * feature for cost, feature in zip(costs, features, strict=True))
+
+
+def _solved(matrix: list[list[float]], target: list[float]) -> list[float]:
+    """Of a symmetric positive definite matrix, which is overwritten."""
+    size = len(target)
+    for pivot in range(size):
+        for row in range(pivot + 1, size):
+            factor = matrix[row][pivot] / matrix[pivot][pivot]
+            target[row] -= factor * target[pivot]
+            for column in range(pivot, size):
+                matrix[row][column] -= factor * matrix[pivot][column]
+    found = [0.0] * size
+    for row in reversed(range(size)):
+        rest = sum(matrix[row][column] * found[column] for column in range(row + 1, size))
+        found[row] = (target[row] - rest) / matrix[row][row]
+    return found

@@ -171,3 +171,17 @@ def test_a_constraint_that_runs_an_op_within_a_step_gets_an_error_instead_of_a_d
     result = place.stream(running).run()
     assert "ran the model, or an op, within a step that waits for it" in str(result.error)
     assert Outcome.of(run_alone(world, BOUND, Way(), place=place)) == by_definition(world, BOUND)
+
+
+def test_a_grammar_that_forces_or_ends_leaves_its_neighbours_their_steps(world: World) -> None:
+    """What its row samples in vain meanwhile is in no answer and in no count of its penalties."""
+    params = SamplingParams(temperature=0.9, seed=3, frequency_penalty=0.9, max_new_tokens=60)
+    forcing = Case("forcing", tuple(b"abc"), replace(params, regex="([ab ]{5}cabcab[ab ]){4}"))
+    ending = Case("ending", tuple(b"cba"), replace(params, regex="[ab ]{4}"))
+    free = [replace(FREE, name=f"free {seed}", params=replace(FREE.params, seed=seed)) for seed in range(4)]
+    way = Way(chain=30)
+    sequences = [make_sequence(world, case, way) for case in (*free, forcing, ending)]
+    for case, result in zip((*free, forcing, ending), run_all(world, sequences, way, 6), strict=True):
+        assert Outcome.of(result) == by_definition(world, case)
+    assert all(sequence.stats.multi_steps <= 2 for sequence in sequences[:4])
+    assert sequences[4].stats.tokens_forced

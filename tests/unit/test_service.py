@@ -138,9 +138,10 @@ def in_threads(calls: list[Callable[[], None]]) -> None:
 @pytest.mark.parametrize("pool_pages", [None, 4], ids=["pages for all", "few pages"])
 @pytest.mark.parametrize("drafts", ["none", "ngram", "half"])
 def test_every_answer_under_load_is_that_of_the_sequence_alone(
-    world: World, drafts: Any, pool_pages: int | None
+    world: World, drafts: Any, pool_pages: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every sampler with every grammar, from four threads that cancel some of them midway."""
+    monkeypatch.setattr("infer.engine.queue.EXPECTED_ANSWER", 8)  # so more may enter than the pages hold
     place = Place(world, 6, pool_pages=pool_pages)
 
     def ask(part: int) -> None:
@@ -155,7 +156,7 @@ def test_every_answer_under_load_is_that_of_the_sequence_alone(
             check(each, by_definition(world, LONG))
 
     in_threads([lambda part=part: ask(part) for part in range(4)])  # type: ignore[misc]
-    assert max(place.num_of_step) == 6
+    assert max(place.num_of_step) == 6 if pool_pages is None else max(place.num_of_step) > 1
     assert place.service.num_sequences == len(place.engine.sequences) == 0
     place.service.close()
 

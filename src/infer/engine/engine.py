@@ -75,6 +75,7 @@ class Engine:
         self._columns: SamplingColumns | None = None  # of the sequences' parameters
         self._history: History | None = None
         self._filler = MaskFiller(self._device)
+        self._has_stale_history: list[Sequence] = []  # it saw tokens that a multi-step sampled in vain
 
     @property
     def _slots(self) -> Slots:
@@ -207,6 +208,7 @@ class Engine:
         for sequence in list(self._sequences):
             sequence.restart()
         self._columns = self._history = None
+        self._has_stale_history.clear()
         self._filler = MaskFiller(self._device)
         self._is_sound = True
 
@@ -280,6 +282,7 @@ class Engine:
             else:
                 self.runner.commit(work.chunk.slot, len(work.chunk.token_ids))
                 work.sequence.prefilled(len(work.chunk.token_ids), clock.ended - started)
+        self._renew_histories()
         shares = self.runner.shares_prefixes
         for sequence, _ in works:
             if shares and not sequence.has_fault:
@@ -337,8 +340,17 @@ class Engine:
             stop_ids = frozenset[int]().union(*(work.sequence.stop_ids for work in works))
             sampled, ends = self.runner.multi_step(chunks, plan.num_steps, columns, self._history, stop_ids, masks)
             if ends:
+                if masks is not None:
+                    self._cut(works, sampled)
                 return sampled, ends, True
         return *self.runner.sample(chunks, columns, self._history, masks), False
+
+    def _cut(self, works: Items[_Work], sampled: list[SampledTokens]) -> None:
+        """What a multi-step sampled of a sequence after its grammar was of no use there never was."""
+        for row, count in self._filler.num_counted.items():
+            if count < len(sampled[row].token_ids):
+                del sampled[row].token_ids[count:], sampled[row].logprobs[count:]
+                self._has_stale_history.append(works[row].sequence)
 
     def _learn(self, plan: Plan, works: Items[_Work], num_steps: int, clock: Clock) -> None:
         """Before the tokens are accepted."""
@@ -385,6 +397,12 @@ class Engine:
             if self._history is None:
                 self._history = History(num_slots, self.runner.model.max_seq_len, request.vocab_size, self._device)
             self._history.begin(sequence.slot, sequence.token_ids, sequence.num_prompt_tokens)
+
+    def _renew_histories(self) -> None:
+        for sequence in self._has_stale_history:
+            if self._history is not None and uses_history(sequence.params):
+                self._history.begin(sequence.slot, sequence.token_ids, sequence.num_prompt_tokens)
+        self._has_stale_history.clear()
 
     def _select_params(self, works: Items[_Work]) -> SamplingColumns:
         assert self._columns is not None

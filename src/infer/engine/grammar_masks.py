@@ -3,7 +3,7 @@
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -46,6 +46,12 @@ class MaskFiller:
             filling = self._filling = _Filling(self, works)
         filling.begin()
         return filling.masks
+
+    @property
+    def num_counted(self) -> Mapping[int, int]:
+        """Of the last multi-step, how many tokens count of rows whose grammar came to where it is done, forces a token
+        or fails. While these are fewer than half of all rows, the others go on."""
+        return {} if self._filling is None else self._filling.num_counted
 
     def learn(self, num_logits: int, seconds: float) -> bool:
         """What filling so many took; whether it is quick enough to do at once."""
@@ -109,6 +115,7 @@ class _Filling:
             for row, ((sequence, chunk), end) in enumerate(zip(works, ends, strict=True))
             if _needs_mask(sequence, chunk)
         ]
+        self.num_counted: dict[int, int] = {}  # in a multi-step, tokens of rows whose grammar wants a step of its own
         self._promise: Future[None] | None = None
         self._is_apart = False  # in a multi-step, another thread fills the lines
 
@@ -119,6 +126,10 @@ class _Filling:
         return is_same and is_done and all(chunk.num_logits == 1 for _, chunk in works)
 
     def begin(self) -> None:
+        self.num_counted.clear()
+        self.begin_fill()
+
+    def begin_fill(self) -> None:
         self._is_ready[0] = 0
         self._promise = self._filler.run(self._fill, len(self._lines))
 
@@ -132,21 +143,28 @@ class _Filling:
             self._is_apart = self._promise is not None
         if self._is_apart:
             self._wait()  # it is done: this raises what it raised
-            goes_on = all(job.advance(token_ids[start + job.row], True) for job in self._jobs)
-            if goes_on and not is_last:
-                self.begin()
-            return goes_on
         started = time.perf_counter() if num_generated == 1 else 0.0  # the clock alone takes 9 µs here
         for job in self._jobs:
-            if not job.advance(token_ids[start + job.row], is_last):
-                return False
-            job.sequence.stats.masks_filled += not is_last
+            if job.row in self.num_counted:
+                continue
+            if not job.advance(token_ids[start + job.row], is_last or self._is_apart):
+                self.num_counted[job.row] = num_generated
+                job.masks[0][:] = -1
+            elif not self._is_apart:
+                job.sequence.stats.masks_filled += not is_last
+        if self.num_counted and 2 * len(self.num_counted) >= len(self._sequences):
+            return False
+        if self._is_apart:
+            if not is_last:
+                self.begin_fill()
+            return True
         return num_generated > 1 or self._filler.learn(len(self._lines), time.perf_counter() - started)
 
     def _fill(self) -> None:
         try:
             for job in self._jobs:
-                job.sequence.attempt(partial(job.sequence.fill, job.masks, job.drafts), None)
+                if job.row not in self.num_counted:
+                    job.sequence.attempt(partial(job.sequence.fill, job.masks, job.drafts), None)
         finally:
             self._publish()
 

@@ -12,6 +12,7 @@ count that its tokens see. The order of sums, and so the work, is the same for e
 import argparse
 import json
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,7 +20,9 @@ import torch
 from infer import ops
 from infer.backends.cpu.capture.forward import CapturedForward
 from infer.backends.cpu.isa import instruction_set
+from infer.kvcache.paged import PagedCache
 from infer.llm import set_num_threads
+from infer.operands.architecture import Layer
 from infer.operands.step import Step
 from infer.operands.weights import Heads, RopeTable
 from infer.quantization.kv_formats import BLOCK_POSITIONS, KV_TYPES, key_block_bytes, value_block_bytes
@@ -33,14 +36,9 @@ def make_layers(heads: Heads, count: int, kv_type: str, rows: int, capacity: int
     per_row = -(-capacity // PAGE_TOKENS)
     none = torch.zeros(rows, dtype=torch.int64)
     pages = Pages(PAGE_TOKENS, torch.arange(rows * per_row).view(rows, per_row), none, none, none, none)
-    shape = heads.num_kv_heads, rows * per_row * PAGE_TOKENS // BLOCK_POSITIONS
-    backend = ops.backend_of(torch.device("cpu"))
-    layers = []
-    for _ in range(count):
-        keys = backend.zeros((*shape, key_block_bytes(kv_type, heads.head_dim)), torch.uint8)
-        values = backend.zeros((*shape, value_block_bytes(kv_type, heads.head_dim)), torch.uint8)
-        layers.append(LayerCache(kv_type, keys, values, pages))
-    return layers
+    layer = Layer(heads.num_heads, heads.num_kv_heads, heads.head_dim, 1, None, 1.0)
+    cache = PagedCache([layer] * count, rows, capacity, kv_type, torch.device("cpu"), step_tokens=512)
+    return [replace(layer, pages=pages) for layer in cache.memory.layers]
 
 
 def measure(

@@ -83,7 +83,7 @@ def attention(kv_type: str) -> Iterator[Tensor]:
     none = torch.zeros(2, dtype=torch.int64)
     table, windows = torch.arange(2 * pages).view(2, pages), torch.tensor([0, 100])
     layout = Pages(PAGE_TOKENS, table, none, none.clone(), windows, none.clone())
-    shape = 2, 2 * pages * PAGE_TOKENS // BLOCK_POSITIONS
+    shape = 2, 2 * pages, PAGE_TOKENS // BLOCK_POSITIONS
     sizes = key_block_bytes(kv_type, 64), value_block_bytes(kv_type, 64)
     keys, values = (torch.zeros((*shape, size), dtype=torch.uint8) for size in sizes)
     layer = LayerCache(kv_type, keys, values, layout)

@@ -17,7 +17,7 @@ def make_layer(
     none = torch.zeros(rows, dtype=torch.int64)
     table = torch.arange(rows * per_row).view(rows, per_row)
     pages = Pages(PAGE_TOKENS, table, none, none.clone(), torch.full_like(none, window or 0), none.clone())
-    shape = heads.num_kv_heads, rows * per_row * PAGE_TOKENS // BLOCK_POSITIONS
+    shape = heads.num_kv_heads, rows * per_row, PAGE_TOKENS // BLOCK_POSITIONS
     sizes = key_block_bytes(kv_type, heads.head_dim), value_block_bytes(kv_type, heads.head_dim)
     keys, values = (torch.full((*shape, size), fill, dtype=torch.uint8) for size in sizes)
     return LayerCache(kv_type, keys, values, pages)

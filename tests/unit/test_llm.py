@@ -14,10 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
-from infer import LLM, InvalidRequestError, ModelError, SamplingParams, load_tokenizer, ops
+from infer import LLM, InvalidRequestError, ModelError, SamplingParams, load_tokenizer
 from infer.bench.recomputed import generate_recomputed
 from infer.checkpoint.generation_config import sampling_defaults
 from infer.errors import ContextLengthError
+from infer.kvcache.paged import PagedCache
+from infer.operands.architecture import Layer
 from infer.sampling_params import UnknownParameterError
 from tiny import TINY, Tiny, make_tiny
 
@@ -309,7 +311,10 @@ def test_a_cache_holds_memory_only_where_it_was_written() -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    cache = ops.backend_of(torch.device("cpu")).zeros((64, 1 << 20), torch.float32)
+    layers = [Layer(9, 3, 64, 1536, None, 1.0)] * 30
+    cache = PagedCache(layers, 4, 8192, "f16", torch.device("cpu"), step_tokens=512)
+    assert cache.num_bytes > 700 << 20
     before = resident()
-    cache[:, 0] = 1.0
-    assert resident() - before < 16 << 20
+    for layer in cache.memory.layers:  # the first token
+        layer.keys[:, 0, 0] = layer.values[:, 0, 0] = 1
+    assert resident() - before <= 4 << 20, "two huge pages"

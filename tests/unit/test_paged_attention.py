@@ -36,7 +36,7 @@ def make_layer(
         order = torch.randperm(2 * num_pages, generator=torch.manual_seed(seed))[:num_pages]
     columns = (torch.tensor([value]) for value in (shift, sinks, window, 0))
     pages = Pages(page_tokens, order[None].contiguous(), *columns)
-    shape = (KV_HEADS, 2 * num_pages * num_blocks(page_tokens))
+    shape = (KV_HEADS, 2 * num_pages, num_blocks(page_tokens))
     keys, values = (
         torch.full((*shape, size("f32", DIM) // 4), torch.nan).view(torch.uint8)
         for size in (key_block_bytes, value_block_bytes)
@@ -120,9 +120,8 @@ def test_the_pages_of_what_is_forgotten_may_hold_another_row() -> None:
         start += size
         lost = range(-(-sinks // page_tokens), (start + 1 - window) // page_tokens)
         for page in layer.pages.table[0, list(lost)].tolist():
-            blocks = slice(page * num_blocks(page_tokens), (page + 1) * num_blocks(page_tokens))
-            layer.keys[:, blocks].view(torch.float32).fill_(torch.nan)
-            layer.values[:, blocks].view(torch.float32).fill_(torch.nan)
+            layer.keys[:, page].view(torch.float32).fill_(torch.nan)
+            layer.values[:, page].view(torch.float32).fill_(torch.nan)
     assert torch.equal(torch.cat(found), clean)
 
 
@@ -143,7 +142,7 @@ def test_a_few_tokens_of_several_rows_are_shared_out_and_change_no_bit(num_threa
     sinks, windows = (torch.tensor(values) for values in zip(*kept, strict=True))
     none = torch.zeros(len(kept), dtype=torch.int64)
     pages = Pages(64, table, none, sinks, windows, none)
-    layer = LayerCache("f32", *(blocks.repeat(1, 2, 1) for blocks in (layer.keys, layer.values)), pages)
+    layer = LayerCache("f32", *(blocks.repeat(1, 2, 1, 1) for blocks in (layer.keys, layer.values)), pages)
     alone = [attend_all(make_layer(64, sinks=sink, window=window), [LENGTH]) for sink, window in kept]
     before = ops.backend_of(torch.device("cpu")).num_threads()
     set_num_threads(num_threads)
@@ -173,7 +172,7 @@ def test_many_rows_and_a_prompt_among_them_change_no_bit(num_threads: int) -> No
     table = torch.arange(len(starts) * single.pages.table.shape[1]).view(len(starts), -1)
     none = torch.zeros(len(starts), dtype=torch.int64)
     pages = Pages(64, table, none, none, none, none)
-    blocks = (blocks.repeat(1, len(starts) // 2, 1) for blocks in (single.keys, single.values))
+    blocks = (blocks.repeat(1, len(starts) // 2, 1, 1) for blocks in (single.keys, single.values))
     layer = LayerCache("f32", *blocks, pages)
     alone = attend_all(make_layer(64), [1] * 380 + [LENGTH - 380])
     before = ops.backend_of(torch.device("cpu")).num_threads()

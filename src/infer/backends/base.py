@@ -127,7 +127,7 @@ class Backend(ABC):
         """Zeroed memory for a cache."""
 
     def give_back(self, memory: Tensor, first: int, count: int) -> None:
-        """What `zeros` made: entries [first, first + count) of the second axis are lost, and their memory is the
+        """What `zeros` made: entries [first, first + count) of the first axis are lost, and their memory is the
         system's again as far as it can be."""
         return
 

@@ -118,11 +118,10 @@ def attention_weights(
 
 def place(
     pages: Pages, rows: Int[Tensor, "slots"], slots: Int[Tensor, "slots"]
-) -> tuple[Int[Tensor, "slots"], Int[Tensor, "slots"]]:
-    """The block of each slot, and where in it the slot is."""
-    blocks_per_page = pages.page_tokens // BLOCK_POSITIONS
-    blocks = pages.table[rows, slots // pages.page_tokens] * blocks_per_page
-    return blocks + slots % pages.page_tokens // BLOCK_POSITIONS, slots % BLOCK_POSITIONS
+) -> tuple[Int[Tensor, "slots"], Int[Tensor, "slots"], Int[Tensor, "slots"]]:
+    """The page of each slot, the block of the page, and where in it the slot is."""
+    blocks, lanes = slots % pages.page_tokens // BLOCK_POSITIONS, slots % BLOCK_POSITIONS
+    return pages.table[rows, slots // pages.page_tokens], blocks, lanes
 
 
 def attend_row(

@@ -1,9 +1,12 @@
 """The tensors of a cache: the pages of each layer, and the tables by which kernels find them.
 
-The memory of all pages is reserved at once but taken from the system only where it is written.
+The memory of all pages is reserved at once but taken from the system only where it is written. A page has its tokens'
+keys and values of all layers of its group, one layer after another: some 60 tokens of a small model, or few of a large
+one, fill a huge page of the system's.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Self, final
@@ -11,13 +14,13 @@ from typing import Self, final
 import numpy as np
 import numpy.typing as npt
 import torch
-from jaxtyping import Int64, Shaped
+from jaxtyping import Int64, Shaped, UInt8
 from torch import Tensor
 
 from infer import ops
 from infer.kvcache.page_rows import GroupRows
 from infer.operands.architecture import Layer
-from infer.quantization.kv_formats import BLOCK_POSITIONS, key_block_bytes, value_block_bytes
+from infer.quantization.kv_formats import BLOCK_POSITIONS, key_block_bytes, num_blocks, value_block_bytes
 from infer.quantization.kv_layout import LayerCache, Pages, key_parts, value_parts
 
 _NAN = 0xFF  # in each byte: NaN of every float type, and codes whose scales are
@@ -41,27 +44,39 @@ class PageMemory:
         rope_sets = torch.tensor(self.rope_sets, device=device)  # one for all groups
         self._tables = [_tables_of(rows, rope_sets) for rows in groups]
         self._published = [rows.version for rows in groups]
+        self._memories = [
+            self._backend.zeros(
+                (rows.table.pool.num_pages, self._page_bytes(layers[index] for index in rows.group.layers)), torch.uint8
+            )
+            for rows in groups
+        ]
         self.layers = self._make_layers(layers)
 
     def _make_layers(self, layers: Sequence[Layer]) -> list[LayerCache]:
-        made, zeros = dict[int, LayerCache](), self._backend.zeros
-        for rows, tables in zip(self._groups, self._tables, strict=True):
-            num_blocks = rows.table.pool.num_pages * self._blocks_per_page
+        by_index = dict[int, LayerCache]()
+        for rows, tables, memory in zip(self._groups, self._tables, self._memories, strict=True):
+            first = 0
             for index in rows.group.layers:
-                shape, dim = (layers[index].num_kv_heads, num_blocks), layers[index].head_dim
-                keys = zeros((*shape, key_block_bytes(self._kv_type, dim)), torch.uint8)
-                values = zeros((*shape, value_block_bytes(self._kv_type, dim)), torch.uint8)
-                made[index] = LayerCache(self._kv_type, keys, values, tables)
-        return [made[index] for index in range(len(layers))]
+                both = []
+                for block_bytes in self._block_bytes(layers[index]):
+                    shape = len(memory), layers[index].num_kv_heads, num_blocks(self._page_tokens), block_bytes
+                    end = first + math.prod(shape[1:])
+                    both.append(memory[:, first:end].view(shape).transpose(0, 1))
+                    first = end
+                by_index[index] = LayerCache(self._kv_type, both[0], both[1], tables)
+        return [by_index[index] for index in range(len(layers))]
 
-    @property
-    def _blocks_per_page(self) -> int:
-        return self._page_tokens // BLOCK_POSITIONS
+    def _page_bytes(self, layers: Iterable[Layer]) -> int:
+        per_head = [layer.num_kv_heads * sum(self._block_bytes(layer)) for layer in layers]
+        return num_blocks(self._page_tokens) * sum(per_head)
+
+    def _block_bytes(self, layer: Layer) -> tuple[int, int]:
+        return key_block_bytes(self._kv_type, layer.head_dim), value_block_bytes(self._kv_type, layer.head_dim)
 
     @property
     def num_bytes(self) -> int:
         """What keys and values take when every page has been written."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
+        return sum(memory.nbytes for memory in self._memories)
 
     def set_rope(self, row: int, index: int) -> None:
         """Which of its two sets of rope factors a model has for the row. Published at once."""
@@ -79,7 +94,7 @@ class PageMemory:
                     _copy_array(array, tensor)
                 self._published[index] = rows.version
 
-    def parts(self, rows: GroupRows) -> Iterator[tuple[str, Shaped[Tensor, "kv_heads blocks lanes *size"]]]:
+    def parts(self, rows: GroupRows) -> Iterator[tuple[str, Shaped[Tensor, "kv_heads pages blocks lanes *size"]]]:
         """What is stored of a group's layers, by name, as views."""
         for index in rows.group.layers:
             layer = self.layers[index]
@@ -90,70 +105,52 @@ class PageMemory:
 
     def place(
         self, rows: GroupRows, row: int, slots: Int64[Tensor, "*slots"]
-    ) -> tuple[Int64[Tensor, "*slots"], Int64[Tensor, "*slots"]]:
-        """The block of each slot of a row, and where in it the slot is."""
-        table = torch.from_numpy(rows.table.table[row])
-        blocks = (
-            table[slots // self._page_tokens] * self._blocks_per_page + slots % self._page_tokens // BLOCK_POSITIONS
-        )
-        return blocks.to(self._device), (slots % BLOCK_POSITIONS).to(self._device)
+    ) -> tuple[Int64[Tensor, "*slots"], Int64[Tensor, "*slots"], Int64[Tensor, "*slots"]]:
+        """The page of each slot of a row, the block of the page, and where in it the slot is."""
+        pages = torch.from_numpy(rows.table.table[row])[slots // self._page_tokens]
+        blocks, lanes = slots % self._page_tokens // BLOCK_POSITIONS, slots % BLOCK_POSITIONS
+        return pages.to(self._device), blocks.to(self._device), lanes.to(self._device)
 
     def copy_pages(self, rows: GroupRows, targets: Sequence[int], source: Self, sources: Sequence[int]) -> None:
-        into, from_ = self._blocks(targets), self._blocks(sources)
-        for index in rows.group.layers:
-            mine, theirs = self.layers[index], source.layers[index]
-            mine.keys[:, into] = theirs.keys[:, from_]
-            mine.values[:, into] = theirs.values[:, from_]
-
-    def _blocks(self, pages: Sequence[int]) -> list[int]:
-        per_page = self._blocks_per_page
-        return [page * per_page + block for page in pages for block in range(per_page)]
+        group = self._groups.index(rows)
+        self._memories[group][list(targets)] = source._memories[group][list(sources)]
 
     def keep_slots(self, rows: GroupRows, row: int, slots_by_layer: dict[int, Int64[Tensor, "kv_heads kept"]]) -> None:
         """Move what is kept into the row's first slots; each head keeps slots of its own."""
         for index in rows.group.layers:
             layer, slots = self.layers[index], slots_by_layer[index]
             into = self.place(rows, row, torch.arange(slots.shape[1]))
-            blocks, lanes = self.place(rows, row, slots.cpu())
+            where = self.place(rows, row, slots.cpu())
             heads = torch.arange(len(slots), device=slots.device)[:, None]
             for part in (*key_parts(layer.keys, self._kv_type), *value_parts(layer.values, self._kv_type)):
-                part[:, *into] = part[heads, blocks, lanes]
+                part[:, *into] = part[heads, *where]
 
-    def clear_blocks(self, rows: GroupRows, blocks: Sequence[int]) -> None:
-        for index in rows.group.layers:
-            self.layers[index].keys[:, blocks] = 0
-            self.layers[index].values[:, blocks] = 0
+    def clear_pages(self, rows: GroupRows, pages: Sequence[int]) -> None:
+        self._memories[self._groups.index(rows)][list(pages)] = 0
 
     def give_back_free(self) -> int:
         """The memory of pages that are free goes back to the system, and what they held is lost: how many bytes."""
-        num_bytes, per_page = 0, self._blocks_per_page
-        for rows in self._groups:
-            pages = rows.table.pool.forget_written()
-            for first, count in _runs(pages):
-                for memory in self._tensors(rows):
-                    self._backend.give_back(memory, first * per_page, count * per_page)
-            num_bytes += sum(len(pages) * per_page * memory[:, 0].nbytes for memory in self._tensors(rows))
+        num_bytes = 0
+        for rows, memory in zip(self._groups, self._memories, strict=True):
+            for first, count in _runs(rows.table.pool.forget_written()):
+                self._backend.give_back(memory, first, count)
+                num_bytes += memory[first : first + count].nbytes
         return num_bytes
-
-    def _tensors(self, rows: GroupRows) -> Iterator[Shaped[Tensor, "kv_heads blocks size"]]:
-        for index in rows.group.layers:
-            yield from (self.layers[index].keys, self.layers[index].values)
 
     def poison(self) -> None:
         """From now on pages are filled with NaN when they are handed out: whoever reads what was not written since
         gets it."""
-        for rows in self._groups:
-            rows.table.on_take = partial(self._poison_page, rows)
-
-    def _poison_page(self, rows: GroupRows, page: int) -> None:
-        first = page * self._blocks_per_page
-        for memory in self._tensors(rows):
-            memory[:, first : first + self._blocks_per_page] = _NAN
+        for rows, memory in zip(self._groups, self._memories, strict=True):
+            rows.table.on_take = partial(_poison_page, memory)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless kernels read the tables as they are."""
         for rows, tables in zip(self._groups, self._tables, strict=True):
             assert (tables.table.cpu().numpy() == rows.table.table).all(), "kernels read another table"
+
+
+def _poison_page(memory: UInt8[Tensor, "pages bytes"], page: int) -> None:
+    memory[page] = _NAN
 
 
 def _tables_of(rows: GroupRows, rope_sets: Int64[Tensor, "rows"]) -> Pages:

@@ -45,7 +45,7 @@ def check_saved(
     saved = [SavedGroup(state, state.seen_from(state.first, length)) for state in states]
     found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items() if name != _STATES}
     expected = {
-        name: (part.dtype, (len(part), len(group.slots), *part.shape[3:]))
+        name: (part.dtype, (len(part), len(group.slots), *part.shape[4:]))
         for rows, group in zip(groups, saved, strict=True)
         for name, part in memory.parts(rows)
     }
@@ -85,7 +85,7 @@ def load_tensors(
 ) -> None:
     """Into the pages that the row holds for these slots."""
     for rows, group in zip(groups, saved, strict=True):
-        blocks, lanes = memory.place(rows, row, torch.tensor(group.slots, dtype=torch.int64))
-        memory.clear_blocks(rows, sorted(set(blocks.tolist())))  # kernels take whole blocks, what is not seen times 0
+        where = memory.place(rows, row, torch.tensor(group.slots, dtype=torch.int64))
+        memory.clear_pages(rows, sorted(set(where[0].tolist())))  # kernels take whole blocks, what is not seen times 0
         for name, part in memory.parts(rows):
-            part[:, blocks, lanes] = tensors[name].to(part.device)
+            part[:, *where] = tensors[name].to(part.device)

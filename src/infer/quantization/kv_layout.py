@@ -42,8 +42,8 @@ Parts = tuple[Shaped[Tensor, "..."], ...]  # [*where, positions, what encode giv
 class Pages:
     """Where the slots of each row lie, and what of them a token sees: read whenever a step runs.
 
-    A row's token at position p has the slot p − shift. Slot s lies in page table[row, s // page_tokens], which is
-    page_tokens / 16 blocks one after another. From slot t the slots s ≤ t are seen with s < sinks or s > t − window;
+    A row's token at position p has the slot p − shift. Slot s lies in page table[row, s // page_tokens], which has
+    page_tokens / 16 blocks. From slot t the slots s ≤ t are seen with s < sinks or s > t − window;
     all of them where the window is 0. Slots s < sinks are seen as from position min(p, furthest) where that is given:
     a model knows no distance longer than its context. `rope_sets` is 1 for rows whose positions turn by the second set
     of a `RopeTable` that has two, otherwise 0.
@@ -61,11 +61,11 @@ class Pages:
 @final
 @dataclass(frozen=True)
 class LayerCache:
-    """The blocks of a layer, page after page."""
+    """The blocks of a layer, by page. Those of a head and page lie one after another."""
 
     kv_type: str
-    keys: UInt8[Tensor, "kv_heads blocks key_bytes"]
-    values: UInt8[Tensor, "kv_heads blocks value_bytes"]
+    keys: UInt8[Tensor, "kv_heads pages blocks key_bytes"]
+    values: UInt8[Tensor, "kv_heads pages blocks value_bytes"]
     pages: Pages
 
 

@@ -18,19 +18,16 @@ from infer.backends.cpu.simd import load_i64
 def block_at(kv_type, args, row, kv, slot):  # type: ignore[no-untyped-def]
     """Where a head's block of keys lies that has the slot, and that of values."""
     page = load_i64(args.table + 8 * (row * args.table_stride + (slot >> args.page_bits)))
-    block = ((page << args.page_bits) + (slot & ((1 << args.page_bits) - 1))) // LANES
-    keys = args.keys + kv * args.key_stride + block * key_bytes(kv_type, args.dim)
-    return keys, args.values + kv * args.value_stride + block * value_bytes(kv_type, args.dim)
+    block = (slot & ((1 << args.page_bits) - 1)) // LANES
+    keys = args.keys + page * args.key_page_stride + kv * args.key_stride
+    values = args.values + page * args.value_page_stride + kv * args.value_stride
+    return keys + block * key_bytes(kv_type, args.dim), values + block * value_bytes(kv_type, args.dim)
 
 
-@njit
-def end_of_run(args, row, slot, end):  # type: ignore[no-untyped-def]
-    """How far the slots from `slot` on, before `end`, lie one after another in memory."""
-    index = slot >> args.page_bits
-    entry, stop = args.table + 8 * (row * args.table_stride + index), (index + 1) << args.page_bits
-    while stop < end and load_i64(entry + 8) == load_i64(entry) + 1:
-        entry, stop = entry + 8, stop + (1 << args.page_bits)
-    return min(stop, end)
+@njit(forceinline=True)
+def end_of_run(args, slot, end):  # type: ignore[no-untyped-def]
+    """How far the slots from `slot` on, before `end`, lie one after another in memory: in one page."""
+    return min(((slot >> args.page_bits) + 1) << args.page_bits, end)
 
 
 @njit(forceinline=True)

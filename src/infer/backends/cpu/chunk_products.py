@@ -24,12 +24,9 @@ def make_widen_chunk(kv_type: str) -> Any:
         start, (gap, first, end), dim = chunk * CHUNK, parts, args.dim
         at = 0 if gap > 0 else first
         while at < end:
-            run = end_of_run(args, row, start + at, start + (gap if at < gap else end)) - start
-            (keys, values), block, count = (
-                block_at(kv_type, args, row, kv, start + at),
-                at // LANES,
-                (run - at) // LANES,
-            )
+            run = end_of_run(args, start + at, start + (gap if at < gap else end)) - start
+            keys, values = block_at(kv_type, args, row, kv, start + at)
+            block, count = at // LANES, (run - at) // LANES
             widen_keys(kv_type, keys, dim, count, to + block * key_bytes(wide, dim))
             widen_values(kv_type, values, dim, count, to + WIDE_BYTES * dim + block * value_bytes(wide, dim))
             at = first if run == gap else run
@@ -49,12 +46,16 @@ def make_chunk_scores(kv_type: str, is_wide: bool) -> Any:
         while at < end:
             run = gap if at < gap else end
             if is_wide:
-                keys, values = wide + at // LANES * key_bytes(stored, dim), wide + WIDE_BYTES * dim
+                keys, after = wide + at // LANES * key_bytes(stored, dim), wide + WIDE_BYTES * dim
             else:
-                run = end_of_run(args, columns.row, start + at, start + run) - start
-                keys, values = block_at(kv_type, args, columns.row, kv, start + at)
+                run = end_of_run(args, start + at, start + run) - start
+                keys, _ = block_at(kv_type, args, columns.row, kv, start + at)
+                following = first if run == gap else run
+                after, _ = block_at(kv_type, args, columns.row, kv, start + min(following, end - 1))
+                if following >= end:
+                    _, after = block_at(kv_type, args, columns.row, kv, start + (0 if gap > 0 else first))
             q = columns.queries + args.far_bytes if at < gap else columns.queries
-            score_run(stored, columns.num, q, dim, keys, (run - at) // LANES, out + 4 * at, values)
+            score_run(stored, columns.num, q, dim, keys, (run - at) // LANES, out + 4 * at, after)
             at = first if run == gap else run
 
     return chunk_scores
@@ -76,12 +77,15 @@ def make_add_chunk_values(kv_type: str, is_wide: bool) -> Any:
         while at < high or at < gap:
             run = near if at < gap else high
             if is_wide:
-                keys, values = wide, wide + WIDE_BYTES * dim + at // LANES * value_bytes(stored, dim)
+                following, values = wide, wide + WIDE_BYTES * dim + at // LANES * value_bytes(stored, dim)
             else:
-                run = end_of_run(args, columns.row, start + at, start + run) - start
-                keys, _ = block_at(kv_type, args, columns.row, after[0], after[1] * CHUNK + at)
+                run = end_of_run(args, start + at, start + run) - start
                 _, values = block_at(kv_type, args, columns.row, kv, start + at)
-            add_value_run(stored, columns.num, p + 4 * at, dim, values, run - at, out, stride, keys)
+                if run < high:
+                    _, following = block_at(kv_type, args, columns.row, kv, start + max(run, first))
+                else:
+                    following, _ = block_at(kv_type, args, columns.row, after[0], after[1] * CHUNK)
+            add_value_run(stored, columns.num, p + 4 * at, dim, values, run - at, out, stride, following)
             if dim % LANES != 0:
                 _add_rest(stored, columns.num, p + 4 * at, dim, values, run - at, out, stride)
             at = first if gap > 0 and run == near else run

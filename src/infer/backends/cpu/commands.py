@@ -148,7 +148,7 @@ def _attend_arguments(heads: Heads, layer: LayerCache) -> Arguments:
     check_kv_type(layer.kv_type, dim)
     sizes = key_block_bytes(layer.kv_type, dim), value_block_bytes(layer.kv_type, dim)
     for blocks, size in zip((keys, values), sizes, strict=True):
-        if blocks.shape[2] != size or blocks.stride()[1:] != (size, 1):
+        if blocks.shape[3] != size or blocks.stride()[2:] != (size, 1):
             raise InvalidRequestError(f"a head's blocks of {layer.kv_type} must be contiguous and of {size} bytes")
     arguments = np.zeros(1, ATTEND)
     arguments["num_heads"], arguments["num_kv_heads"], arguments["dim"] = heads.num_heads, heads.num_kv_heads, dim
@@ -165,6 +165,7 @@ def _attend_arguments(heads: Heads, layer: LayerCache) -> Arguments:
         arguments["half"] = heads.rope.cos.shape[2]
         arguments["set_bytes"] = heads.rope.cos[0].nbytes if len(heads.rope.cos) > 1 else 0
     arguments["keys"], arguments["values"] = keys.data_ptr(), values.data_ptr()
+    arguments["key_page_stride"], arguments["value_page_stride"] = keys.stride(1), values.stride(1)
     arguments["key_stride"], arguments["value_stride"] = keys.stride(0), values.stride(0)
     pages = layer.pages
     arguments["furthest"] = -1 if pages.furthest is None else pages.furthest

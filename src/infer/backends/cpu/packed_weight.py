@@ -4,6 +4,7 @@ import mmap
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import final
 
@@ -81,7 +82,8 @@ def _map(num_bytes: int) -> mmap.mmap:
     if sys.platform != "linux":
         return mmap.mmap(-1, num_bytes)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # a kernel without huge pages
+        pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
 
 

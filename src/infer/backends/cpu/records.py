@@ -97,7 +97,9 @@ ATTEND = np.dtype(
         ("half", np.int64),
         ("keys", np.int64),
         ("values", np.int64),
-        ("key_stride", np.int64),  # bytes from kv head to kv head
+        ("key_page_stride", np.int64),  # bytes from page to page
+        ("value_page_stride", np.int64),
+        ("key_stride", np.int64),  # from kv head to kv head
         ("value_stride", np.int64),
         ("table", np.int64),  # int64 [rows, table_stride]: `kv_blocks.Pages`
         ("table_stride", np.int64),

@@ -399,7 +399,9 @@ def test_a_service_that_is_dropped_takes_its_thread_along(world: World) -> None:
 
 
 SCRIPT = """
-import os, signal, sys, threading
+import faulthandler, os, signal, sys, threading
+faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)
+os.register_at_fork(after_in_child=lambda: signal.alarm(60))  # a child that hangs says where
 from infer import LLM, SamplingParams
 from infer.engine.request_options import RequestOptions
 from infer.engine.sequence import Sequence
@@ -446,7 +448,6 @@ for _ in range(4):
     told[0].has_begun.wait()
     child = os.fork()
     if child == 0:
-        signal.alarm(60)
         assert host.service.num_sequences == 0
         assert all(each.sequence.finish_reason in ("abort", "length") for each in told)
         assert llm.generate(prompt, SHORT).token_ids == EXPECTED[SHORT]

@@ -11,8 +11,10 @@ from importlib import import_module
 
 _MODULE_BY_NAME = {
     "LLM": "infer.llm",
+    "AsyncLLM": "infer.async_llm",
     "Session": "infer.session.session",
     "Stream": "infer.engine.stream",
+    "AsyncStream": "infer.engine.async_stream",
     "load_model": "infer.llm",
     "load_tokenizer": "infer.llm",
     "SamplingParams": "infer.sampling_params",

@@ -1,9 +1,8 @@
 """`LLM`: a model, its tokenizer and its cache behind the few calls that most programs need."""
 
-import asyncio
 import gc
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self, SupportsIndex, Unpack, final, overload
@@ -15,6 +14,7 @@ from torch import Tensor
 from infer.catalog.models import shown_as, weights_name
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.generation_config import defaults_of
+from infer.engine.async_stream import AsyncStream
 from infer.engine.batch import Ended, answer_all, begun, results_of
 from infer.engine.host import Host, HostSettings, OnError
 from infer.engine.model_settings import (
@@ -27,7 +27,7 @@ from infer.engine.model_settings import (
     WeightsType,
     checks_settings,
 )
-from infer.engine.prompt_ids import Message, Prompt, encode_conversation, is_list_of_texts, pairs_as_needed, pairs_of
+from infer.engine.prompt_ids import Message, Prompt, is_list_of_texts, pairs_as_needed, pairs_of
 from infer.engine.request import check_prompt
 from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback, check_count, split_options
 from infer.engine.stream import OnPrefill, OnToken, Stream
@@ -46,10 +46,10 @@ from infer.model.load import OnProgress
 from infer.model.transformer import Transformer
 from infer.operands.architecture import Architecture
 from infer.operands.limits import MAX_STEP_LOGITS
-from infer.outputs import GenerationResult, Piece, SampleTrace, TokenLogprob
+from infer.outputs import GenerationResult, SampleTrace, TokenLogprob
 from infer.runner.closing import closed
 from infer.sampling.defaults import default_params
-from infer.sampling.keywords import Params, SamplingKeywords, split_keywords
+from infer.sampling.keywords import Params, SamplingKeywords
 from infer.sampling_params import MAX_LOGPROBS, SamplingParams
 from infer.session.session import Session, begin_session
 from infer.system.available_memory import give_back_freed
@@ -262,17 +262,12 @@ class LLM:
         host = self._opened
         check_callback("on_prefill", on_prefill)
         options, sampling = split_options(options, keywords)
-        return host.stream(prompt, host.sampled_by(prompt, params, sampling), options, on_prefill=on_prefill)
+        return host.stream(host.sequence(prompt, params, options, sampling), on_prefill)
 
-    async def astream(self, prompt: Prompt, params: Params | None = None, **keywords: Any) -> AsyncIterator[Piece]:
-        """`stream` for `async for`, with its keywords: each step runs in another thread. Leaving it ends the answer."""
-        stream = await asyncio.to_thread(self.stream, prompt, params, **keywords)
-        try:
-            async for piece in stream:
-                yield piece
-        finally:
-            stream.cancel()
-            await asyncio.to_thread(stream.close)
+    def astream(self, prompt: Prompt, params: Params | None = None, **keywords: Any) -> AsyncStream:
+        """`stream` for `async for`, with its keywords: `AsyncLLM.stream`."""
+        host, (options, sampling) = self._opened, split_options(keywords.pop("options", None), keywords)
+        return host.answers.stream(partial(host.sequence, prompt, params, options, sampling))
 
     def generate_all(
         self,
@@ -346,10 +341,7 @@ class LLM:
         host = self._opened
         check_callback("on_prefill", on_prefill)
         options, others = split_options(options, keywords)
-        sampling, variables = split_keywords(others, host.tokenizer.chat_templates)
-        encode = partial(encode_conversation, host.tokenizer, variables)
-        asked = host.sampled_by(messages, params, sampling)
-        return host.stream(messages, asked, options, on_prefill=on_prefill, encode=encode)
+        return host.stream(host.chat_sequence(messages, params, options, others), on_prefill)
 
     def session(
         self, *, system: str | None = None, tools: Sequence[Message] | None = None, **template_variables: Any

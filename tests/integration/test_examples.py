@@ -18,6 +18,7 @@ NUM_TOKENS = 200  # more than a page of the cache, and than several
 PROMISES = {
     "generate.py": r"\w+ \w+",
     "stream.py": r"\w+ \w+",
+    "async_stream.py": r"(The best thing about .+\n){3}",
     "chat.py": r"> What is the capital of France\?\n.*Paris",
     "logits.py": r"perplexity \d+\.\d\d over \d+ tokens",
     "custom_loop.py": r"Once upon a time\W+\w+",

@@ -32,7 +32,8 @@ ALLOWED = {
     ("grammar/schema_places.py", "urllib.parse"),  # joins the names inside a schema
     ("grammar/schema_places.py", "urllib.parse"),
     ("checkpoint/hub_download.py", "huggingface_hub"),  # asked for by the user
-    ("llm.py", "asyncio"),  # a stream for programs that use it: threads, no network
+    ("async_llm.py", "asyncio"),  # answers for programs that use it: threads, no network
+    ("engine/async_stream.py", "asyncio"),
     ("engine/stream.py", "asyncio"),
 }
 

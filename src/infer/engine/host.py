@@ -2,12 +2,22 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
+from infer.engine.async_stream import AsyncAnswers, Check
 from infer.engine.engine import Engine
-from infer.engine.prompt_ids import Prompt, PromptIds, fitted, is_conversation, prompt_ids
+from infer.engine.prompt_ids import (
+    Message,
+    Prompt,
+    PromptIds,
+    encode_conversation,
+    fitted,
+    is_conversation,
+    prompt_ids,
+)
 from infer.engine.request import Request, make_request, vocab_size_of
 from infer.engine.request_options import RequestOptions
 from infer.engine.sequence import Sequence
@@ -20,7 +30,7 @@ from infer.model.transformer import Transformer
 from infer.operands.limits import MAX_STEP_LOGITS
 from infer.runner.closing import OpenAnswers
 from infer.runner.runner import CachedRunner, default_pool_pages
-from infer.sampling.keywords import Params, params_of
+from infer.sampling.keywords import Params, params_of, split_keywords
 from infer.sampling_params import SamplingParams
 from infer.tokenizer import Tokenizer
 
@@ -56,12 +66,14 @@ class Host:
         )
         self.engine = Engine(self.runner)
         self.service = Service(self.engine)
+        self.answers = AsyncAnswers(self.service)
         self.open = OpenAnswers()
         self._compiler = make_compiler(tokenizer, self.vocab_size, backend=settings.grammar_backend)
 
     def close(self) -> None:
         self.open.close()
         self.service.close()
+        self.answers.close()
         self.engine.close()
         del self.runner
 
@@ -139,18 +151,40 @@ class Host:
             else:
                 yield index, request
 
-    def stream(
+    def sequence(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        params: Params | None,
         options: RequestOptions,
+        keywords: Mapping[str, Any],
+        check: Check = lambda: None,
         *,
-        on_prefill: OnPrefill | None = None,
         encode: Encode | None = None,
-    ) -> Stream:
+    ) -> Sequence:
+        """What answers a prompt, made in stages; `check`, called between them, may raise."""
+        asked = self.sampled_by(prompt, params, keywords)
+        fitting = self.fit(prompt, asked, options, encode)
+        check()
+        request = self.request(fitting, asked, options)
+        check()
+        return Sequence(request)
+
+    def chat_sequence(
+        self,
+        messages: Items[Message],
+        params: Params | None,
+        options: RequestOptions,
+        keywords: Mapping[str, Any],
+        check: Check = lambda: None,
+    ) -> Sequence:
+        """The same for a conversation; `keywords` may also be variables of the template."""
+        sampling, variables = split_keywords(keywords, self.tokenizer.chat_templates)
+        encode = partial(encode_conversation, self.tokenizer, variables)
+        return self.sequence(messages, params, options, sampling, check, encode=encode)
+
+    def stream(self, sequence: Sequence, on_prefill: OnPrefill | None = None) -> Stream:
         """An answer at a slot of its own."""
-        request = self.request(self.fit(prompt, params, options, encode), params, options)
-        stream = Stream(self.engine, self.engine.submit(Sequence(request)), on_prefill=on_prefill)
+        stream = Stream(self.engine, self.engine.submit(sequence), on_prefill=on_prefill)
         self.open.add(stream, Stream.close)
         return stream
 

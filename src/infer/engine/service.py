@@ -157,10 +157,10 @@ class Service:
 
     def _fail(self, error: BaseException) -> None:
         """The engine raised what is no single sequence's fault: all end, and no others are taken."""
-        place = f"{type(error).__name__}: {error}".splitlines()[0]
+        said = " ".join(f"the engine has failed: {type(error).__name__}: {error}".split()).rstrip(":")
         with self._changed:
             self.failure = error
-            self._refusal = lambda: InferError(f"the engine has failed: {place:.200}: load the model again")
+            self._refusal = lambda: InferError(f"{said:.200}: load the model again")
             failed = list(self._readers)
         for sequence in failed:
             sequence.cancel()
@@ -168,7 +168,7 @@ class Service:
             self._engine.cancel(failed[0])  # the engine lets go of all of them
         for sequence in failed:
             if sequence.finish_reason in (None, "abort"):
-                sequence.fail("internal", f"the engine has failed: {place:.200}")
+                sequence.fail("internal", f"{said:.200}")
             sequence.end()
         self._tell()
 

@@ -56,7 +56,7 @@ def trace_token(
     if cache.keeps_whole_prompts:
         raise InvalidRequestError("a trace has logits of the whole text, of which snapkv keeps a part: load without it")
     params = replace(params, max_new_tokens=step, min_new_tokens=min(params.min_new_tokens, step))
-    result = host.stream(prompt, params, RequestOptions()).run()
+    result = host.stream(host.sequence(prompt, params, RequestOptions(), {})).run()
     if result.error is not None:
         raise InvalidRequestError(f"the generation ended early: {result.error}")
     if len(result.token_ids) < step:

@@ -1,0 +1,172 @@
+"""`AsyncLLM`: an `LLM` for programs with an event loop, which never waits for it."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Self, Unpack, final, overload
+
+from infer.engine.async_stream import AsyncStream, Check
+from infer.engine.host import Host
+from infer.engine.prompt_ids import Message, Prompt, is_list_of_texts, pairs_of
+from infer.engine.request import Request
+from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback, check_count, split_options
+from infer.engine.sequence import Sequence as Answering
+from infer.llm import BATCH_SIZE, LLM, OnResult
+from infer.operands.limits import MAX_STEP_LOGITS
+from infer.outputs import GenerationResult
+from infer.sampling.keywords import Params
+
+
+@final
+class AsyncLLM:
+    """`LLM` for `await` and `async for`, with its arguments; or `AsyncLLM(llm)`, which shares an `LLM` with other
+    threads. Loading takes seconds: `await asyncio.to_thread(AsyncLLM, "smollm2")` keeps the loop free meanwhile.
+
+    Answers of all tasks and loops run in the same steps, with the tokens of each alone. Requests are prepared in a few
+    threads. A task that is cancelled, or leaves a stream, frees its slot when the step under way has ended.
+    """
+
+    def __init__(self, model: LLM | str | Path = "smollm2", **settings: Any) -> None:
+        """`settings` are those of `LLM`."""
+        self.llm = model if isinstance(model, LLM) else LLM(model, **settings)
+
+    def __repr__(self) -> str:
+        return f"Async{self.llm!r}"
+
+    async def __aenter__(self) -> Self:
+        self.llm.__enter__()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """`LLM.close`: answers under way end with finish_reason "abort"."""
+        await asyncio.to_thread(self.llm.close)
+
+    @overload
+    async def generate(
+        self,
+        prompt: list[str] | tuple[str, ...],
+        params: Params | Sequence[Params] | None = None,
+        *,
+        options: RequestOptions | None = None,
+        **keywords: Unpack[RequestKeywords],
+    ) -> list[GenerationResult]: ...
+
+    @overload
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: Params | None = None,
+        *,
+        options: RequestOptions | None = None,
+        **keywords: Unpack[RequestKeywords],
+    ) -> GenerationResult: ...
+
+    async def generate(
+        self,
+        prompt: Any,
+        params: Any = None,
+        *,
+        options: RequestOptions | None = None,
+        **keywords: Unpack[RequestKeywords],
+    ) -> GenerationResult | list[GenerationResult]:
+        """`LLM.generate`: the whole answer, or of a list of texts a list of answers."""
+        if is_list_of_texts(prompt):
+            return await self.generate_all(prompt, params, options=options, **keywords)
+        host, (options, sampling) = self._host, split_options(options, keywords)
+        prepared = await host.answers.prepare(partial(host.sequence, prompt, params, options, sampling))
+        return await host.answers.answer(prepared)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: Params | None = None,
+        *,
+        options: RequestOptions | None = None,
+        **keywords: Unpack[RequestKeywords],
+    ) -> AsyncStream:
+        """`LLM.stream` for `async for`: pieces as they come, and `await stream.result()` at their end."""
+        host, (options, sampling) = self._host, split_options(options, keywords)
+        return host.answers.stream(partial(host.sequence, prompt, params, options, sampling))
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        params: Params | None = None,
+        *,
+        options: RequestOptions | None = None,
+        **keywords: Any,
+    ) -> GenerationResult:
+        """`LLM.chat`; keywords may also be variables of the template."""
+        host, (options, others) = self._host, split_options(options, keywords)
+        prepared = await host.answers.prepare(partial(host.chat_sequence, messages, params, options, others))
+        return await host.answers.answer(prepared)
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        params: Params | None = None,
+        *,
+        options: RequestOptions | None = None,
+        **keywords: Any,
+    ) -> AsyncStream:
+        """`chat`, piece by piece."""
+        host, (options, others) = self._host, split_options(options, keywords)
+        return host.answers.stream(partial(host.chat_sequence, messages, params, options, others))
+
+    async def generate_all(
+        self,
+        prompts: Sequence[Prompt],
+        params: Params | Sequence[Params] | None = None,
+        *,
+        batch_size: int = BATCH_SIZE,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+        on_result: OnResult | None = None,
+        options: RequestOptions | None = None,
+        **keywords: Unpack[RequestKeywords],
+    ) -> list[GenerationResult]:
+        """`LLM.generate_all`: all are checked before the first begins, and `batch_size` of them go on at once. The
+        callbacks are called on the loop, as answers end.
+        """
+        check_callback("on_result", on_result)
+        check_count("batch_size", batch_size, 1, MAX_STEP_LOGITS)
+        host, (options, sampling) = self._host, split_options(options, keywords)
+        pairs = pairs_of(prompts, params)
+
+        def check_all(check: Check) -> list[tuple[int, Request]]:
+            found = list[tuple[int, Request]]()
+            for each in host.requests(pairs, options, sampling):
+                check()
+                found.append(each)
+            return found
+
+        requests = await host.answers.prepare(check_all)
+        results: dict[int, GenerationResult] = {}
+        waiting = iter(requests)
+
+        async def answer_some() -> None:
+            for number, request in waiting:
+                sequence = await host.answers.prepare(partial(_sequence, request))
+                results[number] = await host.answers.answer(sequence)
+                if on_result is not None:
+                    on_result(number, results[number])
+                on_progress(len(results), len(requests))
+
+        tasks = [asyncio.create_task(answer_some()) for _ in range(min(batch_size, len(requests)))]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return [results[number] for number, _ in requests]
+
+    @property
+    def _host(self) -> Host:
+        return self.llm._opened
+
+
+def _sequence(request: Request, check: Check) -> Answering:
+    return Answering(request)

@@ -1,0 +1,530 @@
+"""`AsyncLLM`: the answers of `LLM` for event loops, which never wait for it, nor it for them."""
+
+import asyncio
+import copy
+import gc
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from dataclasses import replace
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer import LLM, AsyncLLM, AsyncStream, InvalidRequestError, SamplingParams
+from infer.engine import async_stream
+from infer.engine.host import Host
+from infer.errors import ClosedError, InferError
+from infer.outputs import GenerationResult, Piece
+from test_session import make_model
+
+LONG = SamplingParams(temperature=0, max_new_tokens=120, ignore_eos=True)
+SHORT = replace(LONG, max_new_tokens=5)
+SAMPLED = SamplingParams(temperature=0.8, repetition_penalty=1.2, seed=3, max_new_tokens=30)
+BOUND = SamplingParams(regex="[a-f ]{20}", seed=4)
+MESSAGES = [{"role": "user", "content": "hello"}]
+PROMPTS = ["hello", "abc abc abc", "go on", "b", "once upon a time"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(folder)
+
+
+@pytest.fixture
+def steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator["Steps"]:
+    made = Steps(llm, monkeypatch)
+    yield made
+    made.may_run.set()
+    while llm._opened.service.num_sequences:
+        pass
+    assert not llm._opened.engine.sequences
+    cache = llm._opened.runner.cache
+    llm.trim()
+    assert cache.free_pages == cache.pool_pages
+
+
+class Steps:
+    """Those of a model, which may be held; its cache is checked after each."""
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_of_step = list[int]()
+        self.may_run = threading.Event()
+        self.may_run.set()
+        self.holds_after: Callable[[], object] = lambda: False
+        host = llm._opened
+        step = host.engine._step
+
+        def watched_step() -> Any:
+            self.may_run.wait()
+            outputs = step()
+            host.runner.cache.check_integrity()
+            self.num_of_step.append(len(outputs))
+            if self.holds_after():
+                self.may_run.clear()
+            return outputs
+
+        monkeypatch.setattr(host.engine, "_step", watched_step)
+
+
+def run(call: Callable[[], Awaitable[Any]]) -> Any:
+    async def within_a_minute() -> Any:
+        async with asyncio.timeout(60):
+            return await call()
+
+    return asyncio.run(within_a_minute())
+
+
+async def read(stream: AsyncIterator[Piece]) -> list[int]:
+    return [piece.token_id async for piece in stream]
+
+
+def token_ids(results: list[GenerationResult]) -> list[list[int]]:
+    return [result.token_ids for result in results]
+
+
+# Answers
+
+
+@pytest.mark.parametrize("params", [SHORT, SAMPLED, BOUND], ids=["greedy", "sampled", "bound"])
+def test_every_call_answers_as_that_of_the_llm(llm: LLM, params: SamplingParams) -> None:
+    same = AsyncLLM(llm)
+    expected, chatted = llm.generate(PROMPTS, params), llm.chat(MESSAGES, params)
+
+    async def ask() -> None:
+        assert token_ids(await same.generate(PROMPTS, params)) == token_ids(expected)
+        assert token_ids(await same.generate_all(PROMPTS, [params] * 5, batch_size=2)) == token_ids(expected)
+        assert (await same.generate("hello", params, speculation="ngram")).text == expected[0].text
+        assert (await same.chat(MESSAGES, params)).token_ids == chatted.token_ids
+        for stream, result in (
+            (same.stream("hello", params), expected[0]),
+            (same.stream_chat(MESSAGES, params), chatted),
+        ):
+            pieces = [piece async for piece in stream]
+            found = await stream.result()
+            assert [piece.token_id for piece in pieces] == found.token_ids == result.token_ids
+            assert "".join(piece.text for piece in pieces) == found.text == result.text
+            assert (found.finish_reason, found.stop_reason) == (result.finish_reason, result.stop_reason)
+            assert pieces[-1].finish_reason == result.finish_reason
+
+    run(ask)
+
+
+def test_the_calls_take_the_arguments_of_the_llms() -> None:
+    for name in ("generate", "stream", "chat", "stream_chat", "generate_all"):
+        own, others = (signature(getattr(each, name)).parameters for each in (AsyncLLM, LLM))
+        assert [*own] == [each for each in others if each not in ("on_token", "on_prefill")], name
+
+
+def test_it_is_made_of_the_arguments_of_an_llm_and_closed(folder: Path) -> None:
+    async def ask() -> None:
+        async with AsyncLLM(folder, capture=False) as llm:
+            stream, unread = llm.stream("hello", LONG), llm.stream("hello", LONG)
+            await anext(stream)
+            assert repr(llm).startswith("AsyncLLM(")
+        assert repr(llm).endswith(", closed)")
+        assert (await stream.result()).finish_reason == "abort"
+        with pytest.raises(ClosedError, match="the model is closed"):
+            await llm.generate("hello")
+        with pytest.raises(ClosedError, match="the model is closed"):
+            await anext(unread)
+
+    run(ask)
+
+
+def test_results_come_as_they_end(llm: LLM) -> None:
+    ended, progress = dict[int, list[int]](), list[tuple[int, int]]()
+
+    async def ask() -> list[GenerationResult]:
+        return await AsyncLLM(llm).generate_all(
+            PROMPTS,
+            [LONG, *[SHORT] * 4],
+            batch_size=2,
+            on_result=lambda number, result: ended.update({number: result.token_ids}),
+            on_progress=lambda done, total: progress.append((done, total)),
+        )
+
+    results = run(ask)
+    assert next(iter(ended)) == 1
+    assert [ended[number] for number in range(5)] == token_ids(results)
+    assert progress == [(done, 5) for done in range(1, 6)]
+
+
+def test_what_is_refused_is_raised_where_it_is_awaited(llm: LLM) -> None:
+    same = AsyncLLM(llm)
+
+    async def ask() -> None:
+        with pytest.raises(InvalidRequestError, match="temperature"):
+            await same.generate("hello", temperature=-1)
+        with pytest.raises(InvalidRequestError, match="prompt 1: "):
+            await same.generate_all(["a", [10**6]])
+        with pytest.raises(InvalidRequestError, match="unclosed character class"):
+            await same.stream("hello", regex="a[c").begin()
+        with pytest.raises(InvalidRequestError, match="num_draft_tokens must be"):
+            same.stream("hello", num_draft_tokens=0)
+        with pytest.raises(InvalidRequestError, match="batch_size must be"):
+            await same.generate_all(["a"], batch_size=65)
+
+    run(ask)
+    assert not llm._opened.engine.sequences
+
+
+# The loop
+
+
+def test_tasks_are_answered_in_one_step_and_the_loop_is_called_at_most_once_for_it(llm: LLM, steps: Steps) -> None:
+    same, calls = AsyncLLM(llm), list[str]()
+
+    async def ask() -> None:
+        loop = asyncio.get_running_loop()
+        call = loop.call_soon_threadsafe
+
+        def counted(callback: Callable[..., object], *arguments: Any, **context: Any) -> asyncio.Handle:
+            calls.append(callback.__qualname__)
+            return call(callback, *arguments, **context)
+
+        loop.call_soon_threadsafe = counted  # type: ignore[assignment,method-assign]
+        steps.may_run.clear()
+        streams = [same.stream(prompt, LONG) for prompt in PROMPTS]
+        for stream in streams:
+            await stream.begin()
+        steps.may_run.set()
+        found = await asyncio.gather(*map(read, streams))
+        assert found == token_ids(llm.generate(PROMPTS, LONG))
+
+    run(ask)
+    assert max(steps.num_of_step) == len(PROMPTS)
+    assert 1 < calls.count("_Loop._wake") <= len(steps.num_of_step)
+
+
+def test_a_task_that_waits_for_the_whole_answer_is_woken_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    woken = list[None]()
+    wake = async_stream._Loop._wake
+
+    def counted(loop: Any) -> None:
+        woken.append(None)
+        wake(loop)
+
+    monkeypatch.setattr(async_stream._Loop, "_wake", counted)
+    run(lambda: AsyncLLM(llm).generate("hello", LONG))
+    assert len(woken) == 1
+
+
+def test_nothing_is_prepared_on_the_loop(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = set[str]()
+
+    def noted(real: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            threads.add(threading.current_thread().name.rpartition("_")[0])
+            return real(*arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(Host, "fit", noted(Host.fit))
+    monkeypatch.setattr(Host, "request", noted(Host.request))
+    same = AsyncLLM(llm)
+
+    async def ask() -> None:
+        await same.generate(PROMPTS, SHORT)
+        await same.chat(MESSAGES, SHORT)
+        await read(same.stream("hello", SHORT))
+        await read(llm.astream("hello", SHORT))
+
+    run(ask)
+    assert threads == {"infer-prepare"}
+    assert len([each for each in threading.enumerate() if each.name.startswith("infer-prepare")]) <= 4
+
+
+def test_a_slow_reader_keeps_nobody_waiting_and_loses_nothing(llm: LLM, steps: Steps) -> None:
+    same = AsyncLLM(llm)
+
+    async def ask() -> None:
+        slow = await same.stream("hello", LONG).begin()
+        first = await anext(slow)
+        while llm._opened.service.num_sequences:
+            await asyncio.sleep(0.001)
+        assert len(steps.num_of_step) < 120, "it ran ahead, several tokens a step"
+        assert (await same.generate("go on", SHORT)).token_ids == llm.generate("go on", SHORT).token_ids
+        assert [first.token_id, *await read(slow)] == llm.generate("hello", LONG).token_ids
+
+    run(ask)
+
+
+def test_several_loops_and_threads_share_the_steps(llm: LLM, steps: Steps) -> None:
+    same, expected = AsyncLLM(llm), token_ids(llm.generate(PROMPTS, LONG))
+    found, at_once = dict[int, Any](), threading.Barrier(4)
+
+    async def ask() -> list[list[int]]:
+        at_once.wait()
+        return await asyncio.gather(*(read(same.stream(prompt, LONG)) for prompt in PROMPTS))
+
+    def wait_for_it() -> list[list[int]]:
+        at_once.wait()
+        return [llm.generate(prompt, LONG).token_ids for prompt in PROMPTS]
+
+    def note(number: int) -> None:
+        found[number] = wait_for_it() if number == 3 else run(ask)
+
+    threads = [threading.Thread(target=note, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == dict.fromkeys(range(4), expected)
+    assert max(steps.num_of_step) > 5
+
+
+def test_a_loop_that_was_closed_hurts_nobody(llm: LLM, steps: Steps) -> None:
+    same, streams = AsyncLLM(llm), list[AsyncStream]()
+
+    async def leave() -> None:
+        steps.may_run.clear()
+        for _ in range(3):
+            streams.append(await same.stream("hello", LONG).begin())
+
+    run(leave)
+    steps.may_run.set()
+    assert run(lambda: same.generate("hello", LONG)).token_ids == llm.generate("hello", LONG).token_ids
+    assert all(stream._begun is not None for stream in streams)
+
+
+# Ends
+
+
+async def leave_the_loop(stream: AsyncStream) -> None:
+    async for _ in stream:
+        break
+
+
+async def cancel_the_reader(stream: AsyncStream) -> None:
+    begun = asyncio.Event()
+
+    async def read_on() -> None:
+        async for _ in stream:
+            begun.set()
+
+    task = asyncio.create_task(read_on())
+    await begun.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def close_it(stream: AsyncStream) -> None:
+    async with stream:
+        await anext(stream)
+    assert not stream._begun.sequence.has_slot  # type: ignore[union-attr]
+
+
+async def raise_within(stream: AsyncStream) -> None:
+    async def fail() -> None:
+        async for _ in stream:
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        await fail()
+
+
+@pytest.mark.parametrize("leave", [leave_the_loop, cancel_the_reader, close_it, raise_within])
+def test_a_stream_that_is_left_frees_its_slot_when_the_step_has_ended(
+    llm: LLM, steps: Steps, leave: Callable[[AsyncStream], Coroutine[Any, Any, None]]
+) -> None:
+    async def ask() -> None:
+        other = AsyncLLM(llm).stream("go on", LONG)
+        await anext(other)
+        stream = AsyncLLM(llm).stream("hello", LONG)
+        await leave(stream)
+        stream.cancel() if leave is cancel_the_reader else None
+        del stream
+        gc.collect()
+        num_steps = len(steps.num_of_step)
+        while llm._opened.service.num_sequences > 1:
+            await asyncio.sleep(0)
+        assert len(steps.num_of_step) <= num_steps + 3
+        assert len(await read(other)) == 119
+
+    run(ask)
+
+
+def test_closing_or_cancelling_leaves_what_was_read(llm: LLM, steps: Steps) -> None:
+    expected = llm.generate("hello", LONG)
+
+    async def ask() -> None:
+        for end in (AsyncStream.close, AsyncStream.cancel):
+            stream = AsyncLLM(llm).stream("hello", LONG)
+            pieces = [await anext(stream) for _ in range(9)]
+            ending = end(stream)
+            if ending is not None:
+                await ending
+            assert await read(stream) == []
+            result = await stream.result()
+            assert result.token_ids == expected.token_ids[:9]
+            assert result.text == "".join(piece.text for piece in pieces)
+            assert (result.finish_reason, result.stop_reason) == ("abort", "cancelled")
+            assert repr(stream) == "AsyncStream(9 tokens)"
+
+    run(ask)
+
+
+def test_result_after_a_break_runs_to_the_end(llm: LLM) -> None:
+    async def ask() -> GenerationResult:
+        stream = AsyncLLM(llm).stream("hello", LONG)
+        async for _ in stream:
+            break
+        return await stream.result()
+
+    assert run(ask).token_ids == llm.generate("hello", LONG).token_ids
+
+
+def test_an_event_of_the_request_ends_it(llm: LLM, steps: Steps) -> None:
+    async def ask() -> None:
+        for whole in (True, False):
+            cancel = threading.Event()
+            cancel.set()
+            stream = AsyncLLM(llm).stream("hello", LONG, cancel=cancel)
+            ask_whole = AsyncLLM(llm).generate("hello", LONG, cancel=cancel)
+            result = await (ask_whole if whole else stream.result())
+            assert (result.finish_reason, result.token_ids) == ("abort", [])
+            if not whole:
+                ask_whole.close()
+
+    run(ask)
+
+
+PHASES = ("in the pool's queue", "being prepared", "without a slot", "in its prompt", "in a multi-step")
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_task_is_cancelled_in_every_phase(
+    llm: LLM, steps: Steps, phase: str, is_streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, may_prepare, fit, request = llm._opened, threading.Event(), Host.fit, Host.request
+    preparing, compiled = list[None](), list[None]()
+
+    def held_fit(*arguments: Any) -> Any:
+        preparing.append(None)
+        may_prepare.wait()
+        return fit(*arguments)
+
+    def noted_request(*arguments: Any) -> Any:
+        compiled.append(None)
+        return request(*arguments)
+
+    monkeypatch.setattr(Host, "fit", held_fit)
+    monkeypatch.setattr(Host, "request", noted_request)
+    if phase not in PHASES[:2]:
+        may_prepare.set()
+    others = {PHASES[0]: 4, PHASES[2]: 64}.get(phase, 0)
+
+    async def asked() -> None:
+        prompt = [5] * 300 if phase == PHASES[3] else "hello"
+        same = AsyncLLM(llm)
+        if is_streamed:
+            await same.stream(prompt, LONG, prefill_chunk=8).result()
+        else:
+            await same.generate(prompt, LONG, prefill_chunk=8)
+
+    async def has_come_to_it(task: "asyncio.Task[None]") -> None:
+        if phase == PHASES[0]:
+            await asyncio.sleep(0.01)
+        elif phase == PHASES[1]:
+            while not preparing:
+                await asyncio.sleep(0.001)
+        else:
+            while len(host.engine.sequences) <= others:
+                await asyncio.sleep(0.001)
+            *_, sequence = host.engine.sequences
+            steps.holds_after = {
+                PHASES[2]: lambda: steps.num_of_step,
+                PHASES[3]: lambda: sequence.num_computed,
+                PHASES[4]: lambda: sequence.stats.multi_steps,
+            }[phase]
+            steps.may_run.set()
+            while steps.may_run.is_set():
+                await asyncio.sleep(0.001)
+            steps.holds_after = lambda: False
+            assert sequence.has_slot == (phase != PHASES[2])
+
+    async def ask() -> None:
+        steps.may_run.clear()
+        begun = [asyncio.create_task(AsyncLLM(llm).generate("a", LONG)) for _ in range(others)]
+        if phase == PHASES[0]:
+            while len(preparing) < 4:
+                await asyncio.sleep(0.001)
+        if phase == PHASES[2]:
+            while len(host.engine.sequences) < others:
+                await asyncio.sleep(0.001)
+        task = asyncio.create_task(asked())
+        await has_come_to_it(task)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        for each in begun:
+            each.cancel()
+        await asyncio.gather(*begun, return_exceptions=True)
+        may_prepare.set()
+        steps.may_run.set()
+        while host.service.num_sequences:
+            await asyncio.sleep(0.001)
+
+    run(ask)
+    if phase in PHASES[:2]:
+        assert host.answers._executor is not None
+        host.answers._executor.shutdown()  # whoever prepares has ended
+        host.answers.close()
+        assert len(preparing) == max(1, others), "what waits in the queue is not begun"
+        assert not compiled, "and the next stage is left out"
+
+
+def test_one_task_reads_at_a_time(llm: LLM, steps: Steps) -> None:
+    async def ask() -> None:
+        steps.may_run.clear()
+        stream = await AsyncLLM(llm).stream("hello", SHORT).begin()
+        reading = asyncio.create_task(read(stream))
+        await asyncio.sleep(0)
+        with pytest.raises(InvalidRequestError, match="another task is reading the stream"):
+            await anext(stream)
+        steps.may_run.set()
+        assert await reading == llm.generate("hello", SHORT).token_ids
+        with pytest.raises(TypeError, match="under way"):
+            copy.copy(stream)
+
+    run(ask)
+
+
+def test_the_failure_of_the_engine_reaches_every_task(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[Any]()
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: said.append(arguments.exc_value))
+    llm = AsyncLLM(folder)
+    host, steps = llm.llm._opened, Steps(llm.llm, monkeypatch)
+
+    def fail(*arguments: object) -> None:
+        raise MemoryError
+
+    async def ask() -> None:
+        steps.may_run.clear()
+        stream, whole = llm.stream("hello", LONG), asyncio.create_task(llm.generate("go on", LONG))
+        await stream.begin()
+        while host.service.num_sequences < 2:
+            await asyncio.sleep(0.001)
+        steps.holds_after = lambda: len(steps.num_of_step) == 1
+        steps.may_run.set()
+        await anext(stream)
+        monkeypatch.setattr(host.engine, "_sample", fail)
+        steps.may_run.set()
+        for result in (await stream.result(), await whole):
+            assert (result.finish_reason, result.stop_reason) == ("error", "internal")
+            assert str(result.error).endswith("MemoryError")
+        with pytest.raises(InferError, match="the engine has failed: MemoryError: load the model again"):
+            await llm.generate("hello")
+
+    run(ask)
+    assert len(said) == 1
+    llm.llm.close()

@@ -111,7 +111,7 @@ class Engine:
     def cancel(self, sequence: Sequence) -> None:
         """End a sequence: no later step is for it. Called inside a step, it takes effect after that."""
         sequence.cancel()
-        if not self.is_stepping_here:
+        if not (sequence.has_ended or self.is_stepping_here):
             with self._lock:
                 if self._open_slots is not None:
                     self._become_sound()

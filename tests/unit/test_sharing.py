@@ -1,6 +1,8 @@
 """How a team shares work and waits: units taken by whoever is free, barriers of many threads, sleep."""
 
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from resource import RUSAGE_SELF, getrusage
 
@@ -10,9 +12,10 @@ from numba import carray
 
 from infer.backends.cpu import control, pace, simd
 from infer.backends.cpu.compiled import compiled_address
+from infer.backends.cpu.records import SAMPLE
 from infer.backends.cpu.state import STATE
 from infer.backends.cpu.table import BARRIER, Command, DispatchTable, Walk
-from infer.backends.cpu.threads import Team, aligned
+from infer.backends.cpu.threads import Team, aligned, publisher
 from infer.backends.cpu.units import begin_units, take_units
 
 WORK = np.dtype(
@@ -146,3 +149,19 @@ def test_threads_that_wait_long_leave_their_cores_to_others(many: Team, slow: in
     before = getrusage(RUSAGE_SELF).ru_nvcsw  # a thread that only yields stays runnable, and counts elsewhere
     work.run(many, 3)
     assert getrusage(RUSAGE_SELF).ru_nvcsw - before >= NUM_COMMANDS * REPEATS
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="hardware: threads sleep in Linux's futex")
+def test_a_step_that_waits_for_its_mask_leaves_its_core_to_others() -> None:
+    ready, stamps, arguments = np.zeros(1, np.int64), np.zeros(2, np.int64), np.zeros(1, SAMPLE)
+    arguments["mask_ready"], arguments["stamps"] = ready.ctypes.data, stamps.ctypes.data
+    wait = Command(compiled_address(".sample_advance:make_await_mask", SAMPLE), arguments, BARRIER, "wait", ready)
+    walk, state, team = Walk(DispatchTable([wait])), aligned(1, STATE), Team(1)
+    team.run(Walk(DispatchTable()), state)
+    filler = threading.Timer(0.5, publisher(ready))
+    filler.start()
+    used = time.thread_time()
+    team.run(walk, state)
+    assert ready[0] == 1
+    assert time.thread_time() - used < 0.05
+    filler.join()

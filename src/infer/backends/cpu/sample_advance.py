@@ -8,11 +8,10 @@ from collections.abc import Callable
 import numpy as np
 from numba import carray, njit
 
-from infer.backends.cpu.control import atomic_load, call_python, nanoseconds, pause, yield_thread
+from infer.backends.cpu.barrier import SPIN_NANOSECONDS
+from infer.backends.cpu.control import atomic_load, call_python, nanoseconds, pause, sleep_while
 from infer.backends.cpu.sample_math import load_i32
 from infer.backends.cpu.simd import load_i64, store_i32, store_i64
-
-_NUM_SPINS = 200
 
 
 @njit
@@ -104,12 +103,11 @@ def make_await_mask() -> Callable[..., None]:
         store_i64(args.stamps + 16 * args.num_generated, nanoseconds())
         if args.mask_ready == 0:
             return
-        spins = 0
+        began = nanoseconds()
         while atomic_load(args.mask_ready) == 0:
-            spins += 1
-            if spins < _NUM_SPINS:
+            if nanoseconds() - began < SPIN_NANOSECONDS:
                 pause()
             else:
-                yield_thread()
+                sleep_while(args.mask_ready, 0)
 
     return await_mask

@@ -156,9 +156,11 @@ def make_close() -> Callable[..., None]:
 
 
 def make_publish() -> Callable[..., None]:
-    """Set a flag to 1 for another thread, which then sees what was written before."""
+    """Set a flag to 1 for another thread, which may sleep until then, and then sees what was written before."""
 
     def publish(flag_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
-        control.atomic_exchange(simd.address_of(flag_at), 1)
+        flag = simd.address_of(flag_at)
+        control.atomic_exchange(flag, 1)
+        control.wake_all(flag)
 
     return publish

@@ -94,19 +94,22 @@ class Tenants:
     def most_work_before(self, one: Waiting, waiting: Sequence[Waiting], running: int, most: int) -> float:
         """What can be computed at most before a sequence enters, in the unit of `work_of`.
 
-        `running` is what those that run may still take, `most` what any request may. It holds while no tenant comes
-        that has no account, and none of its own passes by a priority: after `HEAD_START` for each level nobody can.
+        `running` is what those that run may still take, `most` what any request may. It holds for tenants that have a
+        weight or an account, answers no longer than expected, and where none of its own passes by a priority: after
+        `HEAD_START` for each level nobody can.
         """
         ahead = sum(each.work for each in waiting if each.tenant == one.tenant and each.rank <= one.rank) - one.work
         least, reached = self._least_active(), self._accounts[one.tenant] + ahead / self.weight(one.tenant)
-        others = (tenant for tenant in self._accounts if tenant != one.tenant)
-        return (
-            running
-            + ahead
-            + sum(
-                self.weight(tenant) * max(0.0, reached - max(self._accounts[tenant], least)) + most for tenant in others
-            )
-        )
+        others = {*self._accounts, *self._weights} - {one.tenant}
+        behind = [max(0.0, reached - max(self._accounts.get(tenant, least), least)) for tenant in others]
+        theirs = (most + self.weight(tenant) * gap for tenant, gap in zip(others, behind, strict=True))
+        return float(running + ahead) + sum(theirs)
+
+
+def has_pages(free: Sequence[int], growths: Iterable[Sequence[int]], needed: Sequence[int]) -> bool:
+    """Whether the free pages of each pool hold what one that enters needs, and what those that run are expected to grow
+    by."""
+    return all(have >= sum(more) for have, *more in zip(free, needed, *growths, strict=True))
 
 
 def victim(running: Sequence[Running]) -> Running | None:

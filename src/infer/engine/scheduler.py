@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import NamedTuple, final
 
+from infer.engine.admission import ANSWER_WORK
 from infer.engine.step_costs import StepCosts, StepWork, context_of
 from infer.speculation.policy import StepTimes
 
@@ -108,6 +109,16 @@ class Scheduler:
         if times is not None:
             times.learn(plan.work.num_tokens - plan.work.num_sequences + 1, seconds / num_steps)
 
+    def most_seconds(self, work: float, num_sequences: int, longest: int) -> float:
+        """What so much work (`admission.work_of`) takes at most while so many sequences of that length run: each step
+        gives one of them a token that counts, or reads `LEAST_PROMPT_TOKENS` of a prompt.
+        """
+        step = self.costs.predict(StepWork(num_sequences, num_sequences, num_sequences * longest))
+        reading = StepWork(
+            num_sequences, num_sequences + LEAST_PROMPT_TOKENS, (num_sequences + LEAST_PROMPT_TOKENS) * longest
+        )
+        return work * max(step / ANSWER_WORK, self.costs.predict(reading) / LEAST_PROMPT_TOKENS)
+
     def _drafts_pay(self, demands: Sequence[Demand]) -> bool:
         """Whether a step is to verify drafts. Where few sequences have any, the others first get steps without a
         return."""
@@ -130,7 +141,7 @@ class Scheduler:
         else:
             others_wait = num_waiting > 0 or (len(demands) > 1 and any(demand.is_streamed for demand in demands))
             seconds = min(STREAM_SECONDS, MAX_SECONDS) if others_wait else MAX_SECONDS
-            longest = max(1, min(MAX_STEPS, int(seconds / self.costs.predict(work))))
+            longest = max(1, min(MAX_STEPS, int(seconds / max(self.costs.predict(work), seconds / MAX_STEPS))))
         to_draft = [demand.steps_to_draft for demand in demands if demand.steps_to_draft < MAX_STEPS]
         if 2 * len(to_draft) >= len(demands):
             return min(longest, *to_draft)

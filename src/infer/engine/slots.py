@@ -2,11 +2,12 @@
 
 import weakref
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
 from itertools import count
+from operator import neg, sub
 from typing import final
 
-import numpy as np
-
+from infer.engine.admission import has_pages
 from infer.engine.lease import Lease, common_length
 from infer.engine.queue import Queue, expected_room
 from infer.engine.sequence import Sequence
@@ -64,15 +65,15 @@ class Slots:
         """Whether there are those that it and all who run are expected to need. Alone, it may always try."""
         if not self._sequence_by_slot:
             return True
-        pages_of = self.runner.pages_of
-        free = np.array(self.runner.free_pages)
+        pages_of, growths = self.runner.pages_of, list[Items[int]]()
         for slot, length in enumerate(self.runner.lengths):
-            other = self._sequence_by_slot.get(slot)
-            if other is not None:
-                free -= np.array(pages_of(len(other.token_ids) + expected_room(other))) - pages_of(length)
-            elif length:
-                free += pages_of(length)
-        return bool(np.all(free >= pages_of(len(sequence.token_ids) + expected_room(sequence))))
+            if (other := self._sequence_by_slot.get(slot)) is not None:
+                expected = pages_of(len(other.token_ids) + expected_room(other))
+                growths.append(list(map(sub, expected, pages_of(length))))
+            elif length:  # of an idle lease, which gives them up
+                growths.append(list(map(neg, pages_of(length))))
+        needed = pages_of(len(sequence.token_ids) + expected_room(sequence))
+        return has_pages(self.runner.free_pages, growths, needed)
 
     def leave(self, sequence: Sequence) -> None:
         """It has ended: its lease keeps what is computed of it."""

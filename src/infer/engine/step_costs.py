@@ -16,7 +16,7 @@ MAX_SURPRISE = 4.0  # times what was predicted: a step that took longer was held
 NUM_RATIOS = 256  # of the last steps, for statistics
 # What the cost that is known weighs beside a step's. Where steps do not tell two costs apart, the lighter one changes.
 _PRIORS = (1e-3, 1e-2, 1e-3, 1e-1)
-_PACE_GAIN = 0.2
+_PACE_GAIN, _MAX_CHANGE = 0.2, 0.7  # of the pace, by one step, as a logarithm
 _SOLVED_EVERY, _OFF = 8, 0.2  # steps; at once where one took so much more or less of its time
 _CONTEXT = 1024  # positions, in which products of tokens and positions are counted
 
@@ -103,7 +103,9 @@ class StepCosts:
         is_off = abs(seconds - predicted) > _OFF * seconds
         if is_off or self.num_steps % _SOLVED_EVERY == 0:
             self._costs = self._solve()
-        self._pace += _PACE_GAIN * (log(seconds / _sum(self._costs, work.features)) - self._pace)
+        if (steady := _sum(self._costs, work.features)) > 0:
+            error = log(seconds / steady) - self._pace
+            self._pace += _PACE_GAIN * max(-_MAX_CHANGE, min(error, _MAX_CHANGE))
 
     def _solve(self) -> Costs:
         """Least squares with no cost below 0: the most negative one is set to 0, until none is left."""

@@ -1,0 +1,205 @@
+"""An engine without a model: the scheduler, the queue's rules and pages as integers, on a clock that steps' costs move.
+
+It mirrors `Engine._step` and `Slots`; what it finds of waits, shares and pages is found in seconds of simulated time.
+"""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import final
+
+from infer.engine.admission import EXPECTED_ANSWER, Running, Tenants, Waiting, has_pages, rank_of, victim, work_of
+from infer.engine.scheduler import MAX_SECONDS, MAX_STEPS, Demand, Scheduler
+from infer.engine.step_costs import StepWork
+
+
+@dataclass(eq=False)
+class Request:
+    """`num_new` tokens are its answer, which nobody knows before it ends. `patience` seconds later it is cancelled."""
+
+    arrives_at: float
+    num_prompt: int
+    num_new: int
+    max_new: int
+    tenant: str = ""
+    priority: int = 0
+    patience: float = float("inf")
+    is_streamed: bool = True
+    # What became of it
+    number: int = 0
+    num_computed: int = 0
+    num_given: int = 0
+    given_at_entry: int = 0
+    num_preemptions: int = 0
+    pages: int = 0
+    charged: int | None = None
+    entered_at: float | None = None
+    ended_at: float | None = None
+    bound: float = float("inf")  # of its wait, as the scheduler computed when it came
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt + self.num_given
+
+
+@final
+@dataclass
+class Machine:
+    """`costs` as `StepCosts` has them: seconds for a step, a sequence, a further token, 1,024 positions of a token."""
+
+    num_slots: int
+    num_pages: int
+    costs: tuple[float, float, float, float] = (2e-3, 3e-4, 4.5e-4, 9e-4)
+    page_tokens: int = 64
+    step_tokens: int = 512
+
+    def seconds(self, work: StepWork) -> float:
+        return sum(cost * feature for cost, feature in zip(self.costs, work.features, strict=True))
+
+    def pages_of(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_tokens)
+
+
+@final
+@dataclass
+class Simulation:
+    machine: Machine
+    requests: Items[Request]
+    weights: dict[str, float] = field(default_factory=dict)
+    expected_answer: int = EXPECTED_ANSWER
+    now: float = 0.0
+    num_steps: int = 0
+
+    def run(self) -> None:
+        machine = self.machine
+        self.scheduler, self.tenants = Scheduler(64, prompt_seconds=0.1), Tenants(self.weights)
+        self.free, self.served = machine.num_pages, dict.fromkeys((each.tenant for each in self.requests), 0)
+        self.learn_costs()
+        self.waiting, self.running = list[Request](), list[Request]()
+        coming = sorted(self.requests, key=lambda each: each.arrives_at)
+        for number, request in enumerate(coming):
+            request.number = number
+        while coming or self.waiting or self.running:
+            if not self.waiting and not self.running:
+                self.now = max(self.now, coming[0].arrives_at)
+            while coming and coming[0].arrives_at <= self.now:
+                self.come(coming.pop(0))
+            self.drop_impatient()
+            self.admit()
+            if self.running:
+                self.step()
+
+    def learn_costs(self) -> None:
+        for count in (1, 2, 4, 8):
+            for tokens in (0, 64, 256):
+                for context in (0, 2048):
+                    work = StepWork(count, count + tokens, (count + tokens) * context)
+                    self.scheduler.costs.learn(work, self.machine.seconds(work))
+
+    def come(self, request: Request) -> None:
+        self.tenants.come(request.tenant)
+        self.waiting.append(request)
+        left = [(max(0, each.num_prompt - each.num_computed), each.max_new - each.num_given) for each in self.running]
+        running = sum(work_of(*each) for each in left)
+        most = max(work_of(each.num_prompt, each.max_new) for each in self.requests)
+        waiting = [self.waiting_of(each) for each in self.waiting]
+        work = self.tenants.most_work_before(self.waiting_of(request), waiting, running, most)
+        longest = max(each.num_prompt + each.max_new for each in self.requests)
+        request.bound = MAX_SECONDS + self.scheduler.most_seconds(work, self.machine.num_slots, longest)
+
+    def room_of(self, request: Request) -> int:
+        return min(request.max_new - request.num_given, self.expected_answer)
+
+    def waiting_of(self, request: Request) -> Waiting:
+        rank, work = rank_of(request.arrives_at, request.priority), work_of(request.num_prompt, self.room_of(request))
+        return Waiting(request.number, request.tenant, rank, work, request.charged is not None)
+
+    def drop_impatient(self) -> None:
+        for request in [*self.waiting, *self.running]:
+            if self.now - request.arrives_at > request.patience:
+                self.leave(request)
+
+    def leave(self, request: Request) -> None:
+        request.ended_at = self.now
+        if request in self.running:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+        self.give_up_pages(request)
+        if request.charged is not None:
+            used = work_of(min(request.num_computed, request.num_prompt), request.num_given)
+            self.tenants.charge(request.tenant, used - request.charged)
+        self.tenants.go(request.tenant)
+
+    def give_up_pages(self, request: Request) -> None:
+        self.free, request.pages = self.free + request.pages, 0
+
+    def admit(self) -> None:
+        while self.waiting and len(self.running) < self.machine.num_slots:
+            waiting = {each.number: each for each in self.waiting}
+            request = waiting[self.tenants.first(map(self.waiting_of, self.waiting)).number]
+            pages_of = self.machine.pages_of
+            growths = [[pages_of(each.num_tokens + self.room_of(each)) - each.pages] for each in self.running]
+            needed = [pages_of(request.num_tokens + self.room_of(request))]
+            if self.running and not has_pages([self.free], growths, needed):
+                return
+            self.waiting.remove(request)
+            self.running.append(request)
+            request.given_at_entry, request.num_computed = request.num_given, 0
+            if request.charged is None:
+                request.entered_at, request.charged = self.now, self.waiting_of(request).work
+                self.tenants.charge(request.tenant, request.charged)
+
+    def step(self) -> None:
+        while True:
+            demands = [self.demand(each) for each in self.running]
+            plan = self.scheduler.plan(demands, self.machine.step_tokens, len(self.waiting))
+            asked = list(zip(self.running, plan.num_tokens, strict=True))
+            num_ready = sum(self.reserve(each, max(plan.num_steps, count)) for each, count in asked)
+            if num_ready == len(asked) == len(self.running):
+                break
+        assert sum(plan.num_tokens) > 0, "a step computes something"
+        seconds = sum(self.machine.seconds(plan.work) for _ in range(plan.num_steps))
+        self.now += seconds
+        self.num_steps += 1
+        self.scheduler.update(plan, plan.num_steps, seconds, None)
+        for request, count in zip(list(self.running), plan.num_tokens, strict=True):
+            given = 0
+            if request.num_computed + count == request.num_tokens:
+                given = min(plan.num_steps, request.num_new - request.num_given)
+            read = min(request.num_computed + count, request.num_prompt) - min(request.num_computed, request.num_prompt)
+            request.num_computed += count + max(0, given - 1)
+            request.num_given += given
+            self.served[request.tenant] += work_of(read, given)
+            if request.num_given == request.num_new:
+                self.leave(request)
+            else:
+                self.trim(request)
+
+    def demand(self, request: Request) -> Demand:
+        useful = min(MAX_STEPS, request.max_new - request.num_given)
+        return Demand(request.num_tokens - request.num_computed, 0, MAX_STEPS, useful, MAX_STEPS, request.num_computed,
+                      request.number, request.is_streamed)  # fmt: skip
+
+    def reserve(self, request: Request, count: int) -> bool:
+        """False where somebody had to give way: then the step is planned anew."""
+        while request in self.running:
+            more = self.machine.pages_of(request.num_computed + count) - request.pages
+            if more <= self.free:
+                self.free -= max(0, more)
+                request.pages += max(0, more)
+                return True
+            found = victim([Running(each.number, each.num_given - each.given_at_entry, each.num_preemptions > 0)
+                            for each in self.running])  # fmt: skip
+            assert found is not None, "alone it fits"
+            self.preempt(next(each for each in self.running if each.number == found.number))
+        return False
+
+    def preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        self.waiting.append(request)
+        self.give_up_pages(request)
+        request.num_preemptions += 1
+
+    def trim(self, request: Request) -> None:
+        kept = self.machine.pages_of(request.num_computed)
+        self.free, request.pages = self.free + request.pages - kept, kept

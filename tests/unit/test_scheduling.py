@@ -1,0 +1,215 @@
+"""The scheduler in simulated lives: nobody starves, no page is lost, nothing idles, tenants share."""
+
+import random
+
+import pytest
+
+from extent import IS_WHOLE, usual_or_all
+from infer.engine.admission import EXPECTED_ANSWER, FEWEST_KEPT, HEAD_START, Running, Tenants, Waiting, victim
+from infer.engine.scheduler import LEAST_PROMPT_TOKENS, PLAIN_STEPS, STREAM_SECONDS, Demand, Scheduler
+from infer.engine.step_costs import StepWork, context_of
+from simulation import Machine, Request, Simulation
+
+MACHINES = {
+    "2 cores": Machine(8, 400, (2e-3, 3e-4, 4.5e-4, 9e-4)),
+    "16 cores": Machine(64, 3000, (2e-3, 1e-4, 8e-5, 1.5e-4)),
+    "a GPU": Machine(256, 20_000, (4e-3, 1e-5, 5e-6, 2e-6), step_tokens=8192),
+}
+TRACES = usual_or_all(60, 10_000)  # of each of ten parts
+
+
+def random_life(seed: int) -> Simulation:
+    """Bursts or a stream of requests, short and long, of several tenants, on a small machine."""
+    draw = random.Random(seed)
+    is_crowded = seed % 5 == 0  # more enter than there are pages for
+    num_slots, num_pages = (8, 8) if is_crowded else (draw.choice((1, 2, 4, 8)), draw.choice((8, 20, 100)))
+    machine = Machine(num_slots, num_pages, (2e-3, 3e-4, 4.5e-4, 9e-4), page_tokens=16)
+    longest = machine.num_pages * machine.page_tokens // 2
+    tenants = [f"tenant {index}" for index in range(draw.choice((1, 1, 2, 4)))]
+    has_priorities, may_leave = draw.random() < 0.3, draw.random() < 0.3
+    most_new, now, requests = draw.choice((EXPECTED_ANSWER, EXPECTED_ANSWER, longest)), 0.0, list[Request]()
+    for _ in range(draw.randint(3, 24)):
+        now += draw.choice((0.0, 0.0, draw.expovariate(10), draw.expovariate(1)))
+        num_prompt = draw.choice((1, draw.randint(1, 40), draw.randint(1, longest)))
+        max_new = draw.choice((1, 16, draw.randint(1, min(longest, most_new))))
+        requests.append(
+            Request(
+                now,
+                num_prompt,
+                max_new if draw.random() < 0.5 else draw.randint(1, max_new),
+                max_new,
+                tenant=draw.choice(tenants),
+                priority=draw.randint(-3, 3) if has_priorities else 0,
+                patience=draw.expovariate(2) if may_leave and draw.random() < 0.2 else float("inf"),
+                is_streamed=draw.random() < 0.7,
+            )
+        )
+    weights = {tenant: draw.choice((1.0, 1.0, 3.0)) for tenant in tenants}
+    return Simulation(machine, requests, weights, 1 if is_crowded else EXPECTED_ANSWER)
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_all_are_answered_within_the_wait_that_was_computed(part: int) -> None:
+    num_bounded = num_preempted = 0
+    for seed in range(part * TRACES, (part + 1) * TRACES):
+        life = random_life(seed)
+        life.run()
+        assert life.free == life.machine.num_pages, seed
+        assert not life.tenants._num_active, seed
+        num_preemptions = sum(request.num_preemptions for request in life.requests)
+        num_preempted += num_preemptions > 0
+        is_bounded = num_preemptions == 0 and all(
+            request.priority == 0 and request.max_new <= life.expected_answer for request in life.requests
+        )
+        for request in life.requests:
+            assert request.ended_at is not None, seed
+            if request.patience == float("inf"):
+                assert request.num_given == request.num_new, seed
+            if is_bounded and request.entered_at is not None:
+                assert request.entered_at - request.arrives_at <= request.bound, (seed, request)
+                num_bounded += 1
+    assert num_bounded > TRACES
+    assert num_preempted
+
+
+def test_a_request_that_is_passed_by_priorities_waits_no_longer_than_their_head_start_besides() -> None:
+    """One of priority 0, and for ever others of priority 2, more than the machine can answer."""
+    machine = Machine(1, 100)
+    stream = [Request(0.05 * index, 64, 16, 16, priority=2) for index in range(600)]
+    last = Request(0.01, 64, 16, 16)
+    Simulation(machine, [*stream, last]).run()
+    assert last.entered_at is not None
+    passed = [each for each in stream if each.arrives_at > 0.01 and (each.entered_at or 0) < last.entered_at]
+    assert len(passed) > 100
+    assert max(each.arrives_at for each in passed) <= 0.01 + 2 * HEAD_START + 0.1
+
+
+@pytest.mark.parametrize("name", MACHINES if IS_WHOLE else ["2 cores", "16 cores"])
+def test_a_tenant_that_sends_ten_times_as_much_gets_no_more(name: str) -> None:
+    """While both wait, what is computed for each is the same: Jain's index (arXiv:cs/9809099)."""
+    draw, machine = random.Random(1), MACHINES[name]
+    count = max(40, machine.num_slots)
+    requests = [  # all at once
+        Request(0.0, draw.randint(20, 400), draw.randint(20, 200), 256, tenant=tenant)
+        for tenant, number in (("loud", 10 * count), ("quiet", count))
+        for _ in range(number)
+    ]
+    life = Simulation(machine, requests)
+    shares = list[dict[str, int]]()
+    step = life.step
+
+    def note() -> None:
+        step()
+        if any(each.tenant == "quiet" for each in life.waiting):
+            shares.append(dict(life.served))
+
+    life.step = note  # type: ignore[method-assign]
+    life.run()
+    served = shares[-1].values()
+    assert sum(served) ** 2 / (len(served) * sum(share**2 for share in served)) >= 0.95
+
+
+def test_a_weight_is_a_share() -> None:
+    requests = [Request(0.0, 100, 50, 50, tenant=tenant) for tenant in ("one", "three") for _ in range(200)]
+    life = Simulation(MACHINES["2 cores"], requests, {"three": 3.0})
+    life.run()
+    order = sorted(requests, key=lambda each: each.entered_at or 0)
+    among_first = sum(each.tenant == "three" for each in order[:100])
+    assert 70 <= among_first <= 80
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+def test_a_short_prompt_passes_a_long_one_and_streams_go_on(machine: Machine) -> None:
+    """Four streams, a prompt of 8,000 tokens, and a short one 0.2 s later."""
+    streams = [Request(0.0, 32, 2000, 2000) for _ in range(4)]
+    long, short = Request(0.5, 8000, 8, 8), Request(0.7, 32, 1, 1)
+    life = Simulation(machine, [*streams, long, short])
+    gaps, step = list[float](), life.step
+
+    def note() -> None:
+        before = life.now
+        step()
+        if long in life.running and long.num_given == 0:
+            gaps.append(life.now - before)
+
+    life.step = note  # type: ignore[method-assign]
+    life.run()
+    assert short.ended_at is not None
+    assert short.ended_at - short.arrives_at <= 0.15
+    reading = StepWork(5, 4 + LEAST_PROMPT_TOKENS, context_of(4, 2000) + context_of(LEAST_PROMPT_TOKENS, 8000))
+    assert max(gaps, default=0) <= max(1.5 * STREAM_SECONDS, 1.2 * machine.seconds(reading))
+    alone = Request(0.0, 8000, 8, 8)
+    Simulation(machine, [alone]).run()
+    assert long.ended_at is not None
+    assert alone.ended_at is not None
+
+
+def test_prompts_share_a_step_by_what_is_left_and_the_oldest_gets_its_quarter() -> None:
+    scheduler = Scheduler(64)
+    found = scheduler.plan([Demand(8000, number=1), Demand(600, number=2), Demand(300, number=3)], 512).num_tokens
+    assert found == [128, 84, 300]
+
+
+def test_a_step_with_prompts_beside_streams_takes_its_time_and_no_more() -> None:
+    scheduler, machine = Scheduler(64), MACHINES["2 cores"]
+    for tokens, start in ((0, 0), (64, 0), (0, 2000), (64, 2000), (256, 100)) * 20:
+        work = StepWork(4, 4 + tokens, 4 * start + context_of(tokens, start))
+        scheduler.costs.learn(work, machine.seconds(work))
+    streams = [Demand(1, is_streamed=True, number=number) for number in range(3)]
+    plan = scheduler.plan([*streams, Demand(8000, number=9)], 512)
+    assert 0.5 * STREAM_SECONDS < machine.seconds(plan.work) < 1.2 * STREAM_SECONDS
+    silent = [Demand(1, number=number) for number in range(3)]
+    assert sum(scheduler.plan([*silent, Demand(8000, number=9)], 512).num_tokens) == 512
+    behind = scheduler.plan([*streams, Demand(8000, num_computed=10**6, number=9)], 512)
+    assert behind.num_tokens[3] == LEAST_PROMPT_TOKENS
+
+
+def test_one_that_ends_soon_ends_no_steps_of_its_neighbours() -> None:
+    scheduler = Scheduler(64, 64)
+    few, many = Demand(1, 0, 1000, 3), Demand(1, 0, 1000, 60)
+    assert scheduler.plan([few], 512).num_steps == 3
+    assert scheduler.plan([few, many], 512).num_steps == 3
+    assert scheduler.plan([few, *[many] * 15], 512).num_steps > 3
+    assert scheduler.plan([Demand(1, 0, 2, 2), *[many] * 15], 512).num_steps == 2  # it must have a return
+
+
+def test_the_drafts_of_a_few_wait_for_the_steps_of_the_others() -> None:
+    scheduler = Scheduler(64, 64)
+    drafting, plain = Demand(1, 7, 1000, 60, steps_to_draft=1), Demand(1, 0, 1000, 60)
+    assert scheduler.plan([drafting], 512).num_drafts == [7]
+    assert scheduler.plan([drafting, plain], 512).num_drafts == [7, 0]
+    first = scheduler.plan([drafting, plain, plain], 512)
+    assert first.num_drafts == [7, 0, 0]  # so many plain steps that a draft's turn has come
+    scheduler.update(first, 1, 0.01, None)
+    second = scheduler.plan([drafting, plain, plain], 512)
+    assert (second.num_drafts, second.num_steps) == ([0, 0, 0], PLAIN_STEPS)
+    scheduler.update(second, PLAIN_STEPS, 0.01, None)
+    assert scheduler.plan([drafting, plain, plain], 512).num_drafts == [7, 0, 0]
+
+
+def test_who_gives_way() -> None:
+    assert victim([]) is None
+    assert victim([Running(1, 0, False)]) is None
+    assert victim([Running(1, 0, False), Running(2, 99, False), Running(3, 0, False)]) == Running(3, 0, False)
+    came_back = Running(3, FEWEST_KEPT - 1, True)
+    assert victim([Running(1, 0, False), Running(2, 99, False), came_back]) == Running(2, 99, False)
+    assert victim([Running(1, 99, False), came_back]) == came_back  # the oldest never
+
+
+def test_a_tenant_that_was_away_has_saved_nothing_up() -> None:
+    tenants = Tenants()
+    tenants.come("busy")
+    tenants.charge("busy", 1000)
+    tenants.come("new")
+    assert tenants.accounts["new"] == 1000
+    tenants.charge("new", 10)
+    waiting = [Waiting(1, "new", 0.0, 5), Waiting(2, "busy", 9.0, 5), Waiting(3, "busy", 8.0, 5)]
+    assert tenants.first(waiting).number == 3
+    tenants.go("new")
+    assert tenants.accounts["new"] == 1010  # it has had more than the others, and is not let off
+    tenants.come("new")
+    assert tenants.accounts["new"] == 1010
+    tenants.go("new")
+    tenants.charge("busy", 1000)
+    tenants.go("busy")
+    assert not {"busy", "new"} - set(tenants.accounts)

@@ -4,14 +4,15 @@ A row's slots are cut into chunks of 256, always at multiples of 256. A chunk gi
 (largest score m, Σ e^(s − m), Σ e^(s − m) v), and a query's partials are merged in the order of the chunks
 (online softmax, arXiv:1805.02867). A token or two share the chunks out over threads; of more tokens a thread takes
 queries, walks their chunks in sequence and is done. Many queries with the same keys, as a prompt's are, have blocks
-widened for all of them at once. All that gives the same partials, merged in the same order, so the same bits.
+widened for all of them at once, and rows that begin with the same pages go through these together (`shared_prefix`).
+All that gives the same partials, merged in the same order, so the same bits.
 A chunk may lie in several pages: its sums go on from one to the next, so that bits do not depend on pages either.
 
 Queries lie rotated and scaled as [kv head, token, query head of the group, dim]: the columns of a tile are neighbours.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from numba import carray, njit
 
@@ -23,53 +24,57 @@ from infer.backends.cpu.layouts import BLOCK, LANES
 from infer.backends.cpu.partials import Columns, clear, divide, make_chunk_partials, merge, parts_for
 from infer.backends.cpu.records import BUNDLE, CHUNK, MAX_HEAD_DIM, MOST_COLUMNS, SCORE_BYTES
 from infer.backends.cpu.rotation import make_put_queries
+from infer.backends.cpu.shared_prefix import prefix_at
 from infer.backends.cpu.shares import (
     chunk_after,
     chunks_between,
+    first_of,
     is_for_many,
     is_split,
     mine,
-    mine_of_row,
     nth_chunk,
     run_at,
+    share_of,
     weight_of_chunk,
     weight_of_chunks,
     weight_of_queries,
-    weight_of_query,
 )
 from infer.backends.cpu.simd import load_f32, load_i64
 
 _HEAD_BYTES = 4 * (MAX_HEAD_DIM + LANES)
 
 
+class _Span(NamedTuple):
+    """Neighbouring tokens × chunks that all of them see: the chunks that a row sees, by number, before `end`."""
+
+    row: int
+    slot: int  # of the first token
+    token: int
+    num_tokens: int
+    first: int
+    end: int
+
+
 def make_attend_few(kv_type: str) -> Callable[..., None]:
     """For steps whose chunks are shared out: their partials, for `finish` to merge. For others: runs of few queries."""
-    attend_queries, partials = _make_attend_queries(kv_type, False), make_chunk_partials(kv_type, False)
+    attend_queries, attend_span = _make_attend_queries(kv_type, False), _make_attend_span(kv_type)
 
     @njit
     def attend_chunks(args, state, thread, num_threads):  # type: ignore[no-untyped-def]
-        group, partial_bytes = args.num_heads // args.num_kv_heads, 4 * (args.dim + LANES)
-        stride, scratch = partial_bytes * args.num_chunks, args.scratch + thread * args.scratch_bytes
         total, item, token = weight_of_chunks(args, state), 0, 0
-        begin, stop = total * thread // num_threads, total * (thread + 1) // num_threads
+        share = total * thread // num_threads, total * (thread + 1) // num_threads
         while token < state.num_tokens:
-            row, run, slot = run_at(args, state, token)
-            for number in range(chunks_between(args, row, slot, slot + run - 1)):
-                chunk, weight = nth_chunk(args, row, slot, number), weight_of_chunk(args, row, run, slot, number)
-                for kv in range(args.num_kv_heads):
-                    left, right = mine(0, run * group, weight, item, begin, stop)
-                    item += weight * run * group
-                    for first in range(left, right, BUNDLE):
-                        after = kv, chunk
-                        if first + BUNDLE >= right and item < stop:
-                            after = chunk_after(args, kv, chunk, chunk, slot + run - 1, True)
-                        query = (kv * state.num_tokens + token) * group + first
-                        columns = Columns(
-                            row, slot, first, min(BUNDLE, right - first), args.queries + 4 * args.dim * query
-                        )
-                        out = args.partials + stride * query + partial_bytes * chunk
-                        partials(columns, args, kv, chunk, scratch, out, stride, after)
-            token += run
+            end, num_shared = prefix_at(args, state, token)
+            if num_shared > 0:
+                span = _Span(
+                    load_i64(state.rows + 8 * token), num_shared * CHUNK - 1, token, end - token, 0, num_shared
+                )
+                item = attend_span(span, args, state, thread, item, share)
+            while token < end:
+                row, run, slot = run_at(args, state, token, end)
+                span = _Span(row, slot, token, run, num_shared, chunks_between(args, row, slot, slot + run - 1))
+                item = attend_span(span, args, state, thread, item, share)
+                token += run
 
     def attend_few(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
@@ -79,6 +84,35 @@ def make_attend_few(kv_type: str) -> Callable[..., None]:
             attend_queries(args, state, thread, num_threads)
 
     return attend_few
+
+
+def _make_attend_span(kv_type: str) -> Any:
+    """attend(span, args, state, thread, item, share): partials of what is the thread's of it; the item after it."""
+    partials = make_chunk_partials(kv_type, False)
+
+    @njit
+    def attend_span(span, args, state, thread, item, share):  # type: ignore[no-untyped-def]
+        group, partial_bytes = args.num_heads // args.num_kv_heads, 4 * (args.dim + LANES)
+        stride, scratch = partial_bytes * args.num_chunks, args.scratch + thread * args.scratch_bytes
+        row, slot, (begin, stop), num_queries = span.row, span.slot, share, span.num_tokens * group
+        last_slot = slot + span.num_tokens - 1
+        for number in range(span.first, span.end):
+            chunk = nth_chunk(args, row, slot, number)
+            weight = weight_of_chunk(args, row, span.num_tokens, slot, number)
+            for kv in range(args.num_kv_heads):
+                left, right = mine(0, num_queries, weight, item, begin, stop)
+                item += weight * num_queries
+                for first in range(left, right, BUNDLE):
+                    after = row, kv, chunk
+                    if first + BUNDLE >= right and item < stop:
+                        after = chunk_after(args, row, kv, chunk, last_slot)
+                    query = (kv * state.num_tokens + span.token) * group + first
+                    columns = Columns(row, slot, first, min(BUNDLE, right - first), args.queries + 4 * args.dim * query)
+                    out = args.partials + stride * query + partial_bytes * chunk
+                    partials(columns, args, kv, chunk, scratch, out, stride, after)
+        return item
+
+    return attend_span
 
 
 def make_attend_many(kv_type: str) -> Callable[..., None]:
@@ -103,60 +137,90 @@ def _make_attend_queries(kv_type: str, for_many: bool) -> Any:
         begin, stop, item, token = total * thread // num_threads, total * (thread + 1) // num_threads, 0, 0
         scratch = args.scratch + thread * args.scratch_bytes
         while item < stop:
-            row, run, slot = run_at(args, state, token)
+            end, num_shared = prefix_at(args, state, token)
+            row, run, slot = run_at(args, state, token, end)
             for kv in range(args.num_kv_heads if is_for_many(args, run) == for_many else 0):
-                for first in range(0, run * group, MOST_COLUMNS):
-                    end = min(run * group, first + MOST_COLUMNS)
-                    weight = weight_of_query(args, row, slot, end)
-                    left, right = mine_of_row(state, first, end, weight, item, begin, stop)
-                    item += weight * (end - first)
+                after = first_of(args, state, token, kv + 1)
+                if kv + 1 == args.num_kv_heads:
+                    after = first_of(args, state, min(end, state.num_tokens - 1), 0)
+                for first in range(0, (end - token) * group, MOST_COLUMNS):
+                    before = min((end - token) * group, first + MOST_COLUMNS)
+                    left, right, item = share_of(args, state, token, first, before, item, begin, stop)
                     if left < right:
-                        at = args.queries + 4 * args.dim * (kv * state.num_tokens + token) * group
-                        columns = Columns(row, slot, left, right - left, at)
-                        attend_columns(columns, args, state, token, kv, scratch)
-            token += run
+                        query = (kv * state.num_tokens + token) * group + left
+                        columns = Columns(row, slot, left, right - left, args.queries + 4 * args.dim * query)
+                        attend_columns(columns, args, state, token, kv, num_shared, after, scratch)
+            token = end
 
     return attend_queries
 
 
 def _make_attend_columns(kv_type: str, is_wide: bool) -> Any:
-    """attend(columns, args, state, token, kv, scratch): their run begins at the token, and its queries lie where
-    `columns` says."""
-    put_queries, partials = make_put_queries(kv_type), make_chunk_partials(kv_type, is_wide)
-    widen_chunk = make_widen_chunk(kv_type)
+    """attend(columns, args, state, token, kv, num_shared, after, scratch): of tokens from this one on, which have their
+    first chunks in common."""
+    put_queries, walk_chunks = make_put_queries(kv_type), _make_walk_chunks(kv_type, is_wide)
 
     @njit
-    def attend_columns(columns, args, state, token, kv, scratch):  # type: ignore[no-untyped-def]
+    def attend_columns(columns, args, state, token, kv, num_shared, after, scratch):  # type: ignore[no-untyped-def]
         dim, group, size = args.dim, args.num_heads // args.num_kv_heads, 4 * (args.dim + LANES)
         left, right = columns.first, columns.first + columns.num
         put_queries(args, state, kv, token * group + left, token * group + right)
-        results = scratch + args.scratch_bytes - MOST_COLUMNS * size
-        sums = results - BUNDLE * size
-        first_slot, last_slot = columns.slot + left // group, columns.slot + (right - 1) // group
-        num_chunks = chunks_between(args, columns.row, first_slot, last_slot)
-        for number in range(num_chunks):
+        results = scratch + args.scratch_bytes - (MOST_COLUMNS + left) * size  # of query 0
+        if num_shared > 0:  # as if the tokens stood where the prefix ends
+            slot = num_shared * CHUNK - 1 - left // group
+            all_ = Columns(columns.row, slot, left, columns.num, columns.queries)
+            walk_chunks(all_, args, kv, (0, num_shared), (columns.row, kv, num_shared), scratch, results)
+        first = left
+        while first < right:
+            ahead, queries = first // group, columns.queries + 4 * dim * (first - left)
+            row, run, slot = run_at(args, state, token + ahead, token + (right + group - 1) // group)
+            end = min(right, (ahead + run) * group)
+            some = Columns(row, slot - ahead, first, end - first, queries)
+            num_chunks = chunks_between(args, row, slot, slot - ahead + (end - 1) // group)
+            following = after
+            if end < right:
+                following = load_i64(state.rows + 8 * (token + ahead + run)), kv, num_shared
+            walk_chunks(some, args, kv, (num_shared, num_chunks), following, scratch, results)
+            first = end
+        for column in range(left, right):
+            own, head = token + column // group, kv * group + column % group
+            divide(results + column * size, dim, args.out + 4 * dim * (own * args.num_heads + head))
+            if dim % BLOCK == 0:
+                _quantize_heads(args, state.num_tokens, own, head, 1)
+
+    return attend_columns
+
+
+def _make_walk_chunks(kv_type: str, is_wide: bool) -> Any:
+    """walk(columns, args, kv, numbers, after, scratch, results): the partials of the chunks of which `numbers` are the
+    first and the end, merged into the results. `after` is what is read after them, as for `partials`."""
+    partials, widen_chunk = make_chunk_partials(kv_type, is_wide), make_widen_chunk(kv_type)
+
+    @njit
+    def walk_chunks(columns, args, kv, numbers, after, scratch, results):  # type: ignore[no-untyped-def]
+        dim, group, size = args.dim, args.num_heads // args.num_kv_heads, 4 * (args.dim + LANES)
+        sums = scratch + args.scratch_bytes - (MOST_COLUMNS + BUNDLE) * size
+        left, right = columns.first, columns.first + columns.num
+        first_slot = columns.slot + left // group
+        for number in range(numbers[0], numbers[1]):
             chunk = nth_chunk(args, columns.row, first_slot, number)
             if is_wide:
                 parts, _ = parts_for(columns, args, chunk)
                 widen_chunk(args, columns.row, kv, chunk, parts, scratch + SCORE_BYTES)
             for first in range(left, right, BUNDLE):
-                after = kv, chunk
+                following = columns.row, kv, chunk
                 if first + BUNDLE >= right:
-                    after = chunk_after(args, kv, chunk, nth_chunk(args, columns.row, first_slot, 0), last_slot, False)
-                some = Columns(
-                    columns.row, columns.slot, first, min(BUNDLE, right - first), columns.queries + 4 * dim * first
-                )
-                result = results + (first - left) * size
-                partials(some, args, kv, chunk, scratch, result if number == 0 else sums, size, after)
+                    following = after
+                    if number + 1 < numbers[1]:
+                        following = columns.row, kv, nth_chunk(args, columns.row, first_slot, number + 1)
+                queries = columns.queries + 4 * dim * (first - left)
+                some = Columns(columns.row, columns.slot, first, min(BUNDLE, right - first), queries)
+                result = results + first * size if number == 0 else sums
+                partials(some, args, kv, chunk, scratch, result, size, following)
                 for i in range(0, some.num * size if number > 0 else 0, size):
-                    merge(result + i, sums + i, dim)
-        for column in range(left, right):
-            own, head = token + column // group, kv * group + column % group
-            divide(results + (column - left) * size, dim, args.out + 4 * dim * (own * args.num_heads + head))
-            if dim % BLOCK == 0:
-                _quantize_heads(args, state.num_tokens, own, head, 1)
+                    merge(results + first * size + i, sums + i, dim)
 
-    return attend_columns
+    return walk_chunks
 
 
 @njit

@@ -65,7 +65,7 @@ def make_add_chunk_values(kv_type: str, is_wide: bool) -> Any:
     """add(columns, args, kv, chunk, parts, seen, p, wide, out, stride, after): out[column] += Σ p × values over a
     chunk's parts, of which no more than [0, sinks) and [.., high) counts. One chain of additions over positions.
 
-    Meanwhile keys are asked for, of the chunk of a head that is named by `after`.
+    Meanwhile keys are asked for: `after` is their (row, kv head, chunk).
     """
     stored = f"wide {kv_type}" if is_wide else kv_type
 
@@ -84,7 +84,7 @@ def make_add_chunk_values(kv_type: str, is_wide: bool) -> Any:
                 if run < high:
                     _, following = block_at(kv_type, args, columns.row, kv, start + max(run, first))
                 else:
-                    following, _ = block_at(kv_type, args, columns.row, after[0], after[1] * CHUNK)
+                    following, _ = block_at(kv_type, args, after[0], after[1], after[2] * CHUNK)
             add_value_run(stored, columns.num, p + 4 * at, dim, values, run - at, out, stride, following)
             if dim % LANES != 0:
                 _add_rest(stored, columns.num, p + 4 * at, dim, values, run - at, out, stride)

@@ -96,7 +96,7 @@ def _softmax(columns, args, chunk, parts, scores, out, stride):  # type: ignore[
 
 
 class Columns(NamedTuple):
-    """Queries [first, first + num) of a run of tokens of a row, which begins at `slot`."""
+    """Queries [first, first + num) of tokens whose first one, of query 0, is at `slot` of the row."""
 
     row: int
     slot: int
@@ -118,7 +118,7 @@ def parts_for(columns, args, chunk):  # type: ignore[no-untyped-def]
 @cache
 def make_chunk_partials(kv_type: str, is_wide: bool) -> Any:
     """partials(columns, args, kv, chunk, scratch, out, stride, after): they lie `stride` bytes apart. `after` is the
-    (kv head, chunk) whose keys come next. If blocks are wide they lie after the scores in the scratch."""
+    (row, kv head, chunk) whose keys come next. If blocks are wide they lie after the scores in the scratch."""
     chunk_scores, add_chunk_values = make_chunk_scores(kv_type, is_wide), make_add_chunk_values(kv_type, is_wide)
 
     @njit

@@ -16,10 +16,10 @@ _FEWEST_QUERIES = 12  # of a thread
 
 
 @njit
-def run_at(args, state, token):  # type: ignore[no-untyped-def]
-    """(row, how many tokens from here on are of it, the slot of the first)."""
+def run_at(args, state, token, end):  # type: ignore[no-untyped-def]
+    """(row, how many tokens from here on, before `end`, are of it, the slot of the first)."""
     row, run = load_i64(state.rows + 8 * token), 1
-    while token + run < state.num_tokens and load_i64(state.rows + 8 * (token + run)) == row:
+    while token + run < end and load_i64(state.rows + 8 * (token + run)) == row:
         run += 1
     return row, run, slot_of(args, row, load_i64(state.positions + 8 * token))
 
@@ -44,7 +44,7 @@ def is_split(args, state, num_threads):  # type: ignore[no-untyped-def]
         return False
     total, largest, token = 0, 0, 0
     while token < state.num_tokens:
-        row, run, slot = run_at(args, state, token)
+        row, run, slot = run_at(args, state, token, state.num_tokens)
         weight = num_seen(args, row, slot + run - 1)
         total, largest = total + weight * run * args.num_heads, max(largest, weight)
         token += run
@@ -70,7 +70,7 @@ def weight_of_chunks(args, state):  # type: ignore[no-untyped-def]
     """The sum over the queries and chunks of a step."""
     total, token = 0, 0
     while token < state.num_tokens:
-        row, run, slot = run_at(args, state, token)
+        row, run, slot = run_at(args, state, token, state.num_tokens)
         for number in range(chunks_between(args, row, slot, slot + run - 1)):
             total += weight_of_chunk(args, row, run, slot, number) * run * args.num_heads
         token += run
@@ -88,7 +88,7 @@ def weight_of_queries(args, state, for_many):  # type: ignore[no-untyped-def]
     """The sum over the queries of the runs that `attend_many` takes, or of the others."""
     total, token, group = 0, 0, args.num_heads // args.num_kv_heads
     while token < state.num_tokens:
-        row, run, slot = run_at(args, state, token)
+        row, run, slot = run_at(args, state, token, state.num_tokens)
         if is_for_many(args, run) == for_many:
             for left in range(0, run * group, MOST_COLUMNS):
                 right = min(run * group, left + MOST_COLUMNS)
@@ -114,11 +114,31 @@ def mine_of_row(state, left, right, weight, item, begin, stop):  # type: ignore[
 
 
 @njit
-def chunk_after(args, kv, chunk, first_chunk, last_slot, is_split):  # type: ignore[no-untyped-def]
-    """The (kv head, chunk) after this one. The last chunk is seldom whole, and counts as none."""
-    has_head, has_chunk = kv + 1 < args.num_kv_heads, (chunk + 2) * CHUNK <= last_slot + 1
-    if has_head and (is_split or not has_chunk):
-        return kv + 1, (chunk if is_split else first_chunk)
-    if has_chunk:
-        return (0 if is_split else kv), chunk + 1
-    return kv, chunk
+def share_of(args, state, token, first, end, item, begin, stop):  # type: ignore[no-untyped-def]
+    """(left, right, the item after them): `mine_of_row` of the queries [first, end) of the runs from a token on."""
+    group, left, right = args.num_heads // args.num_kv_heads, end, end
+    while first < end:
+        ahead = first // group
+        row, run, slot = run_at(args, state, token + ahead, token + (end + group - 1) // group)
+        of_run = min(end, (ahead + run) * group)
+        weight = weight_of_query(args, row, slot - ahead, of_run)
+        some_left, some_right = mine_of_row(state, first, of_run, weight, item, begin, stop)
+        if some_left < some_right:
+            left, right = min(left, some_left), some_right
+        item, first = item + weight * (of_run - first), of_run
+    return left, right, item
+
+
+@njit
+def first_of(args, state, token, kv):  # type: ignore[no-untyped-def]
+    """(row, kv head, chunk) of what a head of a run reads first."""
+    row = load_i64(state.rows + 8 * token)
+    return row, kv, nth_chunk(args, row, slot_of(args, row, load_i64(state.positions + 8 * token)), 0)
+
+
+@njit
+def chunk_after(args, row, kv, chunk, last_slot):  # type: ignore[no-untyped-def]
+    """The (row, kv head, chunk) after this one, where chunks are shared out."""
+    if kv + 1 < args.num_kv_heads:
+        return row, kv + 1, chunk
+    return (row, 0, chunk + 1) if (chunk + 1) * CHUNK <= last_slot else (row, kv, chunk)

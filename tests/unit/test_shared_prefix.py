@@ -1,0 +1,118 @@
+"""Rows that begin with the same pages: which they are, and that reading these once changes no bit."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from numba import njit
+
+from infer import ops
+from infer.backends.cpu.records import ATTEND, CHUNK
+from infer.backends.cpu.shared_prefix import prefix_at
+from infer.backends.cpu.state import STATE
+from infer.backends.cpu.threads import set_num_threads
+from infer.operands.step import Step
+from infer.operands.weights import Heads, RopeTable
+from infer.quantization.kv_formats import key_block_bytes, num_blocks, value_block_bytes
+from infer.quantization.kv_layout import LayerCache, Pages
+
+NUM_HEADS, KV_HEADS, DIM, PAGE = 6, 2, 32, 64
+PAGES_PER_ROW = 20
+ANGLES = torch.arange(PAGES_PER_ROW * PAGE)[:, None] / 50.0 ** torch.linspace(0, 1, DIM // 2)
+HEADS = Heads(NUM_HEADS, KV_HEADS, DIM, DIM**-0.5, RopeTable(ANGLES.cos()[None], ANGLES.sin()[None]), None, None)
+# Of each row: pages in common with the row before, tokens before the step, tokens in it, window.
+ROWS = [
+    (0, 700, 1, 0),
+    (9, 640, 2, 0),
+    (8, 512, 1, 0),
+    (8, 1100, 3, 0),
+    (8, 1000, 1, 300),  # sees no whole chunk
+    (8, 900, 1, 0),
+    (5, 330, 1, 0),
+    (4, 256, 1, 0),
+    (4, 260, 60, 0),  # a prompt
+    (4, 300, 1, 0),
+]
+
+
+@pytest.fixture(params=[1, 2, 5])
+def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = ops.backend_of(torch.device("cpu")).num_threads()
+    set_num_threads(request.param)
+    yield
+    set_num_threads(before)
+
+
+def make_layer(kv_type: str) -> LayerCache:
+    table = torch.arange(len(ROWS) * PAGES_PER_ROW).view(len(ROWS), -1)
+    for row, (num_shared, *_) in enumerate(ROWS):
+        table[row, :num_shared] = table[row - 1, :num_shared]
+    none = torch.zeros(len(ROWS), dtype=torch.int64)
+    pages = Pages(PAGE, table, none, none, torch.tensor([window for *_, window in ROWS]), none)
+    shape = KV_HEADS, table.numel(), num_blocks(PAGE)
+    keys, values = (
+        torch.zeros(*shape, size(kv_type, DIM), dtype=torch.uint8) for size in (key_block_bytes, value_block_bytes)
+    )
+    return LayerCache(kv_type, keys, values, pages)
+
+
+def make_qkv(row: int, start: int, count: int) -> torch.Tensor:
+    """Equal in all rows as far as any two have pages in common."""
+    out = torch.randn(PAGES_PER_ROW * PAGE, (NUM_HEADS + 2 * KV_HEADS) * DIM, generator=torch.manual_seed(7))
+    own = torch.randn(PAGES_PER_ROW * PAGE, out.shape[1], generator=torch.manual_seed(100 + row))
+    out[9 * PAGE :] = own[9 * PAGE :]
+    return out[start : start + count].clone()
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("kv_type", ["f32", "f16", "q8"])
+@pytest.mark.parametrize("rows", [range(len(ROWS)), range(3), (1, 2, 5, 6, 7), (0, 4, 9, 8, 3)])
+def test_rows_that_share_pages_have_the_bits_that_each_has_alone(kv_type: str, rows: range | tuple[int, ...]) -> None:
+    layer = make_layer(kv_type)
+    alone, steps, qkvs = [], [], []
+    for row in rows:
+        _, start, count, _ = ROWS[row]
+        for at in range(0, start, 256):
+            size = min(256, start - at)
+            ops.attend(make_qkv(row, at, size), HEADS, layer, Step.of([1] * size, at, row=row))
+        steps.append(Step.of([1] * count, start, row=row))
+        qkvs.append(make_qkv(row, start, count))
+    for step, qkv in zip(steps, qkvs, strict=True):
+        alone.append(ops.attend(qkv, HEADS, layer, step).clone())
+    together = ops.attend(torch.cat(qkvs), HEADS, layer, Step.join(steps))
+    assert torch.equal(together, torch.cat(alone))
+
+
+@njit
+def _prefixes(args, state):  # type: ignore[no-untyped-def]
+    found, token = [(0, 0)], 0
+    while token < state.num_tokens:
+        found.append(prefix_at(args, state, token))
+        token = found[-1][0]
+    return found[1:]
+
+
+def prefixes(rows: list[int]) -> list[tuple[int, int]]:
+    args, state, pages = np.zeros(1, ATTEND), np.zeros(1, STATE), make_layer("f32").pages
+    step = Step.join([Step.of([1] * ROWS[row][2], ROWS[row][1], row=row) for row in rows])
+    args["num_heads"], args["num_kv_heads"], args["fewest_for_many"] = NUM_HEADS, KV_HEADS, 40
+    args["table"], args["table_stride"], args["page_bits"] = pages.table.data_ptr(), PAGES_PER_ROW, 6
+    args["shifts"], args["windows"] = pages.shifts.data_ptr(), pages.windows.data_ptr()
+    state["rows"], state["positions"], state["num_tokens"] = (
+        step.rows.data_ptr(),
+        step.positions.data_ptr(),
+        len(step.rows),
+    )
+    found: list[tuple[int, int]] = _prefixes(args[0], state[0])
+    return found
+
+
+def test_neighbours_share_whole_chunks_that_all_of_them_see() -> None:
+    assert CHUNK == 4 * PAGE
+    assert prefixes([0]) == [(1, 0)]
+    assert prefixes([0, 1, 2, 3]) == [(7, 2)]  # 9, 8 and 8 pages are two chunks
+    assert prefixes([3, 4, 5]) == [(3, 0), (4, 0), (5, 0)]
+    assert prefixes([5, 6, 7, 8, 9]) == [(3, 1), (63, 0), (64, 0)]
+    assert prefixes([0, 9]) == [(2, 1)]
+    assert prefixes([0, 1, 9]) == [(3, 2), (4, 0)]  # fewer chunks in common than the others have

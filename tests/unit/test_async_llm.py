@@ -238,7 +238,8 @@ def test_nothing_is_prepared_on_the_loop(llm: LLM, monkeypatch: pytest.MonkeyPat
 
     run(ask)
     assert threads == {"infer-prepare"}
-    assert len([each for each in threading.enumerate() if each.name.startswith("infer-prepare")]) <= 4
+    assert llm._opened.answers._executor is not None
+    assert len(llm._opened.answers._executor._threads) <= 4
 
 
 def test_a_slow_reader_keeps_nobody_waiting_and_loses_nothing(llm: LLM, steps: Steps) -> None:
@@ -478,7 +479,7 @@ def test_a_task_is_cancelled_in_every_phase(
     if phase in PHASES[:2]:
         assert host.answers._executor is not None
         host.answers._executor.shutdown()  # whoever prepares has ended
-        host.answers.close()
+        host.answers._executor = None
         assert len(preparing) == max(1, others), "what waits in the queue is not begun"
         assert not compiled, "and the next stage is left out"
 
@@ -526,5 +527,7 @@ def test_the_failure_of_the_engine_reaches_every_task(folder: Path, monkeypatch:
             await llm.generate("hello")
 
     run(ask)
+    assert host.service._thread is not None
+    host.service._thread.join()
     assert len(said) == 1
     llm.llm.close()

@@ -344,6 +344,8 @@ def test_callers_beside_a_service_that_fails_go_on_without_it(
     longer = replace(LONG, params=replace(LONG.params, max_new_tokens=140))
     assert Outcome.of(place.stream(longer).run()) == by_definition(world, longer)
     assert told.outcome().finish_reason == "error"
+    assert place.service._thread is not None
+    place.service._thread.join()
 
 
 # Its thread

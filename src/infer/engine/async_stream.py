@@ -16,6 +16,7 @@ from infer.engine.sequence import Sequence
 from infer.engine.service import Service
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult, Piece
+from infer.runner.closing import closed
 
 Check = Callable[[], None]
 Prepare = Callable[[Check], Sequence]  # calls `check`, which may raise, between its stages
@@ -86,9 +87,12 @@ class AsyncAnswers:
         self._loops = weakref.WeakValueDictionary[asyncio.AbstractEventLoop, _Loop]()  # while they have answers
         self._executor: ThreadPoolExecutor | None = None
         self._owner = 0  # the process that has its threads
+        self._is_closed = False
 
     async def prepare(self, prepare: Callable[[Check], _Prepared]) -> _Prepared:
-        """Away from the loop. Cancelled, it ends before its next stage."""
+        """Away from the loop. Cancelled, it ends before its next stage. Raises ClosedError after `close`."""
+        if self._is_closed:
+            raise closed()
         if self._executor is None or self._owner != os.getpid():
             self._owner, self._executor = os.getpid(), ThreadPoolExecutor(NUM_PREPARING, "infer-prepare")
         is_awaited = threading.Event()
@@ -125,6 +129,7 @@ class AsyncAnswers:
 
     def close(self) -> None:
         """The threads end, each after what it prepares."""
+        self._is_closed = True
         if self._executor is not None and self._owner == os.getpid():
             self._executor.shutdown(wait=False)
         self._executor = None

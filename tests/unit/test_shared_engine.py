@@ -1,0 +1,168 @@
+"""Sequences of several tenants in one engine: who enters, who times out, who shares what, and what a snapshot shows."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from infer import LLM
+from infer.engine.engine import Engine
+from infer.engine.request_options import RequestOptions
+from infer.engine.sequence import Sequence
+from infer.errors import InvalidRequestError
+from infer.kvcache.settings import CacheSettings
+from infer.runner.runner import CachedRunner
+from infer.sampling_params import SamplingParams
+from path_cases import CONTEXT, Case, Outcome, Way, World, by_definition, make_sequence, make_world
+from test_session import make_model
+
+LONG = Case("long", tuple(b"abc abc"), SamplingParams(temperature=0, max_new_tokens=60, ignore_eos=True))
+SHORT = Case("short", tuple(b"cab"), SamplingParams(temperature=0.8, seed=3, max_new_tokens=4, ignore_eos=True))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_world("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def engine(world: World) -> Iterator[Engine]:
+    settings = CacheSettings(page_tokens=16, reuse_prefixes=True)
+    engine = Engine(CachedRunner(world.model, CONTEXT, num_slots=4, settings=settings), max_steps=4)
+    yield engine
+    engine.close()
+
+
+def submit(world: World, engine: Engine, case: Case, **options: object) -> Sequence:
+    sequence = make_sequence(world, case, Way())
+    sequence.request = replace(sequence.request, **options)  # type: ignore[arg-type]
+    sequence.runs_ahead = True
+    return engine.submit(sequence)
+
+
+def run(engine: Engine) -> list[Sequence]:
+    """All to their ends, in the order in which they entered."""
+    entered = list[Sequence]()
+    while engine.sequences:
+        engine.step()
+        entered += [each for each in engine.sequences if each.has_slot and each not in entered]
+    return entered
+
+
+def test_who_waits_enters_by_priority_and_each_answer_is_its_own(world: World, engine: Engine) -> None:
+    engine.max_running = 1
+    asked = [submit(world, engine, LONG, priority=priority) for priority in (0, -2, 5, 0)]
+    assert run(engine) == [asked[2], asked[0], asked[3], asked[1]]
+    for sequence in asked:
+        assert Outcome.of(sequence.result()) == by_definition(world, LONG)
+
+
+def test_tenants_take_turns_however_many_one_sends(world: World, engine: Engine) -> None:
+    engine.max_running = 1
+    loud = [submit(world, engine, LONG, tenant="loud") for _ in range(6)]
+    quiet = [submit(world, engine, LONG, tenant="quiet") for _ in range(3)]
+    order = run(engine)
+    assert [each.request.tenant for each in order[:6]] == ["loud", "quiet"] * 3
+    assert [each for each in order if each in loud] == loud
+    assert [each for each in order if each in quiet] == quiet
+
+
+def test_a_timeout_ends_an_answer_with_what_it_has_and_one_that_waits(
+    world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("infer.engine.engine.time.perf_counter", lambda: now)
+    monkeypatch.setattr("infer.engine.queue.time.perf_counter", lambda: now)
+    engine.max_running = 2
+    running, patient = submit(world, engine, LONG, timeout=5.0), submit(world, engine, LONG)
+    waiting = submit(world, engine, LONG, timeout=5.0)
+    engine.step()
+    engine.step()
+    now = 105.0
+    run(engine)
+    for sequence in (running, waiting):
+        assert (sequence.result().finish_reason, sequence.result().stop_reason) == ("abort", "timeout")
+    given = running.result().token_ids
+    assert given == by_definition(world, LONG).token_ids[: len(given)]
+    assert given
+    assert not waiting.result().token_ids
+    assert Outcome.of(patient.result()) == by_definition(world, LONG)
+
+
+def test_prefixes_are_shared_among_those_of_one_salt_alone(world: World, engine: Engine) -> None:
+    case = replace(SHORT, name="a page", prompt=tuple(b"abc " * 10))
+    reused = []
+    for salt in ("", "", "one", "one", "two"):
+        sequence = submit(world, engine, case, cache_salt=salt)
+        run(engine)
+        assert Outcome.of(sequence.result()) == by_definition(world, case)
+        reused.append(sequence.num_reused)
+    assert reused == [0, 32, 0, 32, 0]
+
+
+def test_one_prompt_is_remembered_for_at_most_half_of_the_pool(world: World) -> None:
+    settings = CacheSettings(page_tokens=16, reuse_prefixes=True)
+    runner = CachedRunner(world.model, CONTEXT, num_slots=2, settings=settings, pool_pages=CONTEXT // 16)
+    engine = Engine(runner)
+    case = replace(SHORT, name="long prompt", prompt=tuple(b"abc " * 35))
+    for expected in (0, 80):
+        sequence = submit(world, engine, case)
+        run(engine)
+        assert sequence.num_reused == expected
+        assert Outcome.of(sequence.result()) == by_definition(world, case)
+        runner.cache.check_integrity()
+
+
+def test_a_snapshot_tells_what_runs_what_waits_and_what_steps_cost(world: World, engine: Engine) -> None:
+    engine.max_running = 1
+    submit(world, engine, LONG, tenant="one", priority=3)
+    submit(world, engine, LONG, tenant="two")
+    empty = engine.snapshot()
+    assert (len(empty.running), len(empty.waiting)) == (0, 2)
+    for _ in range(4):
+        engine.step()
+    busy = engine.snapshot()
+    assert [each.tenant for each in busy.running] == ["one"]
+    assert [each.tenant for each in busy.waiting] == ["two"]
+    assert busy.running[0].num_computed > len(LONG.prompt)
+    assert busy.pools[0].num_free < busy.pools[0].num_pages
+    assert busy.num_steps >= 4
+    assert busy.predicted_over_measured is not None
+    assert busy.work_by_tenant["one"] > busy.work_by_tenant["two"]
+    run(engine)
+    done = engine.snapshot()
+    assert not done.sequences
+    assert done.pools[0].num_free == done.pools[0].num_pages
+    assert json.loads(json.dumps(done.to_json()))["costs"].keys() == {
+        "base",
+        "per_sequence",
+        "per_token",
+        "per_context",
+    }
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("priority", 10, r"priority must be a whole number in \[-9, 9\], got 10"),
+        ("priority", 1.5, "priority must be a whole number"),
+        ("tenant", None, "tenant must be a string, got None"),
+        ("cache_salt", b"x", "cache_salt must be a string, got b'x'"),
+        ("timeout", 0, "timeout must be a number of seconds above 0 or None, got 0"),
+        ("timeout", float("nan"), "timeout must be a number of seconds above 0 or None, got nan"),
+        ("timeout", "5", "timeout must be a number of seconds above 0 or None, got '5'"),
+    ],
+)
+def test_an_option_that_is_no_value_is_refused(option: str, value: object, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        RequestOptions(**{option: value})  # type: ignore[arg-type]
+
+
+def test_a_call_has_these_options(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with LLM(make_model(tmp_path_factory.mktemp("model"))) as llm:
+        asked = {"temperature": 0, "max_new_tokens": 8}
+        plain = llm.generate("hello", **asked)
+        found = llm.generate("hello", **asked, tenant="me", priority=2, timeout=60.0, cache_salt="mine")
+        assert found.token_ids == plain.token_ids
+        assert llm.generate("hello", temperature=0, timeout=1e-9).stop_reason == "timeout"

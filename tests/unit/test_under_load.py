@@ -1,0 +1,109 @@
+"""Random requests of every kind at once, in too few slots and pages: each answer is the one that it has alone."""
+
+import random
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from extent import usual_or_all
+from infer.backends.cpu.threads import set_num_threads
+from infer.engine.engine import Engine
+from infer.engine.sequence import Sequence
+from infer.engine.service import Service
+from infer.kvcache.settings import CacheSettings
+from infer.runner.runner import CachedRunner
+from infer.sampling_params import SamplingParams
+from path_cases import CONTEXT, GRAMMARS, SAMPLERS, Case, Outcome, Way, World, make_sequence, make_world
+
+NUM_REQUESTS = usual_or_all(100, 1000)  # with one thread, and as many with two
+LETTERS = b"abc "
+WAY = Way("adaptive", chunk=64)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    made = make_world("llama", tmp_path_factory.mktemp("llama"))
+    return replace(made, settings=CacheSettings(page_tokens=16, reuse_prefixes=True))
+
+
+def random_case(draw: random.Random, number: int) -> Case:
+    """A third begin with the same page; a few are asked twice, with the same seed or another (n > 1)."""
+    prefix = b"abc abcab bca cb" * 2 if draw.random() < 0.3 else b""
+    prompt = prefix + bytes(draw.choices(LETTERS, k=draw.choice((1, 5, 20, 70))))
+    grammar = GRAMMARS[draw.choice(["free", "free", *GRAMMARS])]
+    sampler: dict[str, Any] = dict(SAMPLERS[draw.choice(list(SAMPLERS))])
+    if grammar:
+        sampler.pop("allowed_token_ids", None)
+    if draw.random() < 0.2:
+        sampler["logprobs"] = draw.randint(0, 5)
+    sampler |= {"max_new_tokens": draw.choice((6, 12, 24, 50)), "seed": draw.randint(0, 9)}
+    return Case(f"number {number}", tuple(prompt), SamplingParams(**sampler, **grammar))
+
+
+def alone(world: World, case: Case) -> Outcome:
+    engine = Engine(CachedRunner(world.model, CONTEXT, settings=world.settings))
+    sequence = make_sequence(world, case, WAY)
+    sequence.runs_ahead = True
+    engine.submit(sequence)
+    while engine.sequences:
+        engine.step()
+    engine.close()
+    return Outcome.of(sequence.result())
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_an_answer_under_load_is_the_one_that_it_has_alone(
+    world: World, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infer.engine.queue.EXPECTED_ANSWER", 8)  # so more enter than there are pages for
+    draw = random.Random(num_threads)
+    cases = [random_case(draw, number) for number in range(NUM_REQUESTS)]
+    runner = CachedRunner(world.model, CONTEXT, num_slots=7, settings=world.settings, pool_pages=16)
+    engine = Engine(runner)
+    step = engine._step
+
+    def checked() -> Any:
+        outputs = step()
+        runner.cache.check_integrity()
+        return outputs
+
+    engine._step = checked  # type: ignore[method-assign]
+    service, ended, all_ended = Service(engine), set[Sequence](), threading.Event()
+
+    def on_outputs(outputs: Any) -> None:
+        ended.update(sequence for sequence, _ in outputs if sequence.has_ended)
+        if len(ended) == NUM_REQUESTS:
+            all_ended.set()
+
+    set_num_threads(num_threads)
+    try:
+        asked = list[Sequence]()
+        for case in cases:
+            options = {
+                "tenant": draw.choice("ab"),
+                "priority": draw.randint(-2, 2),
+                "cache_salt": draw.choice(("", "x")),
+            }
+            asked.append(make_sequence(world, case, WAY, **options))
+            service.submit(asked[-1], on_outputs)
+            if draw.random() < 0.1:
+                service.cancel(draw.choice(asked))
+        all_ended.wait()
+    finally:
+        set_num_threads(1)
+        service.close()
+    snapshot = engine.snapshot()
+    assert snapshot.num_preemptions
+    assert snapshot.reused_tokens
+    assert all(pool.num_free == pool.num_pages for pool in snapshot.pools)
+    num_compared = 0
+    for case, sequence in zip(cases, asked, strict=True):
+        found, expected = Outcome.of(sequence.result()), alone(world, case)
+        if found.finish_reason == "abort":
+            assert found.token_ids == expected.token_ids[: len(found.token_ids)], case
+        else:
+            assert found == expected, case
+            num_compared += 1
+    assert num_compared > NUM_REQUESTS / 2

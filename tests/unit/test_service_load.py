@@ -1,0 +1,294 @@
+"""Many requests at once from tasks and threads: each answer is that of the request alone, whatever its neighbours are,
+do or suffer; and what thousands of cancelled ones leave is nothing.
+"""
+
+import asyncio
+import math
+import random
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from extent import usual_or_all
+from infer import LLM, AsyncLLM, GenerationResult, InvalidRequestError, SamplingParams
+from infer.system.child_process import Child, ChildError
+from test_session import CONTEXT, make_model
+from watched import python_command
+
+NUM_REQUESTS = usual_or_all(200, 2000)
+NUM_CANCELLED = usual_or_all(1000, 10_000)
+POISON = 200
+LONG = SamplingParams(temperature=0, max_new_tokens=60, ignore_eos=True, logit_bias={POISON: -math.inf})
+VALUES: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 0.7, "repetition_penalty": 1.2, "frequency_penalty": 0.4},
+    {"temperature": 0.9, "min_p": 0.02, "stop": ["ab", "  "]},
+    {"temperature": 0.6, "logprobs": 2},
+    {"regex": "[a-f ]{12,30}"},
+    {"choice": ["abc abc", "abc", "hello"]},
+]
+OPTIONS = {"plain": {}, "prefixes": {"reuse_prefixes": True}, "few pages": {"pool_pages": 8}}
+SHARED = list(b"once upon a time there was a model of language ")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+class Asked(NamedTuple):
+    prompt: list[int]
+    params: SamplingParams
+    drafts: dict[str, Any]
+
+
+def draw_request(draw: random.Random) -> Asked:
+    letters = [draw.choice(b"abc ") for _ in range(draw.choice((1, 9, 40)))]
+    values = draw.choice(VALUES) | {"seed": draw.randrange(99), "max_new_tokens": draw.randint(1, 40)}
+    drafts = {"speculation": "ngram"} if draw.random() < 0.3 else {}
+    prompt = (SHARED * 3 if draw.random() < 0.4 else []) + letters
+    return Asked(prompt, SamplingParams(**values), drafts)
+
+
+def key(result: GenerationResult) -> tuple[Any, ...]:
+    return result.token_ids, result.text, result.finish_reason, result.stop_reason, result.logprobs
+
+
+def watch_steps(llm: LLM) -> list[int]:
+    """The number of sequences of each step; its cache is checked after it."""
+    host, num_of_step = llm._opened, list[int]()
+    step = host.engine._step
+
+    def watched_step() -> Any:
+        outputs = step()
+        host.runner.cache.check_integrity()
+        num_of_step.append(len(outputs))
+        return outputs
+
+    host.engine._step = watched_step  # type: ignore[method-assign]
+    return num_of_step
+
+
+def run_threads(number: int, call: Callable[[int], None]) -> None:
+    raised = list[BaseException]()
+
+    def run(index: int) -> None:
+        try:
+            call(index)
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if raised:
+        raise raised[0]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"reuse_prefixes": True}, {"pool_pages": 8}], ids=["", "prefixes", "few pages"]
+)
+def test_every_answer_under_load_is_that_of_the_request_alone(folder: Path, options: dict[str, Any]) -> None:
+    """Tasks of a loop that stream, wait or are cancelled midway, beside threads that call the same model."""
+    draw = random.Random(len(options))
+    asked = [draw_request(draw) for _ in range(NUM_REQUESTS // 3)]
+    alone = LLM(folder)
+    expected = [key(alone.generate(prompt, params)) for prompt, params, _ in asked]
+    llm = LLM(folder, **options)
+    num_of_step, same = watch_steps(llm), AsyncLLM(llm)
+    kinds = [draw.choice(("whole", "stream", "cut", "cancelled")) for _ in asked]
+
+    async def answer(index: int) -> None:
+        prompt, params, drafts = asked[index]
+        if kinds[index] == "whole":
+            assert key(await same.generate(prompt, params, **drafts)) == expected[index]
+            return
+        stream = same.stream(prompt, params, **drafts)
+        if kinds[index] == "cancelled":
+            task = asyncio.ensure_future(stream.result())
+            await asyncio.sleep(draw.random() / 20)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            return
+        token_ids = list[int]()
+        async for piece in stream:
+            token_ids.append(piece.token_id)
+            if kinds[index] == "cut" and len(token_ids) == 5:
+                break
+        assert token_ids == expected[index][0][: len(token_ids)]
+        if kinds[index] == "stream":
+            assert key(await stream.result()) == expected[index]
+
+    async def answer_all(indices: list[int]) -> None:
+        async with asyncio.timeout(300):
+            await asyncio.gather(*map(answer, indices))
+
+    def in_thread(number: int) -> None:
+        if number < 2:
+            asyncio.run(answer_all(list(range(number, len(asked), 3))))
+        else:
+            for index in range(2, len(asked), 3):
+                prompt, params, drafts = asked[index]
+                assert key(llm.generate(prompt, params, **drafts)) == expected[index]
+
+    run_threads(3, in_thread)
+    assert max(num_of_step) >= 8 or options.get("pool_pages")
+    assert llm._opened.service.drain()
+    assert not llm._opened.engine.sequences
+    llm.trim()
+    cache = llm._opened.runner.cache
+    assert cache.free_pages == cache.pool_pages or options.get("reuse_prefixes")
+    llm.close()
+
+
+def test_calls_of_several_threads_are_answered_in_steps_of_several_sequences(folder: Path) -> None:
+    llm = LLM(folder)
+    expected = llm.generate("hello", LONG).token_ids
+    num_of_step, at_once = watch_steps(llm), threading.Barrier(8)
+
+    def ask(index: int) -> None:
+        at_once.wait()
+        for _ in range(4):
+            assert llm.generate("hello", replace(LONG)).token_ids == expected
+
+    run_threads(8, ask)
+    assert max(num_of_step) > 4
+    assert sum(num_of_step) > 2 * len(num_of_step)
+
+
+# What befalls one of them
+
+
+def answers_beside(llm: LLM, *unlucky: Any) -> list[Any]:
+    """What `unlucky` coroutines give or raise, beside answers that are as they are alone."""
+    alone = [llm.generate(prompt, LONG).token_ids for prompt in ("hello", "abc abc", "go on")]
+
+    async def ask() -> list[Any]:
+        same = AsyncLLM(llm)
+        others = [asyncio.create_task(same.generate(prompt, LONG)) for prompt in ("hello", "abc abc", "go on")]
+        found = await asyncio.gather(*(call(same) for call in unlucky), return_exceptions=True)
+        assert [(await each).token_ids for each in others] == alone
+        return found
+
+    return asyncio.run(ask())
+
+
+def test_a_row_whose_logits_are_nan_ends_alone(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "poisoned")
+    tensors = load_file(copy / "model.safetensors")
+    tensors["model.embed_tokens.weight"][POISON] = torch.nan
+    save_file(tensors, copy / "model.safetensors")
+    llm = LLM(copy)
+    later = replace(LONG, temperature=1.0, seed=2, logit_bias={POISON: 8.0})
+    calls = (lambda llm: llm.generate([POISON], LONG), lambda llm: llm.generate("abc", later))
+    for result in answers_beside(llm, *calls):
+        assert (result.finish_reason, result.stop_reason) == ("error", "logits")
+        assert "NaN" in result.error
+    llm._opened.runner.cache.check_integrity()
+
+
+def test_a_grammar_whose_process_dies_is_tried_twice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(folder)
+    died, ask = list[None](), Child._ask_once
+
+    def die(child: Child, line: bytes, seconds: float) -> Any:
+        if b"{7}" in line or (b"{8}" in line and not died):
+            died.append(None)
+            child.close()
+            raise ChildError(9)
+        return ask(child, line, seconds)
+
+    monkeypatch.setattr(Child, "_ask_once", die)
+    refused, answered = answers_beside(
+        llm, lambda llm: llm.generate("a", regex="[a-f]{7}"), lambda llm: llm.generate("a", regex="[a-f]{8}")
+    )
+    assert isinstance(refused, InvalidRequestError)
+    assert "too large or too deep" in str(refused)
+    assert len(answered.text) == 8
+
+
+def test_answers_that_need_more_pages_than_there_are_come_one_after_the_other(folder: Path) -> None:
+    """Each of a whole context, in a pool that holds one."""
+    llm = LLM(folder, pool_pages=-(-CONTEXT // 64))
+    params = SamplingParams(temperature=0.8, seed=1, ignore_eos=True, max_new_tokens=CONTEXT - 10)
+    expected = llm.generate("hello", params)
+
+    async def ask() -> list[GenerationResult]:
+        same = AsyncLLM(llm)
+        return await asyncio.gather(*(same.generate("hello", params) for _ in range(6)))
+
+    assert [result.token_ids for result in asyncio.run(ask())] == [expected.token_ids] * 6
+
+
+CHURN = """
+import asyncio, gc, os, random, sys, threading
+from pathlib import Path
+from infer import AsyncLLM, SamplingParams
+from infer.system.available_memory import give_back_freed
+llm, total = AsyncLLM(sys.argv[1], threads=1), int(sys.argv[2])
+host, draw = llm.llm._opened, random.Random(1)
+forms = [{}, {"logprobs": 1}, {"repetition_penalty": 1.2}, {"regex": "[a-f]{40}"}]
+
+async def ask():
+    prompt, params = [draw.choice(b"abc ") for _ in range(draw.choice((3, 150)))], SamplingParams(
+        seed=1, max_new_tokens=60, **draw.choice(forms))
+    if draw.random() < 0.5:
+        task = asyncio.ensure_future(llm.generate(prompt, params))
+        await asyncio.sleep(draw.random() / 50)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    else:
+        num_read = draw.randrange(4)
+        async for _ in llm.stream(prompt, params):
+            num_read -= 1
+            if num_read < 0:
+                break
+
+async def ask_many(count):
+    async def some():
+        for _ in range(count // 20):
+            await ask()
+    await asyncio.gather(*(some() for _ in range(20)))
+    while host.service.num_sequences:
+        await asyncio.sleep(0.001)
+
+def state():
+    gc.collect()
+    llm.llm.trim()
+    give_back_freed()  # what the C library keeps for later
+    cache = host.runner.cache
+    cache.check_integrity()
+    resident = int(Path("/proc/self/statm").read_text().split()[1])
+    return cache.free_pages, threading.active_count(), len(os.listdir("/proc/self/fd")), resident
+
+async def main():
+    await ask_many(max(400, total // 4))
+    before = state()
+    await ask_many(total)
+    after = state()
+    assert before[:3] == after[:3], (before, after)
+    assert not host.engine.sequences and not host.service.num_sequences
+    assert after[3] <= 1.01 * before[3], (before, after)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="hardware: what a process holds is read from Linux's /proc")
+def test_what_thousands_of_cancelled_requests_leave_is_nothing(folder: Path) -> None:
+    """Pages, threads and file descriptors as before, and resident memory within one percent."""
+    command = python_command(CHURN, folder, NUM_CANCELLED, seconds=usual_or_all(150, 900))
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -104,7 +104,7 @@ def command_for(cpu: str) -> tuple[list[str], str]:
 
 
 def digests(python: list[str], path: str, cases: list[str], cache: Path, compiled_for: str = "") -> dict[str, str]:
-    """By case; `compiled_for`: LLVM's name of a CPU other than the one that runs. Compiled kernels go to a cache of their
+    """By case; `compiled_for`: a CPU other than the one that runs. Compiled kernels go to a cache of their
     own: an emulated CPU is not what /proc/cpuinfo says."""
     environment = {key: value for key, value in os.environ.items() if key != "INFER_ISA"}
     environment |= {"PYTHONPATH": path, "INFER_CACHE": str(cache)}

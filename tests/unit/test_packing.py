@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infer import ops
+from infer.backends.cpu import packed as packing_by_rows
 from infer.backends.cpu.layouts import LAYOUTS
 from infer.backends.cpu.packed_weight import PackedWeight, Pieces
+from infer.backends.cpu.table import Command
 from infer.backends.cpu.threads import set_num_threads
 from infer.backends.cpu.workspace import matrix_bytes
 from infer.backends.reference import dense
@@ -193,7 +195,39 @@ def test_conversion_by_rows_is_conversion_of_the_whole(
         assert converted.num_bytes == whole.num_bytes
         (only,) = ops.prepare(Projection((converted,)), CPU).parts
         assert torch.equal(ops.embed(only, torch.arange(107), 1.0), dense(whole).float())
-    assert asked == ([32, 32, 32, 11] if modules == "cpu" else [107])
+    assert asked == ([16] * 6 + [11] if modules == "cpu" else [107])  # three threads, a group of each at a time
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 7])
+@pytest.mark.parametrize("rows", [(640,), (320, 48, 160), (320, 320)], ids=["one", "qkv", "gate and up"])
+def test_a_thread_packs_the_rows_that_will_be_its_share(
+    rows: tuple[int, ...], num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of gate and up, whose rows go in pairs, it has a share of each."""
+    weights = [make_weight("Q4_1", count, 256, count, (0.5,)) for count in rows]
+    packed_by, command = dict[int, int](), packing_by_rows._command
+
+    def noted(part: StoredWeight, into: PackedWeight, group: int, thread: int) -> Command:
+        packed_by.update({group + index: thread for index in range(part.out_features // 16)})
+        return command(part, into, group, thread)
+
+    monkeypatch.setattr(packing_by_rows, "_BYTES_AT_ONCE", 20_000)
+    monkeypatch.setattr(packing_by_rows, "_command", noted)
+    before = ops.backend_of(CPU).num_threads()
+    set_num_threads(num_threads)
+    try:
+        (only,) = packed(*weights)
+    finally:
+        set_num_threads(before)
+    sizes = [count // 16 for count in rows] if len(rows) == 2 else [sum(rows) // 16]
+    shares = [
+        thread
+        for size in sizes
+        for thread in range(num_threads)
+        for _ in range(size * thread // num_threads, size * (thread + 1) // num_threads)
+    ]
+    assert [packed_by[group] for group in range(len(shares))] == shares
+    assert torch.equal(unpacked(only), torch.cat([dense(weight).float() for weight in weights]))
 
 
 def test_small_weights_lie_side_by_side_from_a_huge_page_on() -> None:

@@ -1,10 +1,11 @@
 """`prepare`: stored weights → packed ones, once at load, on all threads. Values never change.
 
+A thread packs the rows that will be its share of the products, so that they lie in its node of memory.
 A weight is read some rows at a time, so that what is there beside the packed weights is small.
 """
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Literal
 
 import numpy as np
@@ -51,30 +52,39 @@ def _pack(weights: Sequence[Source], planes: int) -> PackedWeight:
     rows = sum(weight.out_features for weight in weights)
     content = allocate(-(-rows // LANES) * layout.group_bytes(in_features))
     packed = PackedWeight(layout, (rows, in_features), content, planes)
-    group, num_bytes, table = 0, 0, DispatchTable()
-    for weight in weights:
-        at_once = max(1, _BYTES_AT_ONCE // (LANES * weight.row_bytes)) * LANES
-        for first in range(0, weight.out_features, at_once):
-            part = weight.rows(first, min(first + at_once, weight.out_features))
-            table.append([_command(part, packed, group + first // LANES)])
-            num_bytes += part.out_features * weight.row_bytes
-            if num_bytes >= _BYTES_AT_ONCE:
-                _walk(table)
-                num_bytes, table = 0, DispatchTable()
-        group += weight.out_features // LANES
-    _walk(table)
+    if len(weights) == 2:  # gate and up: a thread has a share of each
+        first, second = weights
+        _pack_shares([first], packed, 0)
+        _pack_shares([second], packed, first.out_features // LANES)
+    else:
+        _pack_shares(weights, packed, 0)
     return packed
 
 
-def _command(part: StoredWeight, packed: PackedWeight, group: int) -> Command:
+def _pack_shares(weights: Sequence[Source], packed: PackedWeight, group: int) -> None:
+    """Weights one after another, from a group of the packed one on: of each thread's share some groups at a time."""
+    starts = list(accumulate((-(-weight.out_features // LANES) for weight in weights), initial=group))
+    num_groups, num_threads = starts[-1] - group, team().num_threads
+    num_rounds = -(-num_groups * LANES * weights[0].row_bytes // _BYTES_AT_ONCE)
+    for index in range(num_rounds):
+        table = DispatchTable()
+        for thread in range(num_threads):
+            first, end = (num_groups * share // num_threads for share in (thread, thread + 1))
+            begin, stop = (group + first + (end - first) * part // num_rounds for part in (index, index + 1))
+            for weight, start in zip(weights, starts, strict=False):
+                low, high = (LANES * (at - start) for at in (begin, stop))
+                low, high = max(low, 0), min(high, weight.out_features)
+                if low < high:
+                    table.append([_command(weight.rows(low, high), packed, start + low // LANES, thread)])
+        team().run(Walk(table), aligned(1, STATE))
+
+
+def _command(part: StoredWeight, packed: PackedWeight, group: int, thread: int) -> Command:
     source = part.data.contiguous()
     arguments = np.zeros(1, PACK)
     arguments["source"], arguments["source_row_bytes"] = source.data_ptr(), source.stride(0) * source.element_size()
     arguments["rows"], arguments["in_features"] = part.shape
+    arguments["thread"] = thread
     arguments["out"], arguments["group_bytes"] = packed.data_at(group), packed.group_bytes
     function = compiled_address(".packing:make_pack", PACK, packed.layout.type)
     return Command(function, arguments, NO_BARRIER, "pack", (source,))
-
-
-def _walk(table: DispatchTable) -> None:
-    team().run(Walk(table), aligned(1, STATE))

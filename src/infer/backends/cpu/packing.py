@@ -212,7 +212,7 @@ def _make_pack_block(layout: Layout) -> Any:
 
 
 def make_pack(type_: str) -> Callable[..., None]:
-    """Groups are shared out over the threads."""
+    """One thread packs them all: the pages that it writes first lie in its node of memory."""
     layout = LAYOUTS[type_]
     if layout.is_float:
         return _make_pack_float(layout.low_bits // 8, layout.record_bytes)
@@ -221,8 +221,9 @@ def make_pack(type_: str) -> Callable[..., None]:
 
     def pack(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args = carray(args_at, 1)[0]
-        groups = (args.rows + LANES - 1) // LANES
-        for group in range(groups * thread // num_threads, groups * (thread + 1) // num_threads):
+        if thread != args.thread % num_threads:
+            return
+        for group in range((args.rows + LANES - 1) // LANES):
             for lane in range(min(LANES, args.rows - group * LANES)):
                 source = args.source + (group * LANES + lane) * args.source_row_bytes
                 out = args.out + group * args.group_bytes
@@ -237,8 +238,9 @@ def make_pack(type_: str) -> Callable[..., None]:
 def _make_pack_float(width: int, record_bytes: int) -> Callable[..., None]:
     def pack(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args = carray(args_at, 1)[0]
-        groups = (args.rows + LANES - 1) // LANES
-        for group in range(groups * thread // num_threads, groups * (thread + 1) // num_threads):
+        if thread != args.thread % num_threads:
+            return
+        for group in range((args.rows + LANES - 1) // LANES):
             out = args.out + group * args.group_bytes
             for lane in range(min(LANES, args.rows - group * LANES)):
                 source = args.source + (group * LANES + lane) * args.source_row_bytes

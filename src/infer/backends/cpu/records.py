@@ -20,7 +20,7 @@ PACK = np.dtype(
         ("in_features", np.int64),
         ("out", np.int64),
         ("group_bytes", np.int64),
-        ("first_group", np.int64),
+        ("thread", np.int64),  # that packs
     ]
 )
 

@@ -28,6 +28,7 @@ from infer.backends.cpu.state import STATE, Words, field_index, field_offset, wo
 from infer.backends.cpu.table import Walk, walk_address
 from infer.errors import InferError
 from infer.system.cores import default_num_threads
+from infer.system.nodes import keep_on_node
 
 _SPINS_AFTER_WALK = 3000  # pauses, 40 to 100 µs
 _LARGE_STEP = 16  # tokens; a larger one costs in proportion to them
@@ -156,6 +157,7 @@ class Team:
                 raise InferError(self._failure) from None
 
     def _work(self, thread: int) -> None:
+        keep_on_node(thread, self.num_threads)
         self._serve(self._job_at, self._job_at, thread, _SPINS_AFTER_WALK)
 
 

@@ -1,0 +1,55 @@
+"""The machine's nodes of memory, each with cores that reach it sooner than others do (Linux), and threads kept to them.
+
+`root` is the folder that holds `/sys`; other than `/` in tests only.
+"""
+
+import os
+import sys
+from collections.abc import Set
+from contextlib import suppress
+from pathlib import Path
+
+_ROOT = Path("/")
+
+
+def cpus_by_node(root: Path = _ROOT) -> list[frozenset[int]]:
+    """Of nodes that have any, in the order of their numbers; empty where the system does not say."""
+    folders = [path for path in root.glob("sys/devices/system/node/node*") if path.name[4:].isdecimal()]
+    nodes = []
+    for folder in sorted(folders, key=lambda path: int(path.name[4:])):
+        with suppress(OSError, ValueError):
+            nodes.append(_numbers((folder / "cpulist").read_text(encoding="ascii")))
+    return [cpus for cpus in nodes if cpus]
+
+
+def _numbers(text: str) -> frozenset[int]:
+    """Of a list as the kernel writes it: 0-3,8."""
+    found = set[int]()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first:
+            found.update(range(int(first), int(last or first) + 1))
+    return frozenset(found)
+
+
+def cpus_of_thread(thread: int, num_threads: int, allowed: Set[int], root: Path = _ROOT) -> Set[int] | None:
+    """Those of the node that a thread belongs to: neighbours are together, as many on a node as it has of the allowed
+    processors. None where these are all of one node."""
+    nodes = [found for cpus in cpus_by_node(root) if (found := cpus & allowed)]
+    if len(nodes) < 2:
+        return None
+    place = (2 * thread + 1) * sum(map(len, nodes)) // (2 * num_threads)
+    for cpus in nodes:
+        if place < len(cpus):
+            return cpus
+        place -= len(cpus)
+    return None
+
+
+def keep_on_node(thread: int, num_threads: int) -> None:
+    """Let the calling thread run on the processors of its node alone, if there are several nodes."""
+    if sys.platform == "linux":
+        cpus = cpus_of_thread(thread, num_threads, os.sched_getaffinity(0))
+        if cpus is not None:
+            with suppress(OSError):  # a sandbox may forbid it
+                os.sched_setaffinity(0, cpus)

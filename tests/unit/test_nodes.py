@@ -1,0 +1,59 @@
+"""Nodes of memory, read from trees of files as the kernel shows them."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from infer.system import nodes
+from infer.system.nodes import cpus_by_node, cpus_of_thread, keep_on_node
+
+
+def tree(root: Path, *cpu_lists: str) -> Path:
+    folder = root / "sys/devices/system/node"
+    for number, text in enumerate(cpu_lists):
+        (folder / f"node{number}").mkdir(parents=True)
+        (folder / f"node{number}/cpulist").write_text(text)
+    return root
+
+
+def test_a_system_that_says_nothing_has_no_nodes(tmp_path: Path) -> None:
+    assert cpus_by_node(tmp_path) == []
+    assert cpus_of_thread(1, 2, {0, 1}, tmp_path) is None
+
+
+def test_nodes_come_in_the_order_of_their_numbers_without_those_of_memory_alone(tmp_path: Path) -> None:
+    root = tree(tmp_path, "0-1\n", "2\n", "\n", *(f"{number}\n" for number in range(3, 12)))
+    (root / "sys/devices/system/node/has_cpu").write_text("0-11\n")
+    assert cpus_by_node(root) == [{0, 1}, *({number} for number in range(2, 12))]
+
+
+def test_a_list_that_cannot_be_read_is_no_node(tmp_path: Path) -> None:
+    assert cpus_by_node(tree(tmp_path, "0-x\n", "1\n")) == [{1}]
+
+
+def test_neighbours_share_a_node_in_proportion_to_its_processors(tmp_path: Path) -> None:
+    root = tree(tmp_path, "0-3,8-11\n", "4-7,12-15\n")
+    first, second = cpus_by_node(root)
+    assert [cpus_of_thread(thread, 4, set(range(16)), root) for thread in range(4)] == [first, first, second, second]
+    few = set(range(6))  # two of the second node
+    assert [cpus_of_thread(thread, 3, few, root) for thread in range(3)] == [{0, 1, 2, 3}, {0, 1, 2, 3}, {4, 5}]
+
+
+def test_threads_of_one_node_are_not_bound(tmp_path: Path) -> None:
+    root = tree(tmp_path, "0-3\n", "4-7\n")
+    assert cpus_of_thread(1, 2, {1, 2}, root) is None
+    assert cpus_of_thread(1, 2, {0, 1, 2, 3}, root) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="hardware: affinities are Linux's")
+def test_only_a_machine_of_several_nodes_binds_a_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls = list[tuple[int, object]]()
+    monkeypatch.setattr(os, "sched_setaffinity", lambda process, cpus: calls.append((process, cpus)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3})
+    for count, bound in ((1, []), (2, [(0, {2, 3})])):
+        lists = [frozenset({0, 1, 2, 3})] if count == 1 else [frozenset({0, 1}), frozenset({2, 3})]
+        monkeypatch.setattr(nodes, "cpus_by_node", lambda root, lists=lists: lists)
+        keep_on_node(1, 2)
+        assert calls == bound

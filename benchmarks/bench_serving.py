@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench_peers import Side, SideError, Worker, find_llama_python, say, worker
+from bench_peers import Side, SideError, Worker, find_llama_python, make_peer, requantise_with, say, worker
 from infer import __version__
 from machine import available_cores, cpu_model
 from peer_models import MODELS, MissingModelError, PeerModel, make_model
@@ -206,14 +206,15 @@ def main() -> None:
     if arguments.quick:
         extent = Extent(1, (1, 8), 1, 4, 512, 1000, 10.0, 8)
         arguments.scenarios = [name for name in arguments.scenarios if name != "closed-1024"]
-    sides = [Side(OURS, (sys.executable, str(WORKER), "infer"))]
+    requantise, sides = None, [Side(OURS, (sys.executable, str(WORKER), "infer"))]
     if not arguments.alone:
         if llama_python := find_llama_python(arguments.llama_python):
             sides.insert(0, Side(PEER, (llama_python, str(WORKER), "llama")))
+            requantise = requantise_with(make_peer(llama_python))
         else:
             say("no environment with llama-cpp-python (--llama-python): infer is measured alone")
     try:
-        model = make_model(arguments.model, None)
+        model = make_model(arguments.model, requantise)
     except MissingModelError as error:
         sys.exit(f"{arguments.model}: {error}")
     report = Report(cpu_model(), arguments.threads, arguments.model)

@@ -68,6 +68,16 @@ def test_tenants_take_turns_however_many_one_sends(world: World, engine: Engine)
     assert [each for each in order if each in quiet] == quiet
 
 
+def test_prompts_are_read_in_the_order_in_which_their_sequences_entered(world: World, engine: Engine) -> None:
+    """Tenants enter in turns: a slot without a first token until the other's prompts are read would be no turn."""
+    tenants, begun = ("loud", "loud", "quiet"), list[Sequence]()
+    asked = [submit(world, engine, LONG, tenant=tenant, prefill_chunk=4) for tenant in tenants]
+    while len(begun) < len(asked):
+        engine.step()
+        begun += [each for each in asked if each.pieces and each not in begun]
+    assert begun == [asked[0], asked[2], asked[1]]
+
+
 def test_a_timeout_ends_an_answer_with_what_it_has_and_one_that_waits(
     world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ class Queue:
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         """`weights` of tenants' shares; 1 for those that are not named."""
         self.tenants = Tenants(weights)
-        self._numbers = count(1)
+        self._numbers, self._entries = count(1), count(1)
         self._charged: dict[Sequence, int] = {}  # work, of those that have entered
         self._given: dict[Sequence, int] = {}  # tokens that they had given when they last entered
         self.num_preemptions, self.reused_tokens = 0, 0  # of those that have ended
@@ -43,7 +43,7 @@ class Queue:
     def entered(self, sequence: Sequence) -> None:
         self._given[sequence] = len(sequence.pieces)
         if sequence not in self._charged:
-            self._charged[sequence] = self._waiting(sequence).work
+            self._charged[sequence], sequence.entry = self._waiting(sequence).work, next(self._entries)
             self.tenants.charge(sequence.request.tenant, self._charged[sequence])
 
     def victim_of(self, running: Items[Sequence]) -> Sequence | None:

@@ -40,7 +40,7 @@ class Demand(NamedTuple):
     useful_steps: int = MAX_STEPS  # what they give after these is dropped
     steps_to_draft: int = MAX_STEPS  # after these it looks for drafts
     num_computed: int = 0
-    number: int = 0  # in the order in which they came
+    number: int = 0  # in the order in which they entered
     is_streamed: bool = False
 
 

@@ -49,6 +49,7 @@ class Sequence:
         self.runs_ahead = False  # of the caller, who takes all there are
         self.is_streamed = True  # whether somebody reads the tokens as they come
         self.number, self.submitted_at = 0, 0.0  # in the engine: its place among all, and when by time.perf_counter
+        self.entry = 0  # its place among those that have entered
         self.lease: Lease | None = None  # a slot that it leaves to the next sequence of its kind
         self.must_end_prompt = False  # its prompt is yet to be compressed, before anything is forced or drafted
         self.has_ended = False  # it has left the engine: nothing of it changes any more but `keep`
@@ -263,7 +264,7 @@ class Sequence:
             min(self.room, _STOP_STRING_STEPS if self.params.stop else MAX_STEPS),
             to_draft,
             self.num_computed,
-            self.number,
+            self.entry,
             self.is_streamed,
         )
 

@@ -1,7 +1,9 @@
 """Sequences of several tenants in one engine: who enters, who times out, who shares what, and what a snapshot shows."""
 
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -176,3 +178,39 @@ def test_a_call_has_these_options(tmp_path_factory: pytest.TempPathFactory) -> N
         found = llm.generate("hello", **asked, tenant="me", priority=2, timeout=60.0, cache_salt="mine")
         assert found.token_ids == plain.token_ids
         assert llm.generate("hello", temperature=0, timeout=1e-9).stop_reason == "timeout"
+
+
+def test_a_step_that_was_left_midway_leaves_no_tenant_present(world: World, engine: Engine) -> None:
+    ended, going = submit(world, engine, LONG, tenant="ended"), submit(world, engine, LONG, tenant="going")
+    engine.step()
+    engine._sequences.remove(ended)  # as far as the end of one is seen to when a signal's exception comes
+    engine._is_sound = False
+    engine.step()
+    assert engine._queue.tenants._num_active == {"going": 1}
+    run(engine)
+    assert not engine._queue.tenants._num_active
+    assert Outcome.of(going.result()) == by_definition(world, LONG)
+
+
+def test_requests_may_come_from_any_thread_while_a_step_runs(world: World, engine: Engine) -> None:
+    """Tenants come and go with each: nothing that a step walks through changes under it."""
+    ended = threading.Event()
+
+    def ask(part: int) -> None:
+        for number in range(50):
+            submit(world, engine, SHORT, tenant=f"{part} {number}")
+
+    def step() -> None:
+        while not ended.is_set() or engine.sequences:
+            engine.step()
+
+    threads = [threading.Thread(target=ask, args=(part,)) for part in range(3)]
+    with ThreadPoolExecutor(1) as pool:
+        stepping = pool.submit(step)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        ended.set()
+        stepping.result()
+    assert not engine._queue.tenants._num_active

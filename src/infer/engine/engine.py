@@ -205,6 +205,7 @@ class Engine:
             return
         self._filler.close()  # it may still fill a mask of a sequence
         slots.reset()
+        self._queue.forget_others(self._sequences)
         for sequence in list(self._sequences):
             sequence.restart()
         self._columns = self._history = None
@@ -243,6 +244,7 @@ class Engine:
     def _admit(self) -> None:
         """Sequences that wait enter, as the queue has them, while there are slots and pages."""
         waiting = [each for each in self._sequences if not each.has_slot and each.wants_tokens]
+        self._queue.notice(waiting)
         num_running = sum(each.wants_tokens for each in self._slots.sequences) if waiting else 0
         while waiting and num_running < self.max_running:
             sequence = self._queue.next_of(waiting)

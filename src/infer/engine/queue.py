@@ -16,13 +16,14 @@ class Queue:
         """`weights` of tenants' shares; 1 for those that are not named."""
         self.tenants = Tenants(weights)
         self._numbers, self._entries = count(1), count(1)
+        self._present = set[Sequence]()  # that count as their tenants'
         self._charged: dict[Sequence, int] = {}  # work, of those that have entered
         self._given: dict[Sequence, int] = {}  # tokens that they had given when they last entered
         self.num_preemptions, self.reused_tokens = 0, 0  # of those that have ended
 
     def join(self, sequence: Sequence) -> None:
+        """For any thread; the other methods are for the one that steps."""
         sequence.number, sequence.submitted_at = next(self._numbers), time.perf_counter()
-        self.tenants.come(sequence.request.tenant)
 
     def leave(self, sequence: Sequence) -> None:
         """It has ended: what it did not use of the work that it entered with, its tenant gets back."""
@@ -31,12 +32,26 @@ class Queue:
             num_read = max(0, sequence.num_prompt_tokens - sequence.num_reused)
             self.tenants.charge(tenant, work_of(num_read, len(sequence.pieces)) - charged)
         self._given.pop(sequence, None)
+        if sequence in self._present:
+            self._present.remove(sequence)
+            self.tenants.go(tenant)
         self.num_preemptions += sequence.stats.preemptions
         self.reused_tokens += sequence.num_reused
-        self.tenants.go(tenant)
+
+    def notice(self, waiting: Items[Sequence]) -> None:
+        """They count as their tenants' from now on."""
+        for sequence in waiting:
+            if sequence not in self._present:
+                self._present.add(sequence)
+                self.tenants.come(sequence.request.tenant)
+
+    def forget_others(self, sequences: Items[Sequence]) -> None:
+        """All but these have ended, though an exception may have kept it from being told."""
+        for sequence in self._present.difference(sequences):
+            self.leave(sequence)
 
     def next_of(self, waiting: Items[Sequence]) -> Sequence:
-        """Of one or more, who enters next."""
+        """Of one or more that were noticed, who enters next."""
         by_number = {sequence.number: sequence for sequence in waiting}
         return by_number[self.tenants.first(map(self._waiting, waiting)).number]
 

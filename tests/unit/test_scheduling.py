@@ -161,7 +161,24 @@ def test_a_step_with_prompts_beside_streams_takes_its_time_and_no_more() -> None
     silent = [Demand(1, number=number) for number in range(3)]
     assert sum(scheduler.plan([*silent, Demand(8000, number=9)], 512).num_tokens) == 512
     behind = scheduler.plan([*streams, Demand(8000, num_computed=10**6, number=9)], 512)
-    assert behind.num_tokens[3] == LEAST_PROMPT_TOKENS
+    assert behind.num_tokens[3] == 1
+    slow = Scheduler(64)
+    for tokens, start in ((0, 0), (64, 0), (0, 2000), (64, 2000), (256, 100)) * 20:
+        work = StepWork(4, 4 + tokens, 4 * start + context_of(tokens, start))
+        slow.costs.learn(work, 0.05 + machine.seconds(work))
+    assert slow.plan([*streams, Demand(8000, number=9)], 512).num_tokens[3] == LEAST_PROMPT_TOKENS
+
+
+def test_a_short_prompt_is_read_at_its_own_cost_beside_one_that_is_far_on() -> None:
+    scheduler, machine = Scheduler(64), MACHINES["2 cores"]
+    for tokens, start in ((0, 0), (64, 0), (0, 2000), (64, 2000), (256, 100)) * 20:
+        work = StepWork(4, 4 + tokens, 4 * start + context_of(tokens, start))
+        scheduler.costs.learn(work, machine.seconds(work))
+    streams = [Demand(1, is_streamed=True, number=number) for number in range(3)]
+    plan = scheduler.plan([*streams, Demand(1000, num_computed=7000, number=8), Demand(32, number=9)], 512)
+    assert plan.num_tokens[4] == 32
+    assert 0 < plan.num_tokens[3] < LEAST_PROMPT_TOKENS
+    assert machine.seconds(plan.work) < 1.3 * STREAM_SECONDS
 
 
 def test_one_that_ends_soon_ends_no_steps_of_its_neighbours() -> None:

@@ -17,7 +17,7 @@ from infer.speculation.policy import StepTimes
 FIRST_STEPS = 8  # without a return to Python, while it is not known how long they take
 MAX_STEPS, MAX_SECONDS = 64, 0.1  # of them: tokens come and a cancel is seen between two returns
 STREAM_SECONDS = 0.03  # the same, and for a step with prompts, while others stream
-LEAST_PROMPT_TOKENS = 16  # of a step with prompts, however long they take: as many run at the full rate
+LEAST_PROMPT_TOKENS = 16  # of a step with prompts, unless they alone take STREAM_SECONDS: as many run at the full rate
 FIRST_PROMPT_TOKENS = 64  # while it is not known how long they take
 PLAIN_STEPS = 8  # between two steps with drafts, where most sequences have none
 _RETURN = 0.2  # steps: what a return to Python takes
@@ -111,13 +111,12 @@ class Scheduler:
 
     def most_seconds(self, work: float, num_sequences: int, longest: int) -> float:
         """What so much work (`admission.work_of`) takes at most while so many sequences of that length run: each step
-        gives one of them a token that counts, or reads `LEAST_PROMPT_TOKENS` of a prompt.
+        gives one of them a token that counts, or reads `LEAST_PROMPT_TOKENS`, or what `STREAM_SECONDS` allow.
         """
         step = self.costs.predict(StepWork(num_sequences, num_sequences, num_sequences * longest))
-        reading = StepWork(
-            num_sequences, num_sequences + LEAST_PROMPT_TOKENS, (num_sequences + LEAST_PROMPT_TOKENS) * longest
-        )
-        return work * max(step / ANSWER_WORK, self.costs.predict(reading) / LEAST_PROMPT_TOKENS)
+        further = self.costs.predict_further(1, longest)
+        reading = max(step / LEAST_PROMPT_TOKENS, 2 * further * step / STREAM_SECONDS) + further
+        return work * max(step / ANSWER_WORK, reading)
 
     def _drafts_pay(self, demands: Sequence[Demand]) -> bool:
         """Whether a step is to verify drafts. Where few sequences have any, the others first get steps without a
@@ -161,27 +160,34 @@ class Scheduler:
         self, demands: Sequence[Demand], prefilling: Sequence[int], num_tokens: int, seconds: float
     ) -> list[tuple[int, int]]:
         """(demand, tokens) of a step that has room for so many and takes so long: some may come twice."""
-        if (left := self._tokens_in(demands, prefilling, seconds)) is not None:
-            num_tokens = min(num_tokens, max(left, LEAST_PROMPT_TOKENS))
+        if seconds < inf and not self.costs.costs.per_token:
+            num_tokens, seconds = min(num_tokens, FIRST_PROMPT_TOKENS), inf
         shortest = sorted(prefilling, key=lambda index: (demands[index].num_pending, demands[index].number))
         oldest = min(prefilling, key=lambda index: demands[index].number)
-        kept = min(num_tokens // 4, demands[oldest].num_pending)
+        kept = self._fitting(demands[oldest], demands[oldest].num_pending, num_tokens // 4, seconds / 4)
         shares = [(oldest, kept)]
-        num_tokens -= kept
+        num_tokens, seconds = num_tokens - kept, seconds - self._seconds_of(demands[oldest], kept)
         for index in shortest:
-            count = min(demands[index].num_pending - (kept if index == oldest else 0), num_tokens)
+            demand, num_pending = demands[index], demands[index].num_pending
+            if index == oldest:
+                demand = demand._replace(num_computed=demand.num_computed + kept)
+                num_pending -= kept
+            least = self._fitting(demand, num_pending, LEAST_PROMPT_TOKENS, STREAM_SECONDS) if len(shares) == 1 else 0
+            count = min(num_tokens, max(least, self._fitting(demand, num_pending, num_tokens, seconds)))
             shares.append((index, count))
-            num_tokens -= count
+            num_tokens, seconds = num_tokens - count, seconds - self._seconds_of(demand, count)
+        if not any(count for _, count in shares):
+            shares.append((shortest[0], min(num_tokens, 1)))
         return shares
 
-    def _tokens_in(self, demands: Sequence[Demand], prefilling: Sequence[int], seconds: float) -> int | None:
-        """How many tokens of prompts take so long; None: as many as there are."""
-        if seconds == inf:
-            return None
-        if not self.costs.costs.per_token:
-            return FIRST_PROMPT_TOKENS
-        longest = max(demands[index].num_computed for index in prefilling)
-        return self.costs.tokens_in(seconds, longest)
+    def _fitting(self, demand: Demand, num_pending: int, num_tokens: int, seconds: float) -> int:
+        """How many tokens of a prompt are so few and take no longer."""
+        most = min(num_pending, num_tokens)
+        return most if seconds == inf else min(most, self.costs.tokens_in(seconds, demand.num_computed))
+
+    def _seconds_of(self, demand: Demand, num_tokens: int) -> float:
+        context = context_of(num_tokens, demand.num_computed)
+        return self.costs.predict_further(num_tokens, context)
 
 
 def _work(demands: Sequence[Demand], num_tokens: Sequence[int], num_drafts: Sequence[int]) -> StepWork:

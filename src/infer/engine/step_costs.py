@@ -75,6 +75,10 @@ class StepCosts:
         """Seconds; 0 as long as no step was seen."""
         return exp(self._pace) * _sum(self.costs, work.features)
 
+    def predict_further(self, num_tokens: int, context: int) -> float:
+        """What so many further tokens add, with so many positions before them in all."""
+        return exp(self._pace) * (self.costs.per_token * num_tokens + self.costs.per_context * context / _CONTEXT)
+
     def tokens_in(self, seconds: float, start: int) -> int:
         """How many further tokens of a chunk that begins after `start` positions take so long."""
         scale = exp(-self._pace) if self.is_known else 0.0

@@ -24,7 +24,7 @@ from infer.system.status_line import PROGRESS_WIDTH, StatusLine, bar, write_noti
 
 _CODE = "from infer.backends.cpu.compile_child import main; main()"
 _MOST_PROCESSES = 8
-_START_SECONDS, _NOTICE_SECONDS, _REDRAW_SECONDS = 1.5, 5.0, 0.25
+_START_SECONDS, _REDRAW_SECONDS = 1.5, 0.25
 # Seconds that a kernel takes, by the beginning of its label; others take a third of one.
 _SECONDS = (
     ("attend_q", 8.0), ("attend", 7.0), ("choose", 2.5), ("narrow", 2.0), ("matmul", 2.0), ("rotate", 1.5),
@@ -84,7 +84,7 @@ class Compilation:
         self.file_names = {request.file_name for request in requests}
         self._owner, self._started = os.getpid(), time.monotonic()
         self.num_processes = min(num_processors(), _MOST_PROCESSES, len(requests))
-        self._line, self._noticed = StatusLine(), self._started
+        self._line = StatusLine()
         self._weight = {request.file_name: request.seconds for request in requests}
         self._reasons = sorted({request.reason for request in requests})
         self._threads = [
@@ -142,9 +142,6 @@ class Compilation:
         weight = sum(self._weight[name] for name in self._jobs.answers)
         drawn = f"{bar(weight / sum(self._weight.values()), PROGRESS_WIDTH):<{PROGRESS_WIDTH}}"
         self._line.show(f"infer: compiling CPU kernels {drawn} {done} of {total}, {self.seconds:.0f} s")
-        if done and not self._line.is_shown and time.monotonic() - self._noticed >= _NOTICE_SECONDS:
-            self._noticed = time.monotonic()
-            write_notice(f"infer: compiling CPU kernels: {done} of {total}")
 
 
 def how_often() -> str:

@@ -103,7 +103,12 @@ def test_a_fault_in_one_row_costs_no_other_row_a_token(world: World, way: Way, f
     plant(waiting[1], place, name, num_right)
     results = run_all(world, waiting, way, 3, settings=CacheSettings(reuse_prefixes=True, page_tokens=16))
     has_failed = check_failed(waiting[1], expected[1].token_ids)
-    assert has_failed or name in ("flush", "rollback", "advance", "fill", "forced", "propose", "num_draft_tokens")
+    is_seldom = name == "accept" and num_right > 0  # in multi-steps the grammar is moved by `advance`
+    assert (
+        has_failed
+        or is_seldom
+        or name in ("flush", "rollback", "advance", "fill", "forced", "propose", "num_draft_tokens")
+    )
     results.pop(1)
     expected.pop(1)
     assert [Outcome.of(result) for result in results] == expected

@@ -77,6 +77,8 @@ def _answer(session: ChatSession, asked: Question, *, interactive: bool, quiet: 
             writer.end_line()
             if cancellation.signal_number == signal.SIGTERM:
                 raise Terminated
+    if cancellation.signal_number == signal.SIGTERM:  # it came after the last look
+        raise Terminated
     if cancellation.signal_number is not None and not interactive:
         raise KeyboardInterrupt
     return result

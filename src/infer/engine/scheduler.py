@@ -17,7 +17,7 @@ from infer.speculation.policy import StepTimes
 FIRST_STEPS = 8  # without a return to Python, while it is not known how long they take
 MAX_STEPS, MAX_SECONDS = 64, 0.1  # of them: tokens come and a cancel is seen between two returns
 STREAM_SECONDS = 0.03  # the same, and for a step with prompts, while others stream
-LEAST_PROMPT_TOKENS = 16  # of a step with prompts, unless they alone take STREAM_SECONDS: as many run at the full rate
+LEAST_PROMPT_TOKENS = 16  # of a step with prompts, unless they take over half of STREAM_SECONDS: the full rate
 FIRST_PROMPT_TOKENS = 64  # while it is not known how long they take
 PLAIN_STEPS = 8  # between two steps with drafts, where most sequences have none
 _RETURN = 0.2  # steps: what a return to Python takes
@@ -172,8 +172,10 @@ class Scheduler:
             if index == oldest:
                 demand = demand._replace(num_computed=demand.num_computed + kept)
                 num_pending -= kept
-            least = self._fitting(demand, num_pending, LEAST_PROMPT_TOKENS, STREAM_SECONDS) if len(shares) == 1 else 0
-            count = min(num_tokens, max(least, self._fitting(demand, num_pending, num_tokens, seconds)))
+            count = self._fitting(demand, num_pending, num_tokens, seconds)
+            if len(shares) == 1:
+                least = self._fitting(demand, num_pending, LEAST_PROMPT_TOKENS, STREAM_SECONDS / 2)
+                count = min(num_tokens, max(least, count))
             shares.append((index, count))
             num_tokens, seconds = num_tokens - count, seconds - self._seconds_of(demand, count)
         if not any(count for _, count in shares):

@@ -7,7 +7,7 @@ import pytest
 from extent import IS_WHOLE, usual_or_all
 from infer.engine.admission import EXPECTED_ANSWER, FEWEST_KEPT, HEAD_START, Running, Tenants, Waiting, victim
 from infer.engine.scheduler import LEAST_PROMPT_TOKENS, PLAIN_STEPS, STREAM_SECONDS, Demand, Scheduler
-from infer.engine.step_costs import StepWork, context_of
+from infer.engine.step_costs import Costs, StepWork, context_of
 from simulation import Machine, Request, Simulation
 
 MACHINES = {
@@ -179,6 +179,15 @@ def test_a_short_prompt_is_read_at_its_own_cost_beside_one_that_is_far_on() -> N
     assert plan.num_tokens[4] == 32
     assert 0 < plan.num_tokens[3] < LEAST_PROMPT_TOKENS
     assert machine.seconds(plan.work) < 1.3 * STREAM_SECONDS
+
+
+def test_a_prompt_whose_tokens_cost_their_positions_alone_keeps_to_the_time_too() -> None:
+    """Far on in a prompt all steps are alike: their cost may be found in the positions, and none in the tokens."""
+    scheduler = Scheduler(64)
+    scheduler.costs.learn(StepWork(1, 1, 0), 0.01)
+    scheduler.costs._costs = Costs(0.01, 0.0, 0.0, 1e-3)
+    streams = [Demand(1, is_streamed=True, number=number) for number in range(3)]
+    assert scheduler.plan([*streams, Demand(500, num_computed=7500, number=9)], 512).num_tokens[3] <= 8
 
 
 def test_one_that_ends_soon_ends_no_steps_of_its_neighbours() -> None:

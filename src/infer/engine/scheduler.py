@@ -160,7 +160,8 @@ class Scheduler:
         self, demands: Sequence[Demand], prefilling: Sequence[int], num_tokens: int, seconds: float
     ) -> list[tuple[int, int]]:
         """(demand, tokens) of a step that has room for so many and takes so long: some may come twice."""
-        if seconds < inf and not self.costs.costs.per_token:
+        costs = self.costs.costs
+        if seconds < inf and not (costs.per_token or costs.per_context):
             num_tokens, seconds = min(num_tokens, FIRST_PROMPT_TOKENS), inf
         shortest = sorted(prefilling, key=lambda index: (demands[index].num_pending, demands[index].number))
         oldest = min(prefilling, key=lambda index: demands[index].number)

@@ -232,9 +232,10 @@ def remember_nothing_forced(patch: pytest.MonkeyPatch) -> None:
     force = Engine._force
 
     def force_without_history(self: Engine, sequence: Answering) -> None:
-        history, self._history = self._history, None
+        params = self._slot_params
+        history, params.history = params.history, None
         force(self, sequence)
-        self._history = history
+        params.history = history
 
     patch.setattr(Engine, "_force", force_without_history)
 

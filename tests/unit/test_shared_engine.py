@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -187,6 +188,30 @@ def test_a_step_that_was_left_midway_leaves_no_tenant_present(world: World, engi
     engine._is_sound = False
     engine.step()
     assert engine._queue.tenants._num_active == {"going": 1}
+    run(engine)
+    assert not engine._queue.tenants._num_active
+    assert Outcome.of(going.result()) == by_definition(world, LONG)
+
+
+@pytest.mark.parametrize("where", ["come", "go"])
+def test_an_exception_between_a_sequence_and_its_tenants_count_is_mended(
+    where: str, world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(tenant: str) -> None:
+        raise KeyboardInterrupt
+
+    for tenant in ("one", "other"):
+        submit(world, engine, LONG, tenant=tenant)
+    if where == "go":
+        engine.step()
+        engine.sequences[0].cancel()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._queue.tenants, where, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    going = submit(world, engine, LONG, tenant="next")
+    engine.step()
+    assert engine._queue.tenants._num_active == Counter(each.request.tenant for each in engine.sequences)
     run(engine)
     assert not engine._queue.tenants._num_active
     assert Outcome.of(going.result()) == by_definition(world, LONG)

@@ -73,6 +73,12 @@ class Tenants:
                 name: account for name, account in self._accounts.items() if name in self._num_active or account > least
             }
 
+    def recount(self, tenants: Iterable[str]) -> None:
+        """These are the tenants of all sequences, one for each, whatever was counted before."""
+        self._num_active.clear()
+        for tenant in sorted(tenants, key=lambda tenant: tenant not in self._accounts):
+            self.come(tenant)
+
     def first(self, waiting: Iterable[Waiting]) -> Waiting:
         """Of one or more, who enters next."""
         accounts = self._accounts
@@ -101,8 +107,8 @@ class Tenants:
         ahead = sum(each.work for each in waiting if each.tenant == one.tenant and each.rank <= one.rank) - one.work
         least, reached = self._least_active(), self._accounts[one.tenant] + ahead / self.weight(one.tenant)
         others = {*self._accounts, *self._weights} - {one.tenant}
-        behind = [max(0.0, reached - max(self._accounts.get(tenant, least), least)) for tenant in others]
-        theirs = (most + self.weight(tenant) * gap for tenant, gap in zip(others, behind, strict=True))
+        gaps = [max(0.0, reached - max(self._accounts.get(tenant, least), least)) for tenant in others]
+        theirs = (most + self.weight(tenant) * gap for tenant, gap in zip(others, gaps, strict=True))
         return float(running + ahead) + sum(theirs)
 
 

@@ -17,6 +17,7 @@ from infer.engine.lease import Lease
 from infer.engine.queue import Queue
 from infer.engine.scheduler import NO_PLAN, Kind, Plan, Scheduler
 from infer.engine.sequence import Sequence
+from infer.engine.slot_params import SlotParams
 from infer.engine.slots import Slots
 from infer.engine.snapshot import EngineSnapshot, take_snapshot
 from infer.errors import InferError, OutOfPagesError
@@ -26,8 +27,6 @@ from infer.outputs import Piece
 from infer.runner.closing import closed
 from infer.runner.runner import Runner
 from infer.runner.verify import SampledTokens
-from infer.sampling.columns import SamplingColumns, uses_history
-from infer.sampling.history import History
 from infer.speculation.policy import StepTimes
 from infer.system.locks import long_lock
 
@@ -72,10 +71,8 @@ class Engine:
         self._num_waiting = 0  # of those whose callers wait, how many got no slot
         self.max_running = runner.num_slots  # at once
         self.scheduler = Scheduler(MAX_STEP_LOGITS, max_steps)
-        self._columns: SamplingColumns | None = None  # of the sequences' parameters
-        self._history: History | None = None
+        self._slot_params = SlotParams(runner)
         self._filler = MaskFiller(self._device)
-        self._has_stale_history: list[Sequence] = []  # it saw tokens that a multi-step sampled in vain
 
     @property
     def _slots(self) -> Slots:
@@ -115,7 +112,9 @@ class Engine:
             with self._lock:
                 if self._open_slots is not None:
                     self._become_sound()
+                    self._is_sound = False
                     self._drop_finished()
+                    self._is_sound = True
 
     def advance(self, sequence: Sequence) -> None:
         """Run a step, or wait for that of a service, unless another thread has run one that gave the sequence something
@@ -188,10 +187,10 @@ class Engine:
         with self._lock:
             for sequence in list(self._sequences):
                 sequence.abort()
-                self._queue.leave(sequence)
                 sequence.end()
             self._sequences.clear()
-            self._open_slots = self._history = self._columns = None
+            self._open_slots = None
+            self._slot_params.clear()
             self._filler.close()
 
     @property
@@ -205,11 +204,10 @@ class Engine:
             return
         self._filler.close()  # it may still fill a mask of a sequence
         slots.reset()
-        self._queue.forget_others(self._sequences)
+        self._queue.recover(self._sequences)
         for sequence in list(self._sequences):
             sequence.restart()
-        self._columns = self._history = None
-        self._has_stale_history.clear()
+        self._slot_params = SlotParams(self.runner)
         self._filler = MaskFiller(self._device)
         self._is_sound = True
 
@@ -252,7 +250,7 @@ class Engine:
             if not self._slots.enter(sequence):
                 break
             sequence.must_end_prompt = self.runner.compresses_prompts
-            self._write_params(sequence)
+            self._slot_params.write(sequence)
             waiting.remove(sequence)
             num_running += 1
         self._num_waiting = len(waiting)
@@ -264,8 +262,7 @@ class Engine:
             if sequence.attempt(partial(sequence.accept, token_id), None) is None:
                 break
             forced.append(token_id)
-        if forced and self._history is not None and uses_history(sequence.params):
-            self._history.extend(sequence.slot, forced)
+        self._slot_params.extend(sequence, forced)
 
     def _compute(self, active: list[Sequence]) -> None:
         started = time.perf_counter()
@@ -284,7 +281,7 @@ class Engine:
             else:
                 self.runner.commit(work.chunk.slot, len(work.chunk.token_ids))
                 work.sequence.prefilled(len(work.chunk.token_ids), clock.ended - started)
-        self._renew_histories()
+        self._slot_params.renew()
         shares = self.runner.shares_prefixes
         for sequence, _ in works:
             if shares and not sequence.has_fault:
@@ -337,22 +334,23 @@ class Engine:
         self, plan: Plan, works: Items[_Work], masks: Masks | None
     ) -> tuple[list[SampledTokens], list[StepEnd], bool]:
         """What was sampled after each chunk, when each round of sampling ended, and whether it was a multi-step."""
-        chunks, columns = [work.chunk for work in works], self._select_params(works)
+        params = self._slot_params
+        chunks, columns = [work.chunk for work in works], params.select([work.sequence for work in works])
         if plan.num_steps > 1:
             stop_ids = frozenset[int]().union(*(work.sequence.stop_ids for work in works))
-            sampled, ends = self.runner.multi_step(chunks, plan.num_steps, columns, self._history, stop_ids, masks)
+            sampled, ends = self.runner.multi_step(chunks, plan.num_steps, columns, params.history, stop_ids, masks)
             if ends:
                 if masks is not None:
                     self._cut(works, sampled)
                 return sampled, ends, True
-        return *self.runner.sample(chunks, columns, self._history, masks), False
+        return *self.runner.sample(chunks, columns, params.history, masks), False
 
     def _cut(self, works: Items[_Work], sampled: list[SampledTokens]) -> None:
         """What a multi-step sampled of a sequence after its grammar was of no use there never was."""
         for row, count in self._filler.num_counted.items():
             if count < len(sampled[row].token_ids):
                 del sampled[row].token_ids[count:], sampled[row].logprobs[count:]
-                self._has_stale_history.append(works[row].sequence)
+                self._slot_params.mark_stale(works[row].sequence)
 
     def _learn(self, plan: Plan, works: Items[_Work], num_steps: int, clock: Clock) -> None:
         """Before the tokens are accepted."""
@@ -385,28 +383,3 @@ class Engine:
 
         self._slots.with_pages(sequence, compress)
         sequence.timer.waited(time.perf_counter() - started)
-
-    # The parameters of sampling
-
-    def _write_params(self, sequence: Sequence) -> None:
-        """Into the columns of its slot, and its tokens into the history where they count."""
-        request, num_slots = sequence.request, self.runner.num_slots
-        if self._columns is None:
-            end_ids = request.tokenizer.eos_token_ids
-            self._columns = SamplingColumns(num_slots, request.vocab_size, end_ids=end_ids, device=self._device)
-        self._columns.write(sequence.slot, sequence.params, sequence.num_prompt_tokens)
-        if uses_history(sequence.params):
-            if self._history is None:
-                self._history = History(num_slots, self.runner.model.max_seq_len, request.vocab_size, self._device)
-            self._history.begin(sequence.slot, sequence.token_ids, sequence.num_prompt_tokens)
-
-    def _renew_histories(self) -> None:
-        for sequence in self._has_stale_history:
-            if self._history is not None and uses_history(sequence.params):
-                self._history.begin(sequence.slot, sequence.token_ids, sequence.num_prompt_tokens)
-        self._has_stale_history.clear()
-
-    def _select_params(self, works: Items[_Work]) -> SamplingColumns:
-        assert self._columns is not None
-        self._columns.select([work.sequence.slot for work in works])
-        return self._columns

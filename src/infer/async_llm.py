@@ -76,7 +76,7 @@ class AsyncLLM:
         """`LLM.generate`: the whole answer, or of a list of texts a list of answers."""
         if is_list_of_texts(prompt):
             return await self.generate_all(prompt, params, options=options, **keywords)
-        host, (options, sampling) = self._host, split_options(options, keywords)
+        host, (options, sampling) = self.host, split_options(options, keywords)
         prepared = await host.answers.prepare(partial(host.sequence, prompt, params, options, sampling))
         return await host.answers.answer(prepared)
 
@@ -89,7 +89,7 @@ class AsyncLLM:
         **keywords: Unpack[RequestKeywords],
     ) -> AsyncStream:
         """`LLM.stream` for `async for`: pieces as they come, and `await stream.result()` at their end."""
-        host, (options, sampling) = self._host, split_options(options, keywords)
+        host, (options, sampling) = self.host, split_options(options, keywords)
         return host.answers.stream(partial(host.sequence, prompt, params, options, sampling))
 
     async def chat(
@@ -101,7 +101,7 @@ class AsyncLLM:
         **keywords: Any,
     ) -> GenerationResult:
         """`LLM.chat`; keywords may also be variables of the template."""
-        host, (options, others) = self._host, split_options(options, keywords)
+        host, (options, others) = self.host, split_options(options, keywords)
         prepared = await host.answers.prepare(partial(host.chat_sequence, messages, params, options, others))
         return await host.answers.answer(prepared)
 
@@ -114,7 +114,7 @@ class AsyncLLM:
         **keywords: Any,
     ) -> AsyncStream:
         """`chat`, piece by piece."""
-        host, (options, others) = self._host, split_options(options, keywords)
+        host, (options, others) = self.host, split_options(options, keywords)
         return host.answers.stream(partial(host.chat_sequence, messages, params, options, others))
 
     async def generate_all(
@@ -133,7 +133,7 @@ class AsyncLLM:
         """
         check_callback("on_result", on_result)
         check_count("batch_size", batch_size, 1, MAX_STEP_LOGITS)
-        host, (options, sampling) = self._host, split_options(options, keywords)
+        host, (options, sampling) = self.host, split_options(options, keywords)
         pairs = pairs_of(prompts, params)
 
         def check_all(check: Check) -> list[tuple[int, Request]]:
@@ -164,7 +164,8 @@ class AsyncLLM:
         return [results[number] for number, _ in requests]
 
     @property
-    def _host(self) -> Host:
+    def host(self) -> Host:
+        """The loaded model with its engine, for servers. Raises ClosedError after `close`."""
         return self.llm._opened
 
 

@@ -35,6 +35,13 @@ ALLOWED = {
     ("async_llm.py", "asyncio"),  # answers for programs that use it: threads, no network
     ("engine/async_stream.py", "asyncio"),
     ("engine/stream.py", "asyncio"),
+    ("server/asking.py", "asyncio"),  # the server: what `infer serve` is asked for
+    ("server/connection.py", "http"),
+    ("server/endpoint.py", "asyncio"),
+    ("server/loading.py", "asyncio"),
+    ("server/process.py", "asyncio"),
+    ("server/process.py", "socket"),
+    ("server/sse.py", "asyncio"),
 }
 
 

@@ -3,7 +3,7 @@
 A value given on the command line goes before one from the model, which goes before the default shown in the help.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +30,7 @@ from infer.cli.options import (
 )
 from infer.cli.prompts import many_prompts, one_prompt
 from infer.cli.sampling_options import given_values, logprobs_options, merge_params, own_params, sampling_options
+from infer.cli.serve_options import serve_options
 from infer.cli.spelling import Command, Device, what_to_type
 from infer.cli.terminal import Spinner, exit_on_signal, keeping_garbage
 from infer.engine.model_settings import GrammarBackend
@@ -226,6 +227,19 @@ def chat(context: click.Context, /, **options: Any) -> None:
 
 
 @infer.command()
+@serve_options
+@model_options
+@click.pass_context
+def serve(context: click.Context, /, **options: Any) -> None:
+    """Serve a model over HTTP, as OpenAI's API. SIGTERM and Ctrl-C drain: a second one ends at once."""
+    invocation = _invocation(context, options)
+    check_options(options, [])
+    from infer.cli.serve import run_serve
+
+    invocation.exit_status = run_serve(options, partial(_load_for_server, options))
+
+
+@infer.command()
 @prompt_options
 @click.option("--step", type=AT_LEAST_1, default=1, show_default=True, help="Which token; 1 follows the prompt.")
 @click.option("--num-candidates", type=click.IntRange(1, 50), default=10, show_default=True, help="Tokens to show.")
@@ -341,6 +355,16 @@ def load_model(context: click.Context, options: Mapping[str, Any]) -> Model:
         from infer.llm import LLM
 
         return LLM(**load_arguments(options), on_progress=spinner.progress)
+
+
+def _load_for_server(options: Mapping[str, Any], on_progress: Callable[[int, int], None]) -> Any:
+    """On any thread. What prompts begin with in common is read once, unless a policy evicts."""
+    with keeping_garbage(), kernels_ahead(options, options["device"]):
+        from infer.llm import LLM
+
+        reuse_prefixes = options["eviction_policy"] == "none"
+        arguments = load_arguments(options) | {"reuse_prefixes": reuse_prefixes, "pool_pages": options["pool_pages"]}
+        return LLM(**arguments, on_progress=on_progress)
 
 
 def load_arguments(options: Mapping[str, Any]) -> dict[str, Any]:

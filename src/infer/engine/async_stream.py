@@ -177,6 +177,13 @@ class AsyncStream(AsyncIterator[Piece]):
     def __repr__(self) -> str:
         return f"AsyncStream({'not begun' if self._begun is None else f'{self._begun.sequence.num_read} tokens'})"
 
+    @property
+    def sequence(self) -> Sequence:
+        """What is answered. Raises InvalidRequestError before `begin`."""
+        if self._begun is None:
+            raise InvalidRequestError("the stream has not begun: await its begin()")
+        return self._begun.sequence
+
     def cancel(self) -> None:
         """No further piece: finish_reason is "abort", unless the answer had been read to its end. For any thread."""
         self._is_cancelled = True

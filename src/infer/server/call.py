@@ -1,0 +1,47 @@
+"""One HTTP request from its first byte to its answer's last, as the log and the metrics have it."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from starlette.requests import HTTPConnection
+from starlette.types import Scope
+
+_KEY = "infer.call"
+
+
+@final
+@dataclass
+class Call:
+    """`id` is the server's own, which clients see as `x-request-id` unless they sent one."""
+
+    id: str
+    client_id: str | None  # the `x-request-id` that was sent
+    method: str
+    path: str
+    received_at: float = field(default_factory=time.perf_counter)
+    key_name: str = ""  # of the API key
+    operation: str = ""  # such as "chat"; "" asks the model nothing
+    status: int = 0  # 0: the client went away before its headers
+    error_code: str = ""
+    phase: str = "received"  # what it is about, for a client that goes away
+    sequences: list[Any] = field(default_factory=list)  # `engine.sequence.Sequence`
+
+    @property
+    def shown_id(self) -> str:
+        return self.client_id or self.id
+
+    def add(self, sequence: Any) -> None:
+        """One more answer, which the queue has taken."""
+        self.sequences.append(sequence)
+        self.phase = "answering"
+
+
+def call_of(connection: HTTPConnection) -> Call:
+    """Of a request that goes through the server's app."""
+    call: Call = connection.scope[_KEY]
+    return call
+
+
+def put_call(scope: Scope, call: Call) -> None:
+    scope[_KEY] = call

@@ -1,0 +1,63 @@
+"""Every error of the server in OpenAI's shape: on every route, for every status, and in streams."""
+
+from collections.abc import Mapping
+
+import msgspec
+from starlette.responses import Response
+
+from infer.errors import ClosedError, ContextLengthError, InferError, InvalidRequestError, OutOfPagesError
+
+_TYPE_BY_STATUS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+_NO_RETRY = {"x-should-retry": "false"}
+
+
+class ApiError(Exception):
+    """What a client is told: `type` None is that of the status. Raised by a handler, it is the answer."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        type: str | None = None,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.type = type or _TYPE_BY_STATUS.get(status, "invalid_request_error" if status < 500 else "server_error")
+        self.headers = dict(headers or {})
+
+    def to_json(self) -> dict[str, dict[str, str | None]]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    @property
+    def body(self) -> bytes:
+        return msgspec.json.encode(self.to_json())
+
+    @property
+    def response(self) -> Response:
+        return Response(self.body, self.status, self.headers, media_type="application/json")
+
+
+def api_error(error: Exception) -> ApiError:
+    """What a client is told of an exception. Of a failure of our own it is told no more than that."""
+    match error:
+        case ApiError():
+            return error
+        case ClosedError():
+            return ApiError(503, "the model is closed", headers={"Retry-After": "1"})
+        case ContextLengthError():
+            return ApiError(400, str(error), param=None, code="context_length_exceeded")
+        case InvalidRequestError():
+            return ApiError(400, str(error))
+        case OutOfPagesError():
+            return ApiError(503, str(error), code="out_of_memory", headers={"Retry-After": "1"})
+        case InferError():
+            return ApiError(500, str(error), headers=_NO_RETRY)
+    return ApiError(500, "the server failed to answer: its log says why", code="internal_error", headers=_NO_RETRY)

@@ -1,0 +1,29 @@
+"""Whether the process lives (`/health`), and whether it may be sent requests (`/ready`)."""
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from infer.server.endpoint import ApiRoute
+from infer.server.state import ServerState
+
+
+async def health(request: Request, state: ServerState) -> Response:
+    """503 while the model is loading, and where the engine is stuck or has failed: a supervisor may restart it."""
+    is_alive = state.phase in ("ready", "draining")
+    return JSONResponse(_report(state), 200 if is_alive else 503)
+
+
+async def ready(request: Request, state: ServerState) -> Response:
+    """200 where a request would be taken now."""
+    return JSONResponse(_report(state), 200 if state.phase == "ready" else 503)
+
+
+def _report(state: ServerState) -> dict[str, object]:
+    report: dict[str, object] = {"status": "ok" if state.phase == "ready" else state.phase}
+    return report | ({"progress": round(state.progress, 3)} if state.phase == "loading" else {})
+
+
+ROUTES = [
+    ApiRoute("GET", "/health", health, is_open=True),
+    ApiRoute("GET", "/ready", ready, is_open=True),
+]

@@ -1,0 +1,32 @@
+"""Every request has an id of the server's own; a clean one that its client sends is echoed and logged beside it."""
+
+import re
+import secrets
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from infer.server.call import Call, put_call
+
+_CLEAN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+def with_request_ids(app: ASGIApp) -> ASGIApp:
+    async def call_app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        asked = Headers(scope=scope).get("x-request-id", "")
+        client_id = asked if _CLEAN.fullmatch(asked) else None
+        call = Call(f"req-{secrets.token_hex(12)}", client_id, scope["method"], scope["path"])
+        put_call(scope, call)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                call.status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = call.shown_id
+            await send(message)
+
+        await app(scope, receive, send_with_id)
+
+    return call_app

@@ -1,0 +1,39 @@
+"""What `infer serve` is told at its start."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import final
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """`model` is the name that clients see. Times are in seconds. `cors_origins` empty: no page of another origin may
+    call. `max_queue` counts requests that wait for a slot.
+    """
+
+    model: str = "smollm2"
+    slots: int = 16  # answers in one step
+    host: str = "127.0.0.1"
+    port: int = 8000
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    api_keys: Mapping[str, str] = field(default_factory=dict)  # key → its name, which logs and tenants have
+    cors_origins: tuple[str, ...] = ()
+    max_queue: int = 512
+    max_ttft: float = 30.0  # a request that would wait longer for its first token is refused
+    max_body_bytes: int = 2 * 2**20
+    body_seconds: float = 30.0
+    max_header_bytes: int = 16 * 2**10
+    max_headers: int = 100
+    header_seconds: float = 10.0
+    max_connections: int = 1024
+    keep_alive_seconds: float = 75.0
+    max_unsent_bytes: int = 2**20  # to a slow reader, before its answer is ended
+    reader_seconds: float = 60.0  # in which a slow reader must take some of them
+    comment_seconds: float = 10.0  # of silence in a stream, before a comment keeps it open
+    drain_seconds: float = 30.0
+    watchdog_seconds: float = 120.0  # for a step
+    allow_embeddings: bool = False  # of a model that is not made for them
+    is_isolated: bool = False  # the engine in a process of its own

@@ -1,0 +1,95 @@
+"""Server-sent events: the one writer of all streams.
+
+What a stream may meet after its headers ends it as an event, never as a pretended end: a failure of the model, a reader
+who takes nothing, the server's shutdown. A client that goes away closes the iterator, which must then let go of what it
+reads (an `AsyncStream` does).
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import final
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from infer.errors import InferError
+from infer.server.asking import until_gone
+from infer.server.call import call_of
+from infer.server.connection import is_stalled
+from infer.server.errors import ApiError, api_error
+
+log = logging.getLogger("infer.server")
+DONE = b"data: [DONE]\n\n"
+_COMMENT = b": the answer goes on\n\n"
+_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+
+
+def event(body: bytes, name: str = "") -> bytes:
+    """JSON of one line as an event; `name` for APIs that name their events."""
+    return b"data: " + body + b"\n\n" if not name else b"event: " + name.encode() + b"\ndata: " + body + b"\n\n"
+
+
+def failure_events(error: ApiError) -> bytes:
+    """How OpenAI's streams fail."""
+    return event(error.body) + DONE
+
+
+@final
+class EventStream(Response):
+    """`events` are whole events, `DONE` included where the API has it. `fail` makes the last bytes of a stream that
+    fails.
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        *,
+        comment_seconds: float,
+        fail: Callable[[ApiError], bytes] = failure_events,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(None, 200, {**_HEADERS, **(headers or {})}, media_type="text/event-stream; charset=utf-8")
+        del self.headers["content-length"]
+        self._events, self._fail, self._comment_seconds = events, fail, comment_seconds
+        self._num_sent = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        tasks = [
+            asyncio.create_task(work) for work in (self._write(request, send), until_gone(request), self._comment(send))
+        ]
+        try:
+            await asyncio.wait(tasks[:2], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._events.aclose()
+
+    async def _write(self, request: Request, send: Send) -> None:
+        try:
+            async for chunk in self._events:
+                self._num_sent += 1
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                if is_stalled(request.scope):
+                    await self._events.aclose()
+                    raise ApiError(408, "the answer was ended: its reader took too little of it", code="slow_reader")
+            last = b""
+        except Exception as error:
+            if not isinstance(error, ApiError | InferError):
+                log.exception("request %s failed", call_of(request).id)
+            refusal = api_error(error)
+            call_of(request).error_code = refusal.code or refusal.type
+            last = self._fail(refusal)
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _comment(self, send: Send) -> None:
+        """After each time in which nothing was sent, for proxies that close what is silent."""
+        while True:
+            num_sent = self._num_sent
+            await asyncio.sleep(self._comment_seconds)
+            if self._num_sent == num_sent:
+                await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})

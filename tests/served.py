@@ -1,0 +1,48 @@
+"""A server over real sockets, in a thread of the test's process: several tests of a module share one."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import httpx
+
+from infer import LLM, AsyncLLM
+from infer.server.process import bind, make_http_server
+from infer.server.settings import ServerSettings
+from infer.server.state import ServerState
+
+SECONDS = 60.0
+
+
+class Served(NamedTuple):
+    url: str
+    state: ServerState
+    client: httpx.Client  # of this server alone
+
+    @property
+    def port(self) -> int:
+        return self.state.settings.port
+
+
+@contextmanager
+def serving(llm: LLM | None, **settings: Any) -> Iterator[Served]:
+    """A model that is ready, or with None one that is loading until `state.become_ready`."""
+    listener = bind(ServerSettings(port=0, **settings))
+    port = listener.getsockname()[1]
+    state = ServerState(ServerSettings(port=port, **settings))
+    if llm is not None:
+        llm._opened.engine.max_running = state.settings.slots
+        state.become_ready(AsyncLLM(llm))
+    server = make_http_server(state)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), name="http", daemon=True)
+    thread.start()
+    url = f"http://127.0.0.1:{port}"
+    try:
+        with httpx.Client(base_url=url, timeout=SECONDS) as client:
+            yield Served(url, state, client)
+    finally:
+        server.should_exit = True
+        thread.join(SECONDS)
+        assert not thread.is_alive()

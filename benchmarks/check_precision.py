@@ -36,7 +36,7 @@ from infer.llm import set_num_threads
 from infer.model.load import dense
 from infer.operands.step import Step
 from infer.ops import backend_of
-from infer.runner.runner import make_cache
+from infer.runner.caches import make_cache
 from machine import available_cores, cpu_model
 
 TEXT = Path(__file__).with_name("precision_text.txt")

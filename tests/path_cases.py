@@ -30,8 +30,9 @@ from infer.kvcache.settings import CacheSettings
 from infer.model.transformer import Transformer
 from infer.operands.step import Step
 from infer.outputs import GenerationResult, TokenLogprob
+from infer.runner.caches import make_cache
 from infer.runner.recompute import RecomputeRunner
-from infer.runner.runner import CachedRunner, Runner, make_cache
+from infer.runner.runner import CachedRunner, Runner
 from infer.sampling import reference, sampler
 from infer.sampling_params import SamplingParams
 from infer.tokenizer import Tokenizer

@@ -16,7 +16,8 @@ from infer.bench.recomputed import generate_recomputed
 from infer.checkpoint import open_checkpoint
 from infer.operands.step import Chunk, Step
 from infer.ops import backend_of
-from infer.runner.runner import CachedRunner, make_cache
+from infer.runner.caches import make_cache
+from infer.runner.runner import CachedRunner
 from oracle import make_oracle, mean_kl, oracle_logits
 from watched import python_command
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-import infer.runner.runner
+import infer.runner.caches
 from infer import LLM, InvalidRequestError, SamplingParams
 from infer.kvcache.settings import CacheSettings
 from infer.model.memory import cache_bytes
-from infer.runner.runner import make_cache
+from infer.runner.caches import make_cache
 from infer.system.available_memory import available_memory_bytes, total_memory_bytes
 from test_session import make_model
 
@@ -84,7 +84,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 
 def set_available(monkeypatch: pytest.MonkeyPatch, num_bytes: int | None) -> None:
-    monkeypatch.setattr(infer.runner.runner, "available_memory_bytes", lambda: num_bytes)
+    monkeypatch.setattr(infer.runner.caches, "available_memory_bytes", lambda: num_bytes)
 
 
 def row_bytes(llm: LLM, num_tokens: int) -> int:

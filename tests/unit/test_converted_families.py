@@ -14,7 +14,7 @@ from infer.checkpoint.lazy_weights import LazyWeights
 from infer.model.families import make_architecture
 from infer.model.load import load_transformer
 from infer.operands.step import Step
-from infer.runner.runner import make_cache
+from infer.runner.caches import make_cache
 from tiny import LONGROPE, TINY, Tiny, make_tiny
 
 # What llama.cpp's files have no word for: another activation, some settings of yarn, an order of their own of layers

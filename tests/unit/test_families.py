@@ -16,7 +16,7 @@ from infer.model.families import make_architecture
 from infer.model.load import load_transformer
 from infer.model.transformer import Transformer
 from infer.operands.step import Step
-from infer.runner.runner import make_cache
+from infer.runner.caches import make_cache
 from tiny import ONE_EACH, TINY, Tiny, make_tiny
 
 LENGTH = 100  # fills the windows several times over

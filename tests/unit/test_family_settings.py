@@ -15,7 +15,7 @@ from infer.model.families import make_architecture
 from infer.model.load import load_transformer
 from infer.operands.architecture import Architecture, LongRope
 from infer.operands.step import Step
-from infer.runner.runner import make_cache
+from infer.runner.caches import make_cache
 
 SIZES: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
 SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 256}

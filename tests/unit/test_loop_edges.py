@@ -224,9 +224,9 @@ def test_a_grammar_that_cannot_go_on_fails_its_row_alone(world: World, way: Way,
     waiting = [
         make_sequence(world, case, way, outcome.token_ids) for case, outcome in zip(cases, expected, strict=True)
     ]
-    constraint = waiting[1].constraint
-    assert constraint is not None
-    waiting[1].constraint = Brittle(constraint, num_tokens=5, fault=fault)
+    grammar = waiting[1].grammar
+    assert grammar is not None
+    grammar.constraint = Brittle(grammar.constraint, num_tokens=5, fault=fault)
     results = run_all(world, waiting, way, 3)
     failed = results.pop(1)
     assert (failed.finish_reason, failed.stop_reason, failed.error) == ("error", "grammar", "too complex")

@@ -102,7 +102,7 @@ def test_a_fault_while_a_mask_is_filled_ends_the_answer_and_an_interrupt_the_cal
 ) -> None:
     monkeypatch.setattr("infer.engine.grammar_masks.HAND_OVER_SECONDS", seconds)
     place, running = Place(world, Way()), make_sequence(world, BOUND, Way())
-    running.constraint = Watched(running.constraint, at_mask=(6, fail(error)))
+    running.grammar.constraint = Watched(running.grammar.constraint, at_mask=(6, fail(error)))
     stream = place.stream(running)
     if isinstance(error, KeyError):
         assert "KeyError: 'bug'" in str(stream.run().error)
@@ -116,7 +116,7 @@ def test_a_grammar_that_cannot_take_a_token_fails_its_row_alone(world: World) ->
     for num_tokens in (1, 2, 6):
         waiting = [make_sequence(world, case, Way()) for case in (FREE, BOUND, replace(FREE, prompt=(97,)))]
         broken = fail(ConstraintError("too complex"))
-        waiting[1].constraint = Watched(waiting[1].constraint, at_token=(num_tokens, broken))
+        waiting[1].grammar.constraint = Watched(waiting[1].grammar.constraint, at_token=(num_tokens, broken))
         first, failed, last = run_all(world, waiting, Way(), 3)
         assert (failed.finish_reason, failed.error) == ("error", "too complex")
         assert failed.token_ids == by_definition(world, BOUND).token_ids[: num_tokens - 1]
@@ -167,7 +167,7 @@ def test_a_constraint_that_runs_an_op_within_a_step_gets_an_error_instead_of_a_d
 
     monkeypatch.setattr("infer.engine.grammar_masks.HAND_OVER_SECONDS", seconds)
     place, running = Place(world, Way()), make_sequence(world, BOUND, Way())
-    running.constraint = Watched(running.constraint, at_mask=(6, use_an_op))
+    running.grammar.constraint = Watched(running.grammar.constraint, at_mask=(6, use_an_op))
     result = place.stream(running).run()
     assert "ran the model, or an op, within a step that waits for it" in str(result.error)
     assert Outcome.of(run_alone(world, BOUND, Way(), place=place)) == by_definition(world, BOUND)

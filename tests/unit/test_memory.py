@@ -40,7 +40,7 @@ from infer.model.transformer import Transformer
 from infer.operands.architecture import Layer, Rope
 from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
 from infer.operands.weights import Projection
-from infer.runner.runner import make_cache
+from infer.runner.caches import make_cache
 from tiny import ONE_EACH, TINY, make_tiny
 from watched import python_command
 

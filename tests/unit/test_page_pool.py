@@ -21,7 +21,8 @@ from infer.kvcache.snapkv import PromptCompression
 from infer.operands.architecture import Layer
 from infer.operands.step import Chunk, Step
 from infer.quantization.kv_layout import key_parts, value_parts
-from infer.runner.runner import CachedRunner, make_cache
+from infer.runner.caches import make_cache
+from infer.runner.runner import CachedRunner
 from path_cases import CONTEXT, EOS, make_folder
 
 CPU = torch.device("cpu")

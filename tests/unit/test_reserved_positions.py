@@ -8,7 +8,7 @@ import torch
 from infer import InvalidRequestError
 from infer.kvcache.paged import PagedCache
 from infer.operands.step import Step
-from infer.runner.runner import make_cache
+from infer.runner.caches import make_cache
 from path_cases import Case as Request
 from path_cases import World, by_definition, make_world
 from test_loop_edges import LONG, prompt_of

@@ -64,7 +64,7 @@ FAULTS = {
 def plant(running: Answering, place: str, name: str, num_right: int) -> None:
     part: Any = running
     if place == "constraint":
-        part.constraint = Faulty(running.constraint, name, num_right)
+        part.grammar.constraint = Faulty(part.grammar.constraint, name, num_right)
     elif place == "detokenizer":
         part._text._detokenizer = Faulty(part._text._detokenizer, name, num_right)
     elif place == "draft":
@@ -98,7 +98,7 @@ def test_a_fault_in_one_row_costs_no_other_row_a_token(world: World, way: Way, f
     waiting = [
         make_sequence(world, case, way, outcome.token_ids) for case, outcome in zip(cases, expected, strict=True)
     ]
-    if getattr(waiting[1], {"constraint": "constraint", "detokenizer": "_text"}.get(place, "_draft")) is None:
+    if getattr(waiting[1], {"constraint": "grammar", "detokenizer": "_text"}.get(place, "_draft")) is None:
         return  # it has no drafts
     plant(waiting[1], place, name, num_right)
     results = run_all(world, waiting, way, 3, settings=CacheSettings(reuse_prefixes=True, page_tokens=16))

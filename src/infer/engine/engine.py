@@ -221,7 +221,7 @@ class Engine:
         active = [each for each in self._slots.sequences if each.wants_tokens]
         counts = [len(sequence.pieces) for sequence in active]
         for sequence in active:
-            if sequence.constraint is not None:
+            if sequence.grammar is not None:
                 self._force(sequence)
         self._compute([sequence for sequence in active if not sequence.is_finished])
         self._drop_finished()
@@ -319,7 +319,7 @@ class Engine:
         """How long steps of such sequences take, which drafts must be worth; None where nobody drafts."""
         if not any(sequence.is_drafted for sequence in active):
             return None
-        num_constrained = sum(sequence.constraint is not None for sequence in active)
+        num_constrained = sum(sequence.grammar is not None for sequence in active)
         num_greedy = sum(sequence.params.temperature == 0 for sequence in active)
         return self.scheduler.step_times[Kind(len(active), num_constrained, num_greedy)]
 

@@ -91,9 +91,9 @@ class _Job(NamedTuple):
         return self.sequence.attempt(partial(self._try_advance, token_id, is_last), False)
 
     def _try_advance(self, token_id: int, is_last: bool) -> bool:
-        constraint = self.sequence.constraint
+        grammar = self.sequence.grammar
         with suppress(ConstraintError):
-            return constraint is not None and constraint.advance(token_id, self.masks[0], is_last)
+            return grammar is not None and grammar.constraint.advance(token_id, self.masks[0], is_last)
         return False
 
 
@@ -170,4 +170,4 @@ class _Filling:
 
 
 def _needs_mask(sequence: Sequence, chunk: Chunk) -> bool:
-    return sequence.constraint is not None and chunk.has_logits
+    return sequence.grammar is not None and chunk.has_logits

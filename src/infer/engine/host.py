@@ -28,8 +28,9 @@ from infer.grammar import grammar_of, make_compiler
 from infer.kvcache.settings import CacheSettings
 from infer.model.transformer import Transformer
 from infer.operands.limits import MAX_STEP_LOGITS
+from infer.runner.caches import default_pool_pages
 from infer.runner.closing import OpenAnswers
-from infer.runner.runner import CachedRunner, default_pool_pages
+from infer.runner.runner import CachedRunner
 from infer.sampling.keywords import Params, params_of, split_keywords
 from infer.sampling_params import SamplingParams
 from infer.tokenizer import Tokenizer

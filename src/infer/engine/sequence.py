@@ -6,17 +6,16 @@ interrupted or cut goes on as if nothing had happened.
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
-from contextlib import suppress
 from functools import partial
 from typing import TypeVar, final
 
 from infer.engine.lease import Lease
 from infer.engine.request import Request
 from infer.engine.scheduler import MAX_STEPS, Demand
+from infer.engine.sequence_grammar import SequenceGrammar
 from infer.engine.text_output import TextOutput
 from infer.engine.timing import AnswerTimer
 from infer.errors import ConstraintError
-from infer.grammar import Constraint
 from infer.grammar.base import Mask
 from infer.operands.step import Chunk, Clock
 from infer.outputs import FinishReason, GenerationResult, GenerationStats, Piece, TokenLogprob
@@ -60,18 +59,12 @@ class Sequence:
         self.error: str | None = None
         self._is_cancelled = False
         self._is_forcing = False
-        self._grammar_error: str | None = None
         self._tail: str | None = None  # what was held back of an answer that was cut
         self._policy: DraftPolicy = DraftPolicy(request.num_draft_tokens)
         self._draft: NgramDraft | None = None  # while it has a slot
         self._proposed: Items[int] = ()  # by it for the next step
         self._text = self._begin_text()
-        self.constraint: Constraint | None = None
-        self._num_followed = 0  # tokens that the grammar has taken, but those yet to be accepted
-        self._complete_at: int | None = None  # number of tokens after which the grammar was complete
-        if request.make_constraint is not None:
-            self.constraint = request.make_constraint()
-            self._num_followed = self.constraint.num_accepted
+        self.grammar = None if request.make_constraint is None else SequenceGrammar(request.make_constraint)
 
     # What it is
 
@@ -203,21 +196,16 @@ class Sequence:
         return TextOutput(self.request.tokenizer, self.params, room)
 
     def _replay(self, num_tokens: int) -> None:
-        text, make_constraint = self._begin_text(), self.request.make_constraint
+        text, grammar = self._begin_text(), self.grammar
         del self.token_ids[self.num_prompt_tokens + num_tokens :]
         for index, token_id in enumerate(self.token_ids[self.num_prompt_tokens :], 1):
-            text.push(token_id, is_complete=self._complete_at == index)
+            text.push(token_id, is_complete=grammar is not None and grammar.is_complete_at(index))
         text.finish_reason = text.stop_reason = None
         self._text = text
-        if make_constraint is not None:
-            self.constraint = make_constraint()
-            self.constraint.accept(self.token_ids[self.num_prompt_tokens :])
-            self._num_followed = self.constraint.num_accepted
-        if self._complete_at is not None and self._complete_at > num_tokens:
-            self._complete_at = None
+        if grammar is not None:
+            grammar.replay(self.token_ids[self.num_prompt_tokens :])
         del self.pieces[num_tokens:]
         self.timer.keep(num_tokens)
-        self._grammar_error = None
 
     # Before a step
 
@@ -228,8 +216,8 @@ class Sequence:
         """
         if self.params.logprobs is not None or self.must_end_prompt:
             return
-        while self.constraint is not None and not self.is_finished:
-            forced = self.constraint.forced()
+        while self.grammar is not None and not self.is_finished:
+            forced = self.grammar.constraint.forced()
             if not forced:
                 return
             for token_id in forced:
@@ -273,7 +261,8 @@ class Sequence:
         assert self._draft is not None
         match = self._draft.match()
         asked = min(self._policy.num_draft_tokens(times, match, self.num_pending) if match else 0, most)
-        return self._allowed(self._draft.propose(asked)) if asked > 0 else ()
+        drafts = self._draft.propose(asked) if asked > 0 else []
+        return drafts if self.grammar is None else self.grammar.allowed(drafts)
 
     def schedule(self, num_tokens: int, num_drafts: int) -> Chunk:
         """Its share of a step: so many pending tokens and, where those are all, of the drafts that it proposed."""
@@ -282,41 +271,12 @@ class Sequence:
             return Chunk(self.slot, taken, has_logits=False)
         return Chunk(self.slot, [*taken, *self._proposed[:num_drafts]] if num_drafts else taken, num_drafts)
 
-    def _allowed(self, drafts: list[int]) -> list[int]:
-        """As many as the grammar allows: a step need not run the others."""
-        if self.constraint is None:
-            return drafts
-        count = 0
-        with suppress(ConstraintError):  # which it raises again when the masks are filled
-            while count < len(drafts) and self.constraint.accept([drafts[count]]):
-                count += 1
-        try:
-            self.constraint.rollback(count)
-        except ConstraintError:  # likewise
-            return []
-        return drafts[:count]
-
     def fill(self, masks: Items[Mask], drafts: Items[int]) -> None:
         """A mask for what follows now and one for what follows each draft, as far as the grammar allows them. For any
         thread.
         """
-        assert self.constraint is not None
-        num_accepted, self._grammar_error = 0, None
-        try:
-            for index, mask in enumerate(masks):
-                self.constraint.fill(mask)
-                self.stats.masks_filled += 1
-                if index == len(drafts) or self.constraint.accept([drafts[index]]) == 0:
-                    break
-                num_accepted += 1
-        except ConstraintError as error:
-            masks[num_accepted][:] = 0
-            self._grammar_error = str(error)
-        try:
-            self.constraint.rollback(num_accepted)
-        except ConstraintError as error:  # nothing may follow what is known
-            masks[0][:] = 0
-            self._grammar_error = str(error)
+        assert self.grammar is not None
+        self.stats.masks_filled += self.grammar.fill(masks, drafts)
 
     # After it
 
@@ -339,20 +299,18 @@ class Sequence:
         if self.has_fault:
             return None
         if token_id < 0:
-            if self._grammar_error is None:
+            if self.grammar is None or self.grammar.error is None:
                 self.fail("logits", message_of(token_id))
             else:
-                self.fail("grammar", self._grammar_error)
+                self.fail("grammar", self.grammar.error)
             return None
         is_complete = False
-        if self.constraint is not None:
+        if self.grammar is not None:
             try:
-                is_complete = self._follow(token_id)
+                is_complete = self.grammar.follow(token_id, len(self.pieces) + 1)
             except ConstraintError as error:
                 self.fail("grammar", str(error))
                 return None
-            if is_complete and self._complete_at is None:
-                self._complete_at = len(self.pieces) + 1
         self.token_ids.append(token_id)
         if self._draft is not None:
             guess = self._draft.follow(token_id)
@@ -361,15 +319,6 @@ class Sequence:
         self.pieces.append(self._text.push(token_id, is_complete=is_complete, logprob=logprob))
         self.timer.arrived()
         return self.pieces[-1]
-
-    def _follow(self, token_id: int) -> bool:
-        """Move the grammar past a token, unless it has moved already; whether it is complete there."""
-        assert self.constraint is not None
-        if self.constraint.num_accepted == self._num_followed:
-            self._num_followed += self.constraint.accept([token_id])
-        else:
-            self._num_followed += 1
-        return self.constraint.num_accepted == self._num_followed and self.constraint.done
 
     def stepped(
         self, chunk: Chunk, sampled: SampledTokens, num_accepted: int, clock: Clock, *, is_multi_step: bool
@@ -400,7 +349,7 @@ class Sequence:
             prompt_tokens=self.num_prompt_tokens,
             generated_tokens=len(self.pieces),
             seed=self.params.seed,
-            grammar_complete=None if self.constraint is None else self._complete_at is not None,
+            grammar_complete=None if self.grammar is None else self.grammar.is_complete,
             reused_tokens=self.num_reused,
             dropped_tokens=self.num_dropped,
             truncated_tokens=self.request.num_truncated,

@@ -15,7 +15,7 @@ from infer.model.transformer import Transformer
 from infer.operands.limits import MAX_STEP_TOKENS
 from infer.operands.step import Step
 from infer.outputs import SampleTrace, TokenLogprob
-from infer.runner.runner import make_cache
+from infer.runner.caches import make_cache
 from infer.sampling import trace
 from infer.sampling_params import SamplingParams
 

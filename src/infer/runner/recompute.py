@@ -9,7 +9,8 @@ from torch import Tensor
 from infer.kvcache.settings import CacheSettings
 from infer.model.transformer import Transformer
 from infer.operands.step import Chunk, Step
-from infer.runner.runner import Runner, make_cache
+from infer.runner.caches import make_cache
+from infer.runner.runner import Runner
 
 
 @final

@@ -6,7 +6,6 @@ What a step computes is provisional: `commit` says how many of a chunk's tokens 
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from itertools import pairwise
 from typing import final
 
@@ -17,21 +16,18 @@ from torch import Tensor
 from infer import ops
 from infer.errors import InvalidRequestError
 from infer.kvcache.paged import PagedCache
-from infer.kvcache.pages import num_pages
 from infer.kvcache.settings import CacheSettings
 from infer.kvcache.snapkv import PromptCompression
-from infer.model.memory import check_rows_fit
 from infer.model.transformer import Transformer
 from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
 from infer.operands.step import Chunk, Masks, Step, StepEnd
 from infer.outputs import TokenLogprob
+from infer.runner.caches import make_cache
 from infer.runner.verify import SampledTokens, verify
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 from infer.sampling.sampler import Sampled, log_probabilities
-from infer.system.available_memory import available_memory_bytes
 
-MAX_FULL_CONTEXTS = 8  # that a model has pages for, unless asked for others
 _MANY = 1 << 30
 
 
@@ -353,60 +349,3 @@ class CachedRunner(Runner):
             raise InvalidRequestError("a profile needs steps that are recorded: they are on a CPU, with capture on")
         self._cache.reserve(0, len(token_ids))
         return self._captured.profile(Step.of(token_ids, self._cache.lengths[0]))
-
-
-def make_cache(
-    model: Transformer,
-    capacity: int,
-    num_rows: int = 1,
-    *,
-    settings: CacheSettings | None = None,
-    step_tokens: int = MAX_STEP_TOKENS,
-    pool_pages: int | None = None,
-) -> PagedCache:
-    """A cache whose rows get up to `step_tokens` in one step, with pages for all rows full or `pool_pages` of them.
-
-    Raises InvalidRequestError, nothing allocated, where the memory that is available would not hold all pages.
-    """
-    settings = settings or CacheSettings()
-    kv_type = _kv_type(model, settings)
-    if ops.backend_of(model.device).computes_on_host:
-        check_rows_fit(
-            model.architecture,
-            settings,
-            kv_type,
-            num_tokens=capacity,
-            num_rows=num_rows,
-            pool_pages=pool_pages,
-            available=available_memory_bytes(),
-        )
-    return PagedCache(
-        model.architecture.layers,
-        num_rows,
-        capacity,
-        kv_type,
-        model.device,
-        step_tokens=step_tokens,
-        settings=settings,
-        context=model.architecture.most_positions,
-        pool_pages=pool_pages,
-    )
-
-
-def default_pool_pages(model: Transformer, settings: CacheSettings) -> int:
-    """Pages for as many full contexts as the memory that is available holds: 1 to 8."""
-    each, available = num_pages(model.max_seq_len, settings.page_tokens), None
-    if ops.backend_of(model.device).computes_on_host:
-        available = available_memory_bytes()
-    kv_type, num_tokens = _kv_type(model, settings), model.max_seq_len
-    for count in range(MAX_FULL_CONTEXTS, 1, -1):
-        with suppress(InvalidRequestError):
-            check_rows_fit(
-                model.architecture, settings, kv_type, num_tokens=num_tokens, num_rows=count, available=available
-            )
-            return count * each
-    return each
-
-
-def _kv_type(model: Transformer, settings: CacheSettings) -> str:
-    return model.kv_type if settings.kv_type == "auto" else settings.kv_type

@@ -1,0 +1,85 @@
+"""A sequence's grammar: how far it has followed the sequence's tokens, where it was complete, and why it failed."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from contextlib import suppress
+from typing import final
+
+from infer.errors import ConstraintError
+from infer.grammar import Constraint
+from infer.grammar.base import Mask
+
+
+@final
+class SequenceGrammar:
+    """A step may move the constraint past tokens before the sequence accepts them, and takes back what it does not."""
+
+    def __init__(self, make_constraint: Callable[[], Constraint]) -> None:
+        self._make = make_constraint
+        self.constraint = make_constraint()
+        self._num_followed = self.constraint.num_accepted  # tokens that it has taken, but those yet to be accepted
+        self._complete_at: int | None = None  # number of tokens after which it was complete
+        self.error: str | None = None  # why the last masks are not to be used
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it was after some token."""
+        return self._complete_at is not None
+
+    def is_complete_at(self, num_tokens: int) -> bool:
+        return self._complete_at == num_tokens
+
+    def replay(self, token_ids: Items[int]) -> None:
+        """Begin again with these tokens, of which it has seen more."""
+        self.constraint = self._make()
+        self.constraint.accept(token_ids)
+        self._num_followed = self.constraint.num_accepted
+        if self._complete_at is not None and self._complete_at > len(token_ids):
+            self._complete_at = None
+        self.error = None
+
+    def follow(self, token_id: int, num_tokens: int) -> bool:
+        """Move past the answer's token of this number, unless it has moved already; whether it is complete there.
+
+        Raises ConstraintError.
+        """
+        if self.constraint.num_accepted == self._num_followed:
+            self._num_followed += self.constraint.accept([token_id])
+        else:
+            self._num_followed += 1
+        is_complete = self.constraint.num_accepted == self._num_followed and self.constraint.done
+        if is_complete and self._complete_at is None:
+            self._complete_at = num_tokens
+        return is_complete
+
+    def allowed(self, drafts: list[int]) -> list[int]:
+        """As many as it allows: a step need not run the others."""
+        count = 0
+        with suppress(ConstraintError):  # which it raises again when the masks are filled
+            while count < len(drafts) and self.constraint.accept([drafts[count]]):
+                count += 1
+        try:
+            self.constraint.rollback(count)
+        except ConstraintError:  # likewise
+            return []
+        return drafts[:count]
+
+    def fill(self, masks: Items[Mask], drafts: Items[int]) -> int:
+        """A mask for what follows now and one for what follows each draft, as far as it allows them: how many."""
+        num_filled, num_accepted, self.error = 0, 0, None
+        try:
+            for index, mask in enumerate(masks):
+                self.constraint.fill(mask)
+                num_filled += 1
+                if index == len(drafts) or self.constraint.accept([drafts[index]]) == 0:
+                    break
+                num_accepted += 1
+        except ConstraintError as error:
+            masks[num_accepted][:] = 0
+            self.error = str(error)
+        try:
+            self.constraint.rollback(num_accepted)
+        except ConstraintError as error:  # nothing may follow what is known
+            masks[0][:] = 0
+            self.error = str(error)
+        return num_filled

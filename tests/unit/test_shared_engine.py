@@ -140,7 +140,7 @@ def test_a_snapshot_tells_what_runs_what_waits_and_what_steps_cost(world: World,
     assert [each.tenant for each in busy.waiting] == ["two"]
     assert busy.running[0].num_computed > len(LONG.prompt)
     assert busy.pools[0].num_free < busy.pools[0].num_pages
-    assert busy.num_steps >= 4
+    assert busy.num_steps >= 2  # one that the machine held up does not count
     assert busy.predicted_over_measured is not None
     assert busy.work_by_tenant["one"] > busy.work_by_tenant["two"]
     run(engine)

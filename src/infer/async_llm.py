@@ -14,8 +14,9 @@ from infer.engine.request_options import RequestKeywords, RequestOptions, check_
 from infer.engine.sequence import Sequence as Answering
 from infer.llm import BATCH_SIZE, LLM, OnResult
 from infer.operands.limits import MAX_STEP_LOGITS
-from infer.outputs import GenerationResult
+from infer.outputs import GenerationResult, TokenLogprob
 from infer.sampling.keywords import Params
+from infer.sampling_params import SamplingParams
 
 
 @final
@@ -116,6 +117,27 @@ class AsyncLLM:
         """`chat`, piece by piece."""
         host, (options, others) = self.host, split_options(options, keywords)
         return host.answers.stream(partial(host.chat_sequence, messages, params, options, others))
+
+    async def choices(
+        self,
+        prompt: Prompt,
+        params: Sequence[SamplingParams],
+        *,
+        options: RequestOptions | None = None,
+        **variables: Any,
+    ) -> list[AsyncStream]:
+        """A stream for each of `params`, all of the same prompt, which is rendered and tokenised once. Nothing of it is
+        computed before it is read or `begin` is awaited. Keywords are variables of the template, of messages.
+
+        Raises InvalidRequestError, of all that may be refused.
+        """
+        host = self.host
+        asked = partial(host.choices, prompt, params, options or RequestOptions(), variables)
+        return [host.answers.stream(sequence) for sequence in await host.answers.prepare(asked)]
+
+    async def prompt_logprobs(self, prompt: Prompt, *, num: int = 0) -> list[TokenLogprob | None]:
+        """`LLM.prompt_logprobs`."""
+        return await self.host.answers.prepare(lambda check: self.llm.prompt_logprobs(prompt, num=num))
 
     async def generate_all(
         self,

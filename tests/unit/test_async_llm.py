@@ -531,3 +531,57 @@ def test_the_failure_of_the_engine_reaches_every_task(folder: Path, monkeypatch:
     host.service._thread.join()
     assert len(said) == 1
     llm.llm.close()
+
+
+# Several answers to a prompt
+
+
+def test_choices_of_a_prompt_are_the_answers_that_each_of_their_parameters_gives_alone(llm: LLM) -> None:
+    same, params = AsyncLLM(llm), [SAMPLED, replace(SAMPLED, seed=4), BOUND]
+    conversation = [{"role": "system", "content": "be brief"}, *MESSAGES]
+
+    async def ask(prompt: Any, **variables: Any) -> list[GenerationResult]:
+        streams = await same.choices(prompt, params, **variables)
+        return list(await asyncio.gather(*(stream.result() for stream in streams)))
+
+    assert token_ids(run(lambda: ask("hello"))) == [llm.generate("hello", each).token_ids for each in params]
+    answers = run(lambda: ask(conversation, add_generation_prompt=False))
+    expected = [llm.chat(conversation, each, add_generation_prompt=False) for each in params]
+    assert token_ids(answers) == token_ids(expected)
+
+
+def test_choices_are_refused_before_any_begins(llm: LLM, steps: Steps) -> None:
+    params = [SHORT, replace(SHORT, stop_token_ids=[10**6])]
+    with pytest.raises(InvalidRequestError, match="stop_token_ids"):
+        run(lambda: AsyncLLM(llm).choices("hello", params))
+    with pytest.raises(InvalidRequestError, match="add_generation_prompt"):
+        run(lambda: AsyncLLM(llm).choices(MESSAGES, [SHORT], add_generation_promt=True))
+    assert steps.num_of_step == []
+
+
+def test_a_stream_gives_all_that_has_come_at_once(llm: LLM, steps: Steps) -> None:
+    expected = llm.generate("hello", SHORT)
+    steps.num_of_step.clear()
+
+    async def read_late() -> None:
+        stream = await AsyncLLM(llm).stream("hello", SHORT).begin()
+        while llm._opened.service.num_sequences:
+            await asyncio.sleep(0.01)
+        pieces = await stream.take()
+        assert [piece.token_id for piece in pieces] == expected.token_ids
+        assert await stream.take() == []
+
+    run(read_late)
+
+
+def test_who_awaits_a_result_is_woken_at_its_end_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    woken = list[None]()
+    wake = async_stream._Loop._wake
+    monkeypatch.setattr(async_stream._Loop, "_wake", lambda loop: (woken.append(None), wake(loop)))
+    result = run(AsyncLLM(llm).stream("hello", LONG).result)
+    assert result.token_ids == llm.generate("hello", LONG).token_ids
+    assert len(woken) == 1
+
+
+def test_a_prompt_is_scored_as_the_llm_does(llm: LLM) -> None:
+    assert run(lambda: AsyncLLM(llm).prompt_logprobs("abc abc", num=2)) == llm.prompt_logprobs("abc abc", num=2)

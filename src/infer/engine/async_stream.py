@@ -6,10 +6,10 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, NoReturn, Self, SupportsIndex, TypeVar, final
+from typing import Any, NamedTuple, NoReturn, Self, SupportsIndex, TypeVar, final
 
 from infer.engine.engine import Output
 from infer.engine.sequence import Sequence
@@ -20,8 +20,10 @@ from infer.runner.closing import closed
 
 Check = Callable[[], None]
 Prepare = Callable[[Check], Sequence]  # calls `check`, which may raise, between its stages
+Begin = Prepare | Sequence  # or what was prepared already
 NUM_PREPARING = 4
 _Prepared = TypeVar("_Prepared")
+_Read = TypeVar("_Read")
 
 
 class _NotAwaitedError(Exception):
@@ -35,6 +37,7 @@ class _Loop:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._arrived = set[Sequence]()
+        self._of_ends = set[Sequence]()  # of which nobody reads the pieces as they come
         self._is_called = False
         self._waiting: dict[Sequence, asyncio.Future[None]] = {}
 
@@ -47,11 +50,23 @@ class _Loop:
             finally:
                 del self._waiting[sequence]
 
+    async def wait_for_end(self, sequence: Sequence) -> None:
+        """Whatever it gives meanwhile, the loop is not called."""
+        self._of_ends.add(sequence)
+        sequence.is_streamed = False
+        try:
+            while not sequence.has_ended:
+                await self.wait(sequence)
+        finally:
+            self._of_ends.discard(sequence)
+            sequence.is_streamed = True
+
     # On the thread of the service
 
     def tell(self, outputs: Items[Output]) -> None:
         """Raises RuntimeError where the loop is closed."""
-        self._arrived.update([output.sequence for output in outputs])
+        sequences = [output.sequence for output in outputs]
+        self._arrived.update([each for each in sequences if each.has_ended or each not in self._of_ends])
         if self._arrived and not self._is_called:
             self._is_called = True
             try:
@@ -118,8 +133,8 @@ class AsyncAnswers:
             raise
         return sequence.result()
 
-    def stream(self, prepare: Prepare) -> "AsyncStream":
-        return AsyncStream(self, prepare)
+    def stream(self, begin: Begin) -> "AsyncStream":
+        return AsyncStream(self, begin)
 
     def submit(self, sequence: Sequence) -> _Begun:
         """For tasks of the running loop, which is told of each step."""
@@ -147,8 +162,8 @@ class AsyncStream(AsyncIterator[Piece]):
     One task reads at a time. `cancel` is for any thread.
     """
 
-    def __init__(self, answers: AsyncAnswers, prepare: Prepare) -> None:
-        self._answers, self._prepare = answers, prepare
+    def __init__(self, answers: AsyncAnswers, begin: Begin) -> None:
+        self._answers, self._to_begin = answers, begin
         self._begun: _Begun | None = None
         self._is_read = self._is_cancelled = False
 
@@ -160,10 +175,14 @@ class AsyncStream(AsyncIterator[Piece]):
         return self
 
     async def __anext__(self) -> Piece:
-        piece = await self._next()
-        if piece is None:
+        pieces = await self._next(1)
+        if not pieces:
             raise StopAsyncIteration
-        return piece
+        return pieces[0]
+
+    async def take(self) -> list[Piece]:
+        """All the pieces that have come and were not read, at least one; none at the end of the answer."""
+        return await self._next(None)
 
     async def __aenter__(self) -> Self:
         return await self.begin()
@@ -200,48 +219,65 @@ class AsyncStream(AsyncIterator[Piece]):
         """How the answer ended. Runs to the end first, also after a `break`; after `close` or `cancel` it is what was
         read.
         """
-        while await self._next() is not None:
-            pass
         begun = await self._begin()
+        await self._alone(self._run_out(*begun))
         if self._is_cancelled:
             await _end(begun)
         return begun.sequence.result()
 
     async def _begin(self) -> _Begun:
         if self._begun is None:
-            sequence = await self._answers.prepare(self._prepare)
+            begin = self._to_begin
+            sequence = begin if isinstance(begin, Sequence) else await self._answers.prepare(begin)
             if self._is_cancelled:
                 sequence.cancel()
             self._begun = self._answers.submit(sequence)
             weakref.finalize(self, sequence.cancel).atexit = False
         return self._begun
 
-    async def _next(self) -> Piece | None:
+    async def _next(self, most: int | None) -> list[Piece]:
+        return await self._alone(self._pieces(most))
+
+    async def _alone(self, reading: Coroutine[Any, Any, _Read]) -> _Read:
         if self._is_read:
+            reading.close()
             raise InvalidRequestError("another task is reading the stream: one reads at a time")
         self._is_read = True
         try:
-            return await self._piece(*await self._begin())
+            return await reading
         except BaseException:  # such as the task's end
             self.cancel()
             raise
         finally:
             self._is_read = False
 
-    async def _piece(self, sequence: Sequence, loop: _Loop) -> Piece | None:
-        event = sequence.request.cancel
+    async def _pieces(self, most: int | None) -> list[Piece]:
+        """At most so many, of those that have come."""
+        sequence, loop = await self._begin()
         while True:
-            if event is not None and event.is_set():
-                self.cancel()
             has_ended = sequence.has_ended  # before its pieces are looked at: there come no more
-            if self._is_cancelled:
-                return None
+            if self._has_been_cancelled(sequence):
+                return []
             if sequence.num_read < len(sequence.pieces):
-                sequence.num_read += 1
-                return sequence.pieces[sequence.num_read - 1]
+                read = sequence.num_read
+                found = sequence.pieces[read : None if most is None else read + most]
+                sequence.num_read += len(found)
+                return found
             if has_ended:
-                return None
+                return []
             await loop.wait(sequence)
+
+    async def _run_out(self, sequence: Sequence, loop: _Loop) -> None:
+        if not self._has_been_cancelled(sequence):
+            await loop.wait_for_end(sequence)
+        if not self._has_been_cancelled(sequence):
+            sequence.num_read = len(sequence.pieces)
+
+    def _has_been_cancelled(self, sequence: Sequence) -> bool:
+        event = sequence.request.cancel
+        if event is not None and event.is_set():
+            self.cancel()
+        return self._is_cancelled
 
 
 async def _end(begun: _Begun) -> None:

@@ -31,7 +31,7 @@ from infer.operands.limits import MAX_STEP_LOGITS
 from infer.runner.caches import default_pool_pages
 from infer.runner.closing import OpenAnswers
 from infer.runner.runner import CachedRunner
-from infer.sampling.keywords import Params, params_of, split_keywords
+from infer.sampling.keywords import Params, params_of, refuse_sampling, split_keywords
 from infer.sampling_params import SamplingParams
 from infer.tokenizer import Tokenizer
 
@@ -182,6 +182,25 @@ class Host:
         sampling, variables = split_keywords(keywords, self.tokenizer.chat_templates)
         encode = partial(encode_conversation, self.tokenizer, variables)
         return self.sequence(messages, params, options, sampling, check, encode=encode)
+
+    def choices(
+        self,
+        prompt: Prompt,
+        params: Items[SamplingParams],
+        options: RequestOptions,
+        variables: Mapping[str, Any],
+        check: Check = lambda: None,
+    ) -> list[Sequence]:
+        """An answer for each of `params` to a prompt that is read once; `variables` are of the template of messages."""
+        refuse_sampling(variables, self.tokenizer.chat_templates)
+        is_chat = is_conversation(prompt)
+        encode = partial(encode_conversation, self.tokenizer, variables) if is_chat else None
+        fitting = self.fit(prompt, params[0], options, encode)
+        sequences = list[Sequence]()
+        for each in params:
+            check()
+            sequences.append(Sequence(self.request(fitting, each, options)))
+        return sequences
 
     def stream(self, sequence: Sequence, on_prefill: OnPrefill | None = None) -> Stream:
         """An answer at a slot of its own."""

@@ -6,15 +6,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, Unpack, final, overload
 
+from jaxtyping import Float
+from torch import Tensor
+
 from infer.engine.async_stream import AsyncStream, Check
+from infer.engine.embedding import Pooling, embed, texts_to_embed
 from infer.engine.host import Host
 from infer.engine.prompt_ids import Message, Prompt, is_list_of_texts, pairs_of
-from infer.engine.request import Request
+from infer.engine.request import Request, check_prompt
 from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback, check_count, split_options
 from infer.engine.sequence import Sequence as Answering
+from infer.engine.token_trace import check_traceable, trace_answer
 from infer.llm import BATCH_SIZE, LLM, OnResult
 from infer.operands.limits import MAX_STEP_LOGITS
-from infer.outputs import GenerationResult, TokenLogprob
+from infer.outputs import GenerationResult, SampleTrace, TokenLogprob
 from infer.sampling.keywords import Params
 from infer.sampling_params import SamplingParams
 
@@ -184,6 +189,38 @@ class AsyncLLM:
             for task in tasks:
                 task.cancel()
         return [results[number] for number, _ in requests]
+
+    async def embed(
+        self, texts: Sequence[Prompt], pooling: Pooling = "mean", *, normalize: bool = True
+    ) -> Float[Tensor, "texts hidden"]:
+        """`LLM.embed`. Those of several tasks are computed one after the other, beside the answers."""
+        host = self.host
+        token_ids = await host.answers.prepare(lambda check: texts_to_embed(host, texts, pooling))
+        return await host.answers.compute(
+            lambda check: embed(host, token_ids, pooling, normalize=normalize, check=check)
+        )
+
+    async def trace(
+        self,
+        prompt: Prompt,
+        params: Params | None = None,
+        *,
+        num_candidates: int = 10,
+        options: RequestOptions | None = None,
+        **keywords: Unpack[RequestKeywords],
+    ) -> tuple[GenerationResult, list[SampleTrace]]:
+        """An answer, and of each of its tokens what `LLM.sample_trace` gives, without the text before it."""
+        host, (options, sampling) = self.host, split_options(options, keywords)
+        check_count("num_candidates", num_candidates, 1, host.vocab_size)
+        params = host.sampled_by(prompt, params, sampling)
+        check_traceable(host, params)
+        token_ids = await host.answers.prepare(
+            lambda check: check_prompt(host.model, host.tokenizer, host.encode(prompt), room=1)
+        )
+        result = await self.generate(token_ids, params, options=options)
+        first = 1 + len(options.answer_prefix)
+        traced = partial(trace_answer, host, token_ids, params, result, first=first, num_candidates=num_candidates)
+        return result, await host.answers.compute(lambda check: traced(check=check))
 
     @property
     def host(self) -> Host:

@@ -16,6 +16,7 @@ from infer.checkpoint import open_checkpoint
 from infer.checkpoint.generation_config import defaults_of
 from infer.engine.async_stream import AsyncStream
 from infer.engine.batch import Ended, answer_all, begun, results_of
+from infer.engine.embedding import Pooling, embed, texts_to_embed
 from infer.engine.host import Host, HostSettings, OnError
 from infer.engine.model_settings import (
     DeviceName,
@@ -384,6 +385,16 @@ class LLM:
         token_ids = check_prompt(host.model, host.tokenizer, host.encode(prompt), room=1)
         asked = host.sampled_by(prompt, params, sampling)
         return trace_token(host, token_ids, asked, step=step, num_candidates=num_candidates)
+
+    def embed(
+        self, texts: Sequence[Prompt], pooling: Pooling = "mean", *, normalize: bool = True
+    ) -> Float[Tensor, "texts hidden"]:
+        """A vector a text (or ids, or messages): of the hidden states after the last norm the mean, or the last.
+
+        float32, of length 1 where `normalize`. Models that were trained for it give vectors that can be compared.
+        """
+        host = self._opened
+        return embed(host, texts_to_embed(host, texts, pooling), pooling, normalize=normalize)
 
     def logits(self, token_ids: Sequence[int], *, last: int | None = None) -> Float[Tensor, "tokens vocab"]:
         """float32 logits after every token, or after the last few: `[tokens, vocab]` takes 4 bytes × vocab a token."""

@@ -238,8 +238,8 @@ def test_nothing_is_prepared_on_the_loop(llm: LLM, monkeypatch: pytest.MonkeyPat
 
     run(ask)
     assert threads == {"infer-prepare"}
-    assert llm._opened.answers._executor is not None
-    assert len(llm._opened.answers._executor._threads) <= 4
+    assert llm._opened.answers._preparing._executor is not None
+    assert len(llm._opened.answers._preparing._executor._threads) <= 4
 
 
 def test_a_slow_reader_keeps_nobody_waiting_and_loses_nothing(llm: LLM, steps: Steps) -> None:
@@ -477,9 +477,9 @@ def test_a_task_is_cancelled_in_every_phase(
 
     run(ask)
     if phase in PHASES[:2]:
-        assert host.answers._executor is not None
-        host.answers._executor.shutdown()  # whoever prepares has ended
-        host.answers._executor = None
+        assert host.answers._preparing._executor is not None
+        host.answers._preparing._executor.shutdown()  # whoever prepares has ended
+        host.answers._preparing._executor = None
         assert len(preparing) == max(1, others), "what waits in the queue is not begun"
         assert not compiled, "and the next stage is left out"
 

@@ -123,6 +123,15 @@ def test_only_wanted_logits_are_computed(pair: tuple[Any, Transformer]) -> None:
     assert (logits - expected_logits(oracle, token_ids)[[3, 19, 4]]).abs().max() <= TOLERANCE
 
 
+@torch.inference_mode()
+def test_hidden_states_equal_transformers_after_the_last_norm(pair: tuple[Any, Transformer]) -> None:
+    oracle, model = pair
+    token_ids = random_ids(LENGTH)
+    expected = oracle.base_model(torch.tensor([token_ids])).last_hidden_state[0]
+    found = model.hidden_states(Step.of(token_ids), make_reserved(model))
+    assert (found - expected).abs().max() <= TOLERANCE
+
+
 def test_what_was_not_committed_leaves_no_trace(pair: tuple[Any, Transformer]) -> None:
     _, model = pair
     token_ids, drafts = random_ids(40), random_ids(12, seed=9)

@@ -22,7 +22,7 @@ Check = Callable[[], None]
 Prepare = Callable[[Check], Sequence]  # calls `check`, which may raise, between its stages
 Begin = Prepare | Sequence  # or what was prepared already
 NUM_PREPARING = 4
-_Prepared = TypeVar("_Prepared")
+_Found = TypeVar("_Found")
 _Read = TypeVar("_Read")
 
 
@@ -94,22 +94,21 @@ class _Begun(NamedTuple):
 
 
 @final
-class AsyncAnswers:
-    """Answers of one service for any number of event loops."""
+class _Threads:
+    """A few threads for what would keep a loop waiting. They start when they are needed, in each process its own."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._loops = weakref.WeakValueDictionary[asyncio.AbstractEventLoop, _Loop]()  # while they have answers
+    def __init__(self, count: int, name: str) -> None:
+        self._count, self._name = count, name
         self._executor: ThreadPoolExecutor | None = None
         self._owner = 0  # the process that has its threads
         self._is_closed = False
 
-    async def prepare(self, prepare: Callable[[Check], _Prepared]) -> _Prepared:
+    async def run(self, work: Callable[[Check], _Found]) -> _Found:
         """Away from the loop. Cancelled, it ends before its next stage. Raises ClosedError after `close`."""
         if self._is_closed:
             raise closed()
         if self._executor is None or self._owner != os.getpid():
-            self._owner, self._executor = os.getpid(), ThreadPoolExecutor(NUM_PREPARING, "infer-prepare")
+            self._owner, self._executor = os.getpid(), ThreadPoolExecutor(self._count, self._name)
         is_awaited = threading.Event()
         is_awaited.set()
 
@@ -118,9 +117,35 @@ class AsyncAnswers:
                 raise _NotAwaitedError
 
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._executor, prepare, check)
+            return await asyncio.get_running_loop().run_in_executor(self._executor, work, check)
         finally:
             is_awaited.clear()
+
+    def close(self) -> None:
+        """Each ends after what it does."""
+        self._is_closed = True
+        if self._executor is not None and self._owner == os.getpid():
+            self._executor.shutdown(wait=False)
+        self._executor = None
+
+
+@final
+class AsyncAnswers:
+    """Answers of one service for any number of event loops."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._loops = weakref.WeakValueDictionary[asyncio.AbstractEventLoop, _Loop]()  # while they have answers
+        self._preparing = _Threads(NUM_PREPARING, "infer-prepare")
+        self._computing = _Threads(1, "infer-compute")
+
+    async def prepare(self, prepare: Callable[[Check], _Found]) -> _Found:
+        """In a thread, as `_Threads.run`."""
+        return await self._preparing.run(prepare)
+
+    async def compute(self, compute: Callable[[Check], _Found]) -> _Found:
+        """The same for what computes beside the steps: one after the other."""
+        return await self._computing.run(compute)
 
     async def answer(self, sequence: Sequence) -> GenerationResult:
         """The whole of it; the loop is called at its end alone."""
@@ -144,10 +169,8 @@ class AsyncAnswers:
 
     def close(self) -> None:
         """The threads end, each after what it prepares."""
-        self._is_closed = True
-        if self._executor is not None and self._owner == os.getpid():
-            self._executor.shutdown(wait=False)
-        self._executor = None
+        self._preparing.close()
+        self._computing.close()
 
     def _loop(self) -> _Loop:
         running = asyncio.get_running_loop()

@@ -18,7 +18,7 @@ from infer.engine.prompt_ids import (
     is_conversation,
     prompt_ids,
 )
-from infer.engine.request import Request, make_request, vocab_size_of
+from infer.engine.request import Request, check_ids, make_request, vocab_size_of
 from infer.engine.request_options import RequestOptions
 from infer.engine.sequence import Sequence
 from infer.engine.service import Service
@@ -120,6 +120,7 @@ class Host:
         if grammar is not None:
             make_constraint = partial(self._compiler.compile, grammar)
             make_constraint()  # what cannot be compiled is refused here
+        check_ids("answer_prefix", options.answer_prefix, self.vocab_size)
         return replace(
             make_request(self.model, self.tokenizer, prompt.token_ids, params),
             make_constraint=make_constraint,
@@ -131,6 +132,7 @@ class Host:
             priority=options.priority,
             timeout=options.timeout,
             cache_salt=options.cache_salt,
+            answer_prefix=tuple(options.answer_prefix),
         )
 
     def requests(

@@ -35,6 +35,7 @@ class Request:
     priority: int = 0  # higher is earlier
     timeout: float | None = None  # seconds, from when it is submitted until it is ended
     cache_salt: str = ""  # prefixes are shared with those of the same salt
+    answer_prefix: tuple[int, ...] = ()  # ids with which the answer begins
 
     @cached_property
     def salt(self) -> bytes:
@@ -51,7 +52,7 @@ def make_request(
     token_ids = check_prompt(model, tokenizer, prompt_token_ids, room=1)
     vocab_size = vocab_size_of(model, tokenizer)
     for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
-        _check_ids(name, getattr(params, name) or (), vocab_size)
+        check_ids(name, getattr(params, name) or (), vocab_size)
     if params.seed is None:
         params = replace(params, seed=secrets.randbits(64))
     return Request(tokenizer, tuple(token_ids), params, model.max_seq_len, vocab_size)
@@ -73,7 +74,7 @@ def check_prompt(model: Transformer, tokenizer: Tokenizer, token_ids: Sequence[i
         if tokenizer.bos_token_id is None:
             raise InvalidRequestError("the prompt is empty and the model has no BOS token to begin with: give it text")
         token_ids = [tokenizer.bos_token_id]
-    _check_ids("the prompt", token_ids, vocab_size_of(model, tokenizer))
+    check_ids("the prompt", token_ids, vocab_size_of(model, tokenizer))
     if len(token_ids) + room > model.max_seq_len:
         answer = ", the answer included" if room else ""
         raise ContextLengthError(
@@ -83,7 +84,8 @@ def check_prompt(model: Transformer, tokenizer: Tokenizer, token_ids: Sequence[i
     return token_ids
 
 
-def _check_ids(source: str, token_ids: Iterable[int], vocab_size: int) -> None:
+def check_ids(source: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    """Raises InvalidRequestError for what is no id of the vocabulary."""
     for token_id in token_ids:
         if type(token_id) is not int and (isinstance(token_id, bool) or not isinstance(token_id, SupportsIndex)):
             raise InvalidRequestError(f"{source}: token ids must be whole numbers, got {token_id!r:.60}")

@@ -1,7 +1,7 @@
 """What may be asked of one request besides its prompt and how it is sampled; every value is checked when it is made."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import inf
 from typing import Any, final, get_args, no_type_check
@@ -24,7 +24,8 @@ class RequestOptions:
     Where more is asked than can run at once, tenants get equal shares of what is computed. Of a tenant's requests one
     of a higher `priority` enters first, as if it had come 10 seconds earlier for each level. After `timeout` seconds an
     answer ends with what it has, finish_reason "abort", also while it waits. With `reuse_prefixes` the beginnings of
-    prompts are shared only among requests of the same `cache_salt`.
+    prompts are shared only among requests of the same `cache_salt`. An answer begins with the ids of
+    `answer_prefix` and goes on as if these had been sampled.
     """
 
     cancel: threading.Event | None = None
@@ -36,6 +37,7 @@ class RequestOptions:
     priority: int = 0
     timeout: float | None = None
     cache_salt: str = ""
+    answer_prefix: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if self.cancel is not None and not isinstance(self.cancel, threading.Event):
@@ -49,6 +51,8 @@ class RequestOptions:
             if not isinstance(value := getattr(self, name), str):
                 raise InvalidRequestError(f"{name} must be a string, got {value!r:.80}")
         check_count("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        if isinstance(self.answer_prefix, str | bytes) or not isinstance(self.answer_prefix, Sequence):
+            raise InvalidRequestError(f"answer_prefix must be a list of token ids, got {self.answer_prefix!r:.80}")
         if self.timeout is not None:
             check_seconds("timeout", self.timeout)
 
@@ -68,6 +72,7 @@ class RequestKeywords(SamplingKeywords, total=False):
     priority: int
     timeout: float | None
     cache_salt: str
+    answer_prefix: Sequence[int]
 
 
 def split_options(options: RequestOptions | None, keywords: Mapping[str, Any]) -> tuple[RequestOptions, dict[str, Any]]:

@@ -15,7 +15,7 @@ from infer.engine.scheduler import MAX_STEPS, Demand
 from infer.engine.sequence_grammar import SequenceGrammar
 from infer.engine.text_output import TextOutput
 from infer.engine.timing import AnswerTimer
-from infer.errors import ConstraintError
+from infer.errors import ConstraintError, InvalidRequestError
 from infer.grammar.base import Mask
 from infer.operands.step import Chunk, Clock
 from infer.outputs import FinishReason, GenerationResult, GenerationStats, Piece, TokenLogprob
@@ -65,6 +65,7 @@ class Sequence:
         self._proposed: Items[int] = ()  # by it for the next step
         self._text = self._begin_text()
         self.grammar = None if request.make_constraint is None else SequenceGrammar(request.make_constraint)
+        self._begin_with(request.answer_prefix)
 
     # What it is
 
@@ -190,6 +191,16 @@ class Sequence:
         if num_tokens < len(self.pieces):
             self._replay(num_tokens)
         self.abort()
+
+    def _begin_with(self, token_ids: Items[int]) -> None:
+        """Raises InvalidRequestError where the answer ends with these, or the grammar does not allow them."""
+        for index, token_id in enumerate(token_ids):
+            self.accept(token_id)
+            if self.grammar is not None and self.grammar.constraint.num_accepted != index + 1:
+                raise InvalidRequestError(f"answer_prefix[{index}]: the grammar does not allow token {token_id} there")
+            if self.is_finished:
+                why = self.error or f"{self.finish_reason}, {self._text.stop_reason!r}"
+                raise InvalidRequestError(f"answer_prefix[{index}]: the answer ends with this token ({why})")
 
     def _begin_text(self) -> TextOutput:
         room = self.request.max_total_tokens - self.num_prompt_tokens

@@ -1,22 +1,26 @@
 """The logits of a text, and how one token of an answer was sampled from them, stage by stage."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from infer import ops
+from infer.engine.async_stream import Check
 from infer.engine.host import Host
 from infer.engine.lease import Lease
 from infer.engine.request_options import RequestOptions
 from infer.errors import InferError, InvalidRequestError
+from infer.grammar import grammar_of
 from infer.kvcache.settings import CacheSettings
 from infer.model.transformer import Transformer
-from infer.operands.limits import MAX_STEP_TOKENS
+from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
 from infer.operands.step import Step
-from infer.outputs import SampleTrace, TokenLogprob
+from infer.outputs import GenerationResult, SampleTrace, TokenLogprob
 from infer.runner.caches import make_cache
-from infer.sampling import trace
+from infer.sampling.trace import sample_trace
 from infer.sampling_params import SamplingParams
 
 
@@ -25,17 +29,22 @@ def logits_of(
     model: Transformer, token_ids: list[int], settings: CacheSettings, *, last: int | None
 ) -> Float[Tensor, "tokens vocab"]:
     """float32 logits after every token, or after the last few."""
+    first = 0 if last is None else max(len(token_ids) - last, 0)
+    return torch.cat(list(_logits_from(model, token_ids, settings, first, MAX_STEP_TOKENS)))
+
+
+def _logits_from(
+    model: Transformer, token_ids: list[int], settings: CacheSettings, first: int, step_tokens: int
+) -> Iterator[Float[Tensor, "tokens vocab"]]:
+    """After each token from index `first` on, step after step."""
     cache = make_cache(model, len(token_ids), settings=settings)
     cache.set_rope(0, is_long=model.is_long(len(token_ids)))
-    first = 0 if last is None else max(len(token_ids) - last, 0)
-    chunks = []
-    for start in range(0, len(token_ids), MAX_STEP_TOKENS):
-        chunk = token_ids[start : start + MAX_STEP_TOKENS]
-        step = Step.of(chunk, start, logit_indices=range(max(first - start, 0), len(chunk))).to(model.device)
+    for start in range(0, len(token_ids), step_tokens):
+        chunk = token_ids[start : start + step_tokens]
+        indices = range(min(max(first - start, 0), len(chunk)), len(chunk))
         cache.reserve(0, len(chunk))
-        chunks.append(model.forward(step, cache))
+        yield model.forward(Step.of(chunk, start, logit_indices=indices).to(model.device), cache)
         cache.commit(0, len(chunk))
-    return torch.cat(chunks)
 
 
 def score_prompt(host: Host, token_ids: list[int], num_top: int) -> list[TokenLogprob | None]:
@@ -51,12 +60,10 @@ def score_prompt(host: Host, token_ids: list[int], num_top: int) -> list[TokenLo
 def trace_token(
     host: Host, prompt: list[int], params: SamplingParams, *, step: int, num_candidates: int
 ) -> SampleTrace:
-    """Raises InvalidRequestError where the answer ends before `step`, or the cache keeps a part of a prompt."""
-    tokenizer, cache = host.tokenizer, host.settings.cache
-    if cache.keeps_whole_prompts:
-        raise InvalidRequestError("a trace has logits of the whole text, of which snapkv keeps a part: load without it")
-    params = replace(params, max_new_tokens=step, min_new_tokens=min(params.min_new_tokens, step))
-    result = host.stream(host.sequence(prompt, params, RequestOptions(), {})).run()
+    """Raises InvalidRequestError where the answer ends before `step`, and as `check_traceable` does."""
+    check_traceable(host, params)
+    asked = replace(params, max_new_tokens=step, min_new_tokens=min(params.min_new_tokens, step))
+    result = host.stream(host.sequence(prompt, asked, RequestOptions(), {})).run()
     if result.error is not None:
         raise InvalidRequestError(f"the generation ended early: {result.error}")
     if len(result.token_ids) < step:
@@ -64,23 +71,57 @@ def trace_token(
         raise InvalidRequestError(
             f"step must be at most {len(result.token_ids)}, where the answer ends ({why}), got {step}"
         )
+    (found,) = trace_answer(host, prompt, params, result, first=step, num_candidates=num_candidates)
     context = prompt + result.token_ids[: step - 1]
-    found = trace.sample_trace(
-        logits_of(host.model, context, cache, last=1)[0, : host.vocab_size],
-        replace(params, seed=result.seed),
-        context,
-        num_prompt_tokens=len(prompt),
-        eos_token_ids=tokenizer.eos_token_ids,
-        num_candidates=num_candidates,
+    return replace(found, text_before=host.tokenizer.decode(context, skip_special_tokens=False))
+
+
+def check_traceable(host: Host, params: SamplingParams) -> None:
+    """Raises InvalidRequestError where the cache keeps a part of a prompt, or a grammar decides, too."""
+    if host.settings.cache.keeps_whole_prompts:
+        raise InvalidRequestError("a trace has logits of the whole text, of which snapkv keeps a part: load without it")
+    if (grammar := grammar_of(params)) is not None:
+        raise InvalidRequestError(f"a trace does not show what a grammar forbids: leave {grammar.kind} out")
+
+
+@torch.inference_mode()
+def trace_answer(
+    host: Host,
+    prompt: list[int],
+    params: SamplingParams,
+    result: GenerationResult,
+    *,
+    first: int = 1,
+    num_candidates: int,
+    check: Check = lambda: None,
+) -> list[SampleTrace]:
+    """How each token of an answer was sampled, from the one of step `first` on. `check` is called between them and may
+    raise.
+    """
+    context, place = prompt + result.token_ids, len(prompt) + first - 1
+    params, found = replace(params, seed=result.seed), list[SampleTrace]()
+    with ops.backend_of(host.model.device).threads():
+        for logits in _logits_from(host.model, context[:-1], host.settings.cache, place - 1, MAX_STEP_LOGITS):
+            for row in logits:
+                check()
+                trace = sample_trace(
+                    row[: host.vocab_size],
+                    params,
+                    context[:place],
+                    num_prompt_tokens=len(prompt),
+                    eos_token_ids=host.tokenizer.eos_token_ids,
+                    num_candidates=num_candidates,
+                )
+                if trace.token_id != context[place]:
+                    raise InferError(f"the trace ends in token {trace.token_id}, the answer in {context[place]}")
+                found.append(_spelled(trace, host.tokenizer.token_bytes))
+                place += 1
+    return found
+
+
+def _spelled(trace: SampleTrace, token_bytes: Sequence[bytes]) -> SampleTrace:
+    candidates = (
+        replace(each, text=token_bytes[each.token_id].decode("utf-8", errors="backslashreplace"))
+        for each in trace.candidates
     )
-    if found.token_id != result.token_ids[-1]:
-        raise InferError(f"the trace ends in token {found.token_id}, the answer in {result.token_ids[-1]}")
-    texts = tokenizer.token_bytes
-    return replace(
-        found,
-        text_before=tokenizer.decode(context, skip_special_tokens=False),
-        candidates=tuple(
-            replace(candidate, text=texts[candidate.token_id].decode("utf-8", errors="backslashreplace"))
-            for candidate in found.candidates
-        ),
-    )
+    return replace(trace, candidates=tuple(candidates))

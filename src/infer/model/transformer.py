@@ -54,6 +54,14 @@ class Transformer:
 
     def forward(self, step: Step, cache: PagedCache) -> Float[Tensor, "logits vocab"]:
         """float32 logits at `step.logit_indices`. Appends the step's keys and values to the cache provisionally."""
+        x = self._residual(step, cache)
+        return ops.head(x, step.logit_indices, self.norm, self.head, self.architecture.logit_softcap)
+
+    def hidden_states(self, step: Step, cache: PagedCache) -> Float[Tensor, "tokens hidden"]:
+        """float32 hidden states of the step's tokens after the last norm: what the head projects."""
+        return ops.normalize(self._residual(step, cache), self.norm).float()
+
+    def _residual(self, step: Step, cache: PagedCache) -> Float[Tensor, "tokens hidden"]:
         x = ops.embed(self.embedding.parts[0], step.tokens, self.architecture.embedding_scale).to(self.dtype)
         for layer, block in enumerate(self.blocks):
             qkv = ops.norm_project(x, block.attention_norm, block.qkv)
@@ -61,4 +69,4 @@ class Transformer:
             x = ops.project_add(x, attended, block.output, block.post_attention_norm)
             hidden = ops.norm_gate(x, block.mlp_norm, block.gate_up, block.activation)
             x = ops.project_add(x, hidden, block.down, block.post_mlp_norm)
-        return ops.head(x, step.logit_indices, self.norm, self.head, self.architecture.logit_softcap)
+        return x

@@ -33,6 +33,7 @@ __all__ = [
     "head",
     "norm_gate",
     "norm_project",
+    "normalize",
     "prepare",
     "project_add",
     "sample",
@@ -104,6 +105,12 @@ def norm_gate(
 ) -> Float[Tensor, "tokens intermediate"]:
     """activation(gate(norm(x))) × up(norm(x)), where the projection's two parts are gate and up."""
     y: Tensor = backend_of(x.device).kernels.norm_gate(x, norm, gate_up, activation)
+    return y
+
+
+def normalize(x: Float[Tensor, "tokens hidden"], norm: Norm) -> Float[Tensor, "tokens hidden"]:
+    """norm(x), by itself."""
+    y: Tensor = backend_of(x.device).kernels.normalize(x, norm)
     return y
 
 

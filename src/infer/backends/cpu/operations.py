@@ -11,7 +11,7 @@ from infer.backends.cpu import commands
 from infer.backends.cpu.packed import prepare
 from infer.backends.cpu.recording import scope
 from infer.backends.cpu.sampling import choose_tokens
-from infer.backends.reference import attention_weights
+from infer.backends.reference import attention_weights, normalize
 from infer.operands.architecture import Activation
 from infer.operands.step import Step
 from infer.operands.weights import Heads, Norm, Projection, Weight
@@ -25,6 +25,7 @@ __all__ = [
     "head",
     "norm_gate",
     "norm_project",
+    "normalize",
     "prepare",
     "project_add",
 ]

@@ -11,6 +11,7 @@ from infer.backends.reference import (
     head,
     norm_gate,
     norm_project,
+    normalize,
     prepare,
     project_add,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "head",
     "norm_gate",
     "norm_project",
+    "normalize",
     "prepare",
     "project_add",
 ]

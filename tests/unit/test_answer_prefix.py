@@ -1,0 +1,96 @@
+"""`answer_prefix`: an answer that begins with given ids goes on with the bits of one that sampled them."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer import LLM, AsyncLLM, InvalidRequestError, SamplingParams
+from infer.outputs import GenerationResult, SampleTrace
+from test_session import GREEDY, SAMPLED, make_model
+
+PENALTIES: dict[str, Any] = {"frequency_penalty": 0.8, "presence_penalty": 0.5, "min_new_tokens": 9, "stop": "zq"}
+CASES = [
+    GREEDY,
+    SAMPLED,
+    replace(SAMPLED, **PENALTIES, max_new_tokens=30),
+    SamplingParams(regex="[a-f ]{20}", seed=4),
+    replace(SAMPLED, logprobs=2),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(folder)
+
+
+@pytest.mark.parametrize("params", CASES)
+@pytest.mark.parametrize("speculation", [None, "ngram"])
+def test_from_any_token_on_the_answer_is_the_same(llm: LLM, params: SamplingParams, speculation: Any) -> None:
+    whole = llm.generate("hello", params)
+    for count in range(len(whole.token_ids)):
+        found = llm.generate("hello", params, answer_prefix=whole.token_ids[:count], speculation=speculation)
+        assert (found.token_ids, found.text, found.finish_reason, found.stop_reason) == (
+            whole.token_ids,
+            whole.text,
+            whole.finish_reason,
+            whole.stop_reason,
+        )
+        if whole.logprobs is not None:
+            assert found.logprobs == whole.logprobs[count:]
+
+
+def test_another_token_makes_another_answer_with_the_same_beginning(llm: LLM) -> None:
+    whole = llm.generate("hello", SAMPLED)
+    other = [*whole.token_ids[:4], whole.token_ids[4] ^ 1]
+    pieces = list(llm.stream("hello", SAMPLED, answer_prefix=other))
+    found = llm.generate("hello", SAMPLED, answer_prefix=tuple(other))
+    assert found.token_ids[:5] == other
+    assert len(found.token_ids) == len(whole.token_ids) == 12
+    assert ([piece.token_id for piece in pieces], "".join(piece.text for piece in pieces)) == (
+        found.token_ids,
+        found.text,
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "prefix", "message"),
+    [
+        ({}, "abc", "answer_prefix must be a list of token ids, got 'abc'"),
+        ({}, [1, -1], "answer_prefix: token ids must be from 0 to"),
+        ({}, [97, True], "answer_prefix: token ids must be whole numbers"),
+        ({"max_new_tokens": 2}, [97, 98, 99], r"answer_prefix\[1\]: the answer ends with this token \(length"),
+        ({"stop": "b"}, [97, 98], r"answer_prefix\[1\]: the answer ends with this token \(stop, 'b'\)"),
+        ({"regex": "[a-f]{9}"}, [97, 122], r"answer_prefix\[1\]: the grammar does not allow token 122 there"),
+    ],
+)
+def test_a_prefix_that_no_answer_goes_on_from_is_refused(llm: LLM, values: Any, prefix: Any, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        llm.generate("hello", answer_prefix=prefix, **values)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, replace(SAMPLED, **PENALTIES)])
+def test_the_trace_of_an_answer_is_that_of_each_of_its_tokens(llm: LLM, params: SamplingParams) -> None:
+    async def trace(**values: Any) -> tuple[GenerationResult, list[SampleTrace]]:
+        return await AsyncLLM(llm).trace("hello", params, num_candidates=5, **values)
+
+    result, traces = asyncio.run(trace())
+    assert result.token_ids == llm.generate("hello", params).token_ids
+    expected = [llm.sample_trace("hello", params, step=step + 1, num_candidates=5) for step in range(len(traces))]
+    assert traces == [replace(each, text_before="") for each in expected]
+    _, rest = asyncio.run(trace(answer_prefix=result.token_ids[:3]))
+    assert rest == traces[3:]
+
+
+def test_an_answer_held_to_a_grammar_is_not_traced(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="leave regex out"):
+        asyncio.run(AsyncLLM(llm).trace("hello", SamplingParams(regex="a+", seed=1)))
+    with pytest.raises(InvalidRequestError, match="leave choice out"):
+        llm.sample_trace("hello", choice=["a", "b"])

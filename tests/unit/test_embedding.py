@@ -1,0 +1,137 @@
+"""`LLM.embed`: the hidden states of a text, pooled, with bits that depend on the text alone; and on event loops."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from infer import LLM, AsyncLLM, InvalidRequestError, SamplingParams
+from infer.engine import embedding
+from infer.engine.embedding import embed
+from infer.errors import ClosedError
+from infer.operands.step import Step
+from infer.runner.caches import make_cache
+from test_session import make_model
+
+TEXTS = ["hello", "a", "once upon a time " * 12, "b", "the same", "longer than the others " * 9, "the same"]
+GREEDY = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(folder)
+
+
+@torch.inference_mode()
+def states_of(llm: LLM, text: str) -> Tensor:
+    """All at once."""
+    token_ids = llm.tokenizer.encode(text)
+    cache = make_cache(llm.model, len(token_ids), step_tokens=len(token_ids))
+    cache.reserve(0, len(token_ids))
+    return llm.model.hidden_states(Step.of(token_ids), cache).double()
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_the_mean_and_the_last_are_those_of_the_hidden_states(llm: LLM, normalize: bool) -> None:
+    means, lasts = (llm.embed(TEXTS, pooling, normalize=normalize) for pooling in ("mean", "last"))
+    for text, mean, last in zip(TEXTS, means, lasts, strict=True):
+        states = states_of(llm, text)
+        expected = torch.stack([states.mean(0), states[-1]])
+        expected = torch.nn.functional.normalize(expected) if normalize else expected
+        assert torch.allclose(torch.stack([mean, last]).double(), expected, atol=1e-6)
+        assert torch.equal(last, expected[1].float())
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_the_bits_of_a_vector_depend_on_its_text_alone(llm: LLM, pooling: Any) -> None:
+    together = llm.embed(TEXTS, pooling)
+    assert together.dtype == torch.float32
+    assert torch.equal(together, torch.cat([llm.embed([text], pooling) for text in TEXTS]))
+    assert torch.equal(together.flip(0), llm.embed(TEXTS[::-1], pooling))
+    ids = [llm.tokenizer.encode(text) for text in TEXTS]
+    assert torch.equal(together, llm.embed(ids, pooling))
+
+
+def test_chunks_leave_the_last_vector_as_it_is(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = llm.embed(TEXTS, "last")
+    for step_tokens in (1, 7, 500):
+        monkeypatch.setattr(embedding, "STEP_TOKENS", step_tokens)
+        assert torch.equal(llm.embed(TEXTS, "last"), expected)
+
+
+@pytest.mark.parametrize(
+    ("texts", "pooling", "message"),
+    [
+        ("hello", "mean", "prompts must be a list"),
+        (["a"], "max", "pooling must be 'mean' or 'last', got 'max'"),
+        (["a", ""], "mean", "text 1: the prompt is empty"),
+        ([[1, 10_000]], "mean", "text 0: the prompt: token ids must be from 0"),
+        (["a" * 2000], "last", "text 0: the prompt has 2000 tokens"),
+    ],
+)
+def test_what_is_no_text_is_refused(llm: LLM, texts: Any, pooling: Any, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        llm.embed(texts, pooling)
+
+
+def test_no_texts_are_no_vectors(llm: LLM) -> None:
+    assert llm.embed([]).shape == (0, llm.architecture.hidden_size)
+
+
+def test_answers_and_embeddings_of_tasks_go_on_at_once(llm: LLM) -> None:
+    async def ask() -> tuple[list[Tensor], list[int]]:
+        shared = AsyncLLM(llm)
+        answer = asyncio.create_task(shared.generate("go on", GREEDY))
+        found = await asyncio.gather(*(shared.embed(TEXTS) for _ in range(3)))
+        return found, (await answer).token_ids
+
+    found, token_ids = asyncio.run(ask())
+    assert all(torch.equal(each, llm.embed(TEXTS)) for each in found)
+    assert token_ids == llm.generate("go on", GREEDY).token_ids
+
+
+def test_a_task_that_is_cancelled_ends_before_the_next_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_steps = 0
+
+    async def cancel() -> None:
+        shared, loop, began = AsyncLLM(llm), asyncio.get_running_loop(), asyncio.Event()
+        hidden_states, may_go_on = type(llm.model).hidden_states, asyncio.Event()
+
+        async def wait() -> None:
+            await may_go_on.wait()
+
+        def counted(*arguments: Any) -> Tensor:
+            nonlocal num_steps
+            num_steps += 1
+            loop.call_soon_threadsafe(began.set)
+            asyncio.run_coroutine_threadsafe(wait(), loop).result()
+            return hidden_states(*arguments)
+
+        monkeypatch.setattr(type(llm.model), "hidden_states", counted)
+        task = asyncio.create_task(shared.embed(TEXTS))
+        await began.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        may_go_on.set()
+        await shared.llm._opened.answers.compute(lambda check: None)
+
+    asyncio.run(cancel())
+    assert num_steps == 1
+
+
+def test_a_closed_model_gives_no_vectors(folder: Path) -> None:
+    llm = LLM(folder)
+    host = llm._opened
+    llm.close()
+    with pytest.raises(ClosedError):
+        llm.embed(["a"])
+    with pytest.raises(ClosedError):
+        embed(host, [[1]], "mean", normalize=True)

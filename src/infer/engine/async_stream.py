@@ -221,10 +221,12 @@ class AsyncStream(AsyncIterator[Piece]):
 
     @property
     def sequence(self) -> Sequence:
-        """What is answered. Raises InvalidRequestError before `begin`."""
-        if self._begun is None:
-            raise InvalidRequestError("the stream has not begun: await its begin()")
-        return self._begun.sequence
+        """What is answered. Raises InvalidRequestError before `begin`, unless it was prepared already."""
+        if self._begun is not None:
+            return self._begun.sequence
+        if isinstance(self._to_begin, Sequence):
+            return self._to_begin
+        raise InvalidRequestError("the stream has not begun: await its begin()")
 
     def cancel(self) -> None:
         """No further piece: finish_reason is "abort", unless the answer had been read to its end. For any thread."""

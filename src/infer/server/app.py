@@ -7,13 +7,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from infer.server import health, models
+from infer.server import chat, completions, health, models
 from infer.server.endpoint import Endpoint
 from infer.server.errors import ApiError
 from infer.server.request_ids import with_request_ids
 from infer.server.state import ServerState
 
-ROUTES = [*health.ROUTES, *models.ROUTES]
+ROUTES = [*health.ROUTES, *models.ROUTES, *chat.ROUTES, *completions.ROUTES]
 
 
 def make_app(state: ServerState) -> ASGIApp:

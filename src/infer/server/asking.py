@@ -99,13 +99,13 @@ def _prepare(
 ) -> Callable[..., Any]:
     call, host = call_of(request), state.llm().host
     call.phase = "preparing"
-    asked = _of_tenant(options, call.key_name)
+    asked = of_tenant(options, call.key_name)
     if template is None:
         return partial(host.sequence, prompt, params, asked, {})
     return partial(host.chat_sequence, prompt, params, asked, template)
 
 
-def _of_tenant(options: RequestOptions, key_name: str) -> RequestOptions:
+def of_tenant(options: RequestOptions, key_name: str) -> RequestOptions:
     """Keys share neither their turns nor what their prompts begin with."""
     if not key_name:
         return options

@@ -1,0 +1,60 @@
+"""Log-probabilities as OpenAI's answers have them: by the token's text and bytes, not by its id."""
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple, Self
+
+from infer.outputs import TokenLogprob
+from infer.tokenizer import Tokenizer
+
+LEAST_LOGPROB = -9999.0  # of what is impossible: JSON has no infinity
+Entry = dict[str, Any]
+
+
+class Spelling(NamedTuple):
+    """How a vocabulary's tokens are shown. Control tokens are no part of an answer's text."""
+
+    token_bytes: Sequence[bytes]
+    control_ids: Collection[int]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Self:
+        return cls(tokenizer.token_bytes, tokenizer.special_token_ids)
+
+    def text(self, token_id: int) -> str:
+        """Half a character is shown as its bytes, as OpenAI does."""
+        spelt = self.token_bytes[token_id]
+        try:
+            return spelt.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelt)
+
+    def entry(self, token_id: int, logprob: float) -> Entry:
+        """`bytes` of the tokens of an answer, joined, are its text; a control token has none."""
+        spelt = None if token_id in self.control_ids else list(self.token_bytes[token_id])
+        return {"token": self.text(token_id), "logprob": max(logprob, LEAST_LOGPROB), "bytes": spelt}
+
+
+def chat_entries(logprobs: Iterable[TokenLogprob], spelling: Spelling) -> list[Entry]:
+    """`logprobs.content` of a chat completion."""
+    return [
+        spelling.entry(each.token_id, each.logprob) | {"top_logprobs": [spelling.entry(*top) for top in each.top]}
+        for each in logprobs
+    ]
+
+
+def completion_columns(logprobs: Iterable[TokenLogprob | None], spelling: Spelling) -> dict[str, list[Any]]:
+    """`logprobs` of a completion, but for `text_offset` and the token of a None, which is not scored."""
+    columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
+    for each in logprobs:
+        columns["tokens"].append(None if each is None else spelling.text(each.token_id))
+        columns["token_logprobs"].append(None if each is None else max(each.logprob, LEAST_LOGPROB))
+        columns["top_logprobs"].append(None if each is None else _by_text(each, spelling))
+    return columns
+
+
+def _by_text(each: TokenLogprob, spelling: Spelling) -> dict[str, float]:
+    """The alternatives and the token itself. Of several with one text the likeliest."""
+    found = dict[str, float]()
+    for token_id, logprob in sorted({*each.top, (each.token_id, each.logprob)}, key=lambda pair: -pair[1]):
+        found.setdefault(spelling.text(token_id), max(logprob, LEAST_LOGPROB))
+    return found

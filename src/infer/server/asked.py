@@ -1,0 +1,169 @@
+"""What a body asks of the library: sampling parameters, options and messages, as plain values."""
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from infer.batch_file.row import seed_of
+from infer.engine.request_options import RequestOptions
+from infer.errors import ContextLengthError, InvalidRequestError
+from infer.sampling.defaults import default_params
+from infer.sampling_params import SamplingParams
+from infer.server.errors import ApiError
+from infer.server.refusals import refuse, shown
+from infer.server.schema import (
+    AssistantMessage,
+    CompletingBody,
+    DeveloperMessage,
+    Format,
+    GeneratingBody,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    Message,
+    TextPart,
+    ToolMessage,
+)
+
+_MOST_BIAS = 100
+_SEED_BITS = 53  # which every client's JSON keeps
+# Fields of a body that go to SamplingParams by another name, and those that go by their own.
+_RENAMED = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "max_output_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+}
+_SAME = (
+    *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+    *("repetition_window", "temperature_last", "ignore_eos", "stop", "stop_token_ids", "include_stop_str_in_output"),
+    *("allowed_token_ids", "regex", "grammar", "choice"),
+)
+_OPTIONS = ("cache_salt", "priority", "overflow", "speculation", "num_draft_tokens")
+_SHOWN = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+# How a message of the library begins, and what of a body it is about.
+_PLACES = _SHOWN | {
+    "json_schema": "response_format.json_schema.schema",
+    "unknown keyword": "chat_template_kwargs",
+}
+_NOT_FOR_TEMPLATES = frozenset(
+    {"messages", "chat_template", "allow_special", "tools", "add_generation_prompt", "continue_final_message"}
+)
+
+
+def sampling_values(body: GeneratingBody) -> dict[str, Any]:
+    """The fields of SamplingParams that the body names, but the seed and log-probabilities."""
+    names = {name: name for name in _SAME} | _RENAMED
+    given = {name: getattr(body, name, None) for name in names}
+    values = {names[name]: value for name, value in given.items() if value is not None}
+    if isinstance(body, CompletingBody):
+        values |= _constraint(body.response_format)
+        if body.logit_bias:
+            values["logit_bias"] = {_bias_id(key, value): value for key, value in body.logit_bias.items()}
+    return values
+
+
+def make_params(
+    values: Mapping[str, Any], defaults: Mapping[str, Any], seeds: Sequence[int], *, is_chat: bool
+) -> list[SamplingParams]:
+    """One for each seed, over the model's own defaults. Raises ApiError."""
+    try:
+        first = default_params(defaults, is_chat=is_chat, **values)
+        return [replace(first, seed=seed) for seed in seeds]
+    except InvalidRequestError as error:
+        raise refusal(error, "prompt") from error
+
+
+def make_options(body: GeneratingBody) -> RequestOptions:
+    given = {name: getattr(body, name) for name in _OPTIONS}
+    return RequestOptions(**{name: value for name, value in given.items() if value is not None})
+
+
+def seeds_of(seed: int | None, num_choices: int) -> list[int]:
+    """Of each choice: the first is `seed` itself, modulo 2⁶⁴, the others are hashes of it and their index."""
+    first = secrets.randbits(_SEED_BITS) if seed is None else seed % 2**64
+    others = [seed_of(first, str(index)) >> (64 - _SEED_BITS) for index in range(1, num_choices)]
+    return [first, *others]
+
+
+def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """As templates take them: one text each, a developer is the system, arguments of calls are objects."""
+    return [_message(index, message) for index, message in enumerate(messages)]
+
+
+def check_template_variables(variables: Mapping[str, Any]) -> None:
+    """Raises ApiError for what is no variable of the model's own template."""
+    for name in variables:
+        if name in _NOT_FOR_TEMPLATES:
+            param = f"chat_template_kwargs.{name}"
+            raise refuse(f"{param} cannot be given: leave it out", param)
+
+
+def refusal(error: InvalidRequestError, prompt_name: str) -> ApiError:
+    """What the library refuses, by the names of a body, of which `prompt_name` has the prompt."""
+    message = str(error)
+    if isinstance(error, ContextLengthError):
+        return refuse(message, prompt_name, "context_length_exceeded")
+    begins = re.match(r"unknown keyword|\w+", message)
+    name = begins[0] if begins else ""
+    param = _PLACES.get(name, name if name in (*_SAME, "logit_bias") else prompt_name)
+    for theirs, ours in _SHOWN.items():
+        message = message.replace(theirs, ours)
+    return refuse(message, param)
+
+
+def _constraint(asked: Format | None) -> dict[str, Any]:
+    match asked:
+        case JsonObjectFormat():
+            return {"json_schema": {"type": "object"}}
+        case JsonSchemaFormat(json_schema=asked_schema):
+            return {"json_schema": {"type": "object"} if asked_schema.schema is None else asked_schema.schema}
+    return {}
+
+
+def _bias_id(key: str, value: float) -> int:
+    param = f"logit_bias.{key}"[:80]
+    if not (key.isascii() and key.isdecimal()):
+        raise refuse(f"logit_bias must have token ids as its keys, got {shown(key)}", param)
+    if abs(value) > _MOST_BIAS:
+        raise refuse(f"{param} must be a number from -100 to 100, got {shown(value)}", param)
+    return int(key)
+
+
+def _message(index: int, message: Message) -> dict[str, Any]:
+    role = "system" if isinstance(message, DeveloperMessage) else message.__struct_config__.tag
+    found: dict[str, Any] = {"role": role, "content": _text_of(message.content)}
+    if message.name is not None:
+        found["name"] = message.name
+    if isinstance(message, ToolMessage):
+        found["tool_call_id"] = message.tool_call_id
+    if isinstance(message, AssistantMessage):
+        if message.content is None and not message.tool_calls and message.refusal is None:
+            param = f"messages[{index}].content"
+            raise refuse(f"{param} is missing: it is required", param, "missing_required_parameter")
+        if message.content is None:
+            found["content"] = message.refusal or ""
+        if message.tool_calls:
+            found["tool_calls"] = [
+                _call(f"messages[{index}].tool_calls[{i}]", c) for i, c in enumerate(message.tool_calls)
+            ]
+    return found
+
+
+def _call(path: str, call: Any) -> dict[str, Any]:
+    """Templates write the arguments themselves."""
+    try:
+        arguments = msgspec.json.decode(call.function.arguments, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError) as error:
+        param = f"{path}.function.arguments"
+        raise refuse(f"{param} must be an object of JSON: {error}", param) from None
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def _text_of(content: Any) -> str:
+    if not isinstance(content, list):
+        return content or ""
+    return "".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)

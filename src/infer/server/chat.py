@@ -1,0 +1,148 @@
+"""`/v1/chat/completions`: conversations answered, whole or in chunks."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from infer.batch_file.openai_logprobs import Spelling, chat_entries
+from infer.outputs import FinishReason, GenerationResult, TokenLogprob
+from infer.server.asked import (
+    check_template_variables,
+    make_options,
+    make_params,
+    messages_of,
+    sampling_values,
+    seeds_of,
+)
+from infer.server.call import call_of
+from infer.server.choices import Asked, Part, accept
+from infer.server.endpoint import ApiRoute
+from infer.server.models import check_model
+from infer.server.read_body import read_body
+from infer.server.refusals import refuse
+from infer.server.replies import Scores, check_stream_options, reply, score_prompts
+from infer.server.schema import ChatBody
+from infer.server.shapes import (
+    FINISH_REASONS,
+    Head,
+    Json,
+    extension,
+    logprobs_of,
+    prompt_logprobs_of,
+    usage_of_choices,
+    without_end,
+)
+from infer.server.state import ServerState
+
+
+async def chat(request: Request, state: ServerState) -> Response:
+    call, llm = call_of(request), state.llm().llm
+    call.operation = "chat"
+    body = read_body(await request.body(), ChatBody)
+    check_model(state, body.model)
+    includes_usage = check_stream_options(body)
+    choices = await accept(request, state, ask(body, llm.sampling_defaults))
+    scores = await score_prompts(request, state, choices.prompt_ids, body.prompt_logprobs)
+    head = Head(f"chatcmpl-{call.id}", int(time.time()), state.settings.model)
+    shape = ChatShape(head, body, Spelling.of(llm.tokenizer), choices.prompt_ids[0], scores[0], includes_usage)
+    return await reply(request, state, choices, shape, is_streamed=bool(body.stream))
+
+
+def ask(body: ChatBody, defaults: Mapping[str, Any]) -> Asked:
+    """Over the model's own `defaults`. Raises ApiError."""
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+        message = f"max_tokens is {body.max_tokens} and max_completion_tokens {body.max_completion_tokens}: give one"
+        raise refuse(message, "max_tokens")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise refuse("top_logprobs needs logprobs: true", "top_logprobs")
+    values = sampling_values(body)
+    if body.logprobs:
+        values["logprobs"] = body.top_logprobs or 0
+    variables = dict(body.chat_template_kwargs or {})
+    check_template_variables(variables)
+    for name in ("add_generation_prompt", "continue_final_message"):
+        if (value := getattr(body, name)) is not None:
+            variables[name] = value
+    params = make_params(values, defaults, seeds_of(body.seed, body.n or 1), is_chat=True)
+    return Asked([messages_of(body.messages)], params, make_options(body), "messages", variables)
+
+
+@final
+class ChatShape:
+    def __init__(
+        self,
+        head: Head,
+        body: ChatBody,
+        spelling: Spelling,
+        prompt_ids: Sequence[int],
+        scores: Scores,
+        includes_usage: bool,
+    ) -> None:
+        self._head, self._body, self._spelling, self._includes_usage = head, body, spelling, includes_usage
+        self._of_prompt: Json = {"prompt_token_ids": list(prompt_ids)} if body.return_token_ids else {}
+        if scores:
+            self._of_prompt["prompt_logprobs"] = prompt_logprobs_of(scores, spelling)
+
+    def whole(self, results: Sequence[GenerationResult]) -> Json:
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": result.text, "refusal": None},
+                "logprobs": self._logprobs(result.logprobs or (), result.finish_reason),
+                "finish_reason": FINISH_REASONS[result.finish_reason],
+                **self._token_ids(result.token_ids),
+            }
+            for index, result in enumerate(results)
+        ]
+        return {
+            **self._head.to_json("chat.completion"),
+            "choices": choices,
+            "usage": usage_of_choices(results, len(results)),
+            "infer": extension(dict(enumerate(results))),
+            **self._of_prompt,
+        }
+
+    def opening(self) -> list[Json]:
+        delta = {"role": "assistant", "content": ""}
+        first, *others = [self._chunk([self._choice(index, delta)]) for index in range(self._body.n or 1)]
+        return [first | self._of_prompt, *others]
+
+    def chunk(self, part: Part) -> Json | None:
+        delta = {"content": part.text} if part.text else {}
+        if part.result is not None:
+            reason = FINISH_REASONS[part.result.finish_reason]
+            choice = self._choice(part.choice, delta, finish_reason=reason)
+            return self._chunk([choice]) | {"infer": extension({part.choice: part.result})}
+        logprobs = self._logprobs(logprobs_of(part.pieces), part.pieces[-1].finish_reason)
+        ids = self._token_ids([piece.token_id for piece in part.pieces])
+        if not (delta or ids or (logprobs and logprobs["content"])):
+            return None
+        return self._chunk([self._choice(part.choice, delta, logprobs) | ids])
+
+    def closing(self, results: Sequence[GenerationResult]) -> list[Json]:
+        if not self._includes_usage:
+            return []
+        return [self._chunk([]) | {"usage": usage_of_choices(results, len(results))}]
+
+    def _chunk(self, choices: list[Json]) -> Json:
+        usage = {"usage": None} if self._includes_usage else {}
+        return {**self._head.to_json("chat.completion.chunk"), "choices": choices, **usage}
+
+    def _choice(
+        self, index: int, delta: Json, logprobs: Json | None = None, *, finish_reason: str | None = None
+    ) -> Json:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprob], finish_reason: FinishReason | None) -> Json | None:
+        if not self._body.logprobs:
+            return None
+        return {"content": chat_entries(without_end(logprobs, finish_reason), self._spelling), "refusal": None}
+
+    def _token_ids(self, token_ids: Sequence[int]) -> Json:
+        return {"token_ids": list(token_ids)} if self._body.return_token_ids else {}
+
+
+ROUTES = [ApiRoute("POST", "/v1/chat/completions", chat)]

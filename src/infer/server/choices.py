@@ -1,0 +1,209 @@
+"""The answers to what a body asks: n to each of its prompts, accepted before the headers, read as they come.
+
+A choice's index is its prompt's times n, plus its own. The first of a prompt reads the prompt; the others begin when it
+has given something, and find the prompt in the cache.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+from starlette.requests import Request
+
+import infer
+from infer.engine.request_options import RequestOptions
+from infer.errors import ClosedError, InvalidRequestError
+from infer.outputs import GenerationResult, GenerationTiming, Piece
+from infer.sampling_params import SamplingParams
+from infer.server.asked import refusal
+from infer.server.asking import check_result, of_tenant, while_connected
+from infer.server.call import Call, call_of
+from infer.server.errors import ApiError
+from infer.server.state import ServerState
+
+
+@final
+@dataclass(frozen=True)
+class Asked:
+    """`params` are those of each choice of a prompt; `variables` of the template; `prompt_name` is the body's field.
+    Where it is not `is_answered`, prompts are checked and no more.
+    """
+
+    prompts: Sequence[Any]
+    params: Sequence[SamplingParams]
+    options: RequestOptions
+    prompt_name: str
+    variables: Mapping[str, Any]
+    is_answered: bool = True
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.params)
+
+
+class Part(NamedTuple):
+    """Of a choice, by its index: its next pieces; or its end, with the `tail` of its text that was held back."""
+
+    choice: int
+    pieces: Sequence[Piece]
+    result: GenerationResult | None = None
+    tail: str = ""
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces) + self.tail
+
+
+@final
+class Choices:
+    def __init__(
+        self, call: Call, state: ServerState, groups: "Sequence[Sequence[infer.AsyncStream]]", *, is_answered: bool
+    ) -> None:
+        self._call, self._state, self._groups, self._is_answered = call, state, groups, is_answered
+        self._streams = [stream for group in groups for stream in group]
+
+    @property
+    def prompt_ids(self) -> list[list[int]]:
+        """Of each prompt."""
+        return [list(group[0].sequence.request.prompt_token_ids) for group in self._groups]
+
+    async def begin(self) -> None:
+        """The first choice of each prompt joins the queue."""
+        for group in self._groups if self._is_answered else ():
+            await self._begin(group[0])
+
+    async def results(self) -> list[GenerationResult]:
+        """Whole answers. Raises ApiError where one failed."""
+        if not self._is_answered:
+            return self._empty()
+        try:
+            found = await asyncio.gather(*map(self._results_of, self._groups))
+        except BaseException:
+            self.cancel()
+            raise
+        results = [result for group in found for result in group]
+        for result in results:
+            check_result(result, self._state)
+        return results
+
+    async def parts(self) -> AsyncGenerator[Part, None]:
+        """Of all choices as they come, each with its end. One that fails ends without; when all others have ended, its
+        ApiError is raised.
+        """
+        if not self._is_answered:
+            for index, result in enumerate(self._empty()):
+                yield Part(index, (), result)
+            return
+        failures = list[ApiError]()
+        try:
+            async with aclosing(self._read_all()) as read:
+                async for index, pieces in read:
+                    try:
+                        yield Part(index, pieces) if pieces else await self._end(index)
+                    except ApiError as error:
+                        failures.append(_of_choice(error, index))
+        finally:
+            self.cancel()
+        if failures:
+            raise failures[0]
+
+    async def _read_all(self) -> AsyncGenerator[tuple[int, list[Piece]], None]:
+        """Each choice until it gives nothing more."""
+        if len(self._streams) == 1:
+            pieces = None
+            while pieces is None or pieces:
+                pieces = await self._streams[0].take()
+                yield 0, pieces
+            return
+        size, has_begun = len(self._groups[0]), set[int]()
+        reading = {self._read(index): index for index in range(0, len(self._streams), size)}
+        try:
+            while reading:
+                done, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
+                for task in sorted(done, key=reading.__getitem__):
+                    index, pieces = reading.pop(task), task.result()
+                    if index % size == 0 and index not in has_begun:
+                        has_begun.add(index)
+                        reading |= {self._read(other): other for other in range(index + 1, index + size)}
+                    yield index, pieces
+                    if pieces:
+                        reading[self._read(index)] = index
+        finally:
+            for task in reading:
+                task.cancel()
+            await asyncio.gather(*reading, return_exceptions=True)
+
+    async def _end(self, index: int) -> Part:
+        stream = self._streams[index]
+        result = await stream.result()
+        check_result(result, self._state)
+        return Part(index, (), result, result.text[sum(len(piece.text) for piece in stream.sequence.pieces) :])
+
+    def cancel(self) -> None:
+        """What goes on ends; what has ended stays."""
+        for stream in self._streams:
+            stream.cancel()
+
+    def _empty(self) -> list[GenerationResult]:
+        """Where prompts are asked about, and nothing is to follow them."""
+        sequences = [stream.sequence for stream in self._streams]
+        return [
+            GenerationResult(
+                [], "", "length", each.num_prompt_tokens, 0, GenerationTiming(), "max_tokens", each.params.seed
+            )
+            for each in sequences
+        ]
+
+    async def _begin(self, stream: "infer.AsyncStream") -> None:
+        await stream.begin()
+        self._call.add(stream.sequence)
+
+    async def _results_of(self, group: "Sequence[infer.AsyncStream]") -> list[GenerationResult]:
+        if len(group) > 1:
+            await group[0].take()
+            for stream in group[1:]:
+                await self._begin(stream)
+        return list(await asyncio.gather(*(stream.result() for stream in group)))
+
+    def _read(self, index: int) -> "asyncio.Task[list[Piece]]":
+        return asyncio.create_task(self._take(self._streams[index], is_first=index % len(self._groups[0]) == 0))
+
+    async def _take(self, stream: "infer.AsyncStream", *, is_first: bool) -> list[Piece]:
+        if not is_first:
+            await self._begin(stream)
+        return await stream.take()
+
+
+async def accept(request: Request, state: ServerState, asked: Asked) -> Choices:
+    """Prepared, checked and in the queue. Raises ApiError where any of it is refused."""
+    call, llm = call_of(request), state.llm()
+    call.phase = "preparing"
+    options = of_tenant(asked.options, call.key_name)
+
+    async def prepare() -> Choices:
+        groups = [await _prepared(llm, asked, options, number) for number in range(len(asked.prompts))]
+        choices = Choices(call, state, groups, is_answered=asked.is_answered)
+        await choices.begin()
+        return choices
+
+    return await while_connected(request, prepare())
+
+
+async def _prepared(
+    llm: "infer.AsyncLLM", asked: Asked, options: RequestOptions, number: int
+) -> "list[infer.AsyncStream]":
+    try:
+        return await llm.choices(asked.prompts[number], asked.params, options=options, **asked.variables)
+    except ClosedError:
+        raise
+    except InvalidRequestError as error:
+        which = asked.prompt_name if len(asked.prompts) == 1 else f"{asked.prompt_name}[{number}]"
+        raise refusal(error, which) from error
+
+
+def _of_choice(error: ApiError, index: int) -> ApiError:
+    return ApiError(
+        error.status, f"choice {index}: {error.message}", error.type, error.param, error.code, error.headers
+    )

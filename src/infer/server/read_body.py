@@ -1,0 +1,139 @@
+"""The bytes of a body as its Struct. What breaks a rule is refused with its path, its value and the rule."""
+
+import difflib
+import re
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import inspect
+
+from infer.server.errors import ApiError
+from infer.server.neutral import ELSEWHERE, NEUTRAL, check_neutral
+from infer.server.refusals import refuse, shown
+
+_Body = TypeVar("_Body", bound=msgspec.Struct)
+_Step = str | int  # of a path
+_PLACE = re.compile(r"(?P<problem>.*?)(?: - at (?:`key` in )?`\$(?P<path>.*)`)?", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(.*)`")
+_EXPECTED = re.compile(r"Expected `(?P<types>.+?)`(?P<bound>.*?)(?:, got `.*`)?", re.DOTALL)
+_STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
+_TYPES = {"int": "an integer", "float": "a number", "str": "a string", "bool": "true or false", "array": "a list",
+          "object": "an object"}  # fmt: skip
+_BOUNDS = {" of length >= ": " with at least ", " of length <= ": " with at most ", " >= ": " of at least ",
+           " <= ": " of at most ", " > ": " above ", " < ": " below ", " matching regex ": " like "}  # fmt: skip
+
+
+def read_body(content: bytes, kind: type[_Body]) -> _Body:
+    """Raises ApiError 400."""
+    try:
+        given = msgspec.json.decode(content)
+    except RecursionError:
+        raise refuse("the body is nested too deep", None, "invalid_json") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise refuse(f"the body is not JSON: {error}", None, "invalid_json") from None
+    try:
+        body = msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        raise _refusal(str(error), given, kind) from None
+    for field in kind.__struct_fields__:
+        if field in NEUTRAL:
+            check_neutral(field, getattr(body, field))
+    return body
+
+
+def _refusal(said: str, given: Any, kind: type) -> ApiError:
+    place = _PLACE.fullmatch(said)
+    assert place is not None
+    problem, path = place["problem"], place["path"] or ""
+    steps = [name or int(index) for name, index in _STEP.findall(path) if name != "..."]
+    if unknown := _UNKNOWN.fullmatch(problem):
+        return _unknown([*steps, unknown[1]], _fields_at(kind, steps, given))
+    if missing := _MISSING.fullmatch(problem):
+        name = _shown_path([*steps, missing[1]])
+        return refuse(f"{name} is missing: it is required", name, "missing_required_parameter")
+    name, value = _shown_path(steps), _value_at(given, steps)
+    whose = f"a value of {name}" if path.endswith("[...]") else name or "the body"
+    if expected := _EXPECTED.fullmatch(problem):
+        is_type = "got `" in problem
+        rule = _rule(expected["types"], expected["bound"])
+    else:
+        is_type, rule = False, " or ".join(f"'{each}'" for each in _choices_at(kind, steps, given))
+    code = "invalid_type" if is_type else "invalid_value"
+    return refuse(f"{whose} must be {rule}, got {shown(value)}", name or None, code)
+
+
+def _unknown(steps: list[_Step], known: list[str]) -> ApiError:
+    path, name = _shown_path(steps), str(steps[-1])
+    if name in ELSEWHERE:
+        return refuse(f"{path} is not known here: use {ELSEWHERE[name]}", path, "unknown_parameter")
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else "leave it out"
+    return refuse(f"{path} is not known: {hint}", path, "unknown_parameter")
+
+
+def _rule(types: str, bound: str) -> str:
+    """What is expected, of msgspec's words for it."""
+    names = [_TYPES.get(each, each) for each in types.split(" | ") if each != "null"]
+    for found, said in _BOUNDS.items():
+        if bound.startswith(found):
+            is_length = "length" in found
+            number, unit = bound.removeprefix(found), " character" if types == "str" else " element"
+            return " or ".join(names) + said + number + (unit + "s" * (number != "1") if is_length else "")
+    return " or ".join(names) or "null"
+
+
+def _shown_path(steps: list[_Step]) -> str:
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")
+
+
+def _value_at(given: Any, steps: list[_Step]) -> Any:
+    for step in steps:
+        given = given.get(step) if isinstance(given, dict) else given[step]
+    return given
+
+
+# The types of a place
+
+
+def _flat(found: inspect.Type) -> Iterator[inspect.Type]:
+    if isinstance(found, inspect.UnionType):
+        for each in found.types:
+            yield from _flat(each)
+    elif isinstance(found, inspect.Metadata):
+        yield from _flat(found.type)
+    else:
+        yield found
+
+
+def _types_at(kind: type, steps: list[_Step], given: Any) -> list[inspect.Type]:
+    """Of tagged Structs the one whose tag is given."""
+    found = list(_flat(inspect.type_info(kind)))
+    for step in steps:
+        inner = list[inspect.Type]()
+        for each in found:
+            if isinstance(each, inspect.ListType):
+                inner += _flat(each.item_type)
+            elif isinstance(each, inspect.StructType) and _has_tag(each, given):
+                inner += [one for field in each.fields if field.name == step for one in _flat(field.type)]
+        found, given = inner, _value_at(given, [step])
+    return found
+
+
+def _has_tag(found: inspect.StructType, given: Any) -> bool:
+    return found.tag_field is None or given.get(found.tag_field) == found.tag
+
+
+def _fields_at(kind: type, steps: list[_Step], given: Any) -> list[str]:
+    value = _value_at(given, steps)
+    structs = [each for each in _types_at(kind, steps, given) if isinstance(each, inspect.StructType)]
+    return [field.name for each in structs if _has_tag(each, value) for field in each.fields]
+
+
+def _choices_at(kind: type, steps: list[_Step], given: Any) -> list[Any]:
+    """The values of an enumeration, or the tags of what may stand there."""
+    values = [v for each in _types_at(kind, steps, given) if isinstance(each, inspect.LiteralType) for v in each.values]
+    around = _types_at(kind, steps[:-1], given)
+    tags = [each.tag for each in around if isinstance(each, inspect.StructType) and each.tag_field == steps[-1]]
+    return values or tags

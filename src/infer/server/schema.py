@@ -1,0 +1,227 @@
+"""The bodies of requests as Structs. A field that is not here is refused, null is absent, and what OpenAI has but
+we do not is in `neutral`.
+"""
+
+from typing import Annotated, Any, Literal, final
+
+from msgspec import Meta, Struct
+
+from infer.engine.admission import MAX_PRIORITY
+from infer.engine.model_settings import Overflow, Speculation
+from infer.sampling_params import MAX_LOGPROBS
+from infer.speculation.ngram import MAX_DRAFT_TOKENS
+
+_Text = Annotated[str, Meta(min_length=1)]
+_Count = Annotated[int, Meta(ge=1)]
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]
+_Choices = Annotated[int, Meta(ge=1, le=128)]
+_Alternatives = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+_TokenIds = list[Annotated[int, Meta(ge=0)]]
+
+
+class Body(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What all have: a model's name, and who asks, which is not used."""
+
+    model: str | None = None
+    user: str | None = None
+
+
+# Messages
+
+
+class _Part(Struct, forbid_unknown_fields=True, tag_field="type"):
+    pass
+
+
+@final
+class TextPart(_Part, tag="text"):
+    text: str
+
+
+@final
+class RefusalPart(_Part, tag="refusal"):
+    refusal: str
+
+
+class _Message(Struct, forbid_unknown_fields=True, kw_only=True, tag_field="role"):
+    name: str | None = None
+
+
+_Content = str | Annotated[list[TextPart], Meta(min_length=1)]
+
+
+@final
+class SystemMessage(_Message, tag="system", kw_only=True):
+    content: _Content
+
+
+@final
+class DeveloperMessage(_Message, tag="developer", kw_only=True):
+    content: _Content
+
+
+@final
+class UserMessage(_Message, tag="user", kw_only=True):
+    content: _Content
+
+
+@final
+class FunctionCall(Struct, forbid_unknown_fields=True):
+    name: str
+    arguments: str
+
+
+@final
+class ToolCall(Struct, forbid_unknown_fields=True):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+@final
+class AssistantMessage(_Message, tag="assistant", kw_only=True):
+    """As an answer has it, so that it can be sent back."""
+
+    content: str | Annotated[list[TextPart | RefusalPart], Meta(min_length=1)] | None = None
+    refusal: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+
+@final
+class ToolMessage(_Message, tag="tool", kw_only=True):
+    content: _Content
+    tool_call_id: str
+
+
+Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
+
+
+# What an answer is held to
+
+
+class _Format(Struct, forbid_unknown_fields=True, tag_field="type"):
+    pass
+
+
+@final
+class TextFormat(_Format, tag="text"):
+    pass
+
+
+@final
+class JsonObjectFormat(_Format, tag="json_object"):
+    pass
+
+
+@final
+class JsonSchema(Struct, forbid_unknown_fields=True, kw_only=True):
+    """`strict` or not, the answer is held to the schema."""
+
+    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+@final
+class JsonSchemaFormat(_Format, tag="json_schema"):
+    json_schema: JsonSchema
+
+
+Format = TextFormat | JsonObjectFormat | JsonSchemaFormat
+
+
+# What is generated
+
+
+@final
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GeneratingBody(Body, kw_only=True):
+    """What all routes take that generate: OpenAI's names first, then vLLM's and our own."""
+
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    stream: bool | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, lt=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    repetition_window: Annotated[int, Meta(ge=0)] | None = None
+    temperature_last: bool | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: _TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    allowed_token_ids: Annotated[_TokenIds, Meta(min_length=1)] | None = None
+    regex: _Text | None = None
+    grammar: _Text | None = None
+    choice: Annotated[list[_Text], Meta(min_length=1)] | None = None
+    cache_salt: str | None = None
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    overflow: Overflow | None = None
+    speculation: Speculation | None = None
+    num_draft_tokens: Annotated[int, Meta(ge=1, le=MAX_DRAFT_TOKENS)] | None = None
+
+
+class CompletingBody(GeneratingBody, kw_only=True):
+    """What both completions take."""
+
+    n: _Choices | None = None
+    stop: str | Annotated[list[_Text], Meta(max_length=4)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    frequency_penalty: _Penalty | None = None
+    presence_penalty: _Penalty | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: Format | None = None
+    stream_options: StreamOptions | None = None
+    prompt_logprobs: _Alternatives | None = None
+    return_token_ids: bool | None = None
+
+
+@final
+class ChatBody(CompletingBody, kw_only=True):
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_tokens: _Count | None = None
+    max_completion_tokens: _Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: _Alternatives | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    audio: Any = None
+    function_call: Any = None
+    functions: Any = None
+    modalities: Any = None
+    moderation: Any = None
+    parallel_tool_calls: Any = None
+    prediction: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    reasoning_effort: Any = None
+    service_tier: Any = None
+    store: Any = None
+    tool_choice: Any = None
+    tools: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+
+
+@final
+class CompletionBody(CompletingBody, kw_only=True):
+    """`prompt` is a text, ids, or a list of either."""
+
+    prompt: str | list[Any]
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
+    echo: bool | None = None
+    best_of: Any = None
+    suffix: Any = None

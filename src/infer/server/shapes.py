@@ -1,0 +1,84 @@
+"""What the answers of several of OpenAI's routes have in common."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from infer.batch_file.openai_logprobs import Spelling
+from infer.outputs import FinishReason, GenerationResult, Piece, TokenLogprob
+
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "abort": "length"}  # "abort": its time was over
+Json = dict[str, Any]
+
+
+class Head(NamedTuple):
+    """What an answer and all its chunks have."""
+
+    id: str
+    created: int
+    model: str
+
+    def to_json(self, kind: str) -> Json:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+def usage_of(num_prompt_tokens: int, results: Sequence[GenerationResult], num_cached: int) -> Json:
+    """A prompt counts once, however many choices it has. Accepted and rejected predictions are our own drafts."""
+    num_completion = sum(result.generated_tokens for result in results)
+    proposed = sum(result.stats.drafts_proposed for result in results)
+    accepted = sum(result.stats.drafts_accepted for result in results)
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt_tokens + num_completion,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": proposed - accepted,
+        },
+    }
+
+
+def usage_of_choices(results: Sequence[GenerationResult], num_choices: int) -> Json:
+    firsts = results[::num_choices]  # of each prompt: the one that read it
+    num_prompt_tokens = sum(result.prompt_tokens for result in firsts)
+    return usage_of(num_prompt_tokens, results, sum(result.reused_tokens for result in firsts))
+
+
+def extension(results: Mapping[int, GenerationResult]) -> Json:
+    """`infer`, our own key: of each choice its seed, why it ended and where the time went."""
+    return {
+        "choices": [
+            {
+                "index": index,
+                "seed": result.seed,
+                "stop_reason": result.stop_reason,
+                "ttft_seconds": result.timing.ttft_s,
+                "decode_seconds": result.timing.decode_time_s,
+                "decode_tokens_per_second": result.timing.decode_tokens_per_second,
+            }
+            for index, result in results.items()
+        ]
+    }
+
+
+def logprobs_of(pieces: Sequence[Piece]) -> list[TokenLogprob]:
+    return [piece.logprob for piece in pieces if piece.logprob is not None]
+
+
+def without_end(logprobs: Sequence[TokenLogprob], finish_reason: FinishReason | None) -> Sequence[TokenLogprob]:
+    """Of all tokens but the one that ends the answer, which is no part of it."""
+    return logprobs[:-1] if finish_reason == "eos" else logprobs
+
+
+def prompt_logprobs_of(logprobs: Iterable[TokenLogprob | None], spelling: Spelling) -> list[Json | None]:
+    """As vLLM has them: by id; null for the first."""
+    return [
+        None
+        if each is None
+        else {
+            str(token_id): {"logprob": logprob, "decoded_token": spelling.text(token_id)}
+            for token_id, logprob in (*each.top, (each.token_id, each.logprob))
+        }
+        for each in logprobs
+    ]

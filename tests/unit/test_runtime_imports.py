@@ -36,6 +36,7 @@ ALLOWED = {
     ("engine/async_stream.py", "asyncio"),
     ("engine/stream.py", "asyncio"),
     ("server/asking.py", "asyncio"),  # the server: what `infer serve` is asked for
+    ("server/choices.py", "asyncio"),
     ("server/connection.py", "http"),
     ("server/endpoint.py", "asyncio"),
     ("server/loading.py", "asyncio"),

@@ -28,7 +28,6 @@ NEUTRAL = {
     "parallel_tool_calls": Neutral((True, False), _NO_TOOLS),
     "prediction": Neutral((), 'give speculation: "ngram", which guesses by itself'),
     "previous_response_id": Neutral((), "answers are not kept: send the earlier messages as input"),
-    "prompt": Neutral((), "prompts are not kept: send the text as input"),
     "prompt_cache_options": Neutral((), "leave it out"),
     "prompt_cache_retention": Neutral(("in_memory", "in-memory"), "prompts are kept in memory while there is room"),
     "reasoning": Neutral(({},), "reasoning is not supported yet: leave it out"),

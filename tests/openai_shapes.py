@@ -1,0 +1,55 @@
+"""OpenAI's own schemas (MIT, beside their licence in `data/`), and whether what a server sent is valid by them."""
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jsonschema import Draft202012Validator
+
+DATA = Path(__file__).parent / "data" / "openai-schemas.json"
+
+
+@cache
+def _components() -> dict[str, Any]:
+    """What OpenAI sends itself and its schemas do not have: null for the first token of an echoed prompt, and in
+    chunks of completions for what comes with the last.
+    """
+    components = json.loads(DATA.read_text(encoding="utf-8"))["components"]
+    schemas = components["schemas"]
+    completion = schemas["CreateCompletionResponse"]["properties"]
+    choice = completion["choices"]["items"]["properties"]
+    logprobs = choice["logprobs"]["anyOf"][0]["properties"]
+    for name in ("token_logprobs", "top_logprobs"):
+        logprobs[name]["items"] = _or_null(logprobs[name]["items"])
+    chunk = json.loads(json.dumps(schemas["CreateCompletionResponse"]))
+    chunk["properties"]["usage"] = _or_null(chunk["properties"]["usage"])
+    of_choice = chunk["properties"]["choices"]["items"]["properties"]
+    of_choice["finish_reason"] = _or_null(of_choice["finish_reason"])
+    schemas["CompletionChunk"] = chunk
+    return components
+
+
+def _or_null(schema: Any) -> Any:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+@cache
+def validator(name: str) -> Draft202012Validator:
+    return Draft202012Validator({"$ref": f"#/components/schemas/{name}", "components": _components()})
+
+
+def check(name: str, value: Any) -> None:
+    """That it is a valid one of these."""
+    found = [f"{error.json_path}: {error.message:.300}" for error in validator(name).iter_errors(value)]
+    assert not found, (name, found[:3])
+
+
+def events(stream: str) -> Iterator[Any]:
+    """The data of a stream of events, which ends in [DONE]."""
+    blocks = [block for block in stream.split("\n\n") if block and not block.startswith(":")]
+    assert blocks[-1] == "data: [DONE]"
+    for block in blocks[:-1]:
+        assert block.startswith("data: "), block
+        yield json.loads(block.removeprefix("data: "))

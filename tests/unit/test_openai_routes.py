@@ -1,0 +1,248 @@
+"""OpenAI's routes over sockets: the answers of `LLM` to the token, in OpenAI's shapes, streamed or whole."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from infer import LLM, SamplingParams
+from infer.engine.text_output import TextOutput
+from openai_shapes import check, events
+from served import Served, serving
+from test_session import TEXT_IDS, make_model
+
+MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+PLAIN = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+# What is asked over HTTP, and of the library.
+SAMPLED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"temperature": 0}, {"temperature": 0}),
+    ({"seed": -7, "max_tokens": 30}, {"seed": 2**64 - 7, "max_new_tokens": 30}),
+    (
+        {"seed": 1, "top_k": -1, "min_p": 0.01, "repetition_penalty": 1.3, "presence_penalty": 1, "stop": None},
+        {"seed": 1, "min_p": 0.01, "repetition_penalty": 1.3, "presence_penalty": 1.0},
+    ),
+    ({"seed": 2, "logit_bias": {"65": 100, "66": -100}}, {"seed": 2, "logit_bias": {65: 100, 66: -100}}),
+    (
+        {"seed": 3, "allowed_token_ids": TEXT_IDS, "stop": ["a", "b"], "min_tokens": 3},
+        {"seed": 3, "allowed_token_ids": TEXT_IDS, "stop": ["a", "b"], "min_new_tokens": 3},
+    ),
+    ({"seed": 4, "regex": "[a-f]{3,9}"}, {"seed": 4, "regex": "[a-f]{3,9}"}),
+    (
+        {"seed": 5, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
+        {"seed": 5, "json_schema": SCHEMA},
+    ),
+    ({"seed": 6, "response_format": {"type": "json_object"}, "max_tokens": 40},
+     {"seed": 6, "json_schema": {"type": "object"}, "max_new_tokens": 40}),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return LLM(make_model(tmp_path_factory.mktemp("model")), reuse_prefixes=True)
+
+
+@pytest.fixture(scope="module")
+def served(llm: LLM) -> Iterator[Served]:
+    with serving(llm, model="tiny") as served:
+        yield served
+
+
+def ask(served: Served, path: str, **body: Any) -> dict[str, Any]:
+    answer = served.client.post(path, json={"model": "tiny", "return_token_ids": True} | body)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    check("CreateChatCompletionResponse" if path == CHAT else "CreateCompletionResponse", found)
+    return found
+
+
+def stream(served: Served, path: str, **body: Any) -> list[dict[str, Any]]:
+    answer = served.client.post(path, json={"return_token_ids": True, "stream": True} | body)
+    assert answer.status_code == 200, answer.text
+    found = list(events(answer.text))
+    for chunk in found:
+        check("CreateChatCompletionStreamResponse" if path == CHAT else "CompletionChunk", chunk)
+    return found
+
+
+def choices_of(chunks: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    found = defaultdict[int, list[dict[str, Any]]](list)
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            found[choice["index"]].append(choice)
+    return found
+
+
+# Answers
+
+
+@pytest.mark.parametrize(("asked", "values"), SAMPLED)
+def test_an_answer_is_that_of_the_library(
+    served: Served, llm: LLM, asked: dict[str, Any], values: dict[str, Any]
+) -> None:
+    chatted = llm.chat(PLAIN, values)
+    answer = ask(served, CHAT, messages=MESSAGES, **asked)
+    choice = answer["choices"][0]
+    assert (choice["message"]["content"], choice["token_ids"]) == (chatted.text, chatted.token_ids)
+    assert answer["usage"]["completion_tokens"] == chatted.generated_tokens
+    assert answer["usage"]["prompt_tokens"] == chatted.prompt_tokens == len(answer["prompt_token_ids"])
+    expected = llm.generate("hello", {"max_new_tokens": 16} | values)
+    choice = ask(served, COMPLETIONS, prompt="hello", **asked)["choices"][0]
+    assert (choice["text"], choice["token_ids"]) == (expected.text, expected.token_ids)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(("asked", "values"), SAMPLED[1:6])
+def test_a_stream_is_the_whole_answer_in_pieces(
+    served: Served, path: str, asked: dict[str, Any], values: dict[str, Any]
+) -> None:
+    is_chat = path == CHAT
+    logprobs: dict[str, Any] = {"logprobs": True, "top_logprobs": 2} if is_chat else {"logprobs": 2}
+    prompt: dict[str, Any] = {"messages": MESSAGES} if is_chat else {"prompt": [[104, 101], [104, 105]], "echo": True}
+    body = {"n": 3} | prompt | logprobs | asked
+    answer, chunks = ask(served, path, **body), stream(served, path, **body)
+    assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
+    assert all("usage" not in chunk for chunk in chunks)
+    found = choices_of(chunks)
+    assert sorted(found) == list(range(3 if is_chat else 6))
+    for choice in answer["choices"]:
+        parts = found[choice["index"]]
+        reasons = [part["finish_reason"] for part in parts]
+        assert reasons == [None] * (len(parts) - 1) + [choice["finish_reason"]]
+        assert [i for part in parts for i in part.get("token_ids", ())] == choice["token_ids"]
+        scored = [part["logprobs"] for part in parts if part["logprobs"]]
+        if is_chat:
+            assert parts[0]["delta"] == {"role": "assistant", "content": ""}
+            assert "".join(part["delta"].get("content", "") for part in parts) == choice["message"]["content"]
+            assert [entry for each in scored for entry in each["content"]] == choice["logprobs"]["content"]
+        else:
+            assert "".join(part["text"] for part in parts) == choice["text"]
+            for name, column in choice["logprobs"].items():
+                assert [entry for each in scored for entry in each[name]] == column
+
+
+def test_usage_comes_once_in_a_last_chunk_without_choices_where_it_is_asked_for(served: Served) -> None:
+    for path, prompt in ((CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": "hello"})):
+        body = {"n": 2, "seed": 3, "max_tokens": 5, **prompt}
+        *chunks, last = stream(served, path, stream_options={"include_usage": True}, **body)
+        assert [chunk["usage"] for chunk in chunks] == [None] * len(chunks)
+        assert last["choices"] == []
+        counts = ("prompt_tokens", "completion_tokens", "total_tokens")
+        usage = ask(served, path, **body)["usage"]
+        assert [last["usage"][name] for name in counts] == [usage[name] for name in counts]
+
+
+def test_each_choice_has_a_seed_of_its_own_that_gives_it_again(served: Served, llm: LLM) -> None:
+    answer = ask(served, CHAT, messages=MESSAGES, n=4, max_tokens=20)
+    seeds = [each["seed"] for each in answer["infer"]["choices"]]
+    assert len(set(seeds)) == 4
+    assert all(0 <= seed < 2**53 for seed in seeds)
+    for choice, seed in zip(answer["choices"], seeds, strict=True):
+        assert choice["token_ids"] == llm.chat(PLAIN, seed=seed, max_new_tokens=20).token_ids
+    again = ask(served, CHAT, messages=MESSAGES, n=4, max_tokens=20, seed=seeds[0])
+    assert [choice["token_ids"] for choice in again["choices"]] == [c["token_ids"] for c in answer["choices"]]
+    prompts = ask(served, COMPLETIONS, prompt=["hello", "abc"], n=2, seed=9)["choices"]
+    assert [choice["index"] for choice in prompts] == [0, 1, 2, 3]
+    assert prompts[2]["token_ids"] == llm.generate("abc", seed=9, max_new_tokens=16).token_ids
+
+
+def test_a_prompt_is_computed_once_for_all_its_choices(served: Served, llm: LLM) -> None:
+    messages = [{"role": "user", "content": "a long prompt that nobody else has sent, " * 5}]
+    before = llm._opened.engine.snapshot().reused_tokens
+    usage = ask(served, CHAT, messages=messages, n=3, max_tokens=4)["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+    assert llm._opened.engine.snapshot().reused_tokens - before == 2 * (usage["prompt_tokens"] // 64 * 64)
+    again = ask(served, CHAT, messages=messages, max_tokens=4)["usage"]
+    assert again["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+# Log-probabilities
+
+
+def test_the_bytes_of_log_probabilities_are_those_of_the_text(served: Served, llm: LLM) -> None:
+    for seed in range(8):
+        answer = ask(served, CHAT, messages=MESSAGES, logprobs=True, max_tokens=30, seed=seed)
+        choice = answer["choices"][0]
+        spelt = b"".join(bytes(entry["bytes"]) for entry in choice["logprobs"]["content"])
+        assert spelt.decode(errors="replace") == choice["message"]["content"]
+        assert all(entry["top_logprobs"] == [] for entry in choice["logprobs"]["content"])
+        expected = llm.chat(PLAIN, logprobs=0, max_new_tokens=30, seed=seed)
+        assert expected.logprobs is not None
+        num_shown = len(choice["logprobs"]["content"])
+        assert num_shown == expected.generated_tokens - (expected.finish_reason == "eos")
+        found = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        assert found == [each.logprob for each in expected.logprobs[:num_shown]]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_an_echoed_prompt_is_scored_as_the_library_does(served: Served, llm: LLM, max_tokens: int) -> None:
+    ids = [104, 101, 108, 256, 111]
+    scored = llm.prompt_logprobs(ids, num=3)
+    body = {"max_tokens": max_tokens, "echo": True, "logprobs": 3, "prompt_logprobs": 3, "temperature": 0}
+    first, second = (ask(served, COMPLETIONS, prompt=each, **body)["choices"][0] for each in (ids, "hello"))
+    columns = first["logprobs"]
+    assert [columns["token_logprobs"][0], columns["top_logprobs"][0]] == [None, None]
+    assert columns["token_logprobs"][1:5] == [each.logprob for each in scored[1:] if each]
+    assert [max(top.values()) for top in columns["top_logprobs"][1:5]] == [
+        each.top[0][1] for each in scored[1:] if each
+    ]
+    assert {len(column) for column in columns.values()} == {5 + max_tokens}
+    assert first["prompt_token_ids"] == ids
+    assert len(first["token_ids"]) == max_tokens
+    assert [None if each is None else len(each) >= 3 for each in first["prompt_logprobs"]] == [None] + [True] * 4
+    assert (second["text"][:5], second["logprobs"]["text_offset"][:5]) == ("hello", [0, 1, 2, 3, 4])
+
+
+# Failures after the headers
+
+
+def test_a_choice_that_fails_lets_the_others_end_and_is_told_of_last(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push = TextOutput.push
+    seeds = [each["seed"] for each in ask(served, CHAT, messages=MESSAGES, n=3, seed=5)["infer"]["choices"]]
+
+    def fail(text: TextOutput, token_id: int, **given: Any) -> Any:
+        if text._params.seed == seeds[1] and text.num_tokens == 3:
+            raise RuntimeError("planted")
+        return push(text, token_id, **given)
+
+    monkeypatch.setattr(TextOutput, "push", fail)
+    body = {"messages": MESSAGES, "n": 3, "seed": 5, "max_tokens": 8}
+    answer = served.client.post(CHAT, json={**body, "stream": True})
+    *chunks, last = events(answer.text)
+    check("ErrorResponse", last)
+    assert last["error"]["message"].startswith("choice 1: ")
+    ended = {choice["index"] for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]}
+    assert ended == {0, 2}
+    whole = served.client.post(CHAT, json=body)
+    assert (whole.status_code, whole.headers["x-should-retry"]) == (500, "false")
+    check("ErrorResponse", whole.json())
+
+
+# Models
+
+
+def test_the_model_is_found_by_its_name_alone(served: Served) -> None:
+    models = served.client.get("/v1/models").json()
+    check("ListModelsResponse", models)
+    found = served.client.get("/v1/models/tiny")
+    check("Model", found.json())
+    assert models["data"] == [found.json()]
+    for answer in (
+        served.client.get("/v1/models/a/b"),
+        served.client.post(CHAT, json={"model": "x", "messages": PLAIN}),
+    ):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+        check("ErrorResponse", answer.json())
+    assert served.client.post(CHAT, json={"messages": PLAIN, "max_tokens": 1}).json()["model"] == "tiny"
+
+
+def test_params_of_the_model_hold_where_a_body_has_none(served: Served, llm: LLM) -> None:
+    expected = llm.default_params(is_chat=True)
+    found = SamplingParams.from_mapping({"max_new_tokens": 512, "temperature": 0.7, "top_p": 0.95})
+    assert expected == found
+    answer = ask(served, CHAT, messages=MESSAGES, seed=8)
+    assert answer["choices"][0]["token_ids"] == llm.chat(PLAIN, seed=8).token_ids

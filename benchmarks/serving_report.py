@@ -51,6 +51,16 @@ GOALS = (
     Goal("tenants", "Jain over tenants", 0.95, is_least=True),
     Goal("poisson", "answers unlike solo", 0.0),
     Goal("poisson", "longest wait × mean", 3.0),
+    Goal("one-client", "× LLM.stream", 0.97, is_least=True),
+    Goal("one-client", "first token beside LLM.stream (ms)", 3.0),
+    Goal("one-client", "answers unlike LLM.stream", 0.0),
+    Goal("start", "port answers after (s)", 0.4),
+    Goal("idle", "% of a core", 0.2),
+    Goal("at-once", "refusal p99 (ms)", 100.0),
+    Goal("at-once", "goodput of capacity", 0.95, is_least=True),
+    Goal("cancels", "requests that go on", 0.0),
+    Goal("cancels", "resident, × before", 1.01),
+    Goal("slow-readers", "rate of others × alone", 0.95, is_least=True),
 )
 
 
@@ -213,7 +223,7 @@ class Report:
             if value is not None:
                 yield goal, value
 
-    def write(self, folder: Path) -> tuple[Path, Path]:
+    def write(self, folder: Path, kind: str = "serving") -> tuple[Path, Path]:
         folder.mkdir(parents=True, exist_ok=True)
         now = datetime.now(UTC)
         spreads = {"waits": self.waits, "gaps": self.gaps}
@@ -228,7 +238,7 @@ class Report:
         content["goals"] = [
             {"goal": str(goal), "value": value, "is_met": goal.is_met(value)} for goal, value in self.goals()
         ]
-        stem = folder / f"serving-{now:%Y%m%d-%H%M%S}"
+        stem = folder / f"{kind}-{now:%Y%m%d-%H%M%S}"
         report, picture = stem.with_suffix(".json"), stem.with_suffix(".svg")
         report.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
         picture.write_text(self.picture())

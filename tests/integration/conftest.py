@@ -5,10 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from extent import IS_WHOLE
 from infer.checkpoint import resolve
 from infer.errors import InvalidRequestError
 
 FOLDER = Path(__file__).parent
+# Others' clients that take seconds to import, and fuzzing: tried with INFER_TESTS=all.
+collect_ignore = [] if IS_WHOLE else ["test_other_clients.py", "test_served_fuzzing.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -55,3 +58,9 @@ def qwen3_tokenizer_folder() -> Path:
 @pytest.fixture(scope="session")
 def gemma3_tokenizer_folder() -> Path:
     return asset("tokenizers/gemma3")
+
+
+@pytest.fixture(scope="session")
+def openai_package() -> Path:
+    """npm's."""
+    return asset("clients/openai")

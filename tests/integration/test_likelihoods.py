@@ -1,0 +1,65 @@
+"""The log-likelihoods that lm-evaluation-harness asks for over HTTP are those of `LLM.prompt_logprobs`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer import LLM
+from openai_shapes import check
+from served import Served, serving
+
+CONTEXT, CONTINUATIONS = "The capital of France is", (" Paris.", " a city in the south of Italy.")
+
+
+@pytest.fixture(scope="module")
+def served(smollm2_path: Path) -> Iterator[Served]:
+    with LLM(smollm2_path, max_seq_len=512) as llm, serving(llm, model="smollm2") as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def llm(served: Served) -> LLM:
+    return served.state.llm().llm
+
+
+def asked(served: Served, prompts: list[Any], **others: Any) -> list[dict[str, Any]]:
+    """As lm_eval's `local-completions` asks; the choices in their order."""
+    body = {"model": "smollm2", "prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234}
+    answer = served.client.post("/v1/completions", json=body | {"echo": True} | others)
+    assert answer.status_code == 200, answer.text
+    return sorted(answer.json()["choices"], key=lambda choice: choice["index"])
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_likelihoods_of_continuations_are_the_library_s(served: Served, llm: LLM, max_tokens: int) -> None:
+    context = llm.tokenizer.encode(CONTEXT)
+    prompts = [context + llm.tokenizer.encode(each) for each in CONTINUATIONS]
+    choices = asked(served, prompts, max_tokens=max_tokens)
+    for prompt, choice in zip(prompts, choices, strict=True):
+        scores, likeliest = choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"]
+        expected = llm.prompt_logprobs(prompt, num=1)
+        assert len(scores) == len(prompt) + max_tokens
+        assert scores[0] is None
+        assert scores[1 : len(prompt)] == [each.logprob for each in expected[1:]]
+        is_greedy = [score == max(top.values()) for score, top in zip(scores[1:], likeliest[1:], strict=True)]
+        assert is_greedy[: len(prompt) - 1] == [each.rank == 1 for each in expected[1:]]
+
+
+def test_texts_have_the_likelihoods_of_their_ids(served: Served, llm: LLM) -> None:
+    texts = [CONTEXT + each for each in CONTINUATIONS]
+    by_text, by_ids = asked(served, texts), asked(served, [llm.tokenizer.encode(text) for text in texts])
+    assert [choice["logprobs"] for choice in by_text] == [choice["logprobs"] for choice in by_ids]
+    for text, choice in zip(texts, by_text, strict=True):
+        assert choice["text"].startswith(text)
+        assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+
+
+def test_generation_requests_of_the_harness_are_answered(served: Served, llm: LLM) -> None:
+    body = {"prompt": [llm.tokenizer.encode(CONTEXT)], "model": "smollm2", "max_tokens": 16, "temperature": 0,
+            "stop": ["\n\n", "."], "seed": 1234}  # fmt: skip
+    answer = served.client.post("/v1/completions", json=body).json()
+    check("CreateCompletionResponse", answer)
+    expected = llm.generate(CONTEXT, temperature=0, max_new_tokens=16, stop=["\n\n", "."])
+    assert answer["choices"][0]["text"] == expected.text

@@ -1,0 +1,186 @@
+"""OpenAI's own Python client against a served SmolLM2: what it returns is what the library gives."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+from pydantic import BaseModel, Field
+
+from idle import until_idle
+from infer import LLM
+from served import Served, serving
+
+openai = pytest.importorskip("openai")
+
+MESSAGES: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+GREEDY: dict[str, Any] = {"model": "smollm2", "temperature": 0}
+SCHEMA_TOKENS = 200  # more than any answer of `City` takes
+
+
+class City(BaseModel):
+    name: Literal["Paris", "Rome"]
+    is_capital: bool
+    founded: Annotated[int, Field(ge=1, le=2026)]
+
+
+@pytest.fixture(scope="module")
+def served(smollm2_path: Path) -> Iterator[Served]:
+    with LLM(smollm2_path, max_seq_len=1024) as llm, serving(llm, model="smollm2", allow_embeddings=True) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def llm(served: Served) -> LLM:
+    return served.state.llm().llm
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def _nothing_goes_on_afterwards(served: Served) -> Iterator[None]:
+    yield
+    until_idle(served)
+
+
+def test_a_conversation_has_the_library_s_answers(client: Any, llm: LLM) -> None:
+    messages = list(MESSAGES)
+    for question in ("And of Italy?", "Is it large?"):
+        answer = client.chat.completions.create(messages=messages, max_tokens=24, **GREEDY)
+        expected = llm.chat(messages, temperature=0, max_new_tokens=24)
+        assert answer.choices[0].message.content == expected.text
+        assert answer.usage is not None
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (
+            expected.prompt_tokens,
+            expected.generated_tokens,
+        )
+        messages += [{"role": "assistant", "content": expected.text}, {"role": "user", "content": question}]
+
+
+def test_a_seed_draws_what_it_draws_in_the_library(client: Any, llm: LLM) -> None:
+    asked = {"temperature": 1.0, "seed": 7, "top_p": 0.9}
+    answer = client.chat.completions.create(model="smollm2", messages=MESSAGES, max_tokens=24, **asked)
+    assert answer.choices[0].message.content == llm.chat(MESSAGES, max_new_tokens=24, **asked).text
+
+
+def test_a_stream_joins_to_the_whole_answer_and_has_its_usage_last(client: Any) -> None:
+    whole = client.chat.completions.create(messages=MESSAGES, max_tokens=24, **GREEDY)
+    asked = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = client.chat.completions.create(messages=MESSAGES, max_tokens=24, **asked, **GREEDY)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    assert [chunk.choices[0].delta.role for chunk in chunks].count("assistant") == 1
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == [
+        whole.choices[0].finish_reason
+    ]
+    assert (last.choices, last.usage) == ([], whole.usage)
+    assert {chunk.id for chunk in chunks} == {last.id}
+
+
+def test_log_probabilities_join_to_the_text(client: Any) -> None:
+    answer = client.chat.completions.create(messages=MESSAGES, max_tokens=12, logprobs=True, top_logprobs=3, **GREEDY)
+    choice = answer.choices[0]
+    assert choice.logprobs is not None
+    entries = choice.logprobs.content or []
+    text = b"".join(bytes(entry.bytes or []) for entry in entries).decode()
+    assert text.startswith(choice.message.content or "")
+    assert all(entry.top_logprobs[0].logprob == entry.logprob for entry in entries)  # greedy: the likeliest
+    assert all(len(entry.top_logprobs) == 3 for entry in entries)
+
+
+def test_a_schema_is_parsed(client: Any) -> None:
+    answer = client.chat.completions.parse(
+        messages=MESSAGES, response_format=City, max_completion_tokens=SCHEMA_TOKENS, **GREEDY
+    )
+    assert isinstance(answer.choices[0].message.parsed, City)
+
+
+def test_a_stream_with_a_schema_is_parsed(client: Any) -> None:
+    asked = {"messages": MESSAGES, "response_format": City, "max_completion_tokens": SCHEMA_TOKENS}
+    with client.chat.completions.stream(**asked, **GREEDY) as stream:
+        kinds = {event.type for event in stream}
+        assert isinstance(stream.get_final_completion().choices[0].message.parsed, City)
+    assert {"chunk", "content.delta", "content.done"} <= kinds
+
+
+def test_a_wrong_value_is_an_error_that_names_it(client: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="smollm2", messages=MESSAGES, top_logprobs=21, logprobs=True)
+    assert caught.value.param == "top_logprobs"
+    assert caught.value.type == "invalid_request_error"
+
+
+def test_an_unknown_field_is_an_error_that_names_the_nearest_one(client: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="temperature") as caught:
+        client.chat.completions.create(model="smollm2", messages=MESSAGES, extra_body={"temprature": 1}, stream=True)
+    assert caught.value.param == "temprature"
+
+
+def test_what_does_not_fit_is_an_error_with_the_code_that_clients_know(client: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="smollm2", prompt="word " * 2000)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_a_client_that_leaves_a_stream_frees_its_slot(client: Any, served: Served) -> None:
+    with client.completions.create(
+        prompt="Once", max_tokens=900, stream=True, extra_body={"ignore_eos": True}, **GREEDY
+    ) as stream:
+        next(iter(stream))
+    until_idle(served)
+
+
+def test_several_choices_are_those_of_their_seeds(client: Any) -> None:
+    asked: dict[str, Any] = {"model": "smollm2", "prompt": "Once", "max_tokens": 8, "seed": 3, "temperature": 1.0}
+    several = client.completions.create(n=3, **asked)
+    texts = {choice.index: choice.text for choice in several.choices}
+    streamed = dict.fromkeys(range(3), "")
+    for chunk in client.completions.create(n=3, stream=True, **asked):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.text
+    assert streamed == texts
+    assert texts[0] == client.completions.create(**asked).choices[0].text
+    assert len(set(texts.values())) > 1
+
+
+def test_completions_take_texts_and_ids(client: Any, llm: LLM) -> None:
+    texts = ["Once upon a time", "The capital of France is"]
+    ids = [llm.tokenizer.encode(text) for text in texts]
+    expected = [llm.generate(text, temperature=0, max_new_tokens=16).text for text in texts]
+    for prompt in (texts, ids):
+        answer = client.completions.create(prompt=prompt, **GREEDY)  # 16 tokens is OpenAI's default
+        assert [choice.text for choice in sorted(answer.choices, key=lambda choice: choice.index)] == expected
+
+
+def test_the_model_is_listed(client: Any) -> None:
+    assert [model.id for model in client.models.list()] == ["smollm2"]
+    assert client.models.retrieve("smollm2").id == "smollm2"
+
+
+def test_tasks_at_once_get_the_answers_that_each_gets_alone(served: Served, llm: LLM) -> None:
+    """To the byte, with neighbours that leave, that sample and that ask for log-probabilities."""
+    prompts = [f"{count} little ducks went out one day," for count in range(12)]
+
+    async def ask(client: Any, index: int) -> str:
+        others: dict[str, Any] = {"logprobs": 3} if index % 3 == 0 else {}
+        asked = {"model": "smollm2", "temperature": index % 2 * 0.8, "seed": index, "max_tokens": 40, **others}
+        text = ""
+        async with await client.completions.create(prompt=prompts[index], stream=True, **asked) as stream:
+            async for chunk in stream:
+                text += chunk.choices[0].text
+                if index % 4 == 3:
+                    break
+        return text
+
+    async def ask_all() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+            return await asyncio.gather(*(ask(client, index) for index in range(len(prompts))))
+
+    found = asyncio.run(ask_all())
+    for index, (prompt, text) in enumerate(zip(prompts, found, strict=True)):
+        whole = llm.generate(prompt, temperature=index % 2 * 0.8, seed=index, max_new_tokens=40).text
+        assert text == whole if index % 4 < 3 else whole.startswith(text)

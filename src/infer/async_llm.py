@@ -219,8 +219,25 @@ class AsyncLLM:
         )
         result = await self.generate(token_ids, params, options=options)
         first = 1 + len(options.answer_prefix)
-        traced = partial(trace_answer, host, token_ids, params, result, first=first, num_candidates=num_candidates)
-        return result, await host.answers.compute(lambda check: traced(check=check))
+        return result, await self.trace_result(token_ids, params, result, first=first, num_candidates=num_candidates)
+
+    async def trace_result(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        result: GenerationResult,
+        *,
+        first: int = 1,
+        num_candidates: int = 10,
+    ) -> list[SampleTrace]:
+        """How each token of an answer to these ids was sampled, from the one of step `first` on."""
+        host = self.host
+        check_traceable(host, params)
+        return await host.answers.compute(
+            lambda check: trace_answer(
+                host, list(prompt_ids), params, result, first=first, num_candidates=num_candidates, check=check
+            )
+        )
 
     @property
     def host(self) -> Host:

@@ -39,6 +39,7 @@ ALLOWED = {
     ("server/choices.py", "asyncio"),
     ("server/connection.py", "http"),
     ("server/endpoint.py", "asyncio"),
+    ("server/events.py", "asyncio"),
     ("server/loading.py", "asyncio"),
     ("server/process.py", "asyncio"),
     ("server/process.py", "socket"),

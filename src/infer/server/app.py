@@ -7,13 +7,26 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from infer.server import chat, completions, health, models
+from infer.server import (
+    branch,
+    chat,
+    completions,
+    embeddings,
+    events,
+    health,
+    messages,
+    models,
+    openapi,
+    tokens,
+    trace,
+)
 from infer.server.endpoint import Endpoint
 from infer.server.errors import ApiError
 from infer.server.request_ids import with_request_ids
 from infer.server.state import ServerState
 
-ROUTES = [*health.ROUTES, *models.ROUTES, *chat.ROUTES, *completions.ROUTES]
+_MODULES = (health, models, chat, completions, embeddings, messages, tokens, trace, branch, events, openapi)
+ROUTES = [route for module in _MODULES for route in module.ROUTES]
 
 
 def make_app(state: ServerState) -> ASGIApp:

@@ -37,9 +37,9 @@ def read_body(content: bytes, kind: type[_Body]) -> _Body:
         body = msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
         raise _refusal(str(error), given, kind) from None
-    for field in kind.__struct_fields__:
-        if field in NEUTRAL:
-            check_neutral(field, getattr(body, field))
+    for field in msgspec.structs.fields(kind):
+        if field.name in NEUTRAL and field.type is Any:
+            check_neutral(field.name, getattr(body, field.name))
     return body
 
 

@@ -127,8 +127,13 @@ class Tokenizer:
         """One more than the largest id."""
         return len(self.token_bytes)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """`add_special_tokens` puts BOS in front, where the model wants one; special tokens in the text are control."""
+    def encode(self, text: str, add_special_tokens: bool = True, *, parse_special: bool = True) -> list[int]:
+        """`add_special_tokens` puts BOS in front, where the model wants one; special tokens in the text are control,
+        unless `parse_special` is false. Raises InvalidRequestError for a text that cannot be spelled.
+        """
+        if not parse_special:
+            added = self.encode("", add_special_tokens)
+            return [*added[: self.adds_bos], *self._encode_as_text(text), *added[self.adds_bos :]]
         _check_encodable(text)
         with self._lock:
             return encode(self.backend, text, add_special_tokens)

@@ -1,0 +1,159 @@
+"""What the routes answer, as JSON schemas. Every property that is named is there unless it is optional; there may be
+others.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+Schema = dict[str, Any]
+
+TEXT: Schema = {"type": "string"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+NUMBER: Schema = {"type": "number"}
+INTEGER: Schema = {"type": "integer"}
+
+
+def listed(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+def nullable(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def constant(*values: str) -> Schema:
+    return {"type": "string", "enum": list(values)}
+
+
+def record(optional: Mapping[str, Schema] | None = None, **properties: Schema) -> Schema:
+    """An object."""
+    return {"type": "object", "properties": {**properties, **(optional or {})}, "required": list(properties)}
+
+
+def ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+_FINISH = constant("stop", "length")
+_ENDED: dict[str, Schema] = {
+    "finish_reason": _FINISH,
+    "stop_reason": nullable({"type": ["string", "integer"]}),
+    "seed": COUNT,
+    "usage": ref("Usage"),
+}
+_HEAD: dict[str, Schema] = {"id": TEXT, "created": COUNT, "model": TEXT}
+_TOKEN_LOGPROB: dict[str, Schema] = {"token": TEXT, "logprob": NUMBER, "bytes": nullable(listed(COUNT))}
+_BYTES = listed({"type": "integer", "minimum": 0, "maximum": 255})
+_ERROR = record(message=TEXT, type=TEXT, param=nullable(TEXT), code=nullable(TEXT))
+_STAGE = record(
+    name=TEXT, value=nullable(NUMBER), num_kept=COUNT, removed=NUMBER, moved=NUMBER, others=NUMBER
+)  # fmt: skip
+_CANDIDATE = record(
+    token_id=COUNT,
+    text=TEXT,
+    rank=COUNT,
+    logits=listed(nullable(NUMBER)),
+    probabilities=listed(NUMBER),
+    noise=nullable(NUMBER),
+    score=nullable(NUMBER),
+    dropped_by=nullable(TEXT),
+)
+
+ANSWER_SCHEMAS: dict[str, Schema] = {
+    "Error": record({"type": constant("error")}, error=_ERROR),  # `type` on Anthropic's routes
+    "Health": record({"progress": NUMBER}, status=constant("ok", "loading", "draining", "failed", "stuck")),
+    "Usage": record(
+        prompt_tokens=COUNT,
+        completion_tokens=COUNT,
+        total_tokens=COUNT,
+        prompt_tokens_details=record(cached_tokens=COUNT),
+        completion_tokens_details=record(reasoning_tokens=COUNT),
+    ),
+    "Model": record(id=TEXT, object=constant("model"), created=COUNT, owned_by=TEXT),
+    "Models": record(object=constant("list"), data=listed(ref("Model"))),
+    "ChatCompletion": record(
+        **_HEAD,
+        object=constant("chat.completion"),
+        choices=listed(
+            record(
+                index=COUNT,
+                message=record(role=constant("assistant"), content=nullable(TEXT), refusal={"type": "null"}),
+                logprobs=nullable(
+                    record(content=listed(record(**_TOKEN_LOGPROB, top_logprobs=listed(record(**_TOKEN_LOGPROB)))))
+                ),
+                finish_reason=_FINISH,
+            )
+        ),
+        usage=ref("Usage"),
+    ),
+    "Completion": record(
+        **_HEAD,
+        object=constant("text_completion"),
+        choices=listed(
+            record(
+                index=COUNT,
+                text=TEXT,
+                logprobs=nullable(
+                    record(
+                        tokens=listed(TEXT),
+                        token_logprobs=listed(nullable(NUMBER)),
+                        top_logprobs=listed(nullable({"type": "object", "additionalProperties": NUMBER})),
+                        text_offset=listed(COUNT),
+                    )
+                ),
+                finish_reason=_FINISH,
+            )
+        ),
+        usage=ref("Usage"),
+    ),
+    "Embeddings": record(
+        object=constant("list"),
+        data=listed(
+            record(object=constant("embedding"), index=COUNT, embedding={"anyOf": [listed(NUMBER), TEXT]})
+        ),
+        model=TEXT,
+        usage=record(prompt_tokens=COUNT, total_tokens=COUNT),
+    ),
+    "AnthropicMessage": record(
+        id=TEXT,
+        type=constant("message"),
+        role=constant("assistant"),
+        model=TEXT,
+        content=listed(record(type=constant("text"), text=TEXT)),
+        stop_reason=constant("end_turn", "max_tokens", "stop_sequence", "model_context_window_exceeded"),
+        stop_sequence=nullable(TEXT),
+        usage=record(input_tokens=COUNT, output_tokens=COUNT, cache_read_input_tokens=COUNT),
+    ),
+    "InputTokens": record(input_tokens=COUNT),
+    "Tokenized": {
+        "anyOf": [
+            record({"token_strs": listed(TEXT)}, count=COUNT, max_model_len=COUNT, tokens=listed(COUNT)),
+            record(tokens=listed({"anyOf": [COUNT, record(id=COUNT, piece={"anyOf": [TEXT, _BYTES]})]})),
+        ]
+    },
+    "Detokenized": record(content=TEXT, prompt=TEXT),
+    "Template": record(prompt=TEXT),
+    "Trace": record(
+        object=constant("trace"),
+        model=TEXT,
+        prompt_token_ids=listed(COUNT),
+        prompt_bytes=listed(_BYTES),
+        text=TEXT,
+        token_ids=listed(COUNT),
+        tokens=listed(
+            record(
+                stages=listed(_STAGE),
+                candidates=listed(_CANDIDATE),
+                token_id=COUNT,
+                bytes=_BYTES,
+                position=COUNT,
+                step=COUNT,
+                seed=nullable(COUNT),
+            )
+        ),
+        **_ENDED,
+    ),
+    "Branch": record(
+        **_HEAD, object=constant("branch"), text=TEXT, token_ids=listed(COUNT), num_given=COUNT, **_ENDED
+    ),
+}  # fmt: skip

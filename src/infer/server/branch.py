@@ -1,0 +1,98 @@
+"""`/v1/branch`: an answer gone on with from one of its tokens, or with another token in its place.
+
+With the answer's own parameters and seed, its bits are those of the answer up to that place; and with no other token,
+all of them.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Annotated, final
+
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from infer.outputs import GenerationResult
+from infer.server.call import call_of
+from infer.server.choices import Part, accept
+from infer.server.endpoint import ApiRoute
+from infer.server.models import check_model
+from infer.server.one_answer import OneAnswerBody, ask_one
+from infer.server.read_body import read_body
+from infer.server.refusals import refuse
+from infer.server.replies import reply
+from infer.server.shapes import FINISH_REASONS, Head, Json, usage_of_choices
+from infer.server.state import ServerState
+from infer.server.tokens import TokenId
+
+
+@final
+class BranchBody(OneAnswerBody, kw_only=True):
+    """The answer's tokens, how many of them stay, and which one comes after these; without it, it is sampled."""
+
+    answer_token_ids: list[TokenId]
+    position: Annotated[int, Meta(ge=0)]
+    token_id: TokenId | None = None
+
+
+async def branch(request: Request, state: ServerState) -> Response:
+    call_of(request).operation = "branch"
+    body, llm = read_body(await request.body(), BranchBody), state.llm().llm
+    check_model(state, body.model)
+    prefix = prefix_of(body)
+    choices = await accept(request, state, ask_one(body, llm.sampling_defaults, prefix))
+    head = Head(f"branch-{call_of(request).id}", int(time.time()), state.settings.model)
+    return await reply(request, state, choices, BranchShape(head, len(prefix)), is_streamed=bool(body.stream))
+
+
+def prefix_of(body: BranchBody) -> list[int]:
+    """The ids with which the branch begins. Raises ApiError."""
+    if body.position > len(body.answer_token_ids):
+        rule = f"at most {len(body.answer_token_ids)}, the length of answer_token_ids"
+        raise refuse(f"position must be {rule}, got {body.position}", "position")
+    return body.answer_token_ids[: body.position] + ([] if body.token_id is None else [body.token_id])
+
+
+@final
+class BranchShape:
+    """The text and the tokens of the whole branch; `num_given` of its tokens were not sampled."""
+
+    def __init__(self, head: Head, num_given: int) -> None:
+        self._head, self._num_given = head, num_given
+
+    def whole(self, results: Sequence[GenerationResult]) -> Json:
+        (result,) = results
+        return {
+            **self._head.to_json("branch"),
+            "text": result.text,
+            "token_ids": result.token_ids,
+            "num_given": self._num_given,
+            **_end(result),
+        }
+
+    def opening(self) -> list[Json]:
+        return []
+
+    def chunk(self, part: Part) -> Json | None:
+        chunk = {
+            **self._head.to_json("branch.chunk"),
+            "text": part.text,
+            "token_ids": [piece.token_id for piece in part.pieces],
+            "num_given": self._num_given,
+        }
+        return chunk | ({"finish_reason": None} if part.result is None else _end(part.result))
+
+    def closing(self, results: Sequence[GenerationResult]) -> list[Json]:
+        return []
+
+
+def _end(result: GenerationResult) -> Json:
+    return {
+        "finish_reason": FINISH_REASONS[result.finish_reason],
+        "stop_reason": result.stop_reason,
+        "seed": result.seed,
+        "usage": usage_of_choices([result], 1),
+    }
+
+
+ROUTES = [ApiRoute("POST", "/v1/branch", branch)]

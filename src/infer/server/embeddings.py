@@ -1,0 +1,112 @@
+"""`/v1/embeddings`: texts or ids as vectors."""
+
+import base64
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, final
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from infer.errors import InvalidRequestError
+from infer.server.asked import refusal
+from infer.server.asking import while_connected
+from infer.server.call import call_of
+from infer.server.completions import prompts_of
+from infer.server.endpoint import ApiRoute
+from infer.server.errors import ApiError
+from infer.server.models import check_model
+from infer.server.read_body import read_body
+from infer.server.refusals import refuse
+from infer.server.schema import Body
+from infer.server.shapes import Json
+from infer.server.state import ServerState
+
+_MAX_TEXTS = 2048
+Encoding = Literal["float", "base64"]
+
+
+@final
+class EmbeddingsBody(Body, kw_only=True):
+    """OpenAI's, and `pooling`. Vectors have length 1; the first `dimensions` of one are scaled to that again."""
+
+    input: str | Annotated[list[Any], Meta(min_length=1, max_length=_MAX_TEXTS)]
+    encoding_format: Encoding | None = None
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    pooling: Literal["mean", "last"] | None = None  # the mean unless given
+
+
+async def embeddings(request: Request, state: ServerState) -> Response:
+    call_of(request).operation = "embeddings"
+    body, llm = read_body(await request.body(), EmbeddingsBody), state.llm()
+    check_model(state, body.model)
+    if not state.settings.allow_embeddings:
+        message = "this model was not trained for embeddings: start the server with --embeddings to have them anyway"
+        raise refuse(message, "model", "unsupported_model")
+    most = llm.llm.architecture.hidden_size
+    if (dimensions := body.dimensions or most) > most:
+        message = f"dimensions must be at most {most}, got {dimensions}"
+        raise refuse(message, "dimensions")
+    host, texts = llm.host, texts_of(body.input)
+
+    async def embed() -> bytes:
+        ids = await host.answers.prepare(lambda check: [host.encode(text) for text in texts])
+        found = await llm.embed(ids, body.pooling or "mean")
+        num_tokens = sum(map(len, ids))
+        # Vectors become text in a thread: 2,048 of them take the loop's time.
+        return await host.answers.prepare(
+            lambda check: msgspec.json.encode(
+                answer_of(state.settings.model, found.numpy(), dimensions, body.encoding_format, num_tokens)
+            )
+        )
+
+    try:
+        return Response(await while_connected(request, embed()), media_type="application/json")
+    except InvalidRequestError as error:
+        raise refusal(error, "input") from error
+
+
+def texts_of(given: str | Sequence[Any]) -> list[Any]:
+    """Texts, or lists of ids. Raises ApiError."""
+    try:
+        texts = prompts_of(given)
+    except ApiError as error:
+        message, param = (each.replace("prompt", "input") for each in (error.message, str(error.param)))
+        raise refuse(message, param, "invalid_type") from None
+    for index, text in enumerate(texts):
+        if len(text) == 0:
+            path = "input" if isinstance(given, str) else f"input[{index}]"
+            raise refuse(f"{path} must not be empty", path)
+    return texts
+
+
+def answer_of(model: str, vectors: Any, dimensions: int, encoding: Encoding | None, num_tokens: int) -> Json:
+    """`vectors`: an array `[texts, hidden]` of float32, each of length 1."""
+    return {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": index, "embedding": _written(_first(vector, dimensions), encoding)}
+            for index, vector in enumerate(vectors)
+        ],
+        "model": model,
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
+
+
+def _first(vector: Any, dimensions: int) -> Any:
+    if dimensions == len(vector):
+        return vector
+    first = vector[:dimensions].astype("float64")
+    length = float((first**2).sum()) ** 0.5
+    return (first / length if length else first).astype("float32")
+
+
+def _written(vector: Any, encoding: Encoding | None) -> str | list[float]:
+    if encoding == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    found: list[float] = vector.tolist()
+    return found
+
+
+ROUTES = [ApiRoute("POST", "/v1/embeddings", embeddings)]

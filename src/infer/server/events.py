@@ -1,0 +1,63 @@
+"""`/v1/engine/events`: what the engine does, as events, for as long as somebody listens."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from infer.server.call import call_of
+from infer.server.endpoint import ApiRoute
+from infer.server.refusals import refuse
+from infer.server.shapes import Json
+from infer.server.sse import EventStream, event
+from infer.server.state import ServerState
+
+_SECONDS, _LEAST, _MOST = 0.25, 0.1, 60.0
+OTHERS = "(other)"
+
+
+async def engine_events(request: Request, state: ServerState) -> Response:
+    """A snapshot each `interval` seconds (0.25 unless given) in which something has changed."""
+    call_of(request).operation = "events"
+    seconds = interval_of(request)
+    state.llm()
+    events = _snapshots(state, call_of(request).key_name, seconds)
+    return EventStream(events, comment_seconds=state.settings.comment_seconds)
+
+
+def interval_of(request: Request) -> float:
+    """Raises ApiError."""
+    given = request.query_params.get("interval")
+    try:
+        seconds = _SECONDS if given is None else float(given)
+    except ValueError:
+        seconds = 0.0
+    if not _LEAST <= seconds <= _MOST:
+        rule = f"a number of seconds from {_LEAST} to {_MOST:.0f}"
+        raise refuse(f"interval must be {rule}, got {given!r:.40}", "interval")
+    return seconds
+
+
+def seen_by(tenant: str, snapshot: Json) -> Json:
+    """Of a snapshot as plain values: other tenants have no names."""
+    sequences = [each if each["tenant"] == tenant else each | {"tenant": OTHERS} for each in snapshot["sequences"]]
+    work = {name: work for name, work in snapshot["work_by_tenant"].items() if name == tenant}
+    return snapshot | {"sequences": sequences, "work_by_tenant": work}
+
+
+async def _snapshots(state: ServerState, tenant: str, seconds: float) -> AsyncGenerator[bytes, None]:
+    """A snapshot waits for the step that is under way: not on the loop."""
+    last: tuple[Any, ...] | None = None
+    while True:
+        snapshot = await asyncio.to_thread(state.llm().host.engine.snapshot)
+        what_counts = snapshot.num_steps, len(snapshot.sequences), snapshot.pools
+        if what_counts != last:
+            last = what_counts
+            yield event(msgspec.json.encode(seen_by(tenant, snapshot.to_json())))
+        await asyncio.sleep(seconds)
+
+
+ROUTES = [ApiRoute("GET", "/v1/engine/events", engine_events)]

@@ -1,0 +1,52 @@
+"""What our own routes ask: one answer to a text, ids or messages, with the fields of OpenAI's completions."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from infer.server.asked import make_options, make_params, messages_of, sampling_values, seeds_of
+from infer.server.choices import Asked
+from infer.server.refusals import refuse, shown
+from infer.server.schema import CompletingBody, Message
+from infer.server.tokens import TokenId, template_variables
+
+MAX_TOKENS = 16  # unless asked for others
+# Fields of the completions that make no sense here, with the values that ask for nothing.
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "n": (1,),
+    "stream_options": (),
+    "prompt_logprobs": (),
+    "return_token_ids": (True,),
+}
+
+
+class OneAnswerBody(CompletingBody, kw_only=True):
+    """`prompt` or `messages`: one of the two, with what belongs to it."""
+
+    prompt: str | list[TokenId] | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def ask_one(body: OneAnswerBody, defaults: Mapping[str, Any], answer_prefix: Sequence[int] = ()) -> Asked:
+    """Over the model's own `defaults`. Raises ApiError."""
+    for name, neutral in _NEUTRAL.items():
+        if (value := getattr(body, name)) is not None and value not in neutral:
+            raise refuse(f"{name} must not be {shown(value)} here: leave it out", name, "unsupported_value")
+    values = {"max_new_tokens": MAX_TOKENS} | sampling_values(body)
+    (params,) = make_params(values, defaults, seeds_of(body.seed, 1), is_chat=body.messages is not None)
+    options = replace(make_options(body), answer_prefix=tuple(answer_prefix))
+    variables = template_variables(body.chat_template_kwargs, body.add_generation_prompt, body.continue_final_message)
+    if (body.prompt is None) == (body.messages is None):
+        code = "missing_required_parameter" if body.prompt is None else "invalid_value"
+        raise refuse("give one of prompt and messages", "prompt", code)
+    if body.messages is not None:
+        return Asked([messages_of(body.messages)], [params], options, "messages", variables)
+    for name in variables:
+        raise refuse(f"{name} belongs to messages: leave it out", name)
+    return Asked([body.prompt], [params], options, "prompt", {})

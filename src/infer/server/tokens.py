@@ -1,0 +1,169 @@
+"""`/tokenize`, `/detokenize` and `/apply-template`, as llama.cpp and vLLM have them.
+
+A body with `content` is llama.cpp's, and so is its answer; one with `prompt` or `messages` is vLLM's. Where both have a
+field, the names say whose it is: `add_special` and `with_pieces`, `add_special_tokens` and `return_token_strs`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, TypeVar, final
+
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from infer.errors import InvalidRequestError
+from infer.server.asked import check_template_variables, messages_of, refusal
+from infer.server.asking import while_connected
+from infer.server.endpoint import ApiRoute
+from infer.server.models import check_model
+from infer.server.read_body import read_body
+from infer.server.refusals import refuse
+from infer.server.replies import json_response
+from infer.server.schema import Body, Message
+from infer.server.state import ServerState
+
+_Found = TypeVar("_Found")
+TokenId = Annotated[int, Meta(ge=0)]
+_FIELDS = {
+    "content": frozenset({"add_special", "parse_special", "with_pieces"}),
+    "prompt": frozenset({"add_special_tokens", "return_token_strs"}),
+    "messages": frozenset(
+        {"return_token_strs", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
+    ),
+}
+
+
+class _TemplateBody(Body, kw_only=True):
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Raises ApiError for what is none of a template's."""
+        return template_variables(self.chat_template_kwargs, self.add_generation_prompt, self.continue_final_message)
+
+
+@final
+class TokenizeBody(_TemplateBody, kw_only=True):
+    """One of `content`, `prompt` and `messages`, and what belongs to it."""
+
+    content: str | None = None
+    add_special: bool | None = None  # false unless given
+    parse_special: bool | None = None  # true unless given
+    with_pieces: bool | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None  # true unless given
+    return_token_strs: bool | None = None
+
+
+@final
+class DetokenizeBody(Body, kw_only=True):
+    tokens: list[TokenId]
+
+
+@final
+class ApplyTemplateBody(_TemplateBody, kw_only=True):
+    messages: Annotated[list[Message], Meta(min_length=1)]
+
+
+async def tokenize(request: Request, state: ServerState) -> Response:
+    body = read_body(await request.body(), TokenizeBody)
+    check_model(state, body.model)
+    kind, host = _kind_of(body), state.llm().host
+    tokenizer = host.tokenizer
+
+    def encode() -> list[int]:
+        if body.messages is not None:
+            ids: list[int] = tokenizer.encode_chat(messages_of(body.messages), **body.variables)
+        elif body.prompt is not None:
+            ids = tokenizer.encode(body.prompt, body.add_special_tokens is not False)
+        else:
+            is_parsed = body.parse_special is not False
+            ids = tokenizer.encode(body.content or "", body.add_special is True, parse_special=is_parsed)
+        return ids
+
+    ids = await prepared(request, state, encode, kind)
+    if kind == "content":
+        return json_response({"tokens": _with_pieces(ids, tokenizer.token_bytes) if body.with_pieces else ids})
+    answer = {"count": len(ids), "max_model_len": host.model.max_seq_len, "tokens": ids}
+    if body.return_token_strs:
+        answer["token_strs"] = [_shown(tokenizer.token_bytes[each]) for each in ids]
+    return json_response(answer)
+
+
+async def detokenize(request: Request, state: ServerState) -> Response:
+    """The text under both names, llama.cpp's and vLLM's. Special tokens are in it."""
+    body, host = read_body(await request.body(), DetokenizeBody), state.llm().host
+    check_model(state, body.model)
+    for index, token_id in enumerate(body.tokens):
+        if token_id >= host.tokenizer.vocab_size:
+            rule = f"from 0 to {host.tokenizer.vocab_size - 1}"
+            raise refuse(f"tokens[{index}] must be an id {rule}, got {token_id}", f"tokens[{index}]")
+    text = await prepared(request, state, lambda: host.tokenizer.decode(body.tokens, False), "tokens")
+    return json_response({"content": text, "prompt": text})
+
+
+async def apply_template(request: Request, state: ServerState) -> Response:
+    """The text that a chat completion of these messages is computed from."""
+    body, tokenizer = read_body(await request.body(), ApplyTemplateBody), state.llm().host.tokenizer
+    check_model(state, body.model)
+
+    def render() -> str:
+        return str(tokenizer.render_chat_template(messages_of(body.messages), **body.variables))
+
+    return json_response({"prompt": await prepared(request, state, render, "messages")})
+
+
+async def prepared(request: Request, state: ServerState, prepare: Callable[[], _Found], param: str) -> _Found:
+    """What is found away from the loop. Raises ApiError that names `param` where the library refuses it."""
+    try:
+        return await while_connected(request, state.llm().host.answers.prepare(lambda check: prepare()))
+    except InvalidRequestError as error:
+        raise refusal(error, param) from error
+
+
+def template_variables(
+    given: Mapping[str, Any] | None, add_generation_prompt: bool | None, continue_final_message: bool | None
+) -> dict[str, Any]:
+    """Raises ApiError for what is no variable of a template."""
+    check_template_variables(given or {})
+    own = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+    return {**(given or {}), **{name: value for name, value in own.items() if value is not None}}
+
+
+def _kind_of(body: TokenizeBody) -> str:
+    """What is to be tokenised. Raises ApiError unless it is one, with fields of its own."""
+    kinds = [name for name in _FIELDS if getattr(body, name) is not None]
+    if len(kinds) != 1:
+        code = "invalid_value" if kinds else "missing_required_parameter"
+        raise refuse("give one of content, prompt and messages", kinds[1] if kinds else "content", code)
+    for field in sorted(frozenset().union(*_FIELDS.values()) - _FIELDS[kinds[0]]):
+        if getattr(body, field) is not None:
+            owners = " or ".join(name for name, fields in _FIELDS.items() if field in fields)
+            raise refuse(f"{field} belongs to {owners}, not to {kinds[0]}: leave it out", field)
+    return kinds[0]
+
+
+def _with_pieces(ids: Sequence[int], token_bytes: Sequence[bytes]) -> list[dict[str, Any]]:
+    """A piece that is no text by itself is its bytes."""
+    return [{"id": each, "piece": _piece(token_bytes[each])} for each in ids]
+
+
+def _piece(spelling: bytes) -> str | list[int]:
+    try:
+        return spelling.decode()
+    except UnicodeDecodeError:
+        return list(spelling)
+
+
+def _shown(spelling: bytes) -> str:
+    return spelling.decode("utf-8", errors="backslashreplace")
+
+
+ROUTES = [
+    ApiRoute("POST", "/tokenize", tokenize),
+    ApiRoute("POST", "/detokenize", detokenize),
+    ApiRoute("POST", "/apply-template", apply_template),
+]

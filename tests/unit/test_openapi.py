@@ -1,0 +1,95 @@
+"""`/openapi.json` describes every route and what it answers; `/docs` shows it without a script or another host."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from infer import LLM
+from infer.server.app import ROUTES
+from infer.server.openapi import OPERATIONS, document
+from served import Served, serving
+from test_session import make_model
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2},
+    "/v1/completions": {"prompt": ["a", "b"], "logprobs": 2, "echo": True},
+    "/v1/embeddings": {"input": ["a", "b"]},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 3, "tools": []},
+    "/v1/messages/count_tokens": {"messages": MESSAGES},
+    "/v1/trace": {"prompt": "a", "max_tokens": 2, "logit_bias": {"98": -100}},
+    "/v1/branch": {"prompt": "a", "answer_token_ids": [97], "position": 1},
+    "/tokenize": {"content": "hé", "with_pieces": True},
+    "/detokenize": {"tokens": [97]},
+    "/apply-template": {"messages": MESSAGES},
+}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    llm = LLM(make_model(tmp_path_factory.mktemp("model")))
+    with serving(llm, model="tiny", allow_embeddings=True) as served:
+        yield served
+
+
+def validator(pointer: str) -> Draft202012Validator:
+    return Draft202012Validator({**document(), "$ref": f"#{pointer}"})
+
+
+def answer_of(path: str, method: str, status: int) -> Draft202012Validator:
+    place = path.replace("~", "~0").replace("/", "~1")
+    return validator(f"/paths/{place}/{method}/responses/{status}/content/application~1json/schema")
+
+
+def test_every_route_is_described_once() -> None:
+    described = [(each.method, each.path) for each in OPERATIONS]
+    assert sorted(described) == sorted((each.method, each.path.replace(":path", "")) for each in ROUTES)
+    for each in OPERATIONS:
+        (route,) = [r for r in ROUTES if (r.method, r.path.replace(":path", "")) == (each.method, each.path)]
+        assert route.is_open == each.is_open, each.path
+
+
+def test_every_name_in_it_is_there() -> None:
+    schemas = document()["components"]["schemas"]
+    assert set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document()))) <= set(schemas)
+    for schema in schemas.values():
+        Draft202012Validator.check_schema(schema)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_bodies_and_answers_are_as_described(served: Served, path: str) -> None:
+    body = validator(f"/paths/{path.replace('/', '~1')}/post/requestBody/content/application~1json/schema")
+    body.validate(BODIES[path])
+    answer = served.client.post(path, json=BODIES[path])
+    assert answer.status_code == 200, answer.text
+    answer_of(path, "post", 200).validate(answer.json())
+    refused = served.client.post(path, json=BODIES[path] | {"unknown": 1})
+    assert not body.is_valid(BODIES[path] | {"unknown": 1})
+    answer_of(path, "post", refused.status_code).validate(refused.json())
+
+
+def test_what_is_not_served_is_described_by_the_values_that_ask_for_nothing() -> None:
+    tools = document()["components"]["schemas"]["ChatBody"]["properties"]["tools"]
+    assert tools["enum"] == [[], None]
+    assert "not supported yet" in tools["description"]
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/health", "/ready"])
+def test_what_is_got_is_as_described(served: Served, path: str) -> None:
+    answer_of(path, "get", 200).validate(served.client.get(path).json())
+
+
+def test_the_document_and_its_page_are_served_without_a_key(served: Served) -> None:
+    assert served.client.get("/openapi.json").json() == document()
+    page = served.client.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert not re.search(r"https?://|<script|javascript:|@import", page.text)
+    for each in OPERATIONS:
+        assert f"<b>{each.method} {each.path}</b>" in page.text
+    targets = set(re.findall(r'href="#([^"]*)"', page.text))
+    assert targets <= set(re.findall(r'id="([^"]*)"', page.text))

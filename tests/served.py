@@ -2,14 +2,17 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import httpx
 
 from infer import LLM, AsyncLLM
-from infer.server.process import bind, make_http_server
+from infer.server.app import ROUTES
+from infer.server.endpoint import ApiRoute
+from infer.server.http_server import make_http_server
+from infer.server.process import bind
 from infer.server.settings import ServerSettings
 from infer.server.state import ServerState
 
@@ -27,7 +30,7 @@ class Served(NamedTuple):
 
 
 @contextmanager
-def serving(llm: LLM | None, **settings: Any) -> Iterator[Served]:
+def serving(llm: LLM | None, *, table: Sequence[ApiRoute] = ROUTES, **settings: Any) -> Iterator[Served]:
     """A model that is ready, or with None one that is loading until `state.become_ready`."""
     listener = bind(ServerSettings(port=0, **settings))
     port = listener.getsockname()[1]
@@ -35,7 +38,8 @@ def serving(llm: LLM | None, **settings: Any) -> Iterator[Served]:
     if llm is not None:
         llm._opened.engine.max_running = state.settings.slots
         state.become_ready(AsyncLLM(llm))
-    server = make_http_server(state)
+    server = make_http_server(state, table)
+    server.config.timeout_graceful_shutdown = 1
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), name="http", daemon=True)
     thread.start()
     url = f"http://127.0.0.1:{port}"

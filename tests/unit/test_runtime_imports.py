@@ -38,12 +38,16 @@ ALLOWED = {
     ("server/asking.py", "asyncio"),  # the server: what `infer serve` is asked for
     ("server/choices.py", "asyncio"),
     ("server/connection.py", "http"),
-    ("server/endpoint.py", "asyncio"),
     ("server/events.py", "asyncio"),
     ("server/loading.py", "asyncio"),
     ("server/process.py", "asyncio"),
     ("server/process.py", "socket"),
     ("server/sse.py", "asyncio"),
+    ("server/connection.py", "asyncio"),
+    ("server/http_server.py", "asyncio"),
+    ("server/limits.py", "asyncio"),
+    ("server/metrics_page.py", "asyncio"),
+    ("server/watchdog.py", "asyncio"),
 }
 
 

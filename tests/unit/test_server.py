@@ -1,14 +1,32 @@
 """`infer.server` over real sockets: what every request meets, whatever it asks."""
 
-from collections.abc import Iterator
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from infer import LLM
-from served import Served, serving
+from asked_route import PATH, TABLE
+from infer import LLM, InvalidRequestError, SamplingParams
+from infer.server.auth import read_keys
+from served import SECONDS, Served, serving
 from test_session import make_model
 
 ERROR_KEYS = {"message", "type", "param", "code"}
+LIMITS: dict[str, Any] = {
+    "header_seconds": 0.5, "body_seconds": 0.5, "max_body_bytes": 1000, "max_header_bytes": 2000, "max_headers": 20,
+    "keep_alive_seconds": 1, "reader_seconds": 1.0, "max_unsent_bytes": 20_000,
+    "comment_seconds": 0.05,
+}  # fmt: skip
+KEYS = {"secret-of-ann": "ann", "secret-of-bob": "bob"}
+ORIGIN = "https://page.example"
 
 
 @pytest.fixture(scope="module")
@@ -18,8 +36,73 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 @pytest.fixture(scope="module")
 def served(llm: LLM) -> Iterator[Served]:
-    with serving(llm, model="tiny") as served:
+    with serving(llm, table=TABLE, model="tiny", **LIMITS) as served:
         yield served
+
+
+@pytest.fixture(scope="module")
+def guarded(llm: LLM) -> Iterator[Served]:
+    """A server with keys, and an origin that may call."""
+    with serving(llm, table=TABLE, api_keys=KEYS, cors_origins=(ORIGIN,)) as served:
+        yield served
+
+
+@pytest.fixture
+def slow_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = llm._opened.engine
+    step = engine._step
+
+    def slow_step() -> Any:
+        time.sleep(0.05)
+        return step()
+
+    monkeypatch.setattr(engine, "_step", slow_step)
+
+
+def ask(served: Served, **asked: Any) -> httpx.Response:
+    return served.client.post(PATH, json={"prompt": "hello", **asked})
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    """What a client is told: never more and never less than OpenAI's four fields."""
+    found: dict[str, Any] = answer.json()
+    assert (set(found), set(found["error"])) == ({"error"}, ERROR_KEYS)
+    assert answer.headers["content-type"] == "application/json"
+    return found["error"]  # type: ignore[no-any-return]
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not is_so():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.01)
+
+
+@contextmanager
+def connected(served: Served) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=SECONDS) as plain:
+        yield plain
+
+
+def all_of(plain: socket.socket) -> bytes:
+    """Until the server closes."""
+    found = b""
+    while chunk := plain.recv(65536):
+        found += chunk
+    return found
+
+
+def status_of(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1])
+
+
+def request_bytes(body: bytes, *, num_announced: int | None = None) -> bytes:
+    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {num_announced or len(body)}\r\n\r\n".encode() + body
+
+
+# Routes, ids and errors
 
 
 def test_a_model_that_is_ready_is_named_and_healthy(served: Served) -> None:
@@ -30,12 +113,13 @@ def test_a_model_that_is_ready_is_named_and_healthy(served: Served) -> None:
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/", 404), ("GET", "/v1/unknown", 404), ("POST", "/v1/models", 405), ("DELETE", "/health", 405),
-     ("GET", "/v1/models/", 404), ("PATCH", "/v1/models", 405), ("BREW", "/health", 400)],
+    [("GET", "/nothing", 404), ("GET", "/v1/unknown", 404), ("PUT", "/v1/models", 405), ("DELETE", "/health", 405),
+     ("PATCH", "/v1/models", 405), ("BREW", "/health", 400)],
 )  # fmt: skip
 def test_what_no_route_takes_is_refused_in_openai_s_shape(served: Served, method: str, path: str, status: int) -> None:
     answer = served.client.request(method, path)
-    assert (answer.status_code, set(answer.json()), set(answer.json()["error"])) == (status, {"error"}, ERROR_KEYS)
+    assert answer.status_code == status
+    assert error_of(answer)["type"] == "invalid_request_error"
 
 
 def test_a_request_has_an_id_and_a_clean_one_of_the_client_is_echoed(served: Served) -> None:
@@ -45,8 +129,227 @@ def test_a_request_has_an_id_and_a_clean_one_of_the_client_is_echoed(served: Ser
     assert all(each.startswith("req-") for each in own)
 
 
-def test_a_model_that_is_loading_is_alive_later() -> None:
-    with serving(None) as served:
+def test_a_model_that_is_loading_is_neither_ready_nor_asked() -> None:
+    with serving(None, table=TABLE) as served:
         served.state.progress = 0.25
         answer = served.client.get("/health")
         assert (answer.status_code, answer.json()) == (503, {"status": "loading", "progress": 0.25})
+        assert served.client.get("/ready").status_code == 503
+        refused = ask(served)
+        assert (refused.status_code, error_of(refused)["code"]) == (503, "loading")
+        assert refused.headers["retry-after"] == "1"
+
+
+def test_answers_are_those_of_the_library_whole_and_in_a_stream(served: Served, llm: LLM) -> None:
+    params = SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=9)
+    expected = llm.generate("hello", params).token_ids
+    assert ask(served, max_tokens=9).json()["token_ids"] == expected
+    streamed = ask(served, max_tokens=9, stream=True)
+    events = [line.removeprefix("data: ") for line in streamed.text.split("\n\n") if line.startswith("data: ")]
+    assert [json.loads(each)["token_id"] for each in events[:-1]] == expected
+    assert events[-1] == "[DONE]"
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+
+
+# What arrives
+
+
+def test_a_head_that_is_too_large_is_refused(served: Served) -> None:
+    for headers in ({"x-long": "y" * 2000}, {f"x-{number}": "y" for number in range(30)}):
+        with httpx.Client(base_url=served.url) as client:
+            refused = client.get("/health", headers=headers)
+            assert (refused.status_code, error_of(refused)["code"]) == (431, "headers_too_large")
+    with connected(served) as plain:
+        plain.sendall(b"GET /health HTTP/1.1\r\nx-endless: " + b"y" * 5000)
+        assert status_of(all_of(plain)) == 431
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n"])
+def test_a_head_that_is_late_is_refused(served: Served, sent: bytes) -> None:
+    with connected(served) as plain:
+        plain.sendall(sent)
+        assert status_of(all_of(plain)) == 408
+
+
+def test_a_body_that_is_late_is_refused(served: Served) -> None:
+    with connected(served) as plain:
+        plain.sendall(request_bytes(b'{"prom', num_announced=20))
+        assert status_of(all_of(plain)) == 408
+
+
+def test_a_body_that_comes_in_single_bytes_is_read(served: Served) -> None:
+    body = json.dumps({"prompt": "hello", "max_tokens": 1}).encode()
+    with connected(served) as plain:
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for byte in request_bytes(body):
+            plain.sendall(bytes([byte]))
+        assert status_of(plain.recv(65536)) == 200
+
+
+@pytest.mark.parametrize("num_bytes", [1001, 100_000])
+def test_a_body_that_is_too_large_is_refused_counted_or_announced(served: Served, num_bytes: int) -> None:
+    def chunks() -> Iterator[bytes]:
+        yield b" " * num_bytes
+
+    for content in (b" " * num_bytes, chunks()):
+        with httpx.Client(base_url=served.url) as client:
+            refused = client.post(PATH, content=content, headers={"content-type": "application/json"})
+            assert (refused.status_code, error_of(refused)["code"]) == (413, "body_too_large")
+
+
+@pytest.mark.parametrize("sent", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_a_body_of_another_type_is_refused(served: Served, sent: str) -> None:
+    refused = served.client.post(PATH, content=b'{"prompt": "hello"}', headers={"content-type": sent})
+    assert (refused.status_code, error_of(refused)["code"]) == (415, "unsupported_media_type")
+
+
+def test_one_connection_too_many_is_told_so_but_may_ask_for_health() -> None:
+    with serving(None, max_connections=2) as served, connected(served), connected(served):
+        assert served.client.get("/health").status_code == 503
+        refused = served.client.get("/v1/models")
+        assert (refused.status_code, error_of(refused)["code"]) == (503, "too_many_connections")
+
+
+def test_an_idle_connection_is_closed(served: Served) -> None:
+    with connected(served) as plain:
+        plain.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert status_of(all_of(plain)) == 200
+
+
+def test_pipelined_requests_are_answered_in_their_order(served: Served) -> None:
+    with connected(served) as plain:
+        plain.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /nothing HTTP/1.1\r\nHost: x\r\n\r\n")
+        answers = all_of(plain)
+        assert [status_of(answers), status_of(answers[answers.index(b"HTTP/1.1 4") :])] == [200, 404]
+
+
+# Clients that go away, and those that read slowly
+
+
+def slow_request(max_tokens: int, num_extra_bytes: int = 0, *, stream: bool) -> bytes:
+    asked = {"prompt": "hello", "max_tokens": max_tokens, "stream": stream, "num_extra_bytes": num_extra_bytes}
+    return request_bytes(json.dumps(asked).encode())
+
+
+@pytest.mark.usefixtures("slow_steps")
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_slot(served: Served, llm: LLM, stream: bool) -> None:
+    engine = llm._opened.engine
+    with connected(served) as plain:
+        plain.sendall(slow_request(380, stream=stream))
+        until(lambda: bool(engine.sequences))
+        (sequence,) = engine.sequences
+    until(lambda: not engine.sequences)
+    assert len(sequence.pieces) < 380
+    until(lambda: not served.state.calls)
+    phase = "streaming" if stream else "answering"
+    assert f'infer:disconnects_total{{phase="{phase}"}} 1' in served.client.get("/metrics").text
+
+
+@pytest.mark.usefixtures("slow_steps")
+def test_a_slow_reader_loses_its_answer_and_then_its_connection(served: Served) -> None:
+    with connected(served) as plain:
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        plain.sendall(slow_request(380, 100_000, stream=True))
+        until(lambda: bool(served.state.calls))
+        (call,) = served.state.calls
+        assert ask(served, max_tokens=5).status_code == 200
+        until(lambda: not served.state.calls)
+        assert call.error_code == "slow_reader"
+
+
+def test_a_silent_stream_is_kept_open_by_comments(served: Served) -> None:
+    with served.client.stream("POST", PATH, json={"prompt": "hello", "max_tokens": 1, "stream": True}) as answer:
+        assert "".join(answer.iter_text()).endswith("data: [DONE]\n\n")
+
+
+# Keys, origins and TLS
+
+
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong"}, {"authorization": "Basic c2VjcmV0"},
+                                     {"x-api-key": ""}, {"authorization": "Bearer"}])  # fmt: skip
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/nothing"])
+def test_without_a_key_nothing_is_told(guarded: Served, headers: dict[str, str], path: str) -> None:
+    refused = guarded.client.get(path, headers=headers)
+    assert (refused.status_code, error_of(refused)["code"]) == (401, "invalid_api_key")
+    assert refused.headers["www-authenticate"] == "Bearer"
+
+
+def test_health_needs_no_key(guarded: Served) -> None:
+    assert [guarded.client.get(path).status_code for path in ("/health", "/ready")] == [200, 200]
+
+
+@pytest.mark.parametrize("headers", [{"authorization": "Bearer secret-of-ann"}, {"x-api-key": "secret-of-bob"}])
+def test_a_key_opens_every_route(guarded: Served, headers: dict[str, str]) -> None:
+    assert guarded.client.get("/v1/models", headers=headers).status_code == 200
+
+
+def test_keys_are_tenants_that_share_no_prefixes(guarded: Served, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests, submit = list[Any](), llm._opened.engine.submit
+    monkeypatch.setattr(llm._opened.engine, "submit", lambda each: (requests.append(each.request), submit(each))[1])
+    for key in KEYS:
+        answer = guarded.client.post(PATH, json={"prompt": "hello"}, headers={"authorization": f"Bearer {key}"})
+        assert answer.status_code == 200
+    assert [request.tenant for request in requests] == ["ann", "bob"]
+    assert len({request.salt for request in requests}) == 2
+
+
+def test_a_file_of_keys_names_them(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# who may ask\nplain\nann secret  # hers\n\n")
+    assert read_keys(file) == {"plain": "key-1", "secret": "ann"}
+    for text in ("", "# none", "too many words"):
+        file.write_text(text)
+        with pytest.raises(InvalidRequestError):
+            read_keys(file)
+
+
+def test_a_page_of_another_origin_may_call_only_if_it_was_named(guarded: Served, served: Served) -> None:
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "x-stainless-os, content-type"}
+    allowed = guarded.client.options("/v1/models", headers={"origin": ORIGIN, **asked})
+    assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (204, ORIGIN)
+    assert allowed.headers["access-control-allow-headers"] == asked["access-control-request-headers"]
+    refused = guarded.client.get("/v1/models", headers={"origin": ORIGIN})
+    assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, ORIGIN)
+    others = [guarded.client.options("/v1/models", headers={"origin": "https://other.example", **asked}),
+              served.client.options("/v1/models", headers={"origin": ORIGIN, **asked}),
+              served.client.get("/v1/models", headers={"origin": ORIGIN})]  # fmt: skip
+    found = [name for answer in (allowed, refused, *others) for name in answer.headers]
+    assert [each.headers.get("access-control-allow-origin") for each in others] == [None] * 3
+    assert "access-control-allow-credentials" not in found
+
+
+# What is logged and counted
+
+
+def test_a_request_is_one_line_without_its_texts(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "infer.access"):
+        ask(served, max_tokens=7, prompt="a very secret prompt")
+        served.client.get("/nothing?secret=1", headers={"x-request-id": "mine"})
+        until(lambda: len(caplog.records) == 2)
+    answered, refused = (json.loads(record.getMessage()) for record in caplog.records)
+    assert answered["gen_ai.usage.output_tokens"] == 7
+    assert answered["gen_ai.response.finish_reasons"] == ["length"]
+    assert answered["gen_ai.server.time_to_first_token"] <= answered["http.server.request.duration"]
+    assert (refused["http.response.status_code"], refused["error.type"]) == (404, "unknown_url")
+    assert refused["infer.request.client_id"] == "mine"
+    assert "secret" not in caplog.text
+
+
+def test_metrics_are_prometheus_text_and_count_requests_tokens_and_steps(served: Served) -> None:
+    def read() -> dict[str, float]:
+        text = served.client.get("/metrics").text
+        return {s.name + str(s.labels): s.value for f in text_string_to_metric_families(text) for s in f.samples}
+
+    before = read()
+    ask(served, max_tokens=20)
+    until(lambda: read()["infer:step_seconds_count{'kind': 'prompt'}"] > before.get("infer:step_seconds_count{}", 0))
+    after = read()
+    for name, grown in [
+        ("infer:generation_tokens_total", 20),
+        ("infer:time_to_first_token_seconds_count", 1),
+        ("infer:inter_token_latency_seconds_count", 19),
+        ("infer:e2e_request_latency_seconds_count", 1),
+    ]:
+        assert after[f"{name}{{}}"] - before[f"{name}{{}}"] == grown, name  # fmt: skip
+    assert after["infer:num_requests_running{}"] == 0

@@ -1,10 +1,16 @@
 """`infer serve`: the server of a model. Nothing here loads torch: the thread that loads the model does."""
 
-from collections.abc import Callable, Mapping
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import infer
+from infer.errors import InvalidRequestError
+from infer.server.auth import read_keys
 from infer.server.loading import OnProgress
 from infer.server.process import bind, run_server
 from infer.server.settings import ServerSettings
@@ -14,12 +20,48 @@ from infer.system.status_line import write_notice
 Load = Callable[[OnProgress], "infer.LLM"]
 
 
+@final
+class _Lines(logging.Handler):
+    """Whole lines on stdout. A reader that has gone away stops no server."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError, ValueError):
+            sys.stdout.write(f"{record.getMessage()}\n")
+            sys.stdout.flush()
+
+
 def run_serve(options: Mapping[str, Any], load: Load) -> int:
     """The exit status."""
-    names = ("model", "host", "port", "slots")
-    settings = ServerSettings(**{name: options[name] for name in names})
+    settings = make_settings(options)
+    logging.getLogger("infer.server").addHandler(logging.StreamHandler())
+    if not options["no_access_log"]:
+        log = logging.getLogger("infer.access")
+        log.setLevel(logging.INFO)
+        log.propagate = False
+        log.addHandler(_Lines())
     listener = bind(settings)
-    return run_server(ServerState(settings), listener, partial(_load, load), _announce)
+    port = listener.getsockname()[1]
+    write_notice(f"loading {options['model']}; {url_of(settings, port)} answers meanwhile")
+    announce = partial(_announce, port=port)
+    return run_server(ServerState(settings), listener, partial(_load, load), announce)
+
+
+def make_settings(options: Mapping[str, Any]) -> ServerSettings:
+    """Raises InvalidRequestError for options that contradict each other, and for files that cannot be read."""
+    if (options["tls_cert"] is None) != (options["tls_key"] is None):
+        raise InvalidRequestError("--tls-cert and --tls-key belong together: give both")
+    for path in (options["tls_cert"], options["tls_key"]):
+        if path is not None and not path.is_file():
+            raise InvalidRequestError(f"{path} is no file")
+    names = {field.name for field in fields(ServerSettings)}
+    given = {name: value for name, value in options.items() if name in names}
+    keys = read_keys(options["api_key_file"]) if options["api_key_file"] else {}
+    return ServerSettings(**given | {"model": options["served_name"] or options["model"], "api_keys": keys})
+
+
+def url_of(settings: ServerSettings, port: int) -> str:
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"{'https' if settings.tls_cert else 'http'}://{host}:{port}"
 
 
 def _load(load: Load, on_progress: OnProgress) -> "infer.AsyncLLM":
@@ -27,5 +69,19 @@ def _load(load: Load, on_progress: OnProgress) -> "infer.AsyncLLM":
     return infer.AsyncLLM(llm)
 
 
-def _announce(state: ServerState) -> None:
-    write_notice(f"{state.settings.model} is served at http://{state.settings.host}:{state.settings.port}")
+def _announce(state: ServerState, port: int) -> None:
+    for line in _lines(state, url_of(state.settings, port)):
+        write_notice(line)
+
+
+def _lines(state: ServerState, url: str) -> Iterator[str]:
+    """URL, model, slots, memory and limits."""
+    settings, llm = state.settings, state.llm().llm
+    pages = sum(llm._opened.runner.pool_pages)
+    keys = f"{len(settings.api_keys)} keys" if settings.api_keys else "no key needed"
+    yield f"url      {url}/v1 ({keys})"
+    yield f"model    {settings.model}: {llm!r}"
+    yield f"slots    {settings.slots}; {settings.max_queue} may wait, {settings.max_ttft:g} s for a first token"
+    yield f"memory   {pages:,} pages of 64 tokens of keys and values"
+    yield f"limits   body {settings.max_body_bytes:,} bytes, {settings.max_connections:,} connections"
+    yield f"ends     with SIGTERM or Ctrl-C: answers have {settings.drain_seconds:g} s, a second one ends at once"

@@ -1,18 +1,66 @@
-"""Options of `infer serve`."""
+"""Options of `infer serve`: the fields of `ServerSettings`, and what they are told as."""
+
+from pathlib import Path
 
 import click
 
 from infer.cli.options import Function, apply_options
 from infer.operands.limits import MAX_STEP_LOGITS
 
+_SECONDS = click.FloatRange(min=0.1)
+_COUNT = click.IntRange(min=1)
+_FILE = click.Path(path_type=Path)
+
 
 def serve_options(function: Function) -> Function:
     options = [
         click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen at."),
         click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: a free one."),
+        click.option("--served-model-name", "served_name", metavar="NAME",
+                     help="What clients call the model.  [default: that of --model]"),
+        click.option("--api-key-file", type=_FILE, metavar="FILE",
+                     help="A key a line, or a name and a key: only who has one may ask."),
+        click.option("--cors-origin", "cors_origins", multiple=True, metavar="ORIGIN",
+                     help="A page of this origin may call, such as https://example.org. Repeatable; * is all."),
+        click.option("--tls-cert", type=_FILE, metavar="FILE", help="A certificate: https."),
+        click.option("--tls-key", type=_FILE, metavar="FILE", help="Its private key."),
+        click.option("--isolate", "is_isolated", is_flag=True,
+                     help="The model in a process of its own, which is started again when it dies."),
+        engine_options,
+        limit_options,
+        click.option("--no-access-log", is_flag=True, help="No JSON line a request on stdout."),
+    ]  # fmt: skip
+    return apply_options(options, function)
+
+
+def engine_options(function: Function) -> Function:
+    """How much is computed at once, and who has to wait."""
+    options = [
         click.option("--slots", type=click.IntRange(1, MAX_STEP_LOGITS), default=16, show_default=True,
                      help="Answers that are computed in one step."),
-        click.option("--pool-pages", type=click.IntRange(min=1),
+        click.option("--pool-pages", type=_COUNT,
                      help="Pages of 64 tokens that all answers share.  [default: 8 full contexts']"),
+        click.option("--max-queue", type=_COUNT, default=512, show_default=True,
+                     help="Requests that may wait for a slot; others are told when to come back."),
+        click.option("--max-ttft", type=_SECONDS, default=30.0, show_default=True, metavar="SECONDS",
+                     help="A request that would wait longer for its first token is told when to come back."),
+    ]  # fmt: skip
+    return apply_options(options, function)
+
+
+def limit_options(function: Function) -> Function:
+    """What a client may send, and how long it may take."""
+    options = [
+        click.option("--max-body-bytes", type=_COUNT, default=2 * 2**20, show_default=True, help="Of a request."),
+        click.option("--max-connections", type=_COUNT, default=1024, show_default=True, help="Open at once."),
+        click.option("--header-seconds", type=_SECONDS, default=10.0, show_default=True, help="For a request's head."),
+        click.option("--body-seconds", type=_SECONDS, default=30.0, show_default=True, help="For a request's body."),
+        click.option("--keep-alive-seconds", type=_COUNT, default=75, show_default=True, help="Of an idle connection."),
+        click.option("--reader-seconds", type=_SECONDS, default=60.0, show_default=True,
+                     help="For a slow reader to take what was sent."),
+        click.option("--drain-seconds", type=click.FloatRange(min=0), default=30.0, show_default=True,
+                     help="For answers under way, after SIGTERM."),
+        click.option("--watchdog-seconds", type=_SECONDS, default=120.0, show_default=True,
+                     help="For a step: one that takes longer hangs, and the process ends with status 3."),
     ]  # fmt: skip
     return apply_options(options, function)

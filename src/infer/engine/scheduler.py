@@ -5,10 +5,10 @@ quarters to the one with the least left, a quarter to the oldest, so that a shor
 waits for ever. While an answer is being streamed, a step with prompts takes `STREAM_SECONDS`, whatever they are.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from math import inf
-from typing import NamedTuple, final
+from typing import NamedTuple, Self, final
 
 from infer.engine.admission import ANSWER_WORK
 from infer.engine.step_costs import StepCosts, StepWork, context_of
@@ -20,6 +20,7 @@ STREAM_SECONDS = 0.03  # the same, and for a step with prompts, while others str
 LEAST_PROMPT_TOKENS = 16  # of a step with prompts, unless they take over half of STREAM_SECONDS: the full rate
 FIRST_PROMPT_TOKENS = 64  # while it is not known how long they take
 PLAIN_STEPS = 8  # between two steps with drafts, where most sequences have none
+MAX_TAKEN = 2048
 _RETURN = 0.2  # steps: what a return to Python takes
 
 
@@ -53,6 +54,22 @@ class Plan(NamedTuple):
     work: StepWork  # of one step
 
 
+class StepTaken(NamedTuple):
+    """What a step took: of several without a return to Python, all of them."""
+
+    kind: str  # "decode", "prompt", "mixed" (both) or "chain" (several steps)
+    num_sequences: int
+    num_tokens: int
+    seconds: float
+
+    @classmethod
+    def of(cls, plan: Plan, num_steps: int, seconds: float) -> Self:
+        num_decoding = sum(count == 1 for count in plan.num_tokens)
+        kind = "decode" if num_decoding == plan.work.num_sequences else "mixed" if num_decoding else "prompt"
+        work = plan.work
+        return cls("chain" if num_steps > 1 else kind, work.num_sequences, work.num_tokens * num_steps, seconds)
+
+
 NO_PLAN = Plan([], [], 1, StepWork(0, 0, 0))
 
 
@@ -66,6 +83,7 @@ class Scheduler:
         self._num_plain = PLAIN_STEPS  # since the last one with drafts
         self._has_decoded = False  # so that it is known how long such steps take
         self.costs = StepCosts()
+        self.taken = deque[StepTaken](maxlen=MAX_TAKEN)  # of the last steps, for whoever counts them
         self.step_times = defaultdict[Kind, StepTimes](StepTimes)
 
     def max_drafts(self, num_sequences: int) -> int:
@@ -103,6 +121,7 @@ class Scheduler:
         """What a plan took: `num_steps` steps ran in so many seconds. `times` are those of its kind, where every token
         was sampled after, as drafts are.
         """
+        self.taken.append(StepTaken.of(plan, num_steps, seconds))
         self._num_plain = 0 if any(plan.num_drafts) else self._num_plain + num_steps
         self._has_decoded |= plan.work.num_tokens == plan.work.num_sequences
         self.costs.learn(plan.work, seconds / num_steps)

@@ -1,6 +1,7 @@
 """When an answer's tokens were computed and handed over, in seconds."""
 
 import time
+from collections.abc import Sequence
 from typing import final
 
 from infer.operands.step import Clock
@@ -16,6 +17,16 @@ class AnswerTimer:
         self._waited = 0.0
         self._prefill_s: float | None = None
         self._decode_times_s, self._sampling_times_s, self._arrivals = list[float](), list[float](), list[float]()
+
+    @property
+    def began(self) -> float | None:
+        """When somebody began to wait for the tokens, by time.perf_counter."""
+        return self._began
+
+    @property
+    def arrivals(self) -> Sequence[float]:
+        """When each token came, by the same clock."""
+        return self._arrivals
 
     def begin(self) -> None:
         """From the first call on, somebody waits for the tokens."""

@@ -1,5 +1,7 @@
 """The ASGI app: the table of all routes, and what each request goes through before its handler."""
 
+from collections.abc import Sequence
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -15,33 +17,47 @@ from infer.server import (
     events,
     health,
     messages,
+    metrics_page,
     models,
     openapi,
     tokens,
     trace,
 )
-from infer.server.endpoint import Endpoint
+from infer.server.access_log import with_access_log
+from infer.server.auth import with_keys
+from infer.server.call import call_of
+from infer.server.cors import with_cors
+from infer.server.endpoint import ApiRoute, Endpoint
 from infer.server.errors import ApiError
 from infer.server.request_ids import with_request_ids
 from infer.server.state import ServerState
 
-_MODULES = (health, models, chat, completions, embeddings, messages, tokens, trace, branch, events, openapi)
+_MODULES = (
+    *(health, metrics_page, models, chat, completions, embeddings, messages),
+    *(tokens, trace, branch, events, openapi),
+)
 ROUTES = [route for module in _MODULES for route in module.ROUTES]
 
 
-def make_app(state: ServerState) -> ASGIApp:
-    routes = [Route(each.path, Endpoint(each.handler, state), methods=[each.method]) for each in ROUTES]
-    app = Starlette(routes=routes, exception_handlers={HTTPException: _refuse})
-    app.router.redirect_slashes = False
-    return with_request_ids(app)
+def make_app(state: ServerState, table: Sequence[ApiRoute] = ROUTES) -> ASGIApp:
+    settings = state.settings
+    routes = [Route(each.path, Endpoint(each, state), methods=[each.method]) for each in table]
+    routed = Starlette(routes=routes, exception_handlers={HTTPException: _refuse})
+    routed.router.redirect_slashes = False
+    app = with_keys(routed, settings.api_keys, table)
+    app = with_cors(app, settings.cors_origins)
+    return with_request_ids(with_access_log(app, state))
 
 
 def _refuse(request: Request, error: Exception) -> Response:
     """What no route takes."""
     assert isinstance(error, HTTPException)
-    path = request.url.path
+    path, refusal = request.url.path, ApiError(error.status_code, error.detail)
+    if error.status_code == 404:
+        refusal = ApiError(404, f"there is no {request.method} {path} here", code="unknown_url")
     if error.status_code == 405:
-        allowed = ", ".join(sorted({each.method for each in ROUTES if each.path == path}))
+        allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
         message = f"{path} takes {allowed}, not {request.method}"
-        return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed}).response
-    return ApiError(404, f"there is no {request.method} {path} here", code="unknown_url").response
+        refusal = ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})
+    call_of(request).error_code = refusal.code or refusal.type
+    return refusal.response

@@ -36,7 +36,6 @@ class BranchBody(OneAnswerBody, kw_only=True):
 
 
 async def branch(request: Request, state: ServerState) -> Response:
-    call_of(request).operation = "branch"
     body, llm = read_body(await request.body(), BranchBody), state.llm().llm
     check_model(state, body.model)
     prefix = prefix_of(body)
@@ -95,4 +94,4 @@ def _end(result: GenerationResult) -> Json:
     }
 
 
-ROUTES = [ApiRoute("POST", "/v1/branch", branch)]
+ROUTES = [ApiRoute("POST", "/v1/branch", branch, operation="branch")]

@@ -1,6 +1,7 @@
 """One HTTP request from its first byte to its answer's last, as the log and the metrics have it."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -8,24 +9,27 @@ from starlette.requests import HTTPConnection
 from starlette.types import Scope
 
 _KEY = "infer.call"
+NO_ROUTE = "none"
 
 
 @final
-@dataclass
+@dataclass(eq=False)
 class Call:
     """`id` is the server's own, which clients see as `x-request-id` unless they sent one."""
 
     id: str
     client_id: str | None  # the `x-request-id` that was sent
     method: str
-    path: str
+    route: str = NO_ROUTE  # the path as it stands in the table of routes
     received_at: float = field(default_factory=time.perf_counter)
     key_name: str = ""  # of the API key
     operation: str = ""  # such as "chat"; "" asks the model nothing
     status: int = 0  # 0: the client went away before its headers
     error_code: str = ""
-    phase: str = "received"  # what it is about, for a client that goes away
+    phase: str = "received"  # what it is about
+    left_in: str = ""  # the phase in which the client went away
     sequences: list[Any] = field(default_factory=list)  # `engine.sequence.Sequence`
+    on_accepted: Callable[[], object] = lambda: None  # called when the engine knows of it
 
     @property
     def shown_id(self) -> str:
@@ -35,6 +39,22 @@ class Call:
         """One more answer, which the queue has taken."""
         self.sequences.append(sequence)
         self.phase = "answering"
+        self.on_accepted()
+
+    def leave(self) -> None:
+        """Its client has gone away."""
+        self.left_in = self.phase
+
+    def cancel(self) -> None:
+        """Its answers end."""
+        for sequence in self.sequences:
+            sequence.cancel()
+
+    def cancel_waiting(self) -> None:
+        """Its answers that have not begun end."""
+        for sequence in self.sequences:
+            if not (sequence.has_slot or sequence.pieces):
+                sequence.cancel()
 
 
 def call_of(connection: HTTPConnection) -> Call:

@@ -40,7 +40,6 @@ from infer.server.state import ServerState
 
 async def chat(request: Request, state: ServerState) -> Response:
     call, llm = call_of(request), state.llm().llm
-    call.operation = "chat"
     body = read_body(await request.body(), ChatBody)
     check_model(state, body.model)
     includes_usage = check_stream_options(body)
@@ -145,4 +144,4 @@ class ChatShape:
         return {"token_ids": list(token_ids)} if self._body.return_token_ids else {}
 
 
-ROUTES = [ApiRoute("POST", "/v1/chat/completions", chat)]
+ROUTES = [ApiRoute("POST", "/v1/chat/completions", chat, operation="chat")]

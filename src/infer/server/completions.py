@@ -29,7 +29,6 @@ _MAX_ANSWERS = 1024  # of a body
 
 async def complete(request: Request, state: ServerState) -> Response:
     call, llm = call_of(request), state.llm().llm
-    call.operation = "text_completion"
     body = read_body(await request.body(), CompletionBody)
     check_model(state, body.model)
     includes_usage = check_stream_options(body)
@@ -202,4 +201,4 @@ def _joined(first: Json | None, second: Json | None) -> Json | None:
     return {name: first[name] + second[name] for name in second}
 
 
-ROUTES = [ApiRoute("POST", "/v1/completions", complete)]
+ROUTES = [ApiRoute("POST", "/v1/completions", complete, operation="text_completion")]

@@ -1,5 +1,10 @@
-"""One connection: what arrives is counted and timed before it is a request, and refused in OpenAI's shape."""
+"""One connection: what arrives is counted and timed before it is a request, and refused in OpenAI's shape.
 
+uvicorn limits neither headers nor the time that they take, and answers in plain text what it cannot parse.
+"""
+
+import asyncio
+import time
 from http import HTTPStatus
 from typing import Any, final
 
@@ -7,34 +12,136 @@ from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from infer.server.errors import ApiError
+from infer.server.settings import ServerSettings
 
 _KEY = "infer.connection"
+_LINGER_SECONDS = 1.0  # what still arrives after a refusal is dropped: closed at once, the client might not see it
+_FIELD_BYTES = 4  # ": " and the end of the line
 
 
 @final
 class Connection(HttpToolsProtocol):
+    def __init__(self, settings: ServerSettings, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._settings = settings
+        self._is_in_head, self._is_refused = True, False
+        self._num_head_bytes = 0  # of fields that are complete
+        self._num_fed_bytes = 0  # since the head began, in reads that did not complete it
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._unsent_since: float | None = None
+
+    # What arrives
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=self._settings.max_unsent_bytes)
+        self._time_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        if self._is_in_head and self._head_timer is None:
+            self._time_head()
+        super().data_received(data)
+        if self._is_in_head:
+            self._num_fed_bytes += len(data)
+            if self._num_fed_bytes > self._settings.max_header_bytes:
+                self._refuse_head(self._too_large())
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._is_in_head, self._num_head_bytes, self._num_fed_bytes = True, 0, 0
         scope: Any = self.scope
         scope[_KEY] = self
 
+    def on_url(self, url: bytes) -> None:
+        self._num_head_bytes += len(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_head_bytes += len(name) + len(value) + _FIELD_BYTES
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        self._end_timer()
+        settings = self._settings
+        if self._num_head_bytes > settings.max_header_bytes or len(self.headers) > settings.max_headers:
+            self._refuse_head(self._too_large())
+        elif len(self.connections) > settings.max_connections and not self.url.startswith(b"/health"):
+            message = f"{settings.max_connections} connections are open: try again"
+            self._refuse_head(ApiError(503, message, code="too_many_connections", headers={"Retry-After": "1"}))
+        else:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._is_refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._is_refused:
+            super().on_message_complete()
+
+    # What is refused
+
     def send_400_response(self, msg: str) -> None:
         """What uvicorn cannot parse."""
-        self.refuse(ApiError(400, "this is no HTTP request", code="bad_request"))
+        self._refuse_head(ApiError(400, "this is no HTTP request", code="bad_request"))
 
-    def refuse(self, error: ApiError) -> None:
-        """Answer before there is a request, and close."""
-        if self.transport.is_closing():
+    def _refuse_head(self, error: ApiError) -> None:
+        """Answer before there is a request, unless another answer is under way, and close."""
+        if self._is_refused or self.transport.is_closing():
             return
-        reason, body = HTTPStatus(error.status).phrase, error.body
-        head = f"HTTP/1.1 {error.status} {reason}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-        self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
-        self.transport.close()
+        self._is_refused = True
+        self._end_timer()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.close()
+            return
+        headers = {"Content-Type": "application/json", "Content-Length": len(error.body), "Connection": "close"}
+        fields = "".join(f"{name}: {value}\r\n" for name, value in {**headers, **error.headers}.items())
+        head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n{fields}\r\n"
+        self.transport.write(head.encode() + error.body)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(_LINGER_SECONDS, self.transport.close)
+
+    def _too_large(self) -> ApiError:
+        settings = self._settings
+        message = f"the head of a request may have {settings.max_header_bytes} bytes in {settings.max_headers} fields"
+        return ApiError(431, message, code="headers_too_large")
+
+    def _time_head(self) -> None:
+        self._head_timer = self.loop.call_later(self._settings.header_seconds, self._be_late)
+
+    def _be_late(self) -> None:
+        seconds = self._settings.header_seconds
+        self._refuse_head(ApiError(408, f"the head of the request did not come within {seconds:g} s", code="timeout"))
+
+    def _end_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    # What is sent
 
     @property
     def is_stalled(self) -> bool:
         """Whether more bytes than it may have are still to be sent."""
         return self.flow.write_paused
+
+    def check_reader(self) -> None:
+        """To be called now and then: a reader that has left bytes unread for long is dropped."""
+        now = time.monotonic()
+        if self.transport is None or not self.transport.get_write_buffer_size():
+            self._unsent_since = None
+        elif self._unsent_since is None:
+            self._unsent_since = now
+        elif now - self._unsent_since > self._settings.reader_seconds:
+            self.transport.abort()
 
 
 def is_stalled(scope: Scope) -> bool:

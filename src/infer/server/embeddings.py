@@ -12,7 +12,6 @@ from starlette.responses import Response
 from infer.errors import InvalidRequestError
 from infer.server.asked import refusal
 from infer.server.asking import while_connected
-from infer.server.call import call_of
 from infer.server.completions import prompts_of
 from infer.server.endpoint import ApiRoute
 from infer.server.errors import ApiError
@@ -38,7 +37,6 @@ class EmbeddingsBody(Body, kw_only=True):
 
 
 async def embeddings(request: Request, state: ServerState) -> Response:
-    call_of(request).operation = "embeddings"
     body, llm = read_body(await request.body(), EmbeddingsBody), state.llm()
     check_model(state, body.model)
     if not state.settings.allow_embeddings:
@@ -109,4 +107,4 @@ def _written(vector: Any, encoding: Encoding | None) -> str | list[float]:
     return found
 
 
-ROUTES = [ApiRoute("POST", "/v1/embeddings", embeddings)]
+ROUTES = [ApiRoute("POST", "/v1/embeddings", embeddings, operation="embeddings")]

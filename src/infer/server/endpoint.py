@@ -1,8 +1,8 @@
 """A route: what a handler is, and how one is called. Whatever it raises is answered in OpenAI's shape."""
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from typing import NamedTuple, final
 
 from starlette.requests import ClientDisconnect, Request
@@ -10,21 +10,27 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from infer.errors import InferError
-from infer.server.call import call_of
+from infer.server.call import Call, call_of
 from infer.server.errors import ApiError, api_error
+from infer.server.limits import read_body
 from infer.server.state import ServerState
 
 log = logging.getLogger("infer.server")
 Handler = Callable[[Request, ServerState], Awaitable[Response]]
+_BYTES_PER_TOKEN = 3  # of a body, before it is read
 
 
 class ApiRoute(NamedTuple):
-    """`path` in Starlette's notation. `is_open`: without a key."""
+    """`path` in Starlette's notation. `operation` is what the model is asked for, in OpenTelemetry's words: such a
+    request goes through the door. `is_open`: no key is needed. `shape` makes of an exception what a client is told.
+    """
 
     method: str
     path: str
     handler: Handler
+    operation: str = ""
     is_open: bool = False
+    shape: Callable[[Exception], ApiError] = api_error
 
 
 class ClientGoneError(Exception):
@@ -33,31 +39,41 @@ class ClientGoneError(Exception):
 
 @final
 class Endpoint:
-    """A handler as an ASGI app: the body is read before it is called, so `await request.body()` takes no time."""
+    """A route as an ASGI app. The body is read before the handler is called: `await request.body()` takes no time."""
 
-    def __init__(self, handler: Handler, state: ServerState) -> None:
-        self._handler, self._state = handler, state
+    def __init__(self, route: ApiRoute, state: ServerState) -> None:
+        self._route, self._state = route, state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
+        call = call_of(request)
+        call.route, call.operation = self._route.path, self._route.operation
         try:
-            await self._read_body(request)
-            response = await self._handler(request, self._state)
+            request._body = await read_body(request, self._state.settings)
+            with ExitStack() as stack:
+                if call.operation:
+                    self._enter(call, len(request._body), stack)
+                response = await self._route.handler(request, self._state)
         except (ClientDisconnect, ClientGoneError):
+            call.leave()
             return
         except Exception as error:
-            if not isinstance(error, ApiError | InferError):
-                log.exception("request %s failed", call_of(request).id)
-            refusal = api_error(error)
-            call_of(request).error_code = refusal.code or refusal.type
-            response = refusal.response
+            response = refusal_of(error, call, self._route.shape).response
         await response(scope, receive, send)
 
-    async def _read_body(self, request: Request) -> None:
-        seconds = self._state.settings.body_seconds
-        try:
-            async with asyncio.timeout(seconds):
-                await request.body()
-        except TimeoutError:
-            headers = {"Connection": "close"}
-            raise ApiError(408, f"the body did not come within {seconds:g} s", headers=headers) from None
+    def _enter(self, call: Call, num_bytes: int, stack: ExitStack) -> None:
+        """Through the door. Raises ApiError 429 and 503."""
+        engine, door = self._state.llm().host.engine, self._state.door
+        num_tokens = num_bytes // _BYTES_PER_TOKEN
+        door.check(door.ahead(lambda: engine.sequences), engine.scheduler.costs.costs, num_tokens)
+        stack.enter_context(door.preparing(num_tokens))
+        call.on_accepted = stack.close
+
+
+def refusal_of(error: Exception, call: Call, shape: Callable[[Exception], ApiError] = api_error) -> ApiError:
+    """What a client is told of a failure; one of our own is logged."""
+    if not isinstance(error, ApiError | InferError):
+        log.error("request %s failed", call.id, exc_info=error)
+    refusal = shape(error)
+    call.error_code = refusal.code or refusal.type
+    return refusal

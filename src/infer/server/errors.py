@@ -7,12 +7,7 @@ from starlette.responses import Response
 
 from infer.errors import ClosedError, ContextLengthError, InferError, InvalidRequestError, OutOfPagesError
 
-_TYPE_BY_STATUS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-}
+_TYPE_BY_STATUS = {429: "rate_limit_error"}
 _NO_RETRY = {"x-should-retry": "false"}
 
 

@@ -6,20 +6,29 @@ from starlette.responses import JSONResponse, Response
 from infer.server.endpoint import ApiRoute
 from infer.server.state import ServerState
 
+_STUCK = 4  # times sooner than the watchdog ends the process, its health is bad
+
 
 async def health(request: Request, state: ServerState) -> Response:
     """503 while the model is loading, and where the engine is stuck or has failed: a supervisor may restart it."""
-    is_alive = state.phase in ("ready", "draining")
+    is_alive = state.phase in ("ready", "draining") and not _is_stuck(state)
     return JSONResponse(_report(state), 200 if is_alive else 503)
 
 
 async def ready(request: Request, state: ServerState) -> Response:
     """200 where a request would be taken now."""
-    return JSONResponse(_report(state), 200 if state.phase == "ready" else 503)
+    is_ready = state.phase == "ready" and not _is_stuck(state) and not state.door.is_full
+    return JSONResponse(_report(state), 200 if is_ready else 503)
+
+
+def _is_stuck(state: ServerState) -> bool:
+    """A step is a tenth of a second."""
+    return state.stuck_seconds > state.settings.watchdog_seconds / _STUCK
 
 
 def _report(state: ServerState) -> dict[str, object]:
-    report: dict[str, object] = {"status": "ok" if state.phase == "ready" else state.phase}
+    status = "ok" if state.phase == "ready" else state.phase
+    report: dict[str, object] = {"status": "stuck" if _is_stuck(state) else status}
     return report | ({"progress": round(state.progress, 3)} if state.phase == "loading" else {})
 
 

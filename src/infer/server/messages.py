@@ -10,13 +10,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from infer.engine.request_options import RequestOptions
-from infer.errors import InferError
 from infer.outputs import GenerationResult
 from infer.server.asked import make_params, seeds_of
 from infer.server.asking import while_connected
 from infer.server.call import call_of
 from infer.server.choices import Asked, Choices, accept
-from infer.server.endpoint import ApiRoute, Handler
+from infer.server.endpoint import ApiRoute
 from infer.server.errors import ApiError, api_error
 from infer.server.models import check_model
 from infer.server.read_body import read_body
@@ -125,20 +124,11 @@ class MessagesError(ApiError):
         return {"type": "error", **super().to_json()}
 
 
-def in_its_shape(handler: Handler) -> Handler:
-    """What it raises is answered as Anthropic does."""
-
-    async def call(request: Request, state: ServerState) -> Response:
-        try:
-            return await handler(request, state)
-        except (ApiError, InferError) as error:
-            raise MessagesError.of(api_error(error)) from error
-
-    return call
+def _its_error(error: Exception) -> ApiError:
+    return MessagesError.of(api_error(error))
 
 
 async def create_message(request: Request, state: ServerState) -> Response:
-    call_of(request).operation = "messages"
     body = read_body(await request.body(), MessagesBody)
     check_model(state, body.model)
     params = make_params(sampling_of(body), state.llm().llm.sampling_defaults, seeds_of(body.seed, 1), is_chat=True)
@@ -256,6 +246,6 @@ def _failure(error: ApiError) -> bytes:
 
 
 ROUTES = [
-    ApiRoute("POST", "/v1/messages", in_its_shape(create_message)),
-    ApiRoute("POST", "/v1/messages/count_tokens", in_its_shape(count_tokens)),
+    ApiRoute("POST", "/v1/messages", create_message, operation="messages", shape=_its_error),
+    ApiRoute("POST", "/v1/messages/count_tokens", count_tokens, shape=_its_error),
 ]

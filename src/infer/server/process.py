@@ -1,26 +1,26 @@
 """The process of a server: its port is bound before anything heavy is loaded, and it ends as a supervisor asks.
 
-uvicorn reads and writes HTTP. Its own signal handling is not used: the first SIGTERM or SIGINT drains, the second ends
-at once.
+uvicorn reads and writes HTTP. Its own handling of signals is not used: the first SIGTERM or SIGINT drains, the second
+ends at once.
 """
 
 import asyncio
 import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
 from typing import final
 
-import uvicorn
-
 from infer.errors import InvalidRequestError
-from infer.server.app import make_app
-from infer.server.connection import Connection
+from infer.server.http_server import HttpServer, make_http_server
 from infer.server.loading import Load, load_model
 from infer.server.settings import ServerSettings
 from infer.server.state import ServerState
+from infer.server.watchdog import watch
 
 _BACKLOG = 2048
+_TICK_SECONDS = 0.25
+_LAST_SECONDS = 1.0  # for the errors that end what did not end in time
 OnReady = Callable[[ServerState], None]
 
 
@@ -34,53 +34,55 @@ def bind(settings: ServerSettings) -> socket.socket:
         raise InvalidRequestError(f"{where} cannot be listened at: {error.strerror}") from error
 
 
-@final
-class HttpServer(uvicorn.Server):
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def make_http_server(state: ServerState) -> HttpServer:
-    settings = state.settings
-    config = uvicorn.Config(
-        make_app(state),
-        loop="asyncio",
-        http=Connection,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        timeout_keep_alive=round(settings.keep_alive_seconds),
-        ssl_certfile=settings.tls_cert,
-        ssl_keyfile=settings.tls_key,
-    )
-    return HttpServer(config)
-
-
 def run_server(state: ServerState, listener: socket.socket, load: Load, on_ready: OnReady) -> int:
-    """Serve until a signal ends it; the exit status of the process."""
-    return asyncio.run(_serve(state, listener, load, on_ready))
+    """Serve until a signal ends it; the exit status of the process. Raises what loading the model raised."""
+    return asyncio.run(_Process(state, listener).run(load, on_ready))
 
 
-async def _serve(state: ServerState, listener: socket.socket, load: Load, on_ready: OnReady) -> int:
-    server, loop = make_http_server(state), asyncio.get_running_loop()
-    stopped = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
-    serving = asyncio.create_task(server.serve([listener]))
-    while not server.started:
-        await asyncio.sleep(0)
-    loading = asyncio.create_task(load_model(state, load))
-    stopping = asyncio.create_task(stopped.wait())
-    await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    if state.failure is not None:
-        raise state.failure
-    if state.phase == "ready":
-        on_ready(state)
-        await stopping
-    server.should_exit = True
-    await serving
-    return 0
+@final
+class _Process:
+    def __init__(self, state: ServerState, listener: socket.socket) -> None:
+        self._state, self._listener = state, listener
+        self._signals = list[int]()
+        self._signalled = asyncio.Event()
+
+    async def run(self, load: Load, on_ready: OnReady) -> int:
+        state, server = self._state, make_http_server(self._state)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._note, number)
+        serving = asyncio.create_task(server.serve([self._listener]))
+        await server.listening.wait()
+        loading = asyncio.create_task(load_model(state, load))
+        await self._first_of(loading)
+        if state.phase == "ready":
+            on_ready(state)
+            await self._first_of(asyncio.create_task(watch(state)))
+        if self._signals and state.phase == "ready":
+            await self._drain(server)
+        server.should_exit = True
+        await self._first_of(serving, num_signals=2)
+        if state.failure is not None:
+            raise state.failure
+        return 128 + self._signals[-1] if len(self._signals) > 1 else 0
+
+    def _note(self, number: int) -> None:
+        self._signals.append(number)
+        self._signalled.set()
+
+    async def _first_of(self, task: "asyncio.Task[None]", num_signals: int = 1) -> None:
+        """Until the task has ended, or so many signals have come."""
+        while not task.done() and len(self._signals) < num_signals:
+            self._signalled.clear()
+            waiting = asyncio.create_task(self._signalled.wait())
+            await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
+
+    async def _drain(self, server: HttpServer) -> None:
+        """Run what runs, refuse the rest, and end what takes too long."""
+        state, deadline = self._state, time.monotonic() + self._state.settings.drain_seconds
+        state.drain()
+        while state.has_answers and time.monotonic() < deadline and len(self._signals) < 2:
+            await asyncio.sleep(_TICK_SECONDS / 5)
+        for call in state.calls:
+            call.cancel()
+        server.config.timeout_graceful_shutdown = round(max(_LAST_SECONDS, deadline - time.monotonic()))

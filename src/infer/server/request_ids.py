@@ -18,7 +18,7 @@ def with_request_ids(app: ASGIApp) -> ASGIApp:
             return
         asked = Headers(scope=scope).get("x-request-id", "")
         client_id = asked if _CLEAN.fullmatch(asked) else None
-        call = Call(f"req-{secrets.token_hex(12)}", client_id, scope["method"], scope["path"])
+        call = Call(f"req-{secrets.token_hex(12)}", client_id, scope["method"])
         put_call(scope, call)
 
         async def send_with_id(message: Message) -> None:

@@ -29,11 +29,12 @@ class ServerSettings:
     max_headers: int = 100
     header_seconds: float = 10.0
     max_connections: int = 1024
-    keep_alive_seconds: float = 75.0
+    keep_alive_seconds: int = 75
     max_unsent_bytes: int = 2**20  # to a slow reader, before its answer is ended
     reader_seconds: float = 60.0  # in which a slow reader must take some of them
     comment_seconds: float = 10.0  # of silence in a stream, before a comment keeps it open
     drain_seconds: float = 30.0
     watchdog_seconds: float = 120.0  # for a step
+    has_access_log: bool = True
     allow_embeddings: bool = False  # of a model that is not made for them
     is_isolated: bool = False  # the engine in a process of its own

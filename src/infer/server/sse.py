@@ -6,7 +6,6 @@ reads (an `AsyncStream` does).
 """
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import final
 
@@ -14,13 +13,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from infer.errors import InferError
 from infer.server.asking import until_gone
 from infer.server.call import call_of
 from infer.server.connection import is_stalled
-from infer.server.errors import ApiError, api_error
+from infer.server.endpoint import refusal_of
+from infer.server.errors import ApiError
 
-log = logging.getLogger("infer.server")
 DONE = b"data: [DONE]\n\n"
 _COMMENT = b": the answer goes on\n\n"
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -57,12 +55,15 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
+        call = call_of(request)
+        call.phase = "streaming"
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        tasks = [
-            asyncio.create_task(work) for work in (self._write(request, send), until_gone(request), self._comment(send))
-        ]
+        works = (self._write(request, send), until_gone(request), self._comment(send))
+        tasks = [asyncio.create_task(work) for work in works]
         try:
             await asyncio.wait(tasks[:2], return_when=asyncio.FIRST_COMPLETED)
+            if not tasks[0].done():
+                call.leave()
         finally:
             for task in tasks:
                 task.cancel()
@@ -79,11 +80,7 @@ class EventStream(Response):
                     raise ApiError(408, "the answer was ended: its reader took too little of it", code="slow_reader")
             last = b""
         except Exception as error:
-            if not isinstance(error, ApiError | InferError):
-                log.exception("request %s failed", call_of(request).id)
-            refusal = api_error(error)
-            call_of(request).error_code = refusal.code or refusal.type
-            last = self._fail(refusal)
+            last = self._fail(refusal_of(error, call_of(request)))
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _comment(self, send: Send) -> None:

@@ -2,10 +2,18 @@
 
 import math
 import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Literal, final
 
 import infer
+from infer.engine.scheduler import StepTaken
+from infer.errors import InferError
+from infer.server.call import Call
+from infer.server.door import Door
 from infer.server.errors import ApiError
+from infer.server.metrics import Metrics
 from infer.server.settings import ServerSettings
 
 Phase = Literal["loading", "ready", "draining", "failed"]
@@ -21,6 +29,9 @@ class ServerState:
         self.progress = 0.0  # of loading
         self.failure: Exception | None = None  # why it is in phase "failed"
         self.started_at = time.time()
+        self.stuck_seconds = 0.0  # since the engine last gave a sign of life, while it has work
+        self.calls = set[Call]()  # under way
+        self.door, self.metrics = Door(settings), Metrics()
         self._llm: infer.AsyncLLM | None = None
 
     def llm(self) -> "infer.AsyncLLM":
@@ -43,11 +54,41 @@ class ServerState:
         if self.phase == "loading":
             self.phase = "ready"
 
+    def drain(self) -> None:
+        """Take no more requests: what runs goes on, what waits is refused."""
+        self.phase = "draining"
+        for call in self.calls:
+            call.cancel_waiting()
+
     def fail(self, failure: Exception) -> None:
         """From now on every request is refused."""
         self.phase, self.failure = "failed", failure
 
     @property
+    def has_answers(self) -> bool:
+        """Whether somebody is being answered by the model."""
+        return any(call.operation for call in self.calls)
+
+    def tick(self, lag_seconds: float) -> None:
+        """A few times a second, by a loop that was so late: look how the engine is."""
+        self.metrics.count_lag(max(0.0, lag_seconds))
+        if self._llm is None:
+            return
+        host = self._llm.host
+        self.metrics.count_steps(_taken(host.engine.scheduler.taken))
+        beat, failure = host.service.heartbeat, host.service.failure
+        self.stuck_seconds = time.monotonic() - beat.seconds if beat.is_stepping else 0.0
+        if failure is not None and self.phase != "failed":
+            self.fail(InferError(f"the engine has failed: {type(failure).__name__}"))
+
+    @property
     def loaded(self) -> "infer.AsyncLLM | None":
         """The model, in whatever phase."""
         return self._llm
+
+
+def _taken(steps: deque[StepTaken]) -> Iterator[StepTaken]:
+    """Those of another thread, which goes on."""
+    with suppress(IndexError):
+        while True:
+            yield steps.popleft()

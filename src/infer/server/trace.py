@@ -9,7 +9,6 @@ from starlette.responses import Response
 
 from infer.outputs import GenerationResult, SampleTrace
 from infer.server.asking import while_connected
-from infer.server.call import call_of
 from infer.server.choices import accept
 from infer.server.endpoint import ApiRoute
 from infer.server.models import check_model
@@ -31,7 +30,6 @@ class TraceBody(OneAnswerBody, kw_only=True):
 
 
 async def trace(request: Request, state: ServerState) -> Response:
-    call_of(request).operation = "trace"
     body, llm = read_body(await request.body(), TraceBody), state.llm()
     check_model(state, body.model)
     for name in _GRAMMARS:
@@ -77,4 +75,4 @@ def trace_object(
     }
 
 
-ROUTES = [ApiRoute("POST", "/v1/trace", trace)]
+ROUTES = [ApiRoute("POST", "/v1/trace", trace, operation="trace")]

@@ -1,0 +1,74 @@
+"""One JSON line a request, at its end, with OpenTelemetry's names. Never a text of a prompt or an answer."""
+
+import logging
+import time
+from typing import Any
+
+import msgspec
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from infer.server.call import Call, call_of
+from infer.server.state import ServerState
+
+log = logging.getLogger("infer.access")
+
+
+def with_access_log(app: ASGIApp, state: ServerState) -> ASGIApp:
+    """Also counts requests, and keeps the list of those under way."""
+
+    async def call_app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        call = call_of(HTTPConnection(scope))
+        state.calls.add(call)
+        try:
+            await app(scope, receive, send)
+        finally:
+            state.metrics.count_call(call)
+            for sequence in call.sequences:
+                state.door.learn(len(sequence.pieces))
+            if log.isEnabledFor(logging.INFO):
+                log.info(msgspec.json.encode(entry_of(call, state.settings.model)).decode())
+            state.calls.discard(call)
+
+    return call_app
+
+
+def entry_of(call: Call, model: str) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "http.request.method": call.method,
+        "http.route": call.route,
+        "http.response.status_code": call.status or 499,
+        "http.server.request.duration": round(time.perf_counter() - call.received_at, 6),
+        "infer.request.id": call.id,
+    }
+    optional = {
+        "infer.request.client_id": call.client_id,
+        "enduser.id": call.key_name,
+        "error.type": call.error_code,
+        "infer.disconnect_phase": call.left_in,
+    }
+    entry |= {name: value for name, value in optional.items() if value}
+    return entry | (_answers(call, model) if call.sequences else {})
+
+
+def _answers(call: Call, model: str) -> dict[str, Any]:
+    results = [sequence.result() for sequence in call.sequences]
+    arrivals = [arrivals[0] for sequence in call.sequences if (arrivals := sequence.timer.arrivals)]
+    began = [sequence.timer.began for sequence in call.sequences if sequence.timer.began is not None]
+    entry = {
+        "gen_ai.operation.name": call.operation,
+        "gen_ai.request.model": model,
+        "gen_ai.usage.input_tokens": results[0].prompt_tokens,
+        "gen_ai.usage.output_tokens": sum(result.generated_tokens for result in results),
+        "gen_ai.usage.cache_read.input_tokens": results[0].reused_tokens,
+        "gen_ai.response.finish_reasons": [result.finish_reason for result in results],
+    }
+    if began:
+        entry["infer.queue_seconds"] = round(min(began) - call.sequences[0].submitted_at, 6)
+    if arrivals:
+        entry["gen_ai.server.time_to_first_token"] = round(min(arrivals) - call.received_at, 6)
+    return entry

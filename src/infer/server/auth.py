@@ -1,0 +1,81 @@
+"""API keys: one of them must come with every request, but those that ask how the server is."""
+
+import hashlib
+import hmac
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from infer.errors import InvalidRequestError
+from infer.server.call import call_of
+from infer.server.endpoint import ApiRoute, refusal_of
+from infer.server.errors import ApiError, api_error
+
+_REFUSAL = ApiError(
+    401,
+    "a valid API key is needed: Authorization: Bearer KEY",
+    code="invalid_api_key",
+    headers={"WWW-Authenticate": "Bearer"},
+)
+
+
+def read_keys(path: Path) -> dict[str, str]:
+    """Names by key. A line is a key, or a name and a key; what follows # is a comment. Raises InvalidRequestError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"the keys {path} cannot be read: {error}") from error
+    names = dict[str, str]()
+    for number, line in enumerate(lines, 1):
+        match line.partition("#")[0].split():
+            case []:
+                continue
+            case [key]:
+                names[key] = f"key-{len(names) + 1}"
+            case [name, key]:
+                names[key] = name
+            case _:
+                raise InvalidRequestError(f"{path}, line {number}: a line is a key, or a name and a key")
+    if not names:
+        raise InvalidRequestError(f"the file {path} holds no key")
+    return names
+
+
+def with_keys(app: ASGIApp, names: Mapping[str, str], table: Iterable[ApiRoute]) -> ASGIApp:
+    """`names` by key; empty: anybody may ask. The name of a request's key is that of its call."""
+    route_by_path = {route.path: route for route in table}
+    open_paths = {route.path for route in route_by_path.values() if route.is_open}
+    name_by_digest = {_digest(key): name for key, name in names.items()}
+
+    def name_of(given: str) -> str | None:
+        """All are compared, each in constant time."""
+        digest = _digest(given)
+        found = [name for known, name in name_by_digest.items() if hmac.compare_digest(known, digest)]
+        return found[0] if found else None
+
+    async def call_app(scope: Scope, receive: Receive, send: Send) -> None:
+        if name_by_digest and scope["type"] == "http" and scope["path"] not in open_paths:
+            name = name_of(_key_of(Headers(scope=scope)))
+            call = call_of(HTTPConnection(scope))
+            if name is None:
+                route = route_by_path.get(scope["path"])
+                await refusal_of(_REFUSAL, call, route.shape if route else api_error).response(scope, receive, send)
+                return
+            call.key_name = name
+        await app(scope, receive, send)
+
+    return call_app
+
+
+def _key_of(headers: Headers) -> str:
+    """As OpenAI's clients send it, or Anthropic's."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+
+
+def _digest(key: str) -> bytes:
+    """Of one length, whatever that of the key."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -1,0 +1,61 @@
+"""uvicorn's server with our own connections, and without its signals."""
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, final
+
+import uvicorn
+
+from infer.server.app import ROUTES, make_app
+from infer.server.connection import Connection
+from infer.server.endpoint import ApiRoute
+from infer.server.state import ServerState
+
+_TICK_SECONDS = 0.25
+
+
+@final
+class HttpServer(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
+        super().__init__(config)
+        self._state = state
+        self.listening = asyncio.Event()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def main_loop(self) -> None:
+        self.listening.set()
+        while not self.should_exit:
+            await self.on_tick(0)  # the date of answers
+            for connection in list(self.server_state.connections):
+                if isinstance(connection, Connection):
+                    connection.check_reader()
+            slept = time.monotonic()
+            await asyncio.sleep(_TICK_SECONDS)
+            self._state.tick(time.monotonic() - slept - _TICK_SECONDS)
+
+
+def make_http_server(state: ServerState, table: Sequence[ApiRoute] = ROUTES) -> HttpServer:
+    settings = state.settings
+    http: Any = partial(Connection, settings)
+    config = uvicorn.Config(
+        make_app(state, table),
+        loop="asyncio",
+        http=http,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=settings.keep_alive_seconds,
+        timeout_graceful_shutdown=round(settings.drain_seconds),
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
+    )
+    return HttpServer(config, state)

@@ -1,0 +1,53 @@
+"""The body of a request: it may have so many bytes, in so much time, and must be JSON where one is taken."""
+
+import asyncio
+
+from starlette.requests import Request
+
+from infer.server.errors import ApiError
+from infer.server.settings import ServerSettings
+
+_DRAINED = 8  # bodies: what is dropped of one that is too large, so that its sender sees the answer
+_CLOSE = {"Connection": "close"}
+
+
+async def read_body(request: Request, settings: ServerSettings) -> bytes:
+    """Raises ApiError 408, 413 or 415, and ClientDisconnect."""
+    if request.method == "POST":
+        _check_type(request)
+    try:
+        async with asyncio.timeout(settings.body_seconds):
+            return await _count(request, settings.max_body_bytes)
+    except TimeoutError:
+        message = f"the body did not come within {settings.body_seconds:g} s"
+        raise ApiError(408, message, code="timeout", headers=_CLOSE) from None
+
+
+def _check_type(request: Request) -> None:
+    """A page of another origin can send other types without asking first."""
+    sent = request.headers.get("content-type", "")
+    if sent.split(";")[0].strip().lower() != "application/json":
+        told = f"got {sent!r:.60}" if sent else "there is none"
+        message = f"Content-Type must be application/json, {told}"
+        raise ApiError(415, message, code="unsupported_media_type")
+
+
+async def _count(request: Request, most: int) -> bytes:
+    announced = request.headers.get("content-length", "0")
+    is_too_large = int(announced) > most if announced.isdecimal() else False
+    if is_too_large and (int(announced) > _DRAINED * most or "expect" in request.headers):
+        raise _too_large(most)
+    body, num_bytes = bytearray(), 0
+    async for chunk in request.stream():
+        num_bytes += len(chunk)
+        if num_bytes > _DRAINED * most:
+            break
+        if num_bytes <= most:
+            body += chunk
+    if num_bytes > most:
+        raise _too_large(most)
+    return bytes(body)
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body may have {most} bytes", code="body_too_large", headers=_CLOSE)

@@ -1,0 +1,39 @@
+"""`/metrics`: what was counted, and what the engine is doing now, in Prometheus' text format."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from infer.server.endpoint import ApiRoute
+from infer.server.exposition import Counter, Family, gauge, text_of
+from infer.server.state import ServerState
+
+_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+async def read_metrics(request: Request, state: ServerState) -> Response:
+    found = list(state.metrics.families())
+    if (llm := state.loaded) is not None:
+        found += _engine_families(await asyncio.to_thread(llm.host.engine.snapshot))
+    return Response(text_of(found), headers={"Content-Type": _TYPE})
+
+
+def _engine_families(now: Any) -> Sequence[Family]:
+    """Of an `engine.snapshot.EngineSnapshot`."""
+    pages = sum(pool.num_pages for pool in now.pools)
+    free = sum(pool.num_free for pool in now.pools)
+    preempted = Counter("infer:num_preemptions_total", "Answers that gave their pages up and were computed again.")
+    preempted.add(now.num_preemptions)
+    return [
+        gauge("infer:num_requests_running", "Answers that have a slot.", len(now.running)),
+        gauge("infer:num_requests_waiting", "Answers that wait for a slot.", len(now.waiting)),
+        gauge("infer:kv_cache_usage_perc", "Share of the cache's pages in use, 1 is all.", 1 - free / max(pages, 1)),
+        gauge("infer:max_num_requests_running", "Slots.", now.max_running),
+        preempted.family(),
+    ]
+
+
+ROUTES = [ApiRoute("GET", "/metrics", read_metrics)]

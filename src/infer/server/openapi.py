@@ -72,8 +72,9 @@ OPERATIONS = (
               parameters=[_INTERVAL]),
     Operation("GET", "/health", "Whether the server lives", "Health", is_open=True),
     Operation("GET", "/ready", "Whether a request would be taken now", "Health", is_open=True),
-    Operation("GET", "/openapi.json", "This description", "application/json", is_open=True),
-    Operation("GET", "/docs", "It as a page", "text/html", is_open=True),
+    Operation("GET", "/metrics", "What was counted, for Prometheus", "text/plain"),
+    Operation("GET", "/openapi.json", "This description", "application/json"),
+    Operation("GET", "/docs", "It as a page", "text/html"),
 )  # fmt: skip
 
 # Fields that a Struct leaves open, and a handler reads.
@@ -162,4 +163,4 @@ def _page() -> str:
     return docs_page(document())
 
 
-ROUTES = [ApiRoute("GET", "/openapi.json", openapi, is_open=True), ApiRoute("GET", "/docs", docs, is_open=True)]
+ROUTES = [ApiRoute("GET", "/openapi.json", openapi), ApiRoute("GET", "/docs", docs)]

@@ -26,7 +26,7 @@ from infer.backends.cpu.layouts import LAYOUTS
 from infer.backends.cpu.threads import set_num_threads
 from infer.errors import InvalidRequestError
 from infer.operands.architecture import Activation
-from infer.operands.step import Chunk, Step
+from infer.operands.step import Chunk, Interrupt, Step
 from infer.operands.weights import Heads, Norm, Projection, RopeTable, StoredWeight
 from infer.sampling import sampler
 from infer.sampling.columns import SamplingColumns
@@ -397,6 +397,8 @@ def test_a_multi_step_gives_the_tokens_of_single_steps(tiny: Tiny, params: Sampl
     (first,), *_ = captured.run_multi_step(*start, 40, columns, history)
     (then,), *_ = captured.run_multi_step([Chunk(0, first[-1:])], [40], 60, columns, history)
     assert first + then == expected
+    (interrupted,), *_ = captured.run_multi_step(*start, 100, *begin_rows([params]), interrupt=Interrupt(1))
+    assert interrupted == expected[:1]
 
 
 def test_a_multi_step_of_rows_gives_each_row_its_own_tokens(tiny: Tiny) -> None:

@@ -193,6 +193,29 @@ def test_a_step_that_was_left_midway_leaves_no_tenant_present(world: World, engi
     assert Outcome.of(going.result()) == by_definition(world, LONG)
 
 
+@pytest.mark.parametrize(("max_running", "num_tokens"), [(2, 1), (1, 32)])
+def test_who_comes_while_there_is_a_slot_waits_for_one_step_alone(
+    max_running: int, num_tokens: int, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(CachedRunner(world.model, CONTEXT, num_slots=2), max_steps=32)
+    engine.max_running, first = max_running, submit(world, engine, LONG)
+    engine.step()
+    come, multi_step = list[Sequence](), engine.runner.multi_step
+
+    def meanwhile(*arguments: object) -> object:
+        come.append(submit(world, engine, SHORT))
+        return multi_step(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "multi_step", meanwhile)
+        engine.step()
+    assert len(first.pieces) == 1 + num_tokens
+    run(engine)
+    assert Outcome.of(first.result()) == by_definition(world, LONG)
+    assert Outcome.of(come[0].result()) == by_definition(world, SHORT)
+    engine.close()
+
+
 @pytest.mark.parametrize("where", ["come", "go"])
 def test_an_exception_between_a_sequence_and_its_tenants_count_is_mended(
     where: str, world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch

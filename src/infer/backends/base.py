@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infer.operands.outline import ModelOutline
-from infer.operands.step import Chunk, Masks, Step, StepEnd
+from infer.operands.step import Chunk, Interrupt, Masks, Step, StepEnd
 from infer.outputs import TokenLogprob
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
@@ -54,12 +54,14 @@ class Captured(ABC):
         history: History | None = None,
         stop_ids: Sequence[int] = (),
         masks: Masks | None = None,
+        interrupt: Interrupt | None = None,
     ) -> Generated:
         """Up to `count` steps without a return to Python, from chunks of one token each, at their positions; all are
         sampled after.
 
-        Fewer if every row met one of stop_ids; the last may hold a negative code, where a row failed. `history` has
-        seen the step's tokens and sees what is sampled. `masks` are the first step's; `masks.advance` sees each.
+        Fewer if every row met one of stop_ids, or any thread sets `interrupt`; the last may hold a negative code, where
+        a row failed. `history` has seen the step's tokens and sees what is sampled. `masks` are the first step's;
+        `masks.advance` sees each.
         """
 
     @abstractmethod

@@ -22,7 +22,7 @@ from infer.engine.slots import Slots
 from infer.engine.snapshot import EngineSnapshot, take_snapshot
 from infer.errors import InferError, OutOfPagesError
 from infer.operands.limits import MAX_STEP_LOGITS
-from infer.operands.step import Chunk, Clock, Masks, StepEnd
+from infer.operands.step import Chunk, Clock, Interrupt, Masks, StepEnd
 from infer.outputs import Piece
 from infer.runner.closing import closed
 from infer.runner.runner import Runner
@@ -73,6 +73,7 @@ class Engine:
         self.scheduler = Scheduler(MAX_STEP_LOGITS, max_steps)
         self._slot_params = SlotParams(runner)
         self._filler = MaskFiller(self._device)
+        self._interrupt = Interrupt()  # set by those who come while there are slots, and by those who leave
 
     @property
     def _slots(self) -> Slots:
@@ -101,6 +102,8 @@ class Engine:
         sequence.lease = lease
         self._queue.join(sequence)
         self._sequences.append(sequence)
+        if len(self._sequences) <= self.max_running:
+            self._interrupt.value = 1
         if self._open_slots is None:
             self.close()
         return sequence
@@ -108,6 +111,7 @@ class Engine:
     def cancel(self, sequence: Sequence) -> None:
         """End a sequence: no later step is for it. Called inside a step, it takes effect after that."""
         sequence.cancel()
+        self._interrupt.value = 1
         if not (sequence.has_ended or self.is_stepping_here):
             with self._lock:
                 if self._open_slots is not None:
@@ -216,6 +220,7 @@ class Engine:
     def _step(self) -> list[Output]:
         self._become_sound()
         self._is_sound = False
+        self._interrupt.value = 0
         self._drop_finished()
         self._admit()
         active = [each for each in self._slots.sequences if each.wants_tokens]
@@ -338,7 +343,8 @@ class Engine:
         chunks, columns = [work.chunk for work in works], params.select([work.sequence for work in works])
         if plan.num_steps > 1:
             stop_ids = frozenset[int]().union(*(work.sequence.stop_ids for work in works))
-            sampled, ends = self.runner.multi_step(chunks, plan.num_steps, columns, params.history, stop_ids, masks)
+            count, history, interrupt = plan.num_steps, params.history, self._interrupt
+            sampled, ends = self.runner.multi_step(chunks, count, columns, history, stop_ids, masks, interrupt)
             if ends:
                 if masks is not None:
                     self._cut(works, sampled)

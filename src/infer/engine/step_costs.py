@@ -2,8 +2,10 @@
 
     seconds = base + a · sequences + b · further tokens + c · Σ tokens × positions before them
 
-Further tokens are a prompt's, and drafts. The four costs are the least squares of relative errors over the last steps,
-none below 0; what all steps are slower or faster by for a moment, as with a busy neighbour, is a factor apart.
+Further tokens are a prompt's, and drafts. The four costs are the least squares of relative errors over the last steps
+without further tokens and the last with any, none below 0: a long row of steps alike, as a long prompt takes beside
+others, does not tell the costs apart, and what those before it told must last. What all steps are slower or faster by
+for a moment, as with a busy neighbour, is a factor apart.
 """
 
 from collections import deque
@@ -11,7 +13,7 @@ from collections.abc import Sequence
 from math import exp, isfinite, log, sqrt
 from typing import NamedTuple, final
 
-KEPT = 0.98  # what a step still weighs after the next one
+KEPT = 0.98  # what a step still weighs after the next one of its kind
 MAX_SURPRISE = 4.0  # times what was predicted: a step that took longer was held up, unless the next one was too
 NUM_RATIOS = 256  # of the last steps, for statistics
 # What the cost that is known weighs beside a step's. Where steps do not tell two costs apart, the lighter one changes.
@@ -48,10 +50,22 @@ class Costs(NamedTuple):
     per_context: float  # of a token for each 1,024 positions before it
 
 
+class _Sums:
+    """Over the last steps of a kind."""
+
+    def __init__(self) -> None:
+        self.products, self.targets = [0.0] * 16, [0.0] * 4  # of features by features, and of features by 1
+
+    def add(self, features: Sequence[float]) -> None:
+        outer = [left * right for left in features for right in features]
+        self.products = [KEPT * before + now for before, now in zip(self.products, outer, strict=True)]
+        self.targets = [KEPT * before + now for before, now in zip(self.targets, features, strict=True)]
+
+
 @final
 class StepCosts:
     def __init__(self) -> None:
-        self._products, self._targets = [0.0] * 16, [0.0] * 4  # of features by features, and of features by 1
+        self._single, self._further = _Sums(), _Sums()  # of steps without further tokens, and with
         self._costs = Costs(0.0, 0.0, 0.0, 0.0)
         self._pace = 0.0  # a factor's logarithm
         self._was_held_up = False
@@ -100,10 +114,8 @@ class StepCosts:
             if self._was_held_up:
                 return
         self.num_steps += 1
-        features = [feature / seconds for feature in work.features]
-        outer = [left * right for left in features for right in features]
-        self._products = [KEPT * before + now for before, now in zip(self._products, outer, strict=True)]
-        self._targets = [KEPT * before + now for before, now in zip(self._targets, features, strict=True)]
+        sums = self._further if work.num_tokens > work.num_sequences else self._single
+        sums.add([feature / seconds for feature in work.features])
         is_off = abs(seconds - predicted) > _OFF * seconds
         if is_off or self.num_steps % _SOLVED_EVERY == 0:
             self._costs = self._solve()
@@ -114,9 +126,11 @@ class StepCosts:
     def _solve(self) -> Costs:
         """Least squares with no cost below 0: the most negative one is set to 0, until none is left."""
         used = [0, 1, 2, 3]
+        products = [one + other for one, other in zip(self._single.products, self._further.products, strict=True)]
+        targets = [one + other for one, other in zip(self._single.targets, self._further.targets, strict=True)]
         while True:
-            matrix = [[self._products[4 * i + j] for j in used] for i in used]
-            target = [self._targets[i] for i in used]
+            matrix = [[products[4 * i + j] for j in used] for i in used]
+            target = [targets[i] for i in used]
             for place, index in enumerate(used):
                 weight = _PRIORS[index] * (matrix[place][place] or 1.0)
                 matrix[place][place] += weight

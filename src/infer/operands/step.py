@@ -19,6 +19,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 TokenIds = ctypes.Array[ctypes.c_int64]
+Interrupt = ctypes.c_int64
+"""A number that any thread may set to 1: a multi-step ends after the step that is under way."""
 
 
 @final

@@ -20,7 +20,7 @@ from infer.kvcache.settings import CacheSettings
 from infer.kvcache.snapkv import PromptCompression
 from infer.model.transformer import Transformer
 from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
-from infer.operands.step import Chunk, Masks, Step, StepEnd
+from infer.operands.step import Chunk, Interrupt, Masks, Step, StepEnd
 from infer.outputs import TokenLogprob
 from infer.runner.caches import make_cache
 from infer.runner.verify import SampledTokens, verify
@@ -132,9 +132,11 @@ class Runner(ABC):
         history: History | None,
         stop_ids: Collection[int],
         masks: Masks | None = None,
+        interrupt: Interrupt | None = None,
     ) -> tuple[list[SampledTokens], list[StepEnd]]:
         """Up to `count` steps without a return to Python, from chunks of one token: what was sampled after each, until
-        all met a stop id, and when each step ended. Nothing where it cannot. The last may be the code of a failed row.
+        all met a stop id or any thread set `interrupt`, and when each step ended. Nothing where it cannot. The last may
+        be the code of a failed row.
         """
         return [], []
 
@@ -326,11 +328,12 @@ class CachedRunner(Runner):
         history: History | None,
         stop_ids: Collection[int],
         masks: Masks | None = None,
+        interrupt: Interrupt | None = None,
     ) -> tuple[list[SampledTokens], list[StepEnd]]:
         if self._captured is None or not self._captured.takes(chunks):
             return [], []
         found = self._captured.run_multi_step(
-            chunks, self._starts(chunks), count, columns, history, tuple(stop_ids), masks
+            chunks, self._starts(chunks), count, columns, history, tuple(stop_ids), masks, interrupt
         )
         return list(map(SampledTokens, found.token_ids, found.logprobs)), found.ends
 

@@ -233,6 +233,7 @@ SAMPLE = np.dtype(
         ("logprobs", np.int64),  # LOGPROB [repeats or entries, rows], of rows that ask for them; 0: none does
         ("num_generated", np.int64),
         ("stop", np.int64),  # 1: no more steps after this one
+        ("interrupt", np.int64),  # address of an int64 that any thread sets: no more steps after this one; or 0
         ("stop_ids", np.int64),
         ("num_stop_ids", np.int64),
         ("ended", np.int64),  # int64 [rows]: rows that met a stop id

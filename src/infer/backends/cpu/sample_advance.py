@@ -31,7 +31,8 @@ def _remember(args, row, token):  # type: ignore[no-untyped-def]
 
 
 def make_advance() -> Callable[..., None]:
-    """No more steps when every row has met a stop id, any row failed, or Python, where it is asked, says so."""
+    """No more steps when every row has met a stop id, any row failed, another thread has interrupted them, or Python,
+    where it is asked, says so."""
 
     def advance(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
@@ -53,7 +54,7 @@ def make_advance() -> Callable[..., None]:
             num_ended += load_i64(args.ended + 8 * row)
         store_i64(args.stamps + 16 * args.num_generated + 8, nanoseconds())
         args.num_generated += 1
-        if num_ended == args.num_rows:
+        if num_ended == args.num_rows or (args.interrupt != 0 and load_i64(args.interrupt) != 0):
             args.stop = 1
         if args.after_step != 0 and args.stop == 0:
             args.stop = 1  # unless it returns and clears this: whatever is raised within ends the multi-step

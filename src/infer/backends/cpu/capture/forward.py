@@ -20,7 +20,7 @@ from infer.backends.cpu.state import STATE, field_index, words_of
 from infer.backends.cpu.table import Walk
 from infer.backends.cpu.threads import team
 from infer.errors import InvalidRequestError
-from infer.operands.step import Chunk, Masks, Step
+from infer.operands.step import Chunk, Interrupt, Masks, Step
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 
@@ -72,6 +72,7 @@ class CapturedForward(Captured):
         history: History | None = None,
         stop_ids: Sequence[int] = (),
         masks: Masks | None = None,
+        interrupt: Interrupt | None = None,
         num_threads: int | None = None,
     ) -> Generated:
         if len(chunks) != len(columns) or any(not len(chunk.token_ids) == chunk.num_logits == 1 for chunk in chunks):
@@ -79,7 +80,8 @@ class CapturedForward(Captured):
         self._load(chunks, starts)
         if self._multi_step is None:
             self._multi_step = MultiStep(self._recording, self._walk, self._logits)
-        return self._multi_step.run(self._recording.state, count, columns, history, stop_ids, masks, num_threads)
+        state = self._recording.state
+        return self._multi_step.run(state, count, columns, history, stop_ids, masks, interrupt, num_threads)
 
     def run_verified(
         self,

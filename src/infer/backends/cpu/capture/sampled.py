@@ -28,7 +28,7 @@ from infer.backends.cpu.sample_rows import FIELD, SampleArguments
 from infer.backends.cpu.state import Words, field_index, field_offset, integers
 from infer.backends.cpu.table import DispatchTable, Walk
 from infer.backends.cpu.threads import team
-from infer.operands.step import Chunk, Masks, StepEnd
+from infer.operands.step import Chunk, Interrupt, Masks, StepEnd
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 
@@ -58,6 +58,7 @@ class MultiStep:
         history: History | None,
         stop_ids: Sequence[int],
         masks: Masks | None,
+        interrupt: Interrupt | None,
         num_threads: int | None,
     ) -> Generated:
         arguments, num_rows = self._arguments, len(columns)
@@ -67,6 +68,7 @@ class MultiStep:
         self._logprobs.begin(columns, count)
         stops = (ctypes.c_int64 * len(stop_ids))(*stop_ids)
         arguments.set(num_generated=0, stop=0, stop_ids=ctypes.addressof(stops), num_stop_ids=len(stops), after_step=0)
+        arguments.set(interrupt=0 if interrupt is None else ctypes.addressof(interrupt))
         ctypes.memset(self._ended, 0, ctypes.sizeof(self._ended))
         self._walk.words[_REPEATS] = count
         _bind_masks(arguments, masks)

@@ -1,6 +1,7 @@
 """`/v1/messages` and `/v1/messages/count_tokens`: Anthropic's Messages, text alone, with its events and its errors."""
 
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, final
 
@@ -40,14 +41,16 @@ class _Part(Struct, forbid_unknown_fields=True):
 
 
 @final
-class CacheControl(_Part, tag_field="type", tag="ephemeral", kw_only=True):
+class CacheControl(_Part, kw_only=True):
     """A hint that is not needed: what prompts begin with is kept anyway."""
 
+    type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
 
 @final
-class TextBlock(_Part, tag_field="type", tag="text", kw_only=True):
+class TextBlock(_Part, kw_only=True):
+    type: Literal["text"]
     text: str
     cache_control: CacheControl | None = None
     citations: None = None
@@ -65,12 +68,13 @@ class Metadata(_Part, kw_only=True):
 
 
 @final
-class ThinkingOff(_Part, tag_field="type", tag="disabled"):
-    pass
+class ThinkingOff(_Part):
+    type: Literal["disabled"]
 
 
 @final
-class JsonOutput(_Part, kw_only=True, tag_field="type", tag="json_schema"):
+class JsonOutput(_Part, kw_only=True):
+    type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
@@ -207,12 +211,13 @@ async def events_of(answer: Message, choices: Choices) -> AsyncGenerator[bytes, 
     yield _event(answer.start(len(choices.prompt_ids[0])))
     block = {"type": "text", "text": "", "citations": None}
     yield _event({"type": "content_block_start", "index": 0, "content_block": block}) + _event({"type": "ping"})
-    async for part in choices.parts():
-        if part.text:
-            delta = {"type": "text_delta", "text": part.text}
-            yield _event({"type": "content_block_delta", "index": 0, "delta": delta})
-        if part.result is not None:
-            yield _event({"type": "content_block_stop", "index": 0}) + _event(answer.end(part.result))
+    async with aclosing(choices.parts()) as parts:
+        async for part in parts:
+            if part.text:
+                delta = {"type": "text_delta", "text": part.text}
+                yield _event({"type": "content_block_delta", "index": 0, "delta": delta})
+            if part.result is not None:
+                yield _event({"type": "content_block_stop", "index": 0}) + _event(answer.end(part.result))
     yield _event({"type": "message_stop"})
 
 

@@ -21,7 +21,6 @@ OTHERS = "(other)"
 
 async def engine_events(request: Request, state: ServerState) -> Response:
     """A snapshot each `interval` seconds (0.25 unless given) in which something has changed."""
-    call_of(request).operation = "events"
     seconds = interval_of(request)
     state.llm()
     events = _snapshots(state, call_of(request).key_name, seconds)

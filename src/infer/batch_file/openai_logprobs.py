@@ -3,8 +3,8 @@
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple, Self
 
+import infer
 from infer.outputs import TokenLogprob
-from infer.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # of what is impossible: JSON has no infinity
 Entry = dict[str, Any]
@@ -17,7 +17,7 @@ class Spelling(NamedTuple):
     control_ids: Collection[int]
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> Self:
+    def of(cls, tokenizer: "infer.Tokenizer") -> Self:
         return cls(tokenizer.token_bytes, tokenizer.special_token_ids)
 
     def text(self, token_id: int) -> str:

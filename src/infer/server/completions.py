@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, final
 from starlette.requests import Request
 from starlette.responses import Response
 
+import infer
 from infer.batch_file.openai_logprobs import Spelling, completion_columns
 from infer.outputs import GenerationResult, TokenLogprob
 from infer.server.asked import make_options, make_params, sampling_values, seeds_of
@@ -21,7 +22,6 @@ from infer.server.replies import Scores, check_stream_options, reply, score_prom
 from infer.server.schema import CompletionBody
 from infer.server.shapes import FINISH_REASONS, Head, Json, extension, logprobs_of, prompt_logprobs_of, usage_of_choices
 from infer.server.state import ServerState
-from infer.tokenizer import Detokenizer, Tokenizer
 
 _MAX_TOKENS = 16
 _MAX_ANSWERS = 1024  # of a body
@@ -91,7 +91,7 @@ class CompletionShape:
         self,
         head: Head,
         body: CompletionBody,
-        tokenizer: Tokenizer,
+        tokenizer: "infer.Tokenizer",
         prompts: Sequence[Prompt],
         *,
         includes_usage: bool,
@@ -183,7 +183,7 @@ class CompletionShape:
 class _Offsets:
     """How many characters of a text stand before each token."""
 
-    def __init__(self, detokenizer: Detokenizer, start: int) -> None:
+    def __init__(self, detokenizer: Any, start: int) -> None:
         self._detokenizer, self._num_characters = detokenizer, start
 
     def of(self, token_ids: Sequence[int]) -> list[int]:

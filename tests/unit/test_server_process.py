@@ -1,0 +1,175 @@
+"""The process of a server: what it answers while it loads, and how it ends."""
+
+import json
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from shapes import SOURCE
+from test_session import make_model
+from watched import python_command
+
+SECONDS = 100.0
+# A server of one slot whose steps are slow; loading waits for a line on stdin, and so does a step if it is to hang.
+SERVER = """
+import os, socket, sys, threading, time
+from infer.server.process import bind, run_server
+from infer.server.settings import ServerSettings
+from infer.server.state import ServerState
+folder, drain_seconds, hangs = sys.argv[1], float(sys.argv[2]), sys.argv[3] == "True"
+settings = ServerSettings(port=0, slots=1, drain_seconds=drain_seconds, watchdog_seconds=1.0 if hangs else 60.0)
+listener = bind(settings)
+print(listener.getsockname()[1], "torch" in sys.modules, flush=True)
+def load(on_progress):
+    on_progress(1, 4)
+    sys.stdin.readline()
+    from infer import LLM, AsyncLLM
+    llm = LLM(folder)
+    engine = llm._opened.engine
+    step = engine._step
+    def slow_step():
+        time.sleep(1000 if hangs else 0.05)
+        return step()
+    engine._step = slow_step
+    engine.scheduler._max_steps = 1
+    return AsyncLLM(llm)
+print("ended", run_server(ServerState(settings), listener, load, lambda state: print("ready", flush=True)), flush=True)
+"""
+LONG, SHORT = 40, 2  # tokens
+
+
+class Process(NamedTuple):
+    child: "subprocess.Popen[str]"
+    url: str
+
+    def load(self) -> None:
+        assert self.child.stdin is not None
+        assert self.child.stdout is not None
+        self.child.stdin.write("\n")
+        self.child.stdin.flush()
+        assert self.child.stdout.readline() == "ready\n"
+
+    def ends(self) -> str:
+        """What it wrote besides."""
+        out, error = self.child.communicate(timeout=SECONDS)
+        return out + error
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=SECONDS)
+
+    def ask(self, num_tokens: int, *, stream: bool = False) -> httpx.Response:
+        body = {"model": "smollm2", "prompt": "hello", "max_tokens": num_tokens, "stream": stream, "ignore_eos": True,
+                "temperature": 0}  # fmt: skip
+        return httpx.post(self.url + "/v1/completions", json=body, timeout=SECONDS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@contextmanager
+def started(folder: Path, *, drain_seconds: float = 60.0, hangs: bool = False) -> Iterator[Process]:
+    command = python_command(SERVER, folder, drain_seconds, hangs)
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, cwd=SOURCE.parent, **pipes) as child:
+        try:
+            assert child.stdout is not None
+            port, has_torch = child.stdout.readline().split()
+            assert has_torch == "False"
+            yield Process(child, f"http://127.0.0.1:{port}")
+        finally:
+            child.kill()
+
+
+def until_running(process: Process, num_waiting: int) -> None:
+    """One answer runs, and so many wait."""
+    while True:
+        lines = process.get("/metrics").text.splitlines()
+        if {"infer:num_requests_running 1", f"infer:num_requests_waiting {num_waiting}"} <= set(lines):
+            return
+        time.sleep(0.02)
+
+
+def test_it_answers_while_it_loads_and_a_signal_ends_it(folder: Path) -> None:
+    with started(folder) as process:
+        assert process.get("/health").status_code == 503
+        assert process.get("/v1/models").status_code in (200, 503)
+        refused = process.ask(SHORT)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "loading")
+        process.child.send_signal(signal.SIGTERM)
+        assert "ended 0" in process.ends()
+
+
+def test_what_runs_is_answered_and_what_waits_is_refused_when_it_drains(folder: Path) -> None:
+    with started(folder) as process, ThreadPoolExecutor(8) as pool:
+        process.load()
+        running = pool.submit(process.ask, LONG, stream=True)
+        until_running(process, 0)
+        waiting = [pool.submit(process.ask, LONG) for _ in range(3)]
+        streaming = pool.submit(process.ask, LONG, stream=True)
+        until_running(process, 4)
+        process.child.send_signal(signal.SIGTERM)
+        for refused in waiting:
+            answer = refused.result()
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+        assert '"code":"shutting_down"' in streaming.result().text
+        assert process.get("/ready").status_code == 503
+        late = process.ask(SHORT)
+        assert (late.status_code, late.headers["connection"]) == (503, "close")
+        assert running.result().text.endswith("data: [DONE]\n\n")
+        assert '"error"' not in running.result().text
+        assert "ended 0" in process.ends()
+
+
+@pytest.mark.parametrize("drain_seconds", [0.0, 60.0])
+def test_what_takes_too_long_ends_as_an_error_and_a_second_signal_ends_all(folder: Path, drain_seconds: float) -> None:
+    with started(folder, drain_seconds=drain_seconds) as process, ThreadPoolExecutor(1) as pool:
+        process.load()
+        running: Future[httpx.Response] = pool.submit(process.ask, 300, stream=True)
+        until_running(process, 0)
+        process.child.send_signal(signal.SIGTERM)
+        if drain_seconds:
+            time.sleep(0.2)
+            process.child.send_signal(signal.SIGTERM)
+            assert "ended 143" in process.ends()
+            with pytest.raises(httpx.RemoteProtocolError):
+                running.result()
+        else:
+            assert '"code":"shutting_down"' in running.result().text
+            assert "ended 0" in process.ends()
+
+
+def test_a_step_that_hangs_ends_the_process_with_its_stacks(folder: Path) -> None:
+    with started(folder, hangs=True) as process, ThreadPoolExecutor(1) as pool:
+        process.load()
+        asked = pool.submit(process.ask, SHORT)
+        assert "slow_step" in process.ends()
+        assert process.child.returncode == 3
+        assert isinstance(asked.exception(), httpx.HTTPError)
+
+
+def test_the_command_says_what_it_serves_in_six_lines(folder: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    arguments = ["serve", "--model", str(folder), "--port", str(port), "--served-model-name", "tiny"]
+    code = "import sys; from infer.__main__ import run; run()"
+    command = [*python_command(code), *arguments]
+    with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert child.stderr is not None
+        lines = [child.stderr.readline() for _ in range(7)]
+        assert [line.split()[0] for line in lines] == ["loading", "url", "model", "slots", "memory", "limits", "ends"]
+        (model,) = httpx.get(f"http://127.0.0.1:{port}/v1/models").json()["data"]
+        child.send_signal(signal.SIGINT)
+        out, _ = child.communicate(timeout=SECONDS)
+    assert (model["id"], child.returncode) == ("tiny", 0)
+    assert json.loads(out.splitlines()[0])["http.route"] == "/v1/models"

@@ -18,6 +18,8 @@ def serve_options(function: Function) -> Function:
         click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: a free one."),
         click.option("--served-model-name", "served_name", metavar="NAME",
                      help="What clients call the model.  [default: that of --model]"),
+        click.option("--embeddings", "allow_embeddings", is_flag=True,
+                     help="Answer /v1/embeddings with a model that is not made for it."),
         click.option("--api-key-file", type=_FILE, metavar="FILE",
                      help="A key a line, or a name and a key: only who has one may ask."),
         click.option("--cors-origin", "cors_origins", multiple=True, metavar="ORIGIN",

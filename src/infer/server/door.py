@@ -122,13 +122,13 @@ class Door:
         )
 
     def check(self, ahead: Ahead, costs: Costs, num_prompt_tokens: int) -> None:
-        """Raises ApiError 429."""
+        """Raises ApiError 429, but never of a server that has nothing to do: to come back would not help."""
         settings = self._settings
         wait = seconds_to_first_token(ahead, costs, settings.slots, num_prompt_tokens)
         if ahead.num_waiting >= settings.max_queue:
             told = f"{ahead.num_waiting} requests wait already"
             retry = seconds_to_slot(ahead, costs, settings.slots) / max(1, ahead.num_waiting)
-        elif wait > settings.max_ttft:
+        elif ahead.num_requests and wait > settings.max_ttft:
             told = f"the first token would come after {wait:.0f} s, {settings.max_ttft:g} s are allowed"
             retry = wait - settings.max_ttft
         else:

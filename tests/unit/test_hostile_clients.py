@@ -1,0 +1,273 @@
+"""Clients that are slow, broken or malicious: each gets a true refusal or is let go, and the others are served."""
+
+import json
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from extent import usual_or_all
+from idle import until_idle
+from infer import LLM
+from openai_shapes import check
+from raw_http import Answer, Connection, post
+from served import Served, serving
+from test_session import make_model
+
+COMPLETIONS = "/v1/completions"
+ASKED: dict[str, Any] = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+LONG = ASKED | {"max_tokens": 300}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    limits = {"header_seconds": 1.0, "body_seconds": 1.0, "slots": 2}
+    with (
+        LLM(make_model(tmp_path_factory.mktemp("model"))) as llm,
+        serving(llm, model="tiny", **limits) as served,
+    ):
+        yield served
+
+
+@pytest.fixture
+def connection(served: Served) -> Iterator[Connection]:
+    with Connection(served.port) as connection:
+        yield connection
+
+
+@pytest.fixture(autouse=True)
+def _others_are_served_afterwards(served: Served) -> Iterator[None]:
+    expected = answered(served)
+    yield
+    until_idle(served)
+    assert answered(served) == expected
+
+
+def answered(served: Served) -> str:
+    answer = served.client.post(COMPLETIONS, json=ASKED)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def refusal(answer: Answer) -> tuple[int, dict[str, Any]]:
+    check("ErrorResponse", answer.json())
+    return answer.status, answer.json()["error"]
+
+
+# What arrives
+
+
+def test_a_request_may_come_byte_by_byte(connection: Connection) -> None:
+    for byte in post(COMPLETIONS, ASKED):
+        connection.send(bytes([byte]))
+    assert connection.answer().status == 200
+
+
+def test_requests_that_come_at_once_are_answered_in_their_order(connection: Connection) -> None:
+    limits = (3, 1, 2)
+    connection.send(b"".join(post(COMPLETIONS, ASKED | {"max_tokens": limit}) for limit in limits))
+    found = [connection.answer().json()["usage"]["completion_tokens"] for _ in limits]
+    assert found == list(limits)
+
+
+def test_a_body_may_come_in_chunks(connection: Connection) -> None:
+    content = json.dumps(ASKED).encode()
+    connection.send(
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n"
+    )
+    for start in range(0, len(content), 7):
+        part = content[start : start + 7]
+        connection.send(f"{len(part):x}\r\n".encode() + part + b"\r\n")
+    connection.send(b"0\r\n\r\n")
+    assert connection.answer().status == 200
+
+
+def test_a_client_that_waits_to_be_asked_for_its_body_is_asked(connection: Connection) -> None:
+    request = post(COMPLETIONS, ASKED, "Expect: 100-continue")
+    head, body = request.split(b"\r\n\r\n")
+    connection.send(head + b"\r\n\r\n")
+    assert connection.line().startswith(b"HTTP/1.1 100")
+    assert connection.line() == b"\r\n"
+    connection.send(body)
+    assert connection.answer().status == 200
+
+
+def test_http_1_0_is_answered_and_closed(connection: Connection) -> None:
+    connection.send(b"GET /health HTTP/1.0\r\n\r\n")
+    assert connection.answer().status == 200
+    assert connection.is_closed()
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/v1/completions", "/nowhere"])
+def test_head_has_no_body(connection: Connection, path: str) -> None:
+    connection.send(f"HEAD {path} HTTP/1.1\r\nHost: a\r\n\r\nGET /health HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+    assert connection.answer(has_body=False).status in (200, 404, 405)
+    assert connection.answer().json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64),  # TLS
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"\x00" * 100,
+        b"GET /health HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello!",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
+        b"GET /health HTTP/1.1\r\nHost: a\r\nBad Header: 1\r\n\r\n",
+    ],
+)
+def test_what_is_no_request_is_refused_and_closed(connection: Connection, sent: bytes) -> None:
+    connection.send(sent)
+    try:
+        status, _ = refusal(connection.answer())
+        assert status == 400
+    except ConnectionError:
+        return
+    assert connection.is_closed()
+
+
+@pytest.mark.parametrize(
+    "target", ["//", "/%00", "/v1/../health", "/%ff%fe", "/" + "a" * 4000, "http://b/health2", "/?"]
+)
+def test_odd_targets_are_unknown_urls(connection: Connection, target: str) -> None:
+    connection.send(f"GET {target} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+    assert refusal(connection.answer())[0] == 404
+
+
+def test_headers_that_are_too_many_or_too_long_are_refused(served: Served) -> None:
+    many = "".join(f"x-{index}: 1\r\n" for index in range(1000))
+    for headers in (many, f"x-long: {'a' * 100_000}\r\n"):
+        with Connection(served.port) as connection:
+            connection.send(f"GET /health HTTP/1.1\r\nHost: a\r\n{headers}\r\n".encode())
+            assert refusal(connection.answer())[0] == 431
+            assert connection.is_closed()
+
+
+def test_headers_that_come_too_slowly_are_refused(connection: Connection) -> None:
+    connection.send(b"GET /health HTTP/1.1\r\nHost: a\r\n")
+    assert refusal(connection.answer())[0] == 408
+    assert connection.is_closed()
+
+
+def test_a_body_that_comes_too_slowly_is_refused(connection: Connection) -> None:
+    connection.send(post(COMPLETIONS, ASKED)[:-1])
+    assert refusal(connection.answer())[0] == 408
+    assert connection.is_closed()
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(served: Served) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    with Connection(served.port) as connection:
+        connection.send(head + b"Content-Length: 99999999999\r\n\r\n")
+        assert refusal(connection.answer())[0] == 413
+        assert connection.is_closed()
+    with Connection(served.port) as connection:
+        connection.send(head + b"Transfer-Encoding: chunked\r\n\r\n")
+        chunk = b"10000\r\n" + bytes(0x10000) + b"\r\n"
+        connection.send(chunk * 64 + b"0\r\n\r\n")
+        assert refusal(connection.answer())[0] == 413
+
+
+# What is in it
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"null", b"[]", b'"text"', b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000,
+        b'{"prompt": "\xed\xa0\x80"}', b'{"prompt": "a", "temperature": 1e400}', b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "max_tokens": 1e3000000}', b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "a", "max_tokens": 1.5}',
+        b'{"prompt": [9999999999]}', b'{"prompt": [-1]}', b'{"prompt": [[]]}', b'{"prompt": [1, "a"]}',
+        b'{"prompt": "a", "stop": ["", "b"]}', b'{"prompt": "a", "logit_bias": {"x": 1}}', b'{"prompt": "a"} {}',
+    ],
+    ids=lambda body: repr(body[:40]),
+)  # fmt: skip
+def test_bodies_that_cannot_be_meant_are_refused(connection: Connection, body: bytes) -> None:
+    connection.send(post(COMPLETIONS, body))
+    status, error = refusal(connection.answer())
+    assert (status, error["type"]) == (400, "invalid_request_error")
+
+
+def test_half_a_character_pair_is_refused_or_text(served: Served) -> None:
+    for text in (r'"\ud800"', r'"\udc00 a"', r'"a\ud800\ud800"'):
+        with Connection(served.port) as connection:
+            connection.send(post(COMPLETIONS, b'{"max_tokens": 1, "prompt": ' + text.encode() + b"}"))
+            assert connection.answer().status in (200, 400)
+
+
+def test_an_idle_server_tells_nobody_to_come_back(served: Served) -> None:
+    with serving(served.state.llm().llm, model="tiny", max_ttft=1e-9) as strict:
+        answer = strict.client.post(COMPLETIONS, json=ASKED)
+        assert answer.status_code == 200, answer.text
+
+
+def test_requests_of_the_same_id_are_answered_apart(served: Served) -> None:
+    with ExitStack() as stack:
+        connections = [stack.enter_context(Connection(served.port)) for _ in range(4)]
+        for count, connection in enumerate(connections):
+            connection.send(post(COMPLETIONS, ASKED | {"max_tokens": count + 1}, "x-request-id: twice"))
+        found = [connection.answer() for connection in connections]
+    assert [answer.json()["usage"]["completion_tokens"] for answer in found] == [1, 2, 3, 4]
+    assert {answer.headers["x-request-id"] for answer in found} == {"twice"}
+
+
+# Who goes away, and who does not read
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("way", ["closed", "half closed", "reset"])
+def test_a_client_that_goes_away_frees_its_slot(served: Served, is_stream: bool, way: str) -> None:
+    for _ in range(usual_or_all(3, 100)):
+        with Connection(served.port) as connection:
+            connection.send(post(COMPLETIONS, LONG | {"stream": is_stream}))
+            if is_stream:
+                connection.line()
+            leave(connection, way)
+            if way == "half closed":
+                connection.socket.recv(1)
+    until_idle(served)
+
+
+def test_clients_that_go_away_while_they_wait_are_forgotten(served: Served) -> None:
+    """Two slots, and more than two clients: some leave in the queue, some in their prompt, some before their body."""
+    with ExitStack() as stack:
+        for count in range(usual_or_all(12, 1000)):
+            connection = stack.enter_context(Connection(served.port))
+            request = post(COMPLETIONS, LONG | {"stream": count % 2 == 0, "prompt": [5] * 100})
+            connection.send(request if count % 5 else request[:-10])
+            if count % 3 == 0:
+                leave(connection, "reset")
+    until_idle(served)
+
+
+def test_readers_that_read_nothing_keep_nobody_waiting(served: Served) -> None:
+    with ExitStack() as stack:
+        for _ in range(usual_or_all(8, 50)):
+            slow = stack.enter_context(Connection(served.port, receive_bytes=1024))
+            slow.send(post(COMPLETIONS, LONG | {"stream": True, "logprobs": 5}))
+        assert answered(served)
+
+
+def test_many_silent_connections_keep_nobody_waiting(served: Served) -> None:
+    with ExitStack() as stack:
+        for _ in range(usual_or_all(50, 900)):
+            stack.enter_context(Connection(served.port))
+        assert answered(served)
+
+
+def leave(connection: Connection, way: str) -> None:
+    match way:
+        case "half closed":
+            connection.socket.shutdown(socket.SHUT_WR)
+        case "reset":
+            connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()
+        case _:
+            connection.close()

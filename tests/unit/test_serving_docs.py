@@ -1,0 +1,78 @@
+"""docs/serving.md has every flag, route, metric, setting and field of the log that the server has, and no other.
+
+A row that is missing is printed as it should be.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import click
+import pytest
+from click.core import UNSET
+
+from infer import LLM
+from infer.cli.commands import infer
+from infer.server.app import ROUTES
+from infer.server.settings import ServerSettings
+from served import Served, serving
+from test_session import make_model
+
+DOCS = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with LLM(make_model(tmp_path_factory.mktemp("model"))) as llm, serving(llm, model="tiny") as served:
+        yield served
+
+
+def rows(beginning: str) -> set[str]:
+    return {line for line in DOCS.splitlines() if line.startswith(f"| `{beginning}")}
+
+
+def row_of_flag(option: click.Parameter) -> str:
+    assert isinstance(option, click.Option)
+    names = ", ".join(f"`{name}`" for name in sorted(option.opts, key=len, reverse=True))
+    told, _, default = (option.help or "").partition("  [default: ")
+    if default:
+        default = default.removesuffix("]")
+    elif option.default not in (UNSET, None, False):
+        default = str(option.default)
+    return f"| {names} | {default} | {told} |".replace("  ", " ")
+
+
+def test_every_flag_is_told_as_its_help_tells_it() -> None:
+    expected = {row_of_flag(option) for option in infer.commands["serve"].params}
+    found = rows("--")
+    assert expected - found == set(), "\n".join(sorted(expected - found))
+    assert found - expected == set()
+
+
+def test_every_metric_is_told_with_its_kind(served: Served) -> None:
+    served.client.post("/v1/completions", json={"model": "tiny", "prompt": [5, 6], "max_tokens": 2})
+    text = served.client.get("/metrics").text
+    helps = dict(re.findall(r"^# HELP (\S+) (.*)$", text, re.MULTILINE))
+    kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
+    expected = {f"| `{name}` | {kinds[name]} | {told} |" for name, told in helps.items()}
+    found = rows("infer:")
+    assert expected - found == set(), "\n".join(sorted(expected - found))
+    assert found - expected == set()
+
+
+def test_every_route_is_told() -> None:
+    told = set(re.findall(r"`(GET|POST|DELETE) (/[^`]*)`", DOCS))
+    assert {(method, _plain(path)) for method, path in told} == {(each.method, _plain(each.path)) for each in ROUTES}
+
+
+def _plain(path: str) -> str:
+    """Whatever its variables are called."""
+    return re.sub(r"{[^}]*}", "{}", path)
+
+
+def test_every_setting_is_a_flag_or_told_with_its_value() -> None:
+    by_other_names = {"model", "api_keys", "has_access_log"}  # --served-model-name, --api-key-file, --no-access-log
+    flags = {option.name for option in infer.commands["serve"].params} | by_other_names
+    told = dict(re.findall(r"^\| `([a-z_]+)` \| ([^|]*) \|", DOCS, re.MULTILINE))
+    assert told == {field.name: str(field.default) for field in fields(ServerSettings) if field.name not in flags}

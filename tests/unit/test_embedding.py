@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer import LLM, AsyncLLM, InvalidRequestError, SamplingParams
+from infer import LLM, AsyncLLM, InvalidRequestError, SamplingParams, ops
 from infer.engine import embedding
 from infer.engine.embedding import embed
 from infer.errors import ClosedError
 from infer.operands.step import Step
 from infer.runner.caches import make_cache
+from infer.runner.hidden_states import STEP_TOKENS, HiddenStates
 from test_session import make_model
 
 TEXTS = ["hello", "a", "once upon a time " * 12, "b", "the same", "longer than the others " * 9, "the same"]
@@ -36,7 +37,7 @@ def states_of(llm: LLM, text: str) -> Tensor:
     token_ids = llm.tokenizer.encode(text)
     cache = make_cache(llm.model, len(token_ids), step_tokens=len(token_ids))
     cache.reserve(0, len(token_ids))
-    return llm.model.hidden_states(Step.of(token_ids), cache).double()
+    return ops.normalize(llm.model.residual(Step.of(token_ids), cache), llm.model.norm).double()
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -60,11 +61,31 @@ def test_the_bits_of_a_vector_depend_on_its_text_alone(llm: LLM, pooling: Any) -
     assert torch.equal(together, llm.embed(ids, pooling))
 
 
-def test_chunks_leave_the_last_vector_as_it_is(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = llm.embed(TEXTS, "last")
-    for step_tokens in (1, 7, 500):
-        monkeypatch.setattr(embedding, "STEP_TOKENS", step_tokens)
-        assert torch.equal(llm.embed(TEXTS, "last"), expected)
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_steps_leave_the_bits_as_they_are(llm: LLM, monkeypatch: pytest.MonkeyPatch, pooling: Any) -> None:
+    expected = llm.embed(TEXTS, pooling)
+    for step_tokens in (1, 7, 100):
+        monkeypatch.setattr(embedding, "step_tokens", lambda host, count=step_tokens: count)
+        assert torch.equal(llm.embed(TEXTS, pooling), expected)
+
+
+def test_a_model_without_captures_gives_the_same_bits(folder: Path, llm: LLM) -> None:
+    assert torch.equal(LLM(folder, capture=False).embed(TEXTS), llm.embed(TEXTS))
+
+
+def test_steps_are_as_short_as_the_engine_s_while_it_answers(llm: LLM) -> None:
+    host = llm._opened
+    assert embedding.step_tokens(host) == STEP_TOKENS
+    with llm.stream("hello", GREEDY) as stream:
+        next(stream)
+        assert 16 <= embedding.step_tokens(host) <= STEP_TOKENS
+
+
+def test_memory_is_given_back(llm: LLM) -> None:
+    llm.embed(TEXTS)
+    cache = llm._opened.hidden_states._cache
+    assert cache.free_pages == cache.pool_pages
+    assert set(cache.lengths) == {0}
 
 
 @pytest.mark.parametrize(
@@ -103,7 +124,7 @@ def test_a_task_that_is_cancelled_ends_before_the_next_step(llm: LLM, monkeypatc
 
     async def cancel() -> None:
         shared, loop, began = AsyncLLM(llm), asyncio.get_running_loop(), asyncio.Event()
-        hidden_states, may_go_on = type(llm.model).hidden_states, asyncio.Event()
+        run, may_go_on = HiddenStates._run, asyncio.Event()
 
         async def wait() -> None:
             await may_go_on.wait()
@@ -113,9 +134,9 @@ def test_a_task_that_is_cancelled_ends_before_the_next_step(llm: LLM, monkeypatc
             num_steps += 1
             loop.call_soon_threadsafe(began.set)
             asyncio.run_coroutine_threadsafe(wait(), loop).result()
-            return hidden_states(*arguments)
+            return run(*arguments)
 
-        monkeypatch.setattr(type(llm.model), "hidden_states", counted)
+        monkeypatch.setattr(HiddenStates, "_run", counted)
         task = asyncio.create_task(shared.embed(TEXTS))
         await began.wait()
         task.cancel()

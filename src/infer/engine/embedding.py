@@ -1,10 +1,11 @@
 """Texts as vectors: the hidden states of their tokens after the last norm, pooled.
 
-They are computed beside the engine, over a cache of their own: its steps wait for one op at most. A text's vector has
-the same bits whatever its neighbours are.
+They are computed beside the engine, over a cache of their own, in steps as short as the engine's while it has work: the
+two take turns. A text's vector has the same bits whatever its neighbours and its steps are.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from typing import Literal, get_args
 
 import torch
@@ -17,15 +18,12 @@ from infer.engine.host import Host
 from infer.engine.prompt_ids import Prompt, pairs_of
 from infer.engine.request import check_prompt
 from infer.engine.request_options import check_choice
+from infer.engine.scheduler import STREAM_SECONDS
 from infer.errors import InvalidRequestError
-from infer.kvcache.pages import num_pages
-from infer.kvcache.settings import CacheSettings
-from infer.operands.limits import MAX_STEP_LOGITS
-from infer.operands.step import Step
-from infer.runner.caches import make_cache
+from infer.runner.hidden_states import MAX_TEXTS, STEP_TOKENS
 
 Pooling = Literal["mean", "last"]
-STEP_TOKENS = 128  # of which an op takes a moment: the engine's steps go on between two ops
+_LEAST_TOKENS = 16  # of a step: fewer cost nearly as much
 
 
 def texts_to_embed(host: Host, texts: Sequence[Prompt], pooling: Pooling) -> list[list[int]]:
@@ -49,47 +47,39 @@ def embed(
     The mean is of all tokens; the last token is the only one that has seen the whole text.
     """
     pooled = torch.zeros(len(texts), host.model.architecture.hidden_size, dtype=torch.float64)
-    with ops.backend_of(host.model.device).threads():
+
+    def num_tokens() -> int:
+        check()
+        host.open.check_open()
+        return step_tokens(host)
+
+    with host.hidden_states_lock, ops.backend_of(host.model.device).threads():
         for batch in _batches(texts):
-            for text, hidden in _hidden_states(host, texts, batch, check):
-                if pooling == "mean":
-                    pooled[text] += hidden.double().sum(0).cpu() / len(texts[text])
-                else:
-                    pooled[text] = hidden[-1].double().cpu()
+            for row, states in host.hidden_states.of([texts[index] for index in batch], num_tokens):
+                text, found = batch[row], states.double().cpu()
+                # Token by token, as the steps may be any.
+                pooled[text] = reduce(torch.add, found, pooled[text]) if pooling == "mean" else found[-1]
+    if pooling == "mean":
+        pooled /= torch.tensor([[len(text)] for text in texts]).reshape(-1, 1)
     return (torch.nn.functional.normalize(pooled) if normalize else pooled).float()
+
+
+def step_tokens(host: Host) -> int:
+    """As many as a step may have without keeping others waiting for longer than their own steps do."""
+    if not host.engine.sequences:
+        return STEP_TOKENS
+    per_token = host.engine.scheduler.costs.costs.per_token
+    return max(_LEAST_TOKENS, min(STEP_TOKENS, int(STREAM_SECONDS / per_token))) if per_token > 0 else STEP_TOKENS
 
 
 def _batches(texts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
     """Short texts together, as many as a step takes, and each longer one by itself: which of `texts`."""
-    batch = list[int]()
+    batch, num_tokens = list[int](), 0
     for index in sorted(range(len(texts)), key=lambda index: len(texts[index])):
-        num_tokens = sum(len(texts[each]) for each in [*batch, index])
-        if batch and (num_tokens > STEP_TOKENS or len(batch) == MAX_STEP_LOGITS):
+        num_tokens += len(texts[index])
+        if batch and (num_tokens > STEP_TOKENS or len(batch) == MAX_TEXTS):
             yield batch
-            batch = []
+            batch, num_tokens = [], len(texts[index])
         batch.append(index)
     if batch:
         yield batch
-
-
-def _hidden_states(
-    host: Host, texts: Sequence[Sequence[int]], batch: Sequence[int], check: Check
-) -> Iterator[tuple[int, Float[Tensor, "tokens hidden"]]]:
-    """Of each text of a batch its hidden states; of a long one chunk after chunk, always the same chunks."""
-    model, settings = host.model, CacheSettings(kv_type=host.settings.cache.kv_type)
-    lengths = [len(texts[index]) for index in batch]
-    pages = sum(num_pages(length, settings.page_tokens) for length in lengths)
-    cache = make_cache(model, max(lengths), len(batch), settings=settings, step_tokens=STEP_TOKENS, pool_pages=pages)
-    for row, length in enumerate(lengths):
-        cache.set_rope(row, is_long=model.is_long(length))
-    for start in range(0, max(lengths), STEP_TOKENS):
-        check()
-        host.open.check_open()
-        chunks = [texts[index][start : start + STEP_TOKENS] for index in batch]
-        for row, chunk in enumerate(chunks):
-            cache.reserve(row, len(chunk))
-        step = Step.join([Step.of(chunk, start, row=row) for row, chunk in enumerate(chunks)])
-        states = model.hidden_states(step.to(model.device), cache)
-        for row, chunk in enumerate(chunks):
-            cache.commit(row, len(chunk))
-        yield from zip(batch, torch.split(states, [len(chunk) for chunk in chunks]), strict=True)

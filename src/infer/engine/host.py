@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, final
 
 from infer.engine.async_stream import AsyncAnswers, Check
@@ -30,9 +30,11 @@ from infer.model.transformer import Transformer
 from infer.operands.limits import MAX_STEP_LOGITS
 from infer.runner.caches import default_pool_pages
 from infer.runner.closing import OpenAnswers
+from infer.runner.hidden_states import HiddenStates
 from infer.runner.runner import CachedRunner
 from infer.sampling.keywords import Params, params_of, refuse_sampling, split_keywords
 from infer.sampling_params import SamplingParams
+from infer.system.locks import long_lock
 from infer.tokenizer import Tokenizer
 
 Encode = Callable[[Prompt], list[int]]
@@ -69,6 +71,7 @@ class Host:
         self.service = Service(self.engine)
         self.answers = AsyncAnswers(self.service)
         self.open = OpenAnswers()
+        self.hidden_states_lock = long_lock()
         self._compiler = make_compiler(tokenizer, self.vocab_size, backend=settings.grammar_backend)
 
     def close(self) -> None:
@@ -77,6 +80,11 @@ class Host:
         self.answers.close()
         self.engine.close()
         del self.runner
+
+    @cached_property
+    def hidden_states(self) -> HiddenStates:
+        """For who holds the lock. Made when it is first asked for."""
+        return HiddenStates(self.model, self.settings.cache.kv_type, capture=self.settings.capture)
 
     def template_problem(self) -> InvalidRequestError | None:
         """What is wrong with the model's own chat template; plain text needs none."""

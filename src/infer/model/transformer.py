@@ -54,14 +54,11 @@ class Transformer:
 
     def forward(self, step: Step, cache: PagedCache) -> Float[Tensor, "logits vocab"]:
         """float32 logits at `step.logit_indices`. Appends the step's keys and values to the cache provisionally."""
-        x = self._residual(step, cache)
+        x = self.residual(step, cache)
         return ops.head(x, step.logit_indices, self.norm, self.head, self.architecture.logit_softcap)
 
-    def hidden_states(self, step: Step, cache: PagedCache) -> Float[Tensor, "tokens hidden"]:
-        """float32 hidden states of the step's tokens after the last norm: what the head projects."""
-        return ops.normalize(self._residual(step, cache), self.norm).float()
-
-    def _residual(self, step: Step, cache: PagedCache) -> Float[Tensor, "tokens hidden"]:
+    def residual(self, step: Step, cache: PagedCache) -> Float[Tensor, "tokens hidden"]:
+        """The residual stream after the last block: what is normalised and projected to logits."""
         x = ops.embed(self.embedding.parts[0], step.tokens, self.architecture.embedding_scale).to(self.dtype)
         for layer, block in enumerate(self.blocks):
             qkv = ops.norm_project(x, block.attention_norm, block.qkv)

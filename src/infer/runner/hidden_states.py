@@ -1,0 +1,79 @@
+"""What a network makes of each token of a text, before the head: the hidden states after its last norm."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from infer import ops
+from infer.kvcache.pages import num_pages
+from infer.kvcache.settings import CacheSettings
+from infer.model.transformer import Transformer
+from infer.operands.step import Chunk, Step
+from infer.runner.caches import make_cache
+
+MAX_TEXTS = 32  # in one step
+STEP_TOKENS = 256
+
+
+@final
+class HiddenStates:
+    """Over a cache of its own, that forgets nothing. For one thread at a time."""
+
+    def __init__(self, model: Transformer, kv_type: str, *, capture: bool) -> None:
+        """Raises InvalidRequestError where the memory does not hold a full context more."""
+        settings, capacity = CacheSettings(kv_type=kv_type), model.max_seq_len
+        pages = max(num_pages(capacity, settings.page_tokens), MAX_TEXTS + STEP_TOKENS // settings.page_tokens)
+        self._model = model
+        self._cache = make_cache(
+            model, capacity, MAX_TEXTS, settings=settings, step_tokens=STEP_TOKENS, pool_pages=pages
+        )
+        self._captured = self._capture() if capture else None
+
+    def _capture(self) -> ops.Captured | None:
+        """Of a recording that computes no logits, the buffer of them is the residual stream."""
+        self._cache.reserve(0, 1)  # where the recording's own step stands, which is not run
+        captured = ops.backend_of(self._model.device).capture(
+            lambda step: self._model.residual(step, self._cache), STEP_TOKENS, STEP_TOKENS
+        )
+        self._cache.truncate(0, 0)
+        return captured
+
+    @torch.inference_mode()
+    def of(
+        self, texts: Sequence[Sequence[int]], num_step_tokens: Callable[[], int]
+    ) -> Iterator[tuple[int, Float[Tensor, "tokens hidden"]]]:
+        """Of texts that one step could take, or of one of any length, step after step: which text, and its next
+        tokens' float32 states. `num_step_tokens` is asked before each step.
+        """
+        done = [0] * len(texts)
+        for row, text in enumerate(texts):
+            self._cache.truncate(row, 0)  # of what a call left that was ended
+            self._cache.set_rope(row, is_long=self._model.is_long(len(text)))
+        while any(start < len(text) for start, text in zip(done, texts, strict=True)):
+            room, chunks = num_step_tokens(), list[Chunk]()
+            for row, text in enumerate(texts):
+                taken = text[done[row] : done[row] + room]
+                room -= len(taken)
+                if taken:
+                    self._cache.reserve(row, len(taken))
+                    chunks.append(Chunk(row, taken, num_drafts=len(taken) - 1))
+            counts = [len(chunk.token_ids) for chunk in chunks]
+            states = self._run(Step.of_chunks(chunks, [done[chunk.slot] for chunk in chunks]))
+            for (row, *_), count, end in zip(chunks, counts, accumulate(counts), strict=True):
+                self._cache.commit(row, count)
+                done[row] += count
+                yield row, states[end - count : end]
+        for row in range(len(texts)):
+            self._cache.truncate(row, 0)
+        self._cache.give_back_free()
+
+    def _run(self, step: Step) -> Float[Tensor, "tokens hidden"]:
+        if self._captured is None:
+            residual = self._model.residual(step.to(self._model.device), self._cache)
+        else:
+            residual = self._captured.run(step)
+        return ops.normalize(residual, self._model.norm).float()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from infer.batch_file.openai_logprobs import Spelling
 from infer.batch_file.output_file import OutputFile
 from infer.batch_file.result_line import error_line, result_line
 from infer.batch_file.row import Row, read_rows, seed_of
@@ -15,6 +16,7 @@ from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult, GenerationTiming, TokenLogprob
 
 CHAT = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions"}
+SPELLING = Spelling([str(number).encode() for number in range(6)] + [b"\xc3"], {2})
 HI = [{"role": "user", "content": "hi"}]
 
 
@@ -70,30 +72,33 @@ def test_what_a_row_may_not_be(record: Any, problem: str) -> None:
 
 
 def test_a_result_is_a_line_without_a_clock() -> None:
-    plain = json.loads(result_line(Row("a"), result(), "m", str).text)
+    plain = json.loads(result_line(Row("a"), result(), "m", SPELLING).text)
     assert list(plain)[:3] == ["id", "model", "text"]
     assert plain["logprobs"] == [{"token_id": 5, "logprob": -0.5, "rank": 1, "top": [[5, -0.5], [6, None]]}]
     assert not {"timing", "stats"} & set(plain)
-    record = json.loads(result_line(Row("a", "/v1/chat/completions"), result(), "m", str).text)
+    cut = result(finish_reason="length")
+    record = json.loads(result_line(Row("a", "/v1/chat/completions"), cut, "m", SPELLING).text)
     assert (record["custom_id"], record["error"], record["response"]["status_code"]) == ("a", None, 200)
     (choice,) = record["response"]["body"]["choices"]
     assert choice["message"]["content"] == "ü"
-    assert choice["finish_reason"] == "stop"
+    assert choice["finish_reason"] == "length"
     entry = {"token": "5", "logprob": -0.5, "bytes": [53]}
-    tops = [entry, {"token": "6", "logprob": -9999.0, "bytes": [54]}]
+    tops = [entry, {"token": "bytes:\\xc3", "logprob": -9999.0, "bytes": [0xC3]}]
     assert choice["logprobs"]["content"] == [entry | {"top_logprobs": tops}]
-    text = json.loads(result_line(Row("a", "/v1/completions"), result(logprobs=None), "m", str).text)
+    ended = json.loads(result_line(Row("a", "/v1/chat/completions"), result(), "m", SPELLING).text)
+    assert ended["response"]["body"]["choices"][0]["logprobs"]["content"] == []
+    text = json.loads(result_line(Row("a", "/v1/completions"), result(logprobs=None), "m", SPELLING).text)
     assert text["response"]["body"]["choices"][0] == {
         "index": 0, "text": "ü", "logprobs": None, "finish_reason": "stop"
     }  # fmt: skip
-    failed = result_line(Row("a"), result(finish_reason="error", stop_reason="logits", error="NaN"), "m", str)
+    failed = result_line(Row("a"), result(finish_reason="error", stop_reason="logits", error="NaN"), "m", SPELLING)
     assert failed == error_line(Row("a"), "logits", "NaN", "m")
     assert failed.has_failed
 
 
 def test_a_torn_line_is_cut_and_failed_rows_are_asked_again(tmp_path: Path) -> None:
     path, row = tmp_path / "out.jsonl", Row("b", "/v1/completions")
-    lines = [result_line(Row("a"), result(), "m", str).text, error_line(row, "x", "y", "m").text]
+    lines = [result_line(Row("a"), result(), "m", SPELLING).text, error_line(row, "x", "y", "m").text]
     path.write_text("".join(lines) + lines[0][:20], encoding="utf-8")
     with OutputFile(path, "m") as output:
         assert (output.finished, output.num_failed) == ({"a", "b"}, 1)

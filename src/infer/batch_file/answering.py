@@ -1,17 +1,16 @@
 """Rows answered by one model in this process: the engine's batch, and a line for every row, whatever becomes of it."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from itertools import tee
 from typing import Any
 
+from infer.batch_file.openai_logprobs import Spelling
 from infer.batch_file.result_line import error_line, result_line
 from infer.batch_file.row import Row, seed_of
 from infer.batch_file.settings import BatchSettings, Write
 from infer.errors import InvalidRequestError
 from infer.llm import LLM
 from infer.sampling_params import values_from
-from infer.tokenizer import Tokenizer
 
 _REFUSED = "invalid_request"
 
@@ -30,7 +29,7 @@ def answer_rows(llm: LLM, rows: Iterable[Row], settings: BatchSettings, write: W
         row = under_way.pop(number)
         write(error_line(row, _REFUSED, str(error), settings.model))
 
-    spell = partial(_spelt, llm.tokenizer)
+    spelling = Spelling.of(llm.tokenizer)
     prompts = (row.prompt for row in rows_of_prompts)
     answers = llm.generate_iter(
         prompts, params(), batch_size=settings.batch_size, on_error=refuse, options=settings.options
@@ -38,7 +37,7 @@ def answer_rows(llm: LLM, rows: Iterable[Row], settings: BatchSettings, write: W
     for number, result in answers:
         row = under_way.pop(number)
         if result.finish_reason != "abort":
-            write(result_line(row, result, settings.model, spell))
+            write(result_line(row, result, settings.model, spelling))
 
 
 def _askable(rows: Iterable[Row], settings: BatchSettings, write: Write) -> Iterator[Row]:
@@ -52,7 +51,3 @@ def _askable(rows: Iterable[Row], settings: BatchSettings, write: Write) -> Iter
             write(error_line(row, _REFUSED, str(error), settings.model))
         else:
             yield row._replace(values=values)
-
-
-def _spelt(tokenizer: Tokenizer, token_id: int) -> str:
-    return tokenizer.decode([token_id], skip_special_tokens=False)

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple, Self
 
 import infer
-from infer.outputs import TokenLogprob
+from infer.outputs import FinishReason, TokenLogprob
 
 LEAST_LOGPROB = -9999.0  # of what is impossible: JSON has no infinity
 Entry = dict[str, Any]
@@ -32,6 +32,11 @@ class Spelling(NamedTuple):
         """`bytes` of the tokens of an answer, joined, are its text; a control token has none."""
         spelt = None if token_id in self.control_ids else list(self.token_bytes[token_id])
         return {"token": self.text(token_id), "logprob": max(logprob, LEAST_LOGPROB), "bytes": spelt}
+
+
+def without_end(logprobs: Sequence[TokenLogprob], finish_reason: FinishReason | None) -> Sequence[TokenLogprob]:
+    """Of all tokens but the one that ends the answer, which is no part of it."""
+    return logprobs[:-1] if finish_reason == "eos" else logprobs
 
 
 def chat_entries(logprobs: Iterable[TokenLogprob], spelling: Spelling) -> list[Entry]:

@@ -3,29 +3,28 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable
 from typing import Any
 
+from infer.batch_file.openai_logprobs import Spelling, chat_entries, completion_columns, without_end
 from infer.batch_file.row import ENDPOINTS, Row
 from infer.batch_file.settings import Line
-from infer.outputs import GenerationResult, TokenLogprob
+from infer.outputs import GenerationResult
 
-_FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
-Spell = Callable[[int], str]  # a token's text
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
-def result_line(row: Row, result: GenerationResult, model: str, spell: Spell) -> Line:
+def result_line(row: Row, result: GenerationResult, model: str, spelling: Spelling) -> Line:
     if result.finish_reason == "error":
         return error_line(row, str(result.stop_reason), str(result.error), model)
     if row.endpoint is None:
         return Line(row.id, _json(_plain(row, result, model)), has_failed=False)
-    finish_reason = _FINISH_REASONS[result.finish_reason]
+    finish_reason = FINISH_REASONS[result.finish_reason]
     body = {
         "id": _named("cmpl", row.id),
         "object": "chat.completion" if row.endpoint == ENDPOINTS[0] else "text_completion",
         "created": 0,
         "model": model,
-        "choices": [{"index": 0, **_content(row, result, spell), "finish_reason": finish_reason}],
+        "choices": [{"index": 0, **_content(row, result, spelling), "finish_reason": finish_reason}],
         "usage": {
             "prompt_tokens": result.prompt_tokens,
             "completion_tokens": result.generated_tokens,
@@ -64,30 +63,14 @@ def _plain(row: Row, result: GenerationResult, model: str) -> dict[str, Any]:
     return record
 
 
-def _content(row: Row, result: GenerationResult, spell: Spell) -> dict[str, Any]:
-    entries = None if result.logprobs is None else [_entry(each, spell) for each in result.logprobs]
+def _content(row: Row, result: GenerationResult, spelling: Spelling) -> dict[str, Any]:
+    logprobs = result.logprobs
     if row.endpoint != ENDPOINTS[0]:
-        return {"text": result.text, "logprobs": None if entries is None else _columns(entries)}
+        return {"text": result.text, "logprobs": None if logprobs is None else completion_columns(logprobs, spelling)}
+    if logprobs is not None:
+        entries = chat_entries(without_end(logprobs, result.finish_reason), spelling)
     message = {"role": "assistant", "content": result.text, "refusal": None}
-    return {"message": message, "logprobs": None if entries is None else {"content": entries, "refusal": None}}
-
-
-def _entry(each: TokenLogprob, spell: Spell) -> dict[str, Any]:
-    top = [_token(spell(token_id), logprob) for token_id, logprob in each.top]
-    return _token(spell(each.token_id), each.logprob) | {"top_logprobs": top}
-
-
-def _token(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
-
-
-def _columns(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """As completions have them."""
-    return {
-        "tokens": [entry["token"] for entry in entries],
-        "token_logprobs": [entry["logprob"] for entry in entries],
-        "top_logprobs": [{each["token"]: each["logprob"] for each in entry["top_logprobs"]} for entry in entries],
-    }
+    return {"message": message, "logprobs": None if logprobs is None else {"content": entries, "refusal": None}}
 
 
 def _finite(value: float) -> float | None:

@@ -7,7 +7,7 @@ from typing import Any, final
 from starlette.requests import Request
 from starlette.responses import Response
 
-from infer.batch_file.openai_logprobs import Spelling, chat_entries
+from infer.batch_file.openai_logprobs import Spelling, chat_entries, without_end
 from infer.outputs import FinishReason, GenerationResult, TokenLogprob
 from infer.server.asked import (
     check_template_variables,
@@ -33,7 +33,6 @@ from infer.server.shapes import (
     logprobs_of,
     prompt_logprobs_of,
     usage_of_choices,
-    without_end,
 )
 from infer.server.state import ServerState
 

@@ -100,7 +100,7 @@ class CompletionShape:
         self._spelling, self._num_choices = Spelling.of(tokenizer), body.n or 1
         self._openings = [self._opening(prompt) for prompt in prompts]
         starts = [len(opening["text"]) for opening in self._openings]
-        self._offsets = [_Offsets(tokenizer.make_detokenizer(), start) for start in starts for _ in range(body.n or 1)]
+        self._offsets = [_Offsets(tokenizer, start, skips_special=True) for start in starts for _ in range(body.n or 1)]
 
     def whole(self, results: Sequence[GenerationResult]) -> Json:
         choices = list[Json]()
@@ -160,7 +160,7 @@ class CompletionShape:
     def _prompt_columns(self, prompt: Prompt, *, adds_bos: bool) -> Json:
         columns = completion_columns(prompt.echoed, self._spelling)
         columns["tokens"][0] = self._spelling.text(prompt.ids[0])
-        offsets = _Offsets(self._tokenizer.make_detokenizer(skip_special_tokens=False), 0)
+        offsets = _Offsets(self._tokenizer, 0, skips_special=False)
         before = [0] if adds_bos else []  # it is no part of the text
         return {**columns, "text_offset": before + offsets.of(prompt.ids[len(before) :])}
 
@@ -183,8 +183,9 @@ class CompletionShape:
 class _Offsets:
     """How many characters of a text stand before each token."""
 
-    def __init__(self, detokenizer: Any, start: int) -> None:
-        self._detokenizer, self._num_characters = detokenizer, start
+    def __init__(self, tokenizer: "infer.Tokenizer", start: int, *, skips_special: bool) -> None:
+        self._detokenizer = tokenizer.make_detokenizer(skip_special_tokens=skips_special)
+        self._num_characters = start
 
     def of(self, token_ids: Sequence[int]) -> list[int]:
         """Of the next tokens."""

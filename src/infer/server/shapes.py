@@ -3,10 +3,11 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from infer.batch_file import result_line
 from infer.batch_file.openai_logprobs import Spelling
-from infer.outputs import FinishReason, GenerationResult, Piece, TokenLogprob
+from infer.outputs import GenerationResult, Piece, TokenLogprob
 
-FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "abort": "length"}  # "abort": its time was over
+FINISH_REASONS = result_line.FINISH_REASONS | {"abort": "length"}  # its time was over
 Json = dict[str, Any]
 
 
@@ -64,11 +65,6 @@ def extension(results: Mapping[int, GenerationResult]) -> Json:
 
 def logprobs_of(pieces: Sequence[Piece]) -> list[TokenLogprob]:
     return [piece.logprob for piece in pieces if piece.logprob is not None]
-
-
-def without_end(logprobs: Sequence[TokenLogprob], finish_reason: FinishReason | None) -> Sequence[TokenLogprob]:
-    """Of all tokens but the one that ends the answer, which is no part of it."""
-    return logprobs[:-1] if finish_reason == "eos" else logprobs
 
 
 def prompt_logprobs_of(logprobs: Iterable[TokenLogprob | None], spelling: Spelling) -> list[Json | None]:

@@ -53,3 +53,12 @@ def events(stream: str) -> Iterator[Any]:
     for block in blocks[:-1]:
         assert block.startswith("data: "), block
         yield json.loads(block.removeprefix("data: "))
+
+
+def named_events(stream: str) -> Iterator[Any]:
+    """The data of events that have names, those of `/v1/responses`: numbered, and without [DONE]."""
+    for number, block in enumerate(filter(None, stream.split("\n\n"))):
+        name, data = block.split("\n")
+        found = json.loads(data.removeprefix("data: "))
+        assert (f"event: {found['type']}", found["sequence_number"]) == (name, number)
+        yield found

@@ -8,7 +8,7 @@ import pytest
 
 from infer import LLM, SamplingParams
 from infer.engine.text_output import TextOutput
-from openai_shapes import check, events
+from openai_shapes import check, events, named_events
 from served import Served, serving
 from test_session import TEXT_IDS, make_model
 
@@ -195,6 +195,77 @@ def test_an_echoed_prompt_is_scored_as_the_library_does(served: Served, llm: LLM
     assert (second["text"][:5], second["logprobs"]["text_offset"][:5]) == ("hello", [0, 1, 2, 3, 4])
 
 
+# Responses
+
+EVENTS = ["response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"]
+ENDS = ["response.output_text.done", "response.content_part.done", "response.output_item.done"]
+EVENT_SCHEMAS = {
+    "response.created": "ResponseCreatedEvent",
+    "response.in_progress": "ResponseInProgressEvent",
+    "response.output_item.added": "ResponseOutputItemAddedEvent",
+    "response.content_part.added": "ResponseContentPartAddedEvent",
+    "response.output_text.delta": "ResponseTextDeltaEvent",
+    "response.output_text.done": "ResponseTextDoneEvent",
+    "response.content_part.done": "ResponseContentPartDoneEvent",
+    "response.output_item.done": "ResponseOutputItemDoneEvent",
+    "response.completed": "ResponseCompletedEvent",
+    "response.incomplete": "ResponseIncompleteEvent",
+    "response.failed": "ResponseFailedEvent",
+}
+
+
+def respond(served: Served, **body: Any) -> Any:
+    answer = served.client.post("/v1/responses", json={"model": "tiny", "store": True} | body)
+    assert answer.status_code == 200, answer.text
+    if not body.get("stream"):
+        check("Response", answer.json())
+        return answer.json()
+    found = list(named_events(answer.text))
+    for each in found:
+        check(EVENT_SCHEMAS[each["type"]], each)
+    return found
+
+
+@pytest.mark.parametrize("max_tokens", [30, 400])
+def test_a_response_is_the_chat_of_its_input_whole_and_in_events(served: Served, llm: LLM, max_tokens: int) -> None:
+    turns = [{"role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+             {"role": "assistant", "id": "m", "type": "message", "content": [{"type": "output_text", "text": "hi"}]},
+             {"role": "user", "content": "go on"}]  # fmt: skip
+    body = {"instructions": "be brief", "input": turns, "seed": 12, "max_output_tokens": max_tokens}
+    logprobs: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    asked = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
+    asked = [PLAIN[0], *asked, {"role": "user", "content": "go on"}]
+    expected = llm.chat(asked, seed=12, max_new_tokens=max_tokens)
+    whole = respond(served, **body, **logprobs)
+    (item,) = whole["output"]
+    (part,) = item["content"]
+    assert (part["text"], whole["store"], whole["usage"]["output_tokens"]) == (
+        expected.text,
+        False,
+        len(expected.token_ids),
+    )
+    status = "incomplete" if expected.finish_reason == "length" else "completed"
+    assert (whole["status"], item["status"]) == (status, status)
+    found = respond(served, **body, **logprobs, stream=True)
+    names = [each["type"] for each in found]
+    deltas = [each for each in found if each["type"] == "response.output_text.delta"]
+    assert names == [*EVENTS, *["response.output_text.delta"] * len(deltas), *ENDS, f"response.{status}"]
+    assert "".join(each["delta"] for each in deltas) == expected.text
+    assert [entry for each in deltas for entry in each["logprobs"]] == part["logprobs"] != []
+    assert found[-1]["response"]["output"][0]["content"][0]["text"] == expected.text
+
+
+def test_a_response_is_held_to_the_format_of_its_text(served: Served, llm: LLM) -> None:
+    text = {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA, "strict": True}}
+    answer = respond(served, input="hello", text=text, seed=1)
+    expected = llm.chat(PLAIN[1:], seed=1, json_schema=SCHEMA)
+    assert answer["output"][0]["content"][0]["text"] == expected.text
+    assert answer["text"] == text
+    long = [{"role": "user", "content": "hello " * 30}] * 5
+    assert served.client.post("/v1/responses", json={"input": long}).json()["error"]["param"] == "input"
+    assert respond(served, input=long, truncation="auto", max_output_tokens=4)["truncation"] == "auto"
+
+
 # Failures after the headers
 
 
@@ -217,6 +288,9 @@ def test_a_choice_that_fails_lets_the_others_end_and_is_told_of_last(
     assert last["error"]["message"].startswith("choice 1: ")
     ended = {choice["index"] for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]}
     assert ended == {0, 2}
+    asked = {"input": "hello", "seed": seeds[1], "stream": True}
+    *_, failed = named_events(served.client.post("/v1/responses", json=asked).text)
+    check("ResponseFailedEvent", failed)
     whole = served.client.post(CHAT, json=body)
     assert (whole.status_code, whole.headers["x-should-retry"]) == (500, "false")
     check("ErrorResponse", whole.json())

@@ -20,6 +20,7 @@ from infer.server import (
     metrics_page,
     models,
     openapi,
+    responses,
     tokens,
     trace,
 )
@@ -33,7 +34,7 @@ from infer.server.request_ids import with_request_ids
 from infer.server.state import ServerState
 
 _MODULES = (
-    *(health, metrics_page, models, chat, completions, embeddings, messages),
+    *(health, metrics_page, models, chat, completions, responses, embeddings, messages),
     *(tokens, trace, branch, events, openapi),
 )
 ROUTES = [route for module in _MODULES for route in module.ROUTES]

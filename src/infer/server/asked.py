@@ -22,9 +22,12 @@ from infer.server.schema import (
     Format,
     GeneratingBody,
     JsonObjectFormat,
+    JsonSchema,
     JsonSchemaFormat,
     Message,
-    TextPart,
+    NamedSchemaFormat,
+    OutputRefusal,
+    RefusalPart,
     ToolMessage,
 )
 
@@ -60,10 +63,20 @@ def sampling_values(body: GeneratingBody) -> dict[str, Any]:
     given = {name: getattr(body, name, None) for name in names}
     values = {names[name]: value for name, value in given.items() if value is not None}
     if isinstance(body, CompletingBody):
-        values |= _constraint(body.response_format)
+        values |= constraint_of(body.response_format)
         if body.logit_bias:
             values["logit_bias"] = {_bias_id(key, value): value for key, value in body.logit_bias.items()}
     return values
+
+
+def constraint_of(asked: Format | NamedSchemaFormat | None) -> dict[str, Any]:
+    """What holds an answer to a format, as a field of SamplingParams."""
+    match asked:
+        case JsonObjectFormat():
+            return {"json_schema": {"type": "object"}}
+        case JsonSchemaFormat(json_schema=JsonSchema(schema=schema)) | NamedSchemaFormat(schema=schema):
+            return {"json_schema": {"type": "object"} if schema is None else schema}
+    return {}
 
 
 def make_params(
@@ -115,15 +128,6 @@ def refusal(error: InvalidRequestError, prompt_name: str) -> ApiError:
     return refuse(message, param)
 
 
-def _constraint(asked: Format | None) -> dict[str, Any]:
-    match asked:
-        case JsonObjectFormat():
-            return {"json_schema": {"type": "object"}}
-        case JsonSchemaFormat(json_schema=asked_schema):
-            return {"json_schema": {"type": "object"} if asked_schema.schema is None else asked_schema.schema}
-    return {}
-
-
 def _bias_id(key: str, value: float) -> int:
     param = f"logit_bias.{key}"[:80]
     if not (key.isascii() and key.isdecimal()):
@@ -135,7 +139,7 @@ def _bias_id(key: str, value: float) -> int:
 
 def _message(index: int, message: Message) -> dict[str, Any]:
     role = "system" if isinstance(message, DeveloperMessage) else message.__struct_config__.tag
-    found: dict[str, Any] = {"role": role, "content": _text_of(message.content)}
+    found: dict[str, Any] = {"role": role, "content": text_of(message.content)}
     if message.name is not None:
         found["name"] = message.name
     if isinstance(message, ToolMessage):
@@ -163,7 +167,8 @@ def _call(path: str, call: Any) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
-def _text_of(content: Any) -> str:
+def text_of(content: Any) -> str:
+    """Of parts their texts, joined."""
     if not isinstance(content, list):
         return content or ""
-    return "".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
+    return "".join(part.refusal if isinstance(part, RefusalPart | OutputRefusal) else part.text for part in content)

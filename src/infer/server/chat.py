@@ -1,6 +1,5 @@
 """`/v1/chat/completions`: conversations answered, whole or in chunks."""
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
@@ -23,7 +22,7 @@ from infer.server.endpoint import ApiRoute
 from infer.server.models import check_model
 from infer.server.read_body import read_body
 from infer.server.refusals import refuse
-from infer.server.replies import Scores, check_stream_options, reply, score_prompts
+from infer.server.replies import Scores, check_stream_options, make_head, reply, score_prompts
 from infer.server.schema import ChatBody
 from infer.server.shapes import (
     FINISH_REASONS,
@@ -38,13 +37,13 @@ from infer.server.state import ServerState
 
 
 async def chat(request: Request, state: ServerState) -> Response:
-    call, llm = call_of(request), state.llm().llm
+    llm = state.llm().llm
     body = read_body(await request.body(), ChatBody)
     check_model(state, body.model)
     includes_usage = check_stream_options(body)
     choices = await accept(request, state, ask(body, llm.sampling_defaults))
     scores = await score_prompts(request, state, choices.prompt_ids, body.prompt_logprobs)
-    head = Head(f"chatcmpl-{call.id}", int(time.time()), state.settings.model)
+    head = make_head("chatcmpl-", request, state)
     shape = ChatShape(head, body, Spelling.of(llm.tokenizer), choices.prompt_ids[0], scores[0], includes_usage)
     return await reply(request, state, choices, shape, is_streamed=bool(body.stream))
 

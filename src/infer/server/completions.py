@@ -1,6 +1,5 @@
 """`/v1/completions`: texts or ids continued, each with n choices; with `echo` the prompt is part of the answer."""
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
 
@@ -18,7 +17,7 @@ from infer.server.errors import ApiError
 from infer.server.models import check_model
 from infer.server.read_body import read_body
 from infer.server.refusals import refuse, shown
-from infer.server.replies import Scores, check_stream_options, reply, score_prompts
+from infer.server.replies import Scores, check_stream_options, make_head, reply, score_prompts
 from infer.server.schema import CompletionBody
 from infer.server.shapes import FINISH_REASONS, Head, Json, extension, logprobs_of, prompt_logprobs_of, usage_of_choices
 from infer.server.state import ServerState
@@ -28,7 +27,7 @@ _MAX_ANSWERS = 1024  # of a body
 
 
 async def complete(request: Request, state: ServerState) -> Response:
-    call, llm = call_of(request), state.llm().llm
+    llm = state.llm().llm
     body = read_body(await request.body(), CompletionBody)
     check_model(state, body.model)
     includes_usage = check_stream_options(body)
@@ -38,7 +37,7 @@ async def complete(request: Request, state: ServerState) -> Response:
     echoed = await score_prompts(request, state, ids, body.logprobs if body.echo else None)
     scored = await score_prompts(request, state, ids, body.prompt_logprobs)
     prompts = [Prompt(*each) for each in zip(asked.prompts, ids, echoed, scored, strict=True)]
-    head = Head(f"cmpl-{call.id}", int(time.time()), state.settings.model)
+    head = make_head("cmpl-", request, state)
     shape = CompletionShape(head, body, llm.tokenizer, prompts, includes_usage=includes_usage)
     return await reply(request, state, choices, shape, is_streamed=bool(body.stream))
 

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import inspect
 
 from infer.server.errors import ApiError
-from infer.server.neutral import ELSEWHERE, NEUTRAL, check_neutral
+from infer.server.neutral import ELSEWHERE, check_neutral
 from infer.server.refusals import refuse, shown
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)

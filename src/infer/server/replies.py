@@ -1,5 +1,6 @@
 """How a route of OpenAI's answers: the whole at its end, or a stream of chunks. What they look like is its `Shape`."""
 
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -10,10 +11,11 @@ from starlette.responses import Response
 
 from infer.outputs import GenerationResult, TokenLogprob
 from infer.server.asking import while_connected
+from infer.server.call import call_of
 from infer.server.choices import Choices, Part
 from infer.server.refusals import refuse
 from infer.server.schema import CompletingBody
-from infer.server.shapes import Json
+from infer.server.shapes import Head, Json
 from infer.server.sse import DONE, EventStream, event
 from infer.server.state import ServerState
 
@@ -40,6 +42,12 @@ async def reply(request: Request, state: ServerState, choices: Choices, shape: S
         return EventStream(_events(choices, shape), comment_seconds=state.settings.comment_seconds)
     results = await while_connected(request, choices.results())
     return json_response(shape.whole(results))
+
+
+def make_head(prefix: str, request: Request, state: ServerState) -> Head:
+    """Its id is the request's, which the log has too."""
+    number = call_of(request).id.removeprefix("req-")
+    return Head(prefix + number, int(time.time()), state.settings.model)
 
 
 def json_response(body: Json) -> Response:

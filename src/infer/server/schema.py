@@ -16,6 +16,7 @@ _Count = Annotated[int, Meta(ge=1)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _Choices = Annotated[int, Meta(ge=1, le=128)]
 _Alternatives = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+SchemaName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 _TokenIds = list[Annotated[int, Meta(ge=0)]]
 
 
@@ -120,7 +121,7 @@ class JsonObjectFormat(_Format, tag="json_object"):
 class JsonSchema(Struct, forbid_unknown_fields=True, kw_only=True):
     """`strict` or not, the answer is held to the schema."""
 
-    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    name: SchemaName
     schema: dict[str, Any] | None = None
     description: str | None = None
     strict: bool | None = None
@@ -149,6 +150,7 @@ class GeneratingBody(Body, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     stream: bool | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
     min_p: Annotated[float, Meta(ge=0, lt=1)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
@@ -174,7 +176,6 @@ class CompletingBody(GeneratingBody, kw_only=True):
 
     n: _Choices | None = None
     stop: str | Annotated[list[_Text], Meta(max_length=4)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     frequency_penalty: _Penalty | None = None
     presence_penalty: _Penalty | None = None
     logit_bias: dict[str, float] | None = None
@@ -225,3 +226,94 @@ class CompletionBody(CompletingBody, kw_only=True):
     echo: bool | None = None
     best_of: Any = None
     suffix: Any = None
+
+
+# Responses
+
+
+class _InputPart(Struct, forbid_unknown_fields=True, tag_field="type", kw_only=True):
+    pass
+
+
+@final
+class InputText(_InputPart, tag="input_text"):
+    text: str
+
+
+@final
+class OutputText(_InputPart, tag="output_text", kw_only=True):
+    """As an answer has it, so that it can be sent back."""
+
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+@final
+class OutputRefusal(_InputPart, tag="refusal"):
+    refusal: str
+
+
+@final
+class InputMessage(Struct, forbid_unknown_fields=True, kw_only=True):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[InputText | OutputText | OutputRefusal], Meta(min_length=1)]
+    type: Literal["message"] | None = None
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    phase: str | None = None
+
+
+@final
+class NamedSchemaFormat(_Format, tag="json_schema", kw_only=True):
+    """`JsonSchemaFormat` without its inner object."""
+
+    name: SchemaName
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
+@final
+class TextSettings(Struct, forbid_unknown_fields=True):
+    format: TextFormat | JsonObjectFormat | NamedSchemaFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+@final
+class ResponseStreamOptions(Struct, forbid_unknown_fields=True):
+    include_obfuscation: bool | None = None
+
+
+@final
+class ResponseBody(GeneratingBody, kw_only=True):
+    """Without a store: nothing is kept, whatever `store` says. What is included beside log-probabilities is of items
+    that no answer has.
+    """
+
+    input: str | Annotated[list[InputMessage], Meta(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: _Count | None = None
+    text: TextSettings | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    top_logprobs: _Alternatives | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: dict[str, str] | None = None
+    stream_options: ResponseStreamOptions | None = None
+    store: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    background: Any = None
+    context_management: Any = None
+    conversation: Any = None
+    max_tool_calls: Any = None
+    moderation: Any = None
+    parallel_tool_calls: Any = None
+    previous_response_id: Any = None
+    prompt: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    reasoning: Any = None
+    service_tier: Any = None
+    tool_choice: Any = None
+    tools: Any = None

@@ -1,14 +1,22 @@
 """OpenAI's routes over sockets: the answers of `LLM` to the token, in OpenAI's shapes, streamed or whole."""
 
+import json
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from infer import LLM, SamplingParams
 from infer.engine.text_output import TextOutput
-from openai_shapes import check, events, named_events
+from infer.server.errors import ApiError
+from infer.server.read_body import read_body
+from infer.server.schema import ChatBody, CompletionBody, ResponseBody
+from openai_shapes import DATA, check, events, named_events, validator
 from served import Served, serving
 from test_session import TEXT_IDS, make_model
 
@@ -294,6 +302,77 @@ def test_a_choice_that_fails_lets_the_others_end_and_is_told_of_last(
     whole = served.client.post(CHAT, json=body)
     assert (whole.status_code, whole.headers["x-should-retry"]) == (500, "false")
     check("ErrorResponse", whole.json())
+
+
+# Refusals
+
+BAD_REQUESTS = [json.loads(line) for line in (DATA.parent / "bad_requests.jsonl").read_text().splitlines()]
+
+
+def test_each_of_many_bad_requests_is_refused_by_what_is_bad_in_it(served: Served) -> None:
+    wrong = list[Any]()
+    for bad in BAD_REQUESTS:
+        answer = served.client.post(bad["path"], json=bad["body"])
+        error = answer.json()["error"]
+        found = {"status": answer.status_code, **{name: error[name] for name in ("type", "param", "code")}}
+        if found != {name: bad[name] for name in found} or not validator("ErrorResponse").is_valid(answer.json()):
+            wrong.append((bad, answer.text))
+    assert wrong == []
+    assert len(BAD_REQUESTS) > 300
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("temprature", "temperature"), ("guided_json", "response_format"), ("repeat_penalty", "repetition_penalty"),
+     ("max_new_tokens", "max_tokens"), ("messsages", "messages"), ("top_logprob", "top_logprobs")],
+)  # fmt: skip
+def test_an_unknown_field_is_answered_with_the_one_that_is_meant(served: Served, name: str, hint: str) -> None:
+    error = served.client.post(CHAT, json={"messages": PLAIN, name: 1}).json()["error"]
+    assert name in error["message"]
+    assert hint in error["message"]
+
+
+@pytest.mark.parametrize("body", ["[" * 100_000, '{"a": 1e400}', '{"a": NaN}', "", "{", '{"a": "\\ud800"}', "\ufeff{}"])
+def test_what_is_no_json_is_refused(served: Served, body: str) -> None:
+    error = served.client.post(CHAT, content=body.encode()).json()["error"]
+    assert (error["param"], error["code"]) == (None, "invalid_json")
+
+
+def test_a_refusal_has_its_own_status_where_a_stream_was_asked_for(served: Served) -> None:
+    long = [{"role": "user", "content": "x" * 500}]
+    for body in ({"messages": long}, {"messages": PLAIN, "regex": "("}, {"messages": PLAIN, "n": 2, "stop": 1}):
+        answer = served.client.post(CHAT, json=body | {"stream": True})
+        assert (answer.status_code, answer.headers["content-type"]) == (400, "application/json")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(
+    kind=st.sampled_from([ChatBody, CompletionBody, ResponseBody]),
+    given=st.dictionaries(st.sampled_from([*ChatBody.__struct_fields__, "input", "prompt", "x"]), JSON, max_size=4),
+    messages=st.lists(st.dictionaries(st.sampled_from(["role", "content", "name", "x"]), JSON, max_size=3), max_size=2),
+)
+def test_a_body_is_read_or_refused_by_a_path_that_it_has(kind: Any, given: dict[str, Any], messages: list[Any]) -> None:
+    body = {"messages": messages, "input": messages} | given
+    error = None
+    try:
+        read_body(msgspec.json.encode(body), kind)
+    except ApiError as found:
+        error = found
+    if error is None:
+        return
+    assert (error.status, error.code is None) == (400, False)
+    steps = re.findall(r"[^.\[\]]+", error.param or "")
+    place: Any = body
+    for step in steps[:-1]:
+        place = place[int(step)] if isinstance(place, list) else place[step]
+    if steps and error.code != "missing_required_parameter":
+        assert int(steps[-1]) < len(place) if isinstance(place, list) else steps[-1] in place
 
 
 # Models

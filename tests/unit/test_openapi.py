@@ -18,6 +18,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2},
     "/v1/completions": {"prompt": ["a", "b"], "logprobs": 2, "echo": True},
+    "/v1/responses": {"input": [{"role": "user", "content": "hello"}], "store": True},
     "/v1/embeddings": {"input": ["a", "b"]},
     "/v1/messages": {"messages": MESSAGES, "max_tokens": 3, "tools": []},
     "/v1/messages/count_tokens": {"messages": MESSAGES},

@@ -106,6 +106,32 @@ ANSWER_SCHEMAS: dict[str, Schema] = {
         ),
         usage=ref("Usage"),
     ),
+    "Response": record(
+        id=TEXT,
+        object=constant("response"),
+        created_at=COUNT,
+        model=TEXT,
+        status=constant("completed", "incomplete"),
+        incomplete_details=nullable(record(reason=constant("max_output_tokens"))),
+        error={"type": "null"},
+        output=listed(
+            record(
+                id=TEXT,
+                type=constant("message"),
+                role=constant("assistant"),
+                status=constant("completed", "incomplete"),
+                content=listed(record(type=constant("output_text"), text=TEXT, annotations=listed({}))),
+            )
+        ),
+        store={"const": False},
+        usage=record(
+            input_tokens=COUNT,
+            input_tokens_details=record(cached_tokens=COUNT),
+            output_tokens=COUNT,
+            output_tokens_details=record(reasoning_tokens=COUNT),
+            total_tokens=COUNT,
+        ),
+    ),
     "Embeddings": record(
         object=constant("list"),
         data=listed(

@@ -12,7 +12,7 @@ from infer.batch_file.row import seed_of
 from infer.engine.request_options import RequestOptions
 from infer.errors import ContextLengthError, InvalidRequestError
 from infer.sampling.defaults import default_params
-from infer.sampling_params import SamplingParams
+from infer.sampling_params import ALIASES, PARAMETER_NAMES, SamplingParams
 from infer.server.errors import ApiError
 from infer.server.refusals import refuse, shown
 from infer.server.schema import (
@@ -46,12 +46,10 @@ _SAME = (
     *("allowed_token_ids", "regex", "grammar", "choice"),
 )
 _OPTIONS = ("cache_salt", "priority", "overflow", "speculation", "num_draft_tokens")
-_SHOWN = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "answer_prefix": "answer_token_ids"}
-# How a message of the library begins, and what of a body it is about.
-_PLACES = _SHOWN | {
-    "json_schema": "response_format.json_schema.schema",
-    "unknown keyword": "chat_template_kwargs",
-}
+_SHOWN = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+# How a message of the library begins, and what of a body it is about; of /v1/responses, where that differs.
+_PLACES = _SHOWN | {"json_schema": "response_format.json_schema.schema", "unknown keyword": "chat_template_kwargs"}
+_PLACES_OF_RESPONSES = {"max_new_tokens": "max_output_tokens", "json_schema": "text.format.schema"}
 _NOT_FOR_TEMPLATES = frozenset(
     {"messages", "chat_template", "allow_special", "tools", "add_generation_prompt", "continue_final_message"}
 )
@@ -80,14 +78,14 @@ def constraint_of(asked: Format | NamedSchemaFormat | None) -> dict[str, Any]:
 
 
 def make_params(
-    values: Mapping[str, Any], defaults: Mapping[str, Any], seeds: Sequence[int], *, is_chat: bool
+    values: Mapping[str, Any], defaults: Mapping[str, Any], seeds: Sequence[int], prompt_name: str
 ) -> list[SamplingParams]:
-    """One for each seed, over the model's own defaults. Raises ApiError."""
+    """One for each seed, over the model's own defaults, those of a text for `prompt`. Raises ApiError."""
     try:
-        first = default_params(defaults, is_chat=is_chat, **values)
+        first = default_params(defaults, is_chat=prompt_name != "prompt", **values)
         return [replace(first, seed=seed) for seed in seeds]
     except InvalidRequestError as error:
-        raise refusal(error, "prompt") from error
+        raise refusal(error, prompt_name) from error
 
 
 def make_options(body: GeneratingBody) -> RequestOptions:
@@ -110,9 +108,11 @@ def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def check_template_variables(variables: Mapping[str, Any]) -> None:
     """Raises ApiError for what is no variable of the model's own template."""
     for name in variables:
+        param = f"chat_template_kwargs.{name}"
         if name in _NOT_FOR_TEMPLATES:
-            param = f"chat_template_kwargs.{name}"
             raise refuse(f"{param} cannot be given: leave it out", param)
+        if name in PARAMETER_NAMES or name in ALIASES:
+            raise refuse(f"{param} says how an answer is sampled: give it beside chat_template_kwargs", param)
 
 
 def refusal(error: InvalidRequestError, prompt_name: str) -> ApiError:
@@ -120,9 +120,10 @@ def refusal(error: InvalidRequestError, prompt_name: str) -> ApiError:
     message = str(error)
     if isinstance(error, ContextLengthError):
         return refuse(message, prompt_name, "context_length_exceeded")
-    begins = re.match(r"unknown keyword|\w+", message)
-    name = begins[0] if begins else ""
-    param = _PLACES.get(name, name if name in (*_SAME, "logit_bias") else prompt_name)
+    found = re.match(r"at most one of .* and (\w+)$|(unknown keyword|\w+)", message)
+    name = (found[1] or found[2]) if found else ""
+    places = _PLACES | _PLACES_OF_RESPONSES if prompt_name == "input" else _PLACES
+    param = places.get(name, name if name in (*_SAME, "logit_bias") else prompt_name)
     for theirs, ours in _SHOWN.items():
         message = message.replace(theirs, ours)
     return refuse(message, param)
@@ -133,7 +134,7 @@ def _bias_id(key: str, value: float) -> int:
     if not (key.isascii() and key.isdecimal()):
         raise refuse(f"logit_bias must have token ids as its keys, got {shown(key)}", param)
     if abs(value) > _MOST_BIAS:
-        raise refuse(f"{param} must be a number from -100 to 100, got {shown(value)}", param)
+        raise refuse(f"{param} must be a number from -100 to 100, got {value:g}", param)
     return int(key)
 
 

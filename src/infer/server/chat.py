@@ -63,7 +63,7 @@ def ask(body: ChatBody, defaults: Mapping[str, Any]) -> Asked:
     for name in ("add_generation_prompt", "continue_final_message"):
         if (value := getattr(body, name)) is not None:
             variables[name] = value
-    params = make_params(values, defaults, seeds_of(body.seed, body.n or 1), is_chat=True)
+    params = make_params(values, defaults, seeds_of(body.seed, body.n or 1), "messages")
     return Asked([messages_of(body.messages)], params, make_options(body), "messages", variables)
 
 

@@ -50,7 +50,7 @@ def ask(body: CompletionBody, defaults: Mapping[str, Any]) -> Asked:
         raise refuse(message, "prompt")
     most = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
     values = sampling_values(body) | {"max_new_tokens": max(most, 1), "logprobs": body.logprobs}
-    params = make_params(values, defaults, seeds_of(body.seed, num_choices), is_chat=False)
+    params = make_params(values, defaults, seeds_of(body.seed, num_choices), "prompt")
     return Asked(prompts, params, make_options(body), "prompt", {}, is_answered=most > 0)
 
 

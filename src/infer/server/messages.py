@@ -135,7 +135,7 @@ def _its_error(error: Exception) -> ApiError:
 async def create_message(request: Request, state: ServerState) -> Response:
     body = read_body(await request.body(), MessagesBody)
     check_model(state, body.model)
-    params = make_params(sampling_of(body), state.llm().llm.sampling_defaults, seeds_of(body.seed, 1), is_chat=True)
+    params = make_params(sampling_of(body), state.llm().llm.sampling_defaults, seeds_of(body.seed, 1), "messages")
     messages = turns_of(body)
     asked = Asked([messages], params, RequestOptions(), "messages", variables_of(messages))
     choices = await accept(request, state, asked)

@@ -16,7 +16,7 @@ from infer.server.embeddings import EmbeddingsBody
 from infer.server.endpoint import ApiRoute
 from infer.server.messages import CountTokensBody, MessagesBody
 from infer.server.neutral import NEUTRAL
-from infer.server.schema import ChatBody, CompletionBody
+from infer.server.schema import ChatBody, CompletionBody, ResponseBody
 from infer.server.shapes import Json
 from infer.server.state import ServerState
 from infer.server.tokens import ApplyTemplateBody, DetokenizeBody, TokenizeBody
@@ -55,6 +55,8 @@ _INTERVAL: Schema = {"name": "interval", "in": "query", "schema": NUMBER | {"min
 OPERATIONS = (
     Operation("POST", "/v1/chat/completions", "Answer a conversation", "ChatCompletion", ChatBody, streams=True),
     Operation("POST", "/v1/completions", "Go on with texts or ids", "Completion", CompletionBody, streams=True),
+    Operation("POST", "/v1/responses", "Answer a conversation, and keep nothing", "Response", ResponseBody,
+              streams=True),
     Operation("POST", "/v1/embeddings", "Texts or ids as vectors", "Embeddings", EmbeddingsBody),
     Operation("POST", "/v1/messages", "Answer a conversation, as Anthropic does", "AnthropicMessage", MessagesBody,
               streams=True),

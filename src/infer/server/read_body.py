@@ -3,13 +3,14 @@
 import difflib
 import re
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import inspect
 
 from infer.server.errors import ApiError
-from infer.server.neutral import ELSEWHERE, check_neutral
+from infer.server.neutral import ELSEWHERE, NEUTRAL, check_neutral
 from infer.server.refusals import refuse, shown
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
@@ -37,10 +38,15 @@ def read_body(content: bytes, kind: type[_Body]) -> _Body:
         body = msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
         raise _refusal(str(error), given, kind) from None
-    for field in msgspec.structs.fields(kind):
-        if field.name in NEUTRAL and field.type is Any:
-            check_neutral(field.name, getattr(body, field.name))
+    for field in _neutral_fields(kind):
+        check_neutral(field, getattr(body, field))
     return body
+
+
+@cache
+def _neutral_fields(kind: type) -> list[str]:
+    fields = msgspec.structs.fields(kind)
+    return [field.name for field in fields if field.name in NEUTRAL and field.type is Any]
 
 
 def _refusal(said: str, given: Any, kind: type) -> ApiError:
@@ -53,22 +59,23 @@ def _refusal(said: str, given: Any, kind: type) -> ApiError:
     if missing := _MISSING.fullmatch(problem):
         name = _shown_path([*steps, missing[1]])
         return refuse(f"{name} is missing: it is required", name, "missing_required_parameter")
-    name, value = _shown_path(steps), _value_at(given, steps)
-    whose = f"a value of {name}" if path.endswith("[...]") else name or "the body"
+    name, is_inside = _shown_path(steps), path.endswith("[...]")  # of a value inside an object msgspec tells no name
+    whose = f"a value of {name}" if is_inside else name or "the body"
+    found = "" if is_inside else f", got {shown(_value_at(given, steps))}"
     if expected := _EXPECTED.fullmatch(problem):
         is_type = "got `" in problem
         rule = _rule(expected["types"], expected["bound"])
     else:
         is_type, rule = False, " or ".join(f"'{each}'" for each in _choices_at(kind, steps, given))
     code = "invalid_type" if is_type else "invalid_value"
-    return refuse(f"{whose} must be {rule}, got {shown(value)}", name or None, code)
+    return refuse(f"{whose} must be {rule}{found}", name or None, code)
 
 
 def _unknown(steps: list[_Step], known: list[str]) -> ApiError:
     path, name = _shown_path(steps), str(steps[-1])
     if name in ELSEWHERE:
-        return refuse(f"{path} is not known here: use {ELSEWHERE[name]}", path, "unknown_parameter")
-    near = difflib.get_close_matches(name, known, n=1)
+        return refuse(f"{path} is not known here: {ELSEWHERE[name]}", path, "unknown_parameter")
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     hint = f"did you mean {near[0]}?" if near else "leave it out"
     return refuse(f"{path} is not known: {hint}", path, "unknown_parameter")
 
@@ -79,7 +86,7 @@ def _rule(types: str, bound: str) -> str:
     for found, said in _BOUNDS.items():
         if bound.startswith(found):
             is_length = "length" in found
-            number, unit = bound.removeprefix(found), " character" if types == "str" else " element"
+            number, unit = bound.removeprefix(found).removesuffix(".0"), " character" if types == "str" else " element"
             return " or ".join(names) + said + number + (unit + "s" * (number != "1") if is_length else "")
     return " or ".join(names) or "null"
 
@@ -107,9 +114,12 @@ def _flat(found: inspect.Type) -> Iterator[inspect.Type]:
         yield found
 
 
+_type_info = cache(inspect.type_info)
+
+
 def _types_at(kind: type, steps: list[_Step], given: Any) -> list[inspect.Type]:
     """Of tagged Structs the one whose tag is given."""
-    found = list(_flat(inspect.type_info(kind)))
+    found = list(_flat(_type_info(kind)))
     for step in steps:
         inner = list[inspect.Type]()
         for each in found:

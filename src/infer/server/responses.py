@@ -63,7 +63,7 @@ def ask(body: ResponseBody, defaults: Mapping[str, Any]) -> Asked:
     options = make_options(body)
     if body.truncation == "auto":
         options = replace(options, overflow="truncate_left")
-    params = make_params(values, defaults, seeds_of(body.seed, 1), is_chat=True)
+    params = make_params(values, defaults, seeds_of(body.seed, 1), "input")
     return Asked([messages_of(body)], params, options, "input", {})
 
 

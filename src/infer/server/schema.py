@@ -30,17 +30,23 @@ class Body(Struct, forbid_unknown_fields=True, kw_only=True):
 # Messages
 
 
-class _Part(Struct, forbid_unknown_fields=True, tag_field="type"):
+@final
+class TextPart(Struct, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: str
+
+
+class _AnswerPart(Struct, forbid_unknown_fields=True, tag_field="type"):
     pass
 
 
 @final
-class TextPart(_Part, tag="text"):
+class AnswerText(_AnswerPart, tag="text"):
     text: str
 
 
 @final
-class RefusalPart(_Part, tag="refusal"):
+class RefusalPart(_AnswerPart, tag="refusal"):
     refusal: str
 
 
@@ -83,7 +89,7 @@ class ToolCall(Struct, forbid_unknown_fields=True):
 class AssistantMessage(_Message, tag="assistant", kw_only=True):
     """As an answer has it, so that it can be sent back."""
 
-    content: str | Annotated[list[TextPart | RefusalPart], Meta(min_length=1)] | None = None
+    content: str | Annotated[list[AnswerText | RefusalPart], Meta(min_length=1)] | None = None
     refusal: str | None = None
     tool_calls: list[ToolCall] | None = None
     annotations: list[Any] | None = None

@@ -46,7 +46,7 @@ _SAME = (
     *("allowed_token_ids", "regex", "grammar", "choice"),
 )
 _OPTIONS = ("cache_salt", "priority", "overflow", "speculation", "num_draft_tokens")
-_SHOWN = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+_SHOWN = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "answer_prefix": "answer_token_ids"}
 # How a message of the library begins, and what of a body it is about; of /v1/responses, where that differs.
 _PLACES = _SHOWN | {"json_schema": "response_format.json_schema.schema", "unknown keyword": "chat_template_kwargs"}
 _PLACES_OF_RESPONSES = {"max_new_tokens": "max_output_tokens", "json_schema": "text.format.schema"}

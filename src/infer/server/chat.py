@@ -16,7 +16,6 @@ from infer.server.asked import (
     sampling_values,
     seeds_of,
 )
-from infer.server.call import call_of
 from infer.server.choices import Asked, Part, accept
 from infer.server.endpoint import ApiRoute
 from infer.server.models import check_model

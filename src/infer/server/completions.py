@@ -10,7 +10,6 @@ import infer
 from infer.batch_file.openai_logprobs import Spelling, completion_columns
 from infer.outputs import GenerationResult, TokenLogprob
 from infer.server.asked import make_options, make_params, sampling_values, seeds_of
-from infer.server.call import call_of
 from infer.server.choices import Asked, Part, accept
 from infer.server.endpoint import ApiRoute
 from infer.server.errors import ApiError

@@ -14,7 +14,6 @@ from infer.outputs import FinishReason, GenerationResult, TokenLogprob
 from infer.sampling_params import SamplingParams
 from infer.server.asked import constraint_of, make_options, make_params, sampling_values, seeds_of, text_of
 from infer.server.asking import while_connected
-from infer.server.call import call_of
 from infer.server.choices import Asked, Choices, Part, accept
 from infer.server.endpoint import ApiRoute
 from infer.server.errors import ApiError
@@ -32,7 +31,6 @@ _LOGPROBS = "message.output_text.logprobs"
 
 async def respond(request: Request, state: ServerState) -> Response:
     llm = state.llm().llm
-    call_of(request).operation = "chat"
     body = read_body(await request.body(), ResponseBody)
     check_model(state, body.model)
     asked = ask(body, llm.sampling_defaults)
@@ -198,4 +196,4 @@ def _usage(result: GenerationResult) -> Json:
     }
 
 
-ROUTES = [ApiRoute("POST", "/v1/responses", respond)]
+ROUTES = [ApiRoute("POST", "/v1/responses", respond, operation="chat")]

@@ -16,6 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from asked_route import PATH, TABLE
 from infer import LLM, InvalidRequestError, SamplingParams
 from infer.server.auth import read_keys
+from infer.server.process import bind
+from infer.server.settings import ServerSettings
 from served import SECONDS, Served, serving
 from test_session import make_model
 
@@ -353,3 +355,10 @@ def test_metrics_are_prometheus_text_and_count_requests_tokens_and_steps(served:
     ]:
         assert after[f"{name}{{}}"] - before[f"{name}{{}}"] == grown, name  # fmt: skip
     assert after["infer:num_requests_running{}"] == 0
+
+
+def test_no_connection_holds_small_writes_back() -> None:
+    with bind(ServerSettings(port=0)) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0

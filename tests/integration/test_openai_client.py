@@ -156,6 +156,24 @@ def test_completions_take_texts_and_ids(client: Any, llm: LLM) -> None:
         assert [choice.text for choice in sorted(answer.choices, key=lambda choice: choice.index)] == expected
 
 
+def test_responses_have_the_answer_of_chat(client: Any) -> None:
+    chat = client.chat.completions.create(messages=MESSAGES, max_tokens=16, **GREEDY)
+    response = client.responses.create(input=MESSAGES[0]["content"], max_output_tokens=16, **GREEDY)
+    assert response.output_text == chat.choices[0].message.content
+    with client.responses.stream(input=MESSAGES[0]["content"], max_output_tokens=16, **GREEDY) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+    assert text == response.output_text
+
+
+def test_embeddings_are_the_same_as_floats_and_packed(client: Any, llm: LLM) -> None:
+    texts = ["Once upon a time", "Far away"]
+    packed = client.embeddings.create(model="smollm2", input=texts)  # base64 on the wire
+    floats = client.embeddings.create(model="smollm2", input=texts, encoding_format="float")
+    for one, other in zip(packed.data, floats.data, strict=True):
+        assert one.embedding == pytest.approx(other.embedding)
+    assert len({len(each.embedding) for each in packed.data}) == 1
+
+
 def test_the_model_is_listed(client: Any) -> None:
     assert [model.id for model in client.models.list()] == ["smollm2"]
     assert client.models.retrieve("smollm2").id == "smollm2"

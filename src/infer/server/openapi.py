@@ -79,6 +79,10 @@ OPERATIONS = (
     Operation("GET", "/docs", "It as a page", "text/html"),
 )  # fmt: skip
 
+_EVENTS: Schema = {
+    "description": "Events: the data of each is JSON, or [DONE]."
+}  # a string here, objects in OpenAPI 3.2
+
 # Fields that a Struct leaves open, and a handler reads.
 _IDS = listed(COUNT) | {"minItems": 1}
 _TEXTS = {"anyOf": [TEXT, _IDS, listed(TEXT) | {"minItems": 1}, listed(_IDS) | {"minItems": 1}]}
@@ -132,7 +136,7 @@ def _responses(asked: Operation) -> Json:
     if "/" in asked.answer:
         answer = {asked.answer: {"schema": {} if asked.answer == "application/json" else TEXT}}
     if asked.streams:
-        answer["text/event-stream"] = {"schema": TEXT}
+        answer["text/event-stream"] = {"schema": _EVENTS}
     found: Json = {"200": {"description": "The answer.", "content": answer}}
     for status, description in _STATUSES.items():
         if asked.body is not None or asked.parameters or status not in _OF_BODIES:

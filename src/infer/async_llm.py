@@ -142,7 +142,7 @@ class AsyncLLM:
 
     async def prompt_logprobs(self, prompt: Prompt, *, num: int = 0) -> list[TokenLogprob | None]:
         """`LLM.prompt_logprobs`."""
-        return await self.host.answers.prepare(lambda check: self.llm.prompt_logprobs(prompt, num=num))
+        return await self.host.answers.compute(lambda check: self.llm.prompt_logprobs(prompt, num=num))
 
     async def generate_all(
         self,

@@ -346,6 +346,21 @@ def test_a_refusal_has_its_own_status_where_a_stream_was_asked_for(served: Serve
         assert (answer.status_code, answer.headers["content-type"]) == (400, "application/json")
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("CreateChatCompletionRequest", ChatBody), ("CreateCompletionRequest", CompletionBody),
+     ("CreateResponse", ResponseBody)],
+)  # fmt: skip
+def test_every_field_of_openai_s_is_known(name: str, kind: Any) -> None:
+    schemas = json.loads(DATA.read_text(encoding="utf-8"))["components"]["schemas"]
+
+    def fields_of(schema: dict[str, Any]) -> set[str]:
+        inner = [schemas[each["$ref"].split("/")[-1]] if "$ref" in each else each for each in schema.get("allOf", [])]
+        return set(schema.get("properties", {})).union(*map(fields_of, inner))
+
+    assert fields_of(schemas[name]) - set(kind.__struct_fields__) == set()
+
+
 VALUES = st.sampled_from(
     [None, True, 0, -1, 10**30, 0.5, "", "a", [], ["a"], [1], [[]], {}, {"a": 1}, {"type": "text"}]
 )

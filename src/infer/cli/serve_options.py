@@ -28,6 +28,8 @@ def serve_options(function: Function) -> Function:
         click.option("--tls-key", type=_FILE, metavar="FILE", help="Its private key."),
         click.option("--isolate", "is_isolated", is_flag=True,
                      help="The model in a process of its own, which is started again when it dies."),
+        click.option("--embeddings", "allow_embeddings", is_flag=True,
+                     help="Serve vectors of texts, though the model was not trained for them."),
         engine_options,
         limit_options,
         click.option("--no-access-log", is_flag=True, help="No JSON line a request on stdout."),

@@ -2,15 +2,17 @@
 
 import json
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from infer import AsyncStream, RequestOptions, SamplingParams
+from infer import RequestOptions, SamplingParams
 from infer.server.app import ROUTES
-from infer.server.asking import answer, begin, check_result
+from infer.server.asking import while_connected
+from infer.server.choices import Asked, Choices, accept
 from infer.server.endpoint import ApiRoute
 from infer.server.sse import DONE, EventStream, event
 from infer.server.state import ServerState
@@ -21,20 +23,20 @@ PATH = "/test/ask"
 async def ask(request: Request, state: ServerState) -> Response:
     asked: dict[str, Any] = msgspec.json.decode(await request.body())
     params = SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=asked.get("max_tokens", 4))
+    choices = await accept(request, state, Asked([asked["prompt"]], [params], RequestOptions(), "prompt", {}))
     if not asked.get("stream"):
-        result = await answer(request, state, asked["prompt"], params, RequestOptions())
+        (result,) = await while_connected(request, choices.results())
         return JSONResponse({"token_ids": result.token_ids, "finish_reason": result.finish_reason})
-    stream = await begin(request, state, asked["prompt"], params, RequestOptions())
-    events = _events(stream, state, "x" * asked.get("num_extra_bytes", 0))
+    events = _events(choices, "x" * asked.get("num_extra_bytes", 0))
     return EventStream(events, comment_seconds=state.settings.comment_seconds)
 
 
-async def _events(stream: AsyncStream, state: ServerState, extra: str) -> AsyncGenerator[bytes, None]:
-    async with stream:
-        async for piece in stream:
-            yield event(json.dumps({"token_id": piece.token_id, "extra": extra}).encode())
-        check_result(await stream.result(), state)
-        yield DONE
+async def _events(choices: Choices, extra: str) -> AsyncGenerator[bytes, None]:
+    async with aclosing(choices.parts()) as parts:
+        async for part in parts:
+            for piece in part.pieces:
+                yield event(json.dumps({"token_id": piece.token_id, "extra": extra}).encode())
+    yield DONE
 
 
 TABLE = [*ROUTES, ApiRoute("POST", PATH, ask, operation="text_completion")]

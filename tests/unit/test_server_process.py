@@ -1,13 +1,14 @@
 """The process of a server: what it answers while it loads, and how it ends."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +45,39 @@ def load(on_progress):
     return AsyncLLM(llm)
 print("ended", run_server(ServerState(settings), listener, load, lambda state: print("ready", flush=True)), flush=True)
 """
+# Its clients' process, and the child with the model, which says its process id.
+CHILD = """
+import os, socket, sys, time
+from infer.server.process import run_server
+from infer.server.settings import ServerSettings
+from infer.server.state import ServerState
+settings = ServerSettings(is_child=True)
+def load(on_progress):
+    from infer import LLM, AsyncLLM
+    llm = LLM(sys.argv[1])
+    engine = llm._opened.engine
+    step = engine._step
+    def slow_step():
+        time.sleep(0.05)
+        return step()
+    engine._step = slow_step
+    engine.scheduler._max_steps = 1
+    return AsyncLLM(llm)
+on_ready = lambda state: print("ready", os.getpid(), flush=True)
+run_server(ServerState(settings), socket.socket(fileno=int(sys.argv[2])), load, on_ready)
+"""
+ISOLATED = f"""
+import sys
+from infer.server.isolated import run_isolated
+from infer.server.process import bind
+from infer.server.settings import ServerSettings
+from infer.server.state import ServerState
+settings = ServerSettings(port=0, api_keys={{"secret": "ann"}})
+listener = bind(settings)
+print(listener.getsockname()[1], "torch" in sys.modules, flush=True)
+command = [sys.executable, "-c", {CHILD!r}, sys.argv[1]]
+print("ended", run_isolated(ServerState(settings), listener, command), flush=True)
+"""
 LONG, SHORT = 40, 2  # tokens
 
 
@@ -69,7 +103,15 @@ class Process(NamedTuple):
     def ask(self, num_tokens: int, *, stream: bool = False) -> httpx.Response:
         body = {"model": "smollm2", "prompt": "hello", "max_tokens": num_tokens, "stream": stream, "ignore_eos": True,
                 "temperature": 0}  # fmt: skip
-        return httpx.post(self.url + "/v1/completions", json=body, timeout=SECONDS)
+        headers = {"authorization": "Bearer secret"}
+        return httpx.post(self.url + "/v1/completions", json=body, headers=headers, timeout=SECONDS)
+
+    def child_id(self) -> int:
+        """Of the next child that is ready."""
+        assert self.child.stdout is not None
+        word, number = self.child.stdout.readline().split()
+        assert word == "ready"
+        return int(number)
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +119,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"))
 
 
+def started(folder: Path, *, drain_seconds: float = 60.0, hangs: bool = False) -> AbstractContextManager[Process]:
+    return running(python_command(SERVER, folder, drain_seconds, hangs))
+
+
 @contextmanager
-def started(folder: Path, *, drain_seconds: float = 60.0, hangs: bool = False) -> Iterator[Process]:
-    command = python_command(SERVER, folder, drain_seconds, hangs)
+def running(command: list[str]) -> Iterator[Process]:
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, cwd=SOURCE.parent, **pipes) as child:
         try:
@@ -156,6 +201,39 @@ def test_a_step_that_hangs_ends_the_process_with_its_stacks(folder: Path) -> Non
         assert "slow_step" in process.ends()
         assert process.child.returncode == 3
         assert isinstance(asked.exception(), httpx.HTTPError)
+
+
+def test_a_child_that_dies_ends_its_streams_as_errors_and_another_one_answers(folder: Path) -> None:
+    with running(python_command(ISOLATED, folder)) as process, ThreadPoolExecutor(2) as pool:
+        first = process.child_id()
+        until(lambda: process.get("/ready").status_code == 200)
+        expected = process.ask(SHORT).json()["choices"]
+        assert process.get("/v1/models").status_code == 401
+        streamed, whole = pool.submit(process.ask, 300, stream=True), pool.submit(process.ask, 300)
+        time.sleep(1.0)
+        os.kill(first, signal.SIGKILL)
+        *_, error, done, end = streamed.result().text.split("\n\n")
+        assert (json.loads(error.removeprefix("data: "))["error"]["code"], done, end) == (
+            "engine_died", "data: [DONE]", "",
+        )  # fmt: skip
+        assert (whole.result().status_code, whole.result().json()["error"]["code"]) == (503, "engine_died")
+        assert process.child_id() != first
+        until(lambda: process.get("/ready").status_code == 200)
+        assert process.ask(SHORT).json()["choices"] == expected
+        running_on = pool.submit(process.ask, LONG, stream=True)
+        time.sleep(0.5)
+        process.child.send_signal(signal.SIGTERM)
+        assert running_on.result().text.endswith("data: [DONE]\n\n")
+        assert '"error"' not in running_on.result().text
+        assert "ended 0" in process.ends()
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not is_so():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.02)
 
 
 def test_the_command_says_what_it_serves_in_six_lines(folder: Path, tmp_path: Path) -> None:

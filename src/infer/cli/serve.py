@@ -1,16 +1,18 @@
 """`infer serve`: the server of a model. Nothing here loads torch: the thread that loads the model does."""
 
 import logging
+import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any, final
 
 import infer
 from infer.errors import InvalidRequestError
 from infer.server.auth import read_keys
+from infer.server.isolated import run_isolated
 from infer.server.loading import OnProgress
 from infer.server.process import bind, run_server
 from infer.server.settings import ServerSettings
@@ -39,11 +41,19 @@ def run_serve(options: Mapping[str, Any], load: Load) -> int:
         log.setLevel(logging.INFO)
         log.propagate = False
         log.addHandler(_Lines())
+    if options["listen_fd"] is not None:
+        url = url_of(settings, settings.port)
+        own = replace(settings, api_keys={}, cors_origins=(), tls_cert=None, tls_key=None, is_child=True)
+        listener = socket.socket(fileno=options["listen_fd"])
+        return run_server(ServerState(own), listener, partial(_load, load), partial(_announce, url=url))
     listener = bind(settings)
     port = listener.getsockname()[1]
-    write_notice(f"loading {options['model']}; {url_of(settings, port)} answers meanwhile")
-    announce = partial(_announce, port=port)
-    return run_server(ServerState(settings), listener, partial(_load, load), announce)
+    url = url_of(settings, port)
+    write_notice(f"loading {options['model']}; {url} answers meanwhile")
+    if options["isolate"]:
+        command = [sys.executable, "-m", "infer", *sys.argv[1:], "--port", str(port), "--listen-fd"]
+        return run_isolated(ServerState(settings), listener, command)
+    return run_server(ServerState(settings), listener, partial(_load, load), partial(_announce, url=url))
 
 
 def make_settings(options: Mapping[str, Any]) -> ServerSettings:
@@ -69,8 +79,8 @@ def _load(load: Load, on_progress: OnProgress) -> "infer.AsyncLLM":
     return infer.AsyncLLM(llm)
 
 
-def _announce(state: ServerState, port: int) -> None:
-    for line in _lines(state, url_of(state.settings, port)):
+def _announce(state: ServerState, url: str) -> None:
+    for line in _lines(state, url):
         write_notice(line)
 
 

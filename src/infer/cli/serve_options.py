@@ -26,10 +26,11 @@ def serve_options(function: Function) -> Function:
                      help="A page of this origin may call, such as https://example.org. Repeatable; * is all."),
         click.option("--tls-cert", type=_FILE, metavar="FILE", help="A certificate: https."),
         click.option("--tls-key", type=_FILE, metavar="FILE", help="Its private key."),
-        click.option("--isolate", "is_isolated", is_flag=True,
+        click.option("--isolate", is_flag=True,
                      help="The model in a process of its own, which is started again when it dies."),
         click.option("--embeddings", "allow_embeddings", is_flag=True,
                      help="Serve vectors of texts, though the model was not trained for them."),
+        click.option("--listen-fd", type=click.IntRange(min=0), hidden=True),  # of the child of one with --isolate
         engine_options,
         limit_options,
         click.option("--no-access-log", is_flag=True, help="No JSON line a request on stdout."),

@@ -29,7 +29,7 @@ def with_access_log(app: ASGIApp, state: ServerState) -> ASGIApp:
             state.metrics.count_call(call)
             for sequence in call.sequences:
                 state.door.learn(len(sequence.pieces))
-            if log.isEnabledFor(logging.INFO):
+            if log.isEnabledFor(logging.INFO) and not call.is_forwarded:
                 log.info(msgspec.json.encode(entry_of(call, state.settings.model)).decode())
             state.calls.discard(call)
 

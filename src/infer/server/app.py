@@ -47,7 +47,7 @@ def make_app(state: ServerState, table: Sequence[ApiRoute] = ROUTES) -> ASGIApp:
     routed.router.redirect_slashes = False
     app = with_keys(routed, settings.api_keys, table)
     app = with_cors(app, settings.cors_origins)
-    return with_request_ids(with_access_log(app, state))
+    return with_request_ids(with_access_log(app, state), is_child=settings.is_child)
 
 
 def _refuse(request: Request, error: Exception) -> Response:

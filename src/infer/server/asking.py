@@ -1,64 +1,19 @@
 """How a handler asks the model: for a client that may go away at any time, in the name of its key."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-import infer
 from infer.engine.request_options import RequestOptions
 from infer.outputs import GenerationResult
-from infer.sampling_params import SamplingParams
-from infer.server.call import call_of
 from infer.server.endpoint import ClientGoneError
 from infer.server.errors import ApiError
 from infer.server.state import ServerState
 
 _Found = TypeVar("_Found")
-
-
-async def begin(
-    request: Request,
-    state: ServerState,
-    prompt: Any,
-    params: SamplingParams,
-    options: RequestOptions,
-    template: Mapping[str, Any] | None = None,
-) -> "infer.AsyncStream":
-    """An answer that was accepted: prepared, checked and in the queue. For messages `template` has its variables.
-
-    Raises ApiError and InferError where it is refused, so that the status of a stream is a real one.
-    """
-    answers = state.llm().host.answers
-    stream = answers.stream(_prepare(request, state, prompt, params, options, template))
-    await while_connected(request, stream.begin())
-    call_of(request).add(stream.sequence)
-    return stream
-
-
-async def answer(
-    request: Request,
-    state: ServerState,
-    prompt: Any,
-    params: SamplingParams,
-    options: RequestOptions,
-    template: Mapping[str, Any] | None = None,
-) -> GenerationResult:
-    """The whole answer. Raises ApiError and InferError where it is refused, or fails."""
-    answers = state.llm().host.answers
-    prepare = _prepare(request, state, prompt, params, options, template)
-
-    async def whole() -> GenerationResult:
-        sequence = await answers.prepare(prepare)
-        call_of(request).add(sequence)
-        return await answers.answer(sequence)
-
-    result = await while_connected(request, whole())
-    check_result(result, state)
-    return result
 
 
 def check_result(result: GenerationResult, state: ServerState) -> None:
@@ -87,22 +42,6 @@ async def until_gone(request: Request) -> None:
     """Return when the client is gone. For a request whose body was read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _prepare(
-    request: Request,
-    state: ServerState,
-    prompt: Any,
-    params: SamplingParams,
-    options: RequestOptions,
-    template: Mapping[str, Any] | None,
-) -> Callable[..., Any]:
-    call, host = call_of(request), state.llm().host
-    call.phase = "preparing"
-    asked = of_tenant(options, call.key_name)
-    if template is None:
-        return partial(host.sequence, prompt, params, asked, {})
-    return partial(host.chat_sequence, prompt, params, asked, template)
 
 
 def of_tenant(options: RequestOptions, key_name: str) -> RequestOptions:

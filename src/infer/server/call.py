@@ -10,6 +10,7 @@ from starlette.types import Scope
 
 _KEY = "infer.call"
 NO_ROUTE = "none"
+KEY_NAME_HEADER = b"x-infer-key-name"  # of a request that comes from the process that clients talk to
 
 
 @final
@@ -29,6 +30,7 @@ class Call:
     phase: str = "received"  # what it is about
     left_in: str = ""  # the phase in which the client went away
     sequences: list[Any] = field(default_factory=list)  # `engine.sequence.Sequence`
+    is_forwarded: bool = False  # to the engine's process, which logs it
     on_accepted: Callable[[], object] = lambda: None  # called when the engine knows of it
 
     @property

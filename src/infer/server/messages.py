@@ -142,7 +142,7 @@ async def create_message(request: Request, state: ServerState) -> Response:
     answer = Message(f"msg_{call_of(request).id.removeprefix('req-')}", state.settings.model)
     if body.stream:
         seconds = state.settings.comment_seconds
-        return EventStream(events_of(answer, choices), comment_seconds=seconds, fail=_failure)
+        return EventStream(events_of(answer, choices), comment_seconds=seconds, fail=failure_event)
     (result,) = await while_connected(request, choices.results())
     return json_response(answer.whole(result))
 
@@ -246,7 +246,7 @@ def _event(found: dict[str, Any]) -> bytes:
     return event(msgspec.json.encode(found), found["type"])
 
 
-def _failure(error: ApiError) -> bytes:
+def failure_event(error: ApiError) -> bytes:
     return event(MessagesError.of(error).body, "error")
 
 

@@ -8,10 +8,13 @@ import asyncio
 import signal
 import socket
 import time
-from collections.abc import Callable
-from typing import final
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, NamedTuple, final
 
 from infer.errors import InvalidRequestError
+from infer.server.app import ROUTES
+from infer.server.endpoint import ApiRoute
 from infer.server.http_server import HttpServer, make_http_server
 from infer.server.loading import Load, load_model
 from infer.server.settings import ServerSettings
@@ -37,36 +40,64 @@ def bind(settings: ServerSettings) -> socket.socket:
     return listener
 
 
-def run_server(state: ServerState, listener: socket.socket, load: Load, on_ready: OnReady) -> int:
+def run_server(
+    state: ServerState, listener: socket.socket, load: Load, on_ready: OnReady, table: Sequence[ApiRoute] = ROUTES
+) -> int:
     """Serve until a signal ends it; the exit status of the process. Raises what loading the model raised."""
-    return asyncio.run(_Process(state, listener).run(load, on_ready))
+    life = Life(partial(load_model, state, load), partial(watch, state), lambda: None)
+    return asyncio.run(run_process(state, listener, life, on_ready, table))
+
+
+async def run_process(
+    state: ServerState, listener: socket.socket, life: "Life", on_ready: OnReady, table: Sequence[ApiRoute]
+) -> int:
+    return await _Process(state, listener, table).run(life, on_ready)
+
+
+class Life(NamedTuple):
+    """`load` ends when the state is ready or has failed, `watch` when it has failed; `on_drain` is for a signal."""
+
+    load: Callable[[], Coroutine[Any, Any, None]]
+    watch: Callable[[], Coroutine[Any, Any, None]]
+    on_drain: Callable[[], None]
 
 
 @final
 class _Process:
-    def __init__(self, state: ServerState, listener: socket.socket) -> None:
-        self._state, self._listener = state, listener
+    def __init__(self, state: ServerState, listener: socket.socket, table: Sequence[ApiRoute]) -> None:
+        self._state, self._listener, self._table = state, listener, table
         self._signals = list[int]()
         self._signalled = asyncio.Event()
 
-    async def run(self, load: Load, on_ready: OnReady) -> int:
-        state, server = self._state, make_http_server(self._state)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._note, number)
+    async def run(self, life: Life, on_ready: OnReady) -> int:
+        state, server = self._state, make_http_server(self._state, self._table)
+        self._watch_signals()
         serving = asyncio.create_task(server.serve([self._listener]))
         await server.listening.wait()
-        loading = asyncio.create_task(load_model(state, load))
-        await self._first_of(loading)
+        await self._first_of(asyncio.create_task(life.load()))
         if state.phase == "ready":
             on_ready(state)
-            await self._first_of(asyncio.create_task(watch(state)))
-        if self._signals and state.phase == "ready":
+            await self._first_of(asyncio.create_task(life.watch()))
+        if self._signals:
+            life.on_drain()
             await self._drain(server)
         server.should_exit = True
         await self._first_of(serving, num_signals=2)
         if state.failure is not None:
             raise state.failure
         return 128 + self._signals[-1] if len(self._signals) > 1 else 0
+
+    def _watch_signals(self) -> None:
+        """And, in a child, the end of its parent."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._note, number)
+        if self._state.settings.is_child:
+            loop.add_reader(0, self._end_with_parent)
+
+    def _end_with_parent(self) -> None:
+        asyncio.get_running_loop().remove_reader(0)
+        self._note(signal.SIGTERM)
 
     def _note(self, number: int) -> None:
         self._signals.append(number)
@@ -83,7 +114,8 @@ class _Process:
     async def _drain(self, server: HttpServer) -> None:
         """Run what runs, refuse the rest, and end what takes too long."""
         state, deadline = self._state, time.monotonic() + self._state.settings.drain_seconds
-        state.drain()
+        if state.phase == "ready":
+            state.drain()
         while state.has_answers and time.monotonic() < deadline and len(self._signals) < 2:
             await asyncio.sleep(_TICK_SECONDS / 5)
         for call in state.calls:

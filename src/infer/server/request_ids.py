@@ -6,12 +6,14 @@ import secrets
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from infer.server.call import Call, put_call
+from infer.server.call import KEY_NAME_HEADER, Call, put_call
 
 _CLEAN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
-def with_request_ids(app: ASGIApp) -> ASGIApp:
+def with_request_ids(app: ASGIApp, *, is_child: bool) -> ASGIApp:
+    """A child is told the names of keys."""
+
     async def call_app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await app(scope, receive, send)
@@ -19,6 +21,8 @@ def with_request_ids(app: ASGIApp) -> ASGIApp:
         asked = Headers(scope=scope).get("x-request-id", "")
         client_id = asked if _CLEAN.fullmatch(asked) else None
         call = Call(f"req-{secrets.token_hex(12)}", client_id, scope["method"])
+        if is_child:
+            call.key_name = Headers(scope=scope).get(KEY_NAME_HEADER.decode(), "")
         put_call(scope, call)
 
         async def send_with_id(message: Message) -> None:

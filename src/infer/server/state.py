@@ -36,17 +36,21 @@ class ServerState:
 
     def llm(self) -> "infer.AsyncLLM":
         """Raises ApiError 503 unless requests are served."""
-        if self.phase == "ready" and self._llm is not None:
-            return self._llm
+        self.check_ready()
+        assert self._llm is not None
+        return self._llm
+
+    def check_ready(self) -> None:
+        """Raises ApiError 503 unless requests are served."""
         if self.phase == "loading":
             percent = math.floor(100 * self.progress)
             raise ApiError(503, f"the model is loading ({percent} %)", code="loading", headers={"Retry-After": "1"})
         if self.phase == "draining":
             headers = {"Retry-After": "1", "Connection": "close"}
             raise ApiError(503, "the server is shutting down", code="shutting_down", headers=headers)
-        raise ApiError(
-            503, f"the server has failed: {self.failure}", code="failed", headers={"x-should-retry": "false"}
-        )
+        if self.phase == "failed":
+            message, headers = f"the server has failed: {self.failure}", {"x-should-retry": "false"}
+            raise ApiError(503, message, code="failed", headers=headers)
 
     def become_ready(self, llm: "infer.AsyncLLM") -> None:
         """Serve this model, unless the server is shutting down."""
@@ -67,7 +71,7 @@ class ServerState:
     @property
     def has_answers(self) -> bool:
         """Whether somebody is being answered by the model."""
-        return any(call.operation for call in self.calls)
+        return any(call.operation or call.is_forwarded for call in self.calls)
 
     def tick(self, lag_seconds: float) -> None:
         """A few times a second, by a loop that was so late: look how the engine is."""

@@ -28,8 +28,6 @@ def serve_options(function: Function) -> Function:
         click.option("--tls-key", type=_FILE, metavar="FILE", help="Its private key."),
         click.option("--isolate", is_flag=True,
                      help="The model in a process of its own, which is started again when it dies."),
-        click.option("--embeddings", "allow_embeddings", is_flag=True,
-                     help="Serve vectors of texts, though the model was not trained for them."),
         click.option("--listen-fd", type=click.IntRange(min=0), hidden=True),  # of the child of one with --isolate
         engine_options,
         limit_options,

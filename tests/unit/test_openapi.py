@@ -94,3 +94,12 @@ def test_the_document_and_its_page_are_served_without_a_key(served: Served) -> N
         assert f"<b>{each.method} {each.path}</b>" in page.text
     targets = set(re.findall(r'href="#([^"]*)"', page.text))
     assert targets <= set(re.findall(r'id="([^"]*)"', page.text))
+
+
+@pytest.mark.parametrize("part", [{"text": "a"}, {"type": None, "text": "a"}, {"type": "refusal", "text": "a"}])
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_a_part_of_a_message_has_its_type(served: Served, part: Any, role: str) -> None:
+    asked = {"messages": [{"role": role, "content": [part]}]}
+    answer = served.client.post("/apply-template", json=asked)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].startswith("messages[0].content[0]")

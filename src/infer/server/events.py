@@ -15,7 +15,7 @@ from infer.server.shapes import Json
 from infer.server.sse import EventStream, event
 from infer.server.state import ServerState
 
-_SECONDS, _LEAST, _MOST = 0.25, 0.1, 60.0
+_SECONDS, _LEAST, _MOST = 0.25, 0.1, 10.0  # a drain is seen at the next snapshot
 OTHERS = "(other)"
 
 

@@ -51,7 +51,7 @@ class Operation(NamedTuple):
 
 
 _ID: Schema = {"name": "id", "in": "path", "required": True, "schema": TEXT}
-_INTERVAL: Schema = {"name": "interval", "in": "query", "schema": NUMBER | {"minimum": 0.1, "maximum": 60}}
+_INTERVAL: Schema = {"name": "interval", "in": "query", "schema": NUMBER | {"minimum": 0.1, "maximum": 10}}
 OPERATIONS = (
     Operation("POST", "/v1/chat/completions", "Answer a conversation", "ChatCompletion", ChatBody, streams=True),
     Operation("POST", "/v1/completions", "Go on with texts or ids", "Completion", CompletionBody, streams=True),

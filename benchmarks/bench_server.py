@@ -23,6 +23,7 @@ request has a connection of its own. Of llama-server the traces alone are measur
 import argparse
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from dataclasses import asdict
@@ -75,6 +76,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # servers that were started end too
     extent = Extent(arguments.rounds, (1, 2, 4, 8, 16), 2, 8, 1024, LONG_PROMPT, arguments.poisson_seconds, 60)
     counts = Counts(arguments.rounds, idle_seconds=60.0, at_once=1000, cancels=10_000, slow_readers=50)
     if arguments.quick:

@@ -77,6 +77,7 @@ OPERATIONS = (
     Operation("GET", "/metrics", "What was counted, for Prometheus", "text/plain"),
     Operation("GET", "/openapi.json", "This description", "application/json"),
     Operation("GET", "/docs", "It as a page", "text/html"),
+    Operation("GET", "/", "The same page", "text/html"),
 )  # fmt: skip
 
 _EVENTS: Schema = {
@@ -169,4 +170,4 @@ def _page() -> str:
     return docs_page(document())
 
 
-ROUTES = [ApiRoute("GET", "/openapi.json", openapi), ApiRoute("GET", "/docs", docs)]
+ROUTES = [ApiRoute("GET", "/openapi.json", openapi), ApiRoute("GET", "/docs", docs), ApiRoute("GET", "/", docs)]

@@ -2,10 +2,13 @@
 
 import json
 import re
+import time
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from hypothesis import given
@@ -302,6 +305,35 @@ def test_a_choice_that_fails_lets_the_others_end_and_is_told_of_last(
     whole = served.client.post(CHAT, json=body)
     assert (whole.status_code, whole.headers["x-should-retry"]) == (500, "false")
     check("ErrorResponse", whole.json())
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_all_choices_end_with_the_client_that_asked_for_them(
+    served: Served, llm: LLM, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+) -> None:
+    engine, step, seen = llm._opened.engine, llm._opened.engine._step, set[Any]()
+
+    def slow_step() -> Any:
+        time.sleep(0.02)
+        seen.update(engine.sequences)
+        return step()
+
+    monkeypatch.setattr(engine, "_step", slow_step)
+    asked = {
+        "messages": MESSAGES,
+        "n": 3,
+        "max_tokens": 300,
+        "ignore_eos": True,
+        "stream": is_streamed,
+        "stop": "never said",
+    }
+    with suppress(httpx.ReadTimeout), httpx.stream("POST", served.url + CHAT, json=asked, timeout=0.5) as answer:
+        for _ in answer.iter_lines():
+            if len(seen) == 3:
+                break
+    while engine.sequences:
+        time.sleep(0.01)
+    assert [each.finish_reason for each in seen] == ["abort"] * 3
 
 
 # Refusals

@@ -32,8 +32,7 @@ def rows(beginning: str) -> set[str]:
     return {line for line in DOCS.splitlines() if line.startswith(f"| `{beginning}")}
 
 
-def row_of_flag(option: click.Parameter) -> str:
-    assert isinstance(option, click.Option)
+def row_of_flag(option: click.Option) -> str:
     names = ", ".join(f"`{name}`" for name in sorted(option.opts, key=len, reverse=True))
     told, _, default = (option.help or "").partition("  [default: ")
     if default:
@@ -44,7 +43,8 @@ def row_of_flag(option: click.Parameter) -> str:
 
 
 def test_every_flag_is_told_as_its_help_tells_it() -> None:
-    expected = {row_of_flag(option) for option in infer.commands["serve"].params}
+    options = [option for option in infer.commands["serve"].params if isinstance(option, click.Option)]
+    expected = {row_of_flag(option) for option in options if not option.hidden}
     found = rows("--")
     assert expected - found == set(), "\n".join(sorted(expected - found))
     assert found - expected == set()

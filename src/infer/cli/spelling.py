@@ -29,6 +29,7 @@ REPLACED = {  # flags of document 003 that nothing is left to ask for
 }
 _CHAT, _GENERATE = 'infer chat, or infer generate "TEXT"', 'infer generate "TEXT"'
 _DOWNLOAD = "infer generate -m org/repo:Q4_K_M downloads a model when it is first named"
+_EMBED = "infer serve --embeddings, or from Python LLM(...).embed(texts)"
 _LIST, _SHOW, _SPEED = "infer models", "infer explain MODEL", "infer bench"
 INSTEAD = {  # what other programs call their commands → what to type here
     "run": _CHAT, "repl": _CHAT, "talk": _CHAT, "cli": _CHAT, "start": _CHAT, "interactive": _CHAT,
@@ -47,7 +48,7 @@ INSTEAD = {  # what other programs call their commands → what to type here
     "create": "safetensors folders and .gguf files are read as they are: infer chat -m PATH",
     "benchmark": _SPEED, "speed": _SPEED, "perf": _SPEED, "profile": "infer bench --profile",
     "memory": "infer estimate MODEL", "trace": 'infer sample-trace "TEXT"', "sample": 'infer sample-trace "TEXT"',
-    "embed": "embeddings are not built", "embeddings": "embeddings are not built",
+    "embed": _EMBED, "embeddings": _EMBED,
     "tokenize": "from Python, infer.load_tokenizer(MODEL).encode(TEXT)",
     "perplexity": "from Python, LLM(MODEL).prompt_logprobs(TEXT)",
     "eval": "from Python, LLM(MODEL).prompt_logprobs(TEXT)",

@@ -50,6 +50,18 @@ def test_a_machine_that_becomes_slower_is_followed_within_some_steps() -> None:
     assert 1.5 < sorted(errors)[25] < 2.3
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_long_row_of_steps_alike_leaves_what_a_sequence_costs(seed: int) -> None:
+    """A prompt of 8,000 beside four streams: its few tokens a step cost more each than they did in larger chunks."""
+    draw, costs, single = random.Random(seed), StepCosts(), StepWork(4, 4, 2000)
+    for work in steps(draw, 100):
+        costs.learn(work, seconds_of(work) * draw.lognormvariate(0, 0.05))
+    for start in range(0, 8000, 10):
+        work = StepWork(5, 5 + 10, 2000 + context_of(11, start))
+        costs.learn(work, draw.choice([1.5, 1.8]) * seconds_of(work))
+    assert costs.predict(single) == pytest.approx(seconds_of(single), rel=0.2)
+
+
 def test_one_step_that_was_held_up_changes_nothing_and_a_second_does() -> None:
     costs, work = StepCosts(), StepWork(1, 1, 100)
     for _ in range(20):

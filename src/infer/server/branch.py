@@ -4,7 +4,6 @@ With the answer's own parameters and seed, its bits are those of the answer up t
 all of them.
 """
 
-import time
 from collections.abc import Sequence
 from typing import Annotated, final
 
@@ -13,14 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from infer.outputs import GenerationResult
-from infer.server.call import call_of
 from infer.server.choices import Part, accept
 from infer.server.endpoint import ApiRoute
 from infer.server.models import check_model
 from infer.server.one_answer import OneAnswerBody, ask_one
 from infer.server.read_body import read_body
 from infer.server.refusals import refuse
-from infer.server.replies import reply
+from infer.server.replies import make_head, reply
 from infer.server.shapes import FINISH_REASONS, Head, Json, usage_of_choices
 from infer.server.state import ServerState
 from infer.server.tokens import TokenId
@@ -40,8 +38,8 @@ async def branch(request: Request, state: ServerState) -> Response:
     check_model(state, body.model)
     prefix = prefix_of(body)
     choices = await accept(request, state, ask_one(body, llm.sampling_defaults, prefix))
-    head = Head(f"branch-{call_of(request).id}", int(time.time()), state.settings.model)
-    return await reply(request, state, choices, BranchShape(head, len(prefix)), is_streamed=bool(body.stream))
+    shape = BranchShape(make_head("branch-", request, state), len(prefix))
+    return await reply(request, state, choices, shape, is_streamed=bool(body.stream))
 
 
 def prefix_of(body: BranchBody) -> list[int]:

@@ -14,13 +14,13 @@ from infer.engine.request_options import RequestOptions
 from infer.outputs import GenerationResult
 from infer.server.asked import make_params, seeds_of
 from infer.server.asking import while_connected
-from infer.server.call import call_of
 from infer.server.choices import Asked, Choices, accept
 from infer.server.endpoint import ApiRoute
 from infer.server.errors import ApiError, api_error
 from infer.server.models import check_model
 from infer.server.read_body import read_body
-from infer.server.replies import json_response
+from infer.server.replies import json_response, make_head
+from infer.server.shapes import Head
 from infer.server.sse import EventStream, event
 from infer.server.state import ServerState
 from infer.server.tokens import prepared
@@ -139,7 +139,7 @@ async def create_message(request: Request, state: ServerState) -> Response:
     messages = turns_of(body)
     asked = Asked([messages], params, RequestOptions(), "messages", variables_of(messages))
     choices = await accept(request, state, asked)
-    answer = Message(f"msg_{call_of(request).id.removeprefix('req-')}", state.settings.model)
+    answer = Message(make_head("msg_", request, state))
     if body.stream:
         seconds = state.settings.comment_seconds
         return EventStream(events_of(answer, choices), comment_seconds=seconds, fail=failure_event)
@@ -187,8 +187,7 @@ def sampling_of(body: MessagesBody) -> dict[str, Any]:
 class Message:
     """The answer, whole or as the objects of its events."""
 
-    id: str
-    model: str
+    head: Head
 
     def whole(self, result: GenerationResult) -> dict[str, Any]:
         content = [{"type": "text", "text": result.text, "citations": None}]
@@ -203,7 +202,7 @@ class Message:
         return {"type": "message_delta", "delta": _stop(result), "usage": _usage(result)}
 
     def _object(self, content: list[Any], usage: Mapping[str, int], stop: Mapping[str, Any]) -> dict[str, Any]:
-        named = {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
+        named = {"id": self.head.id, "type": "message", "role": "assistant", "model": self.head.model}
         return {**named, "content": content, **stop, "usage": usage}
 
 

@@ -14,7 +14,7 @@ from infer.server.asking import while_connected
 from infer.server.call import call_of
 from infer.server.choices import Choices, Part
 from infer.server.refusals import refuse
-from infer.server.schema import CompletingBody
+from infer.server.schema import CompletingBody, ResponseBody, StreamOptions
 from infer.server.shapes import Head, Json
 from infer.server.sse import DONE, EventStream, event
 from infer.server.state import ServerState
@@ -64,8 +64,8 @@ async def score_prompts(
     return [await while_connected(request, llm.prompt_logprobs(prompt, num=num)) for prompt in prompts]
 
 
-def check_stream_options(body: CompletingBody) -> bool:
-    """Whether usage is asked for. Raises ApiError."""
+def check_stream_options(body: CompletingBody | ResponseBody) -> bool:
+    """Whether usage is asked for apart. Raises ApiError."""
     if (options := body.stream_options) is None:
         return False
     if not body.stream:
@@ -74,7 +74,7 @@ def check_stream_options(body: CompletingBody) -> bool:
     if options.include_obfuscation:
         param = "stream_options.include_obfuscation"
         raise refuse(f"{param} must not be true: chunks are not padded", param, "unsupported_value")
-    return bool(options.include_usage)
+    return isinstance(options, StreamOptions) and bool(options.include_usage)
 
 
 async def _events(choices: Choices, shape: Shape) -> AsyncGenerator[bytes, None]:

@@ -20,7 +20,7 @@ from infer.server.errors import ApiError
 from infer.server.models import check_model
 from infer.server.read_body import read_body
 from infer.server.refusals import refuse
-from infer.server.replies import json_response, make_head
+from infer.server.replies import check_stream_options, json_response, make_head
 from infer.server.schema import InputMessage, ResponseBody
 from infer.server.shapes import FINISH_REASONS, Head, Json, extension, logprobs_of
 from infer.server.sse import EventStream, event
@@ -46,11 +46,7 @@ async def respond(request: Request, state: ServerState) -> Response:
 
 def ask(body: ResponseBody, defaults: Mapping[str, Any]) -> Asked:
     """Over the model's own `defaults`. Raises ApiError."""
-    if body.stream_options is not None and not body.stream:
-        raise refuse("stream_options is for streams: leave it out or set stream to true", "stream_options")
-    if body.stream_options is not None and body.stream_options.include_obfuscation:
-        param = "stream_options.include_obfuscation"
-        raise refuse(f"{param} must not be true: events are not padded", param, "unsupported_value")
+    check_stream_options(body)
     values, has_logprobs = sampling_values(body), _LOGPROBS in (body.include or ())
     if body.top_logprobs and not has_logprobs:
         raise refuse(f'top_logprobs needs include: ["{_LOGPROBS}"]', "top_logprobs")

@@ -1,6 +1,7 @@
 """What a generation gives back: the tokens, the text, why it ended, and where the time went; and how one
 token was sampled. Free of torch."""
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,12 +13,46 @@ FinishReason = Literal["eos", "stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one token adds to the stream. The text may be empty: half a character, or held back."""
+    """What one token adds to the stream. The text may be empty: half a character, or held back. In an answer reasoning
+    comes first, then its text, then tool calls.
+    """
 
     token_id: int
     text: str
     logprob: "TokenLogprob | None" = None  # where log-probabilities are asked for
     finish_reason: FinishReason | None = None  # of the last one: why the answer ended
+    deltas: "tuple[ReasoningDelta | ToolCallDelta, ...]" = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """Further reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """The call of this index begins, with its id and name, or further characters of its arguments."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A function that the model wants called. `arguments` are JSON as the model wrote it; cut where the answer was."""
+
+    id: str
+    name: str
+    arguments: str
+
+    def parsed(self) -> dict[str, Any]:
+        """The arguments as values. ValueError where they were cut."""
+        found: dict[str, Any] = json.loads(self.arguments)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +190,9 @@ class GenerationResult:
     truncated_tokens: int = 0  # tokens of the prompt that were left out, with overflow="truncate_left"
     stats: GenerationStats = field(default_factory=GenerationStats)
     error: str | None = None  # what went wrong, where finish_reason is "error"
+    reasoning: str | None = None  # None where there is none, or it is left in the text
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning_tokens: int = 0  # those that open and close the reasoning among them
 
     @property
     def num_samples(self) -> int:
@@ -166,8 +204,9 @@ class GenerationResult:
         reason: str = self.finish_reason
         if self.error is not None or reason in ("length", "stop"):
             reason += f": {_shortened(self.stop_reason if self.error is None else self.error)}"
+        shown = [*([repr(self.text)] if self.text or not self.tool_calls else []), *map(_shown_call, self.tool_calls)]
         num_tokens = len(self.token_ids)
-        return f"GenerationResult({_shortened(repr(self.text))}, {reason}, {num_tokens} tokens{_rate(self.timing)})"
+        return f"GenerationResult({_shortened(', '.join(shown))}, {reason}, {num_tokens} tokens{_rate(self.timing)})"
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists, dicts, numbers and strings; a log-probability of −inf is None."""
@@ -233,6 +272,10 @@ def percentile(values: Sequence[float], percent: float) -> float:
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def _shown_call(call: ToolCall) -> str:
+    return f"{call.name}({call.arguments})"
 
 
 def _shortened(value: object) -> str:

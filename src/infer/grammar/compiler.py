@@ -8,10 +8,11 @@ import json
 import re
 import warnings
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, final
 
 from infer.errors import InvalidRequestError
-from infer.grammar.backend import Backend
+from infer.grammar.backend import Backend, Source
 from infer.grammar.base import Constraint, Grammar
 from infer.grammar.lark import check_grammar
 from infer.grammar.llguidance import LlguidanceBackend
@@ -25,6 +26,7 @@ from infer.system.locks import long_lock
 from infer.tokenizer import Tokenizer
 
 MAX_CACHED = 64  # compiled grammars per compiler
+MAX_RULES = 512  # schemas of tools
 MAX_CHOICES = 10_000
 MAX_CHOICE_BYTES = 65_536
 
@@ -56,29 +58,62 @@ class Compiler:
         self._vocab_size = vocab_size
         self._lock = long_lock()  # guards what is below
         self._loaded: tuple[Backend, Vocabulary] | None = None
-        self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
+        self._compiled: OrderedDict[object, Any] = OrderedDict()
+        self._rules: OrderedDict[object, str] = OrderedDict()
 
     def compile(self, grammar: Grammar) -> Constraint:
         """A constraint at its beginning, whose first mask is known to allow something.
 
         Raises InvalidRequestError: not well-formed, unsupported, unsatisfiable, or over the budget.
         """
-        keywords = BACKENDS[self.backend].keywords
+        return self._constraint(grammar, lambda backend: backend.compile(backend.source(self._tried(backend, grammar))))
+
+    def json_rule(self, schema: Mapping[str, Any]) -> str:
+        """A schema, checked and tried, as an expression of Lark for `compile_around`. Raises InvalidRequestError."""
+        grammar = Grammar("json_schema", json.dumps(schema))
+        with self._lock:
+            backend, _ = self._load()
+            found = self._rules.get(grammar)
+        if found is None:
+            found = f"%json {json.dumps(self._part(backend, grammar)['json_schema'])}"
+        with self._lock:
+            _keep(self._rules, grammar, found, MAX_RULES)
+        return found
+
+    def compile_around(self, lark: str, answer: Grammar | None) -> Constraint:
+        """A grammar of infer's own, in which `@answer` is the request's. It may name control tokens by their ids, so
+        nothing of a request may be in it but what `json_rule` gives.
+        """
+
+        def compile_(backend: Backend) -> Any:
+            parts: list[dict[str, Any]] = [{"lark_grammar": lark}]
+            if answer is not None:
+                parts.append({**self._part(backend, answer), "name": "answer"})
+            compiled = backend.compile(Source("", json.dumps({"grammars": parts})))
+            if problem := compiled.get_error():
+                raise InvalidRequestError(f"the grammar of the answer cannot be compiled: {_pointed(problem, 'tools')}")
+            return compiled
+
+        return self._constraint((lark, answer), compile_)
+
+    def _constraint(self, key: object, compile_: Callable[[Backend], Any]) -> Constraint:
         with self._lock:
             backend, vocabulary = self._load()
-            compiled = self._compiled.get(grammar)
+            compiled = self._compiled.get(key)
         if compiled is None:  # with the lock given back: one slow grammar holds up no other that is known
-            checked = check(grammar, keywords)
-            compiled = self._try_and_compile(backend, checked)
-            if checked.ignored:
-                warnings.warn(checked.ignored, stacklevel=2)
+            compiled = compile_(backend)
         with self._lock:
-            self._compiled[grammar] = compiled
-            self._compiled.move_to_end(grammar)
-            if len(self._compiled) > MAX_CACHED:
-                self._compiled.popitem(last=False)
+            _keep(self._compiled, key, compiled, MAX_CACHED)
             matcher = backend.make_matcher(compiled)
         return StepwiseConstraint(matcher, vocabulary)
+
+    def _part(self, backend: Backend, grammar: Grammar) -> dict[str, Any]:
+        """Of a grammar of several parts, as llguidance has them."""
+        if backend.name != "llguidance":
+            raise InvalidRequestError(f"tools and reasoning need grammar_backend 'llguidance', got {backend.name!r}")
+        (part,) = json.loads(backend.source(self._tried(backend, grammar)).text)["grammars"]
+        found: dict[str, Any] = part
+        return found
 
     def _load(self) -> tuple[Backend, Vocabulary]:
         if self._loaded is None:
@@ -88,7 +123,9 @@ class Compiler:
             self._loaded = BACKENDS[self.backend](vocabulary), vocabulary
         return self._loaded
 
-    def _try_and_compile(self, backend: Backend, checked: Checked) -> Any:
+    def _tried(self, backend: Backend, grammar: Grammar) -> Grammar:
+        """The grammar as it is to be compiled: it was, in another process."""
+        checked = check(grammar, backend.keywords)
         grammar, where = checked.grammar, str(checked.grammar.kind)
         trial = trial_of(backend.name)
 
@@ -107,7 +144,9 @@ class Compiler:
             where += f" at {place or '/'}"
         if problem:
             raise InvalidRequestError(_pointed(problem, where))
-        return backend.compile(backend.source(grammar))
+        if checked.ignored:
+            warnings.warn(checked.ignored, stacklevel=2)
+        return grammar
 
 
 def make_compiler(tokenizer: Tokenizer, vocab_size: int | None = None, *, backend: str = "llguidance") -> Compiler:
@@ -118,6 +157,13 @@ def make_compiler(tokenizer: Tokenizer, vocab_size: int | None = None, *, backen
     if backend not in BACKENDS:
         raise InvalidRequestError(f"the grammar backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     return Compiler(tokenizer, vocab_size, backend)
+
+
+def _keep(cache: "OrderedDict[object, Any]", key: object, value: Any, most: int) -> None:
+    cache[key] = value
+    cache.move_to_end(key)
+    if len(cache) > most:
+        cache.popitem(last=False)
 
 
 def check(grammar: Grammar, keywords: Any = None) -> Checked:

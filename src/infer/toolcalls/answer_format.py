@@ -1,0 +1,93 @@
+"""What an answer is made of besides text, as a value of its request: reasoning first, then text, then calls."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, final
+
+from infer.toolcalls.formats import ReasoningFormat, ToolCallFormat
+from infer.toolcalls.tools import Kind, Tool
+
+_SHORT_ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_SHORT_LENGTH = 9
+
+
+@final
+@dataclass(frozen=True)
+class Calls:
+    """Calls of these tools in this format, in the vocabulary of the tokenizer."""
+
+    form: ToolCallFormat
+    tools: tuple[Tool, ...]
+    kind: Kind = "auto"
+    is_parallel: bool = True
+
+    @property
+    def beginnings(self) -> list[str]:
+        """How the calls begin that text is told from."""
+        if self.form.trigger:
+            return [self.form.trigger]
+        return self.form.beginnings([tool.name for tool in self.tools])
+
+
+@final
+@dataclass(frozen=True)
+class AnswerFormat:
+    """`marks` stand for control tokens, by their ids. Reasoning `is_open` where the prompt has begun it; where it is
+    not `is_apart`, it is text. After `budget` tokens of it, it is closed.
+    """
+
+    calls: Calls | None = None
+    reasoning: ReasoningFormat | None = None
+    is_open: bool = False
+    is_apart: bool = True
+    budget: int | None = None
+    marks: Mapping[int, str] = field(default_factory=dict)
+
+    def call_id(self, salt: bytes, index: int) -> str:
+        """The same for the same request; others for other requests and calls."""
+        digest = blake2b(salt + index.to_bytes(4, "little"), digest_size=12)
+        if self.calls is None or not self.calls.form.has_short_ids:
+            return f"call_{digest.hexdigest()}"
+        number, letters = int.from_bytes(digest.digest(), "little"), ""
+        for _ in range(_SHORT_LENGTH):
+            number, place = divmod(number, len(_SHORT_ALPHABET))
+            letters += _SHORT_ALPHABET[place]
+        return letters
+
+
+def is_plain_text(schema: Any) -> bool:
+    """Whether what it describes is always a text."""
+    if not isinstance(schema, Mapping):
+        return False
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if values is not None:
+        return all(isinstance(value, str) for value in values)
+    return schema.get("type") == "string"
+
+
+def written_arguments(form: ToolCallFormat, tool: Tool | None, arguments: Mapping[str, Any]) -> str:
+    """Arguments as the format writes them."""
+    if form.syntax == "json":
+        return json.dumps(arguments, ensure_ascii=False)
+    if form.syntax == "python":
+        return ", ".join(f"{name}={written_value(value)}" for name, value in arguments.items())
+    properties = {} if tool is None else tool.parameters.get("properties", {})
+    return "".join(
+        f"<parameter={name}>\n{value if is_plain_text(properties.get(name)) else json.dumps(value)}\n</parameter>\n"
+        for name, value in arguments.items()
+    )
+
+
+def written_value(value: Any) -> str:
+    """As Python writes it, but for texts, which are JSON's."""
+    if isinstance(value, Mapping):
+        return (
+            "{" + ", ".join(f"{json.dumps(k, ensure_ascii=False)}: {written_value(v)}" for k, v in value.items()) + "}"
+        )
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(written_value, value)) + "]"
+    if value is None or isinstance(value, bool):
+        return str(value)
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,138 @@
+"""Arguments as each syntax writes them, made JSON as they come: characters in, characters of JSON out."""
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from typing import NamedTuple, final
+
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+_PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n")
+_PARAMETER_END = "\n</parameter>\n"
+
+
+class Scanned(NamedTuple):
+    """JSON that is known now; how many characters were read; whether the arguments have ended."""
+
+    json: str
+    num_read: int
+    is_done: bool
+
+
+class Arguments(ABC):
+    """Of one call. What is not read is to be given again, with what follows it."""
+
+    @abstractmethod
+    def scan(self, text: str) -> Scanned: ...
+
+
+@final
+class JsonArguments(Arguments):
+    """An object, as it is."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._is_text = self._is_escaped = False
+
+    def scan(self, text: str) -> Scanned:
+        for index, character in enumerate(text):
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._is_text:
+                self._is_escaped = character == "\\"
+                self._is_text = character != '"'
+            elif character == '"':
+                self._is_text = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    return Scanned(text[: index + 1], index + 1, is_done=True)
+        return Scanned(text, len(text), is_done=False)
+
+
+@final
+class PythonArguments(Arguments):
+    """`a=1, b="x", c=True`, up to the closing parenthesis. Texts are spelled as in JSON."""
+
+    def __init__(self) -> None:
+        self._found = "{"
+        self._word = ""
+        self._depth = 0
+        self._is_text = self._is_escaped = False
+
+    def scan(self, text: str) -> Scanned:
+        for index, character in enumerate(text):
+            if character == ")" and self._depth == 0 and not self._is_text:
+                self._end_word("")
+                return Scanned(self._take() + "}", index, is_done=True)
+            self._push(character)
+        return Scanned(self._take(), len(text), is_done=False)
+
+    def _push(self, character: str) -> None:
+        if self._is_text:
+            self._found += character
+            self._is_text = self._is_escaped or character != '"'
+            self._is_escaped = character == "\\" and not self._is_escaped
+        elif character.isalnum() or character in "_+-.":
+            self._word += character
+        else:
+            self._end_word(character)
+            self._is_text = character == '"'
+            self._depth += (character in "{[") - (character in "}]")
+            self._found += "" if character == "=" else character
+
+    def _end_word(self, following: str) -> None:
+        """It is a name before "=", else a value."""
+        is_name = following == "="
+        self._found += f"{json.dumps(self._word)}: " if is_name else _PYTHON_WORDS.get(self._word, self._word)
+        self._word = ""
+
+    def _take(self) -> str:
+        found, self._found = self._found, ""
+        return found
+
+
+@final
+class XmlArguments(Arguments):
+    """`<parameter=name>`, a line break, a value, a line break, `</parameter>`; texts stand there without quotes."""
+
+    def __init__(self, text_names: Collection[str]) -> None:
+        self._text_names = text_names
+        self._is_inside = self._is_text = self._has_any = False
+
+    def scan(self, text: str) -> Scanned:
+        found, at = "", 0
+        while True:
+            step = self._value(text[at:]) if self._is_inside else self._between(text[at:])
+            found, at = found + step.json, at + step.num_read
+            if step.is_done or not step.num_read:
+                return Scanned(found, at, step.is_done)
+
+    def _between(self, text: str) -> Scanned:
+        if text.startswith("</"):
+            return Scanned("}" if self._has_any else "{}", 0, is_done=True)
+        opened = _PARAMETER.match(text)
+        if opened is None:
+            return Scanned("", 0, is_done=False)
+        start = ", " if self._has_any else "{"
+        self._is_inside = self._has_any = True
+        self._is_text = opened[1] in self._text_names
+        quote = '"' if self._is_text else ""
+        return Scanned(f"{start}{json.dumps(opened[1])}: {quote}", opened.end(), is_done=False)
+
+    def _value(self, text: str) -> Scanned:
+        end = text.find(_PARAMETER_END)
+        shown = text[: end if end >= 0 else len(text) - num_held(text, _PARAMETER_END)]
+        found = json.dumps(shown, ensure_ascii=False)[1:-1] if self._is_text else shown
+        if end < 0:
+            return Scanned(found, len(shown), is_done=False)
+        self._is_inside = False
+        return Scanned(found + '"' * self._is_text, end + len(_PARAMETER_END), is_done=False)
+
+
+def num_held(text: str, literal: str) -> int:
+    """How many characters at the end of a text could begin this literal, which is not in it."""
+    most = min(len(text), len(literal) - 1)
+    return next((length for length in range(most, 0, -1) if text.endswith(literal[:length])), 0)

@@ -1,0 +1,249 @@
+"""The grammar of an answer, in llguidance's Lark: the same format that the parser reads, with the tools' schemas.
+
+Free text is a lexeme, so that it costs a few microseconds a token; it ends lazily, where a call's trigger does. Control
+tokens stand in it by their ids: only this grammar can name them, never a request's.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, final
+
+from infer.errors import InvalidRequestError
+from infer.toolcalls.answer_format import AnswerFormat, Calls, is_plain_text, written_value
+from infer.toolcalls.formats import ReasoningFormat
+from infer.toolcalls.tools import Tool
+
+JsonRule = Callable[[Mapping[str, Any]], str]  # a schema as an expression of Lark; InvalidRequestError
+_ANY = "(.|\\n)*"
+_SPACES = "[ \\t\\r\\n]*"
+_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$/&~#]")
+_MARKS = re.compile("([\ud800-\udfff])")
+_LENGTHS = ("minLength", "maxLength")
+_PYTHON_KEYS = frozenset({"type", "enum", "const", "anyOf", "items", "properties", "required", "additionalProperties"})
+_NOTES = frozenset({"title", "description", "default", "examples", "$schema", "deprecated"})
+_OBJECT_KEYS = _NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
+
+
+def answer_lark(form: AnswerFormat, json_rule: JsonRule, *, is_held: bool) -> str | None:
+    """None where nothing holds the answer. With `is_held` its text is `@answer`, a grammar of the request's.
+
+    Raises InvalidRequestError for a tool that cannot be held to its schema.
+    """
+    calls = form.calls
+    is_called = calls is not None and calls.kind != "none"
+    bans_trigger = calls is not None and calls.kind == "none" and bool(_MARKS.match(calls.form.start))
+    if not (is_called or bans_trigger or (form.reasoning and (is_held or form.budget is not None))):
+        return None
+    return _Builder(form, json_rule, is_held=is_held).lark()
+
+
+@final
+class _Builder:
+    def __init__(self, form: AnswerFormat, json_rule: JsonRule, *, is_held: bool) -> None:
+        self._form, self._json_rule, self._is_held = form, json_rule, is_held
+        self._id_by_mark = {mark: token_id for token_id, mark in form.marks.items()}
+        self._rules: dict[str, str] = {}
+
+    def lark(self) -> str:
+        thought = self._thought(self._form.reasoning) if self._form.reasoning is not None else ""
+        self._rules = {"start": "", **self._rules}
+        self._rules["start"] = f"{thought} ({self._answer()})"
+        self._rules["SPACES"] = "/[ \\t\\r\\n]+/"
+        self._rules["ANY"] = f"/{_ANY}/"
+        return "\n".join(f"{name}: {rule}" for name, rule in self._rules.items()) + "\n"
+
+    def _thought(self, form: ReasoningFormat) -> str:
+        thought = self._until("thought", form.closing)
+        if self._form.is_open:
+            return thought
+        opening = (
+            self._literal(form.opening) if self._is_control(form.opening) else f"/{_SPACES}{_plain(form.opening)}/"
+        )
+        return f"({opening} {thought})?"
+
+    def _answer(self) -> str:
+        calls = self._form.calls
+        text = "SPACES? @answer" if self._is_held else self._text()
+        if calls is None or calls.kind == "none":
+            return text
+        rest = self._calls(calls)
+        if calls.kind == "required":
+            return f"SPACES? {self._literal(calls.form.start)} {rest}"
+        if self._is_held:
+            return f"{text} | SPACES? {self._literal(calls.form.start)} {rest}"
+        if calls.form.trigger:
+            begun = self._until("begun", calls.form.trigger, self._not_text())
+            return f"{text} | {begun} {self._literal(calls.form.start[len(calls.form.trigger) :])} {rest}"
+        if len(calls.form.start) > 1:
+            return f"{text} | /{_SPACES}{_plain(calls.form.start)}/ {rest}"
+        return f"{text} | {self._calls_at_once(calls)}"
+
+    def _text(self) -> str:
+        excluded = self._not_text()
+        if not excluded:
+            return "ANY"
+        self._rules["TEXT"] = f"/{_ANY}/ & {excluded}"
+        return "TEXT"
+
+    def _not_text(self) -> str:
+        """How an answer begins that is no text."""
+        calls, beginnings = self._form.calls, list[str]()
+        if self._form.reasoning is not None and not self._form.is_open:
+            beginnings.append(self._form.reasoning.opening)
+        if calls is not None and calls.kind != "none" and not calls.form.trigger:
+            beginnings += calls.beginnings
+        plain = [_plain(each) for each in beginnings if not self._is_control(each)]
+        return f"~/{_SPACES}({'|'.join(plain)}){_ANY}/" if plain else ""
+
+    def _until(self, name: str, literal: str, excluded: str = "") -> str:
+        """Any text, up to and with the first of this literal."""
+        if self._is_control(literal):
+            return f"ANY? {self._literal(literal)}"
+        self._rules[f"{name}[lazy]"] = f"/{_ANY}{_plain(literal)}/{' & ' + excluded if excluded else ''}"
+        return name
+
+    def _calls(self, calls: Calls) -> str:
+        """From the first name on."""
+        self._rules["call"] = " | ".join(self._call(calls, index) for index in range(len(calls.tools)))
+        following = self._literal(calls.form.separator + calls.form.before_name)
+        more = f"({following} call)*" if calls.is_parallel and calls.form.is_parallel else ""
+        return f"call {more} {self._literal(calls.form.closing)}"
+
+    def _calls_at_once(self, calls: Calls) -> str:
+        """Where a name tells calls from text: they begin with a lexeme for each tool."""
+        rest = self._calls(calls).removeprefix("call ")
+        firsts = [
+            f"/{_SPACES}{_plain(beginning)}/ {self._end(calls, index)}"
+            for index, beginning in enumerate(calls.beginnings)
+        ]
+        self._rules["first"] = " | ".join(firsts)
+        return f"first {rest}"
+
+    def _call(self, calls: Calls, index: int) -> str:
+        return f"{self._literal(calls.tools[index].name + calls.form.before_arguments)} {self._end(calls, index)}"
+
+    def _end(self, calls: Calls, index: int) -> str:
+        """Arguments of a tool and what stands after them."""
+        name, tool = f"arguments_{index}", calls.tools[index]
+        if name not in self._rules:
+            try:
+                self._rules[name] = self._arguments(calls, tool)
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"tools[{index}] ({tool.name}): {error}") from error
+        return f"{name} {self._literal(calls.form.after_arguments)}"
+
+    def _arguments(self, calls: Calls, tool: Tool) -> str:
+        if calls.form.syntax == "json":
+            is_simple = not set(tool.parameters) - _OBJECT_KEYS
+            return self._json_rule({"additionalProperties": False, **tool.parameters} if is_simple else tool.parameters)
+        name = f"arguments_{calls.tools.index(tool)}"
+        required = tool.parameters.get("required", [])
+        is_python = calls.form.syntax == "python"
+        each = [
+            (self._keyword(key, schema) if is_python else self._parameter(key, schema), key in required)
+            for key, schema in _properties_of(tool, calls.form.name).items()
+        ]
+        return self._in_order(name, each, '", "' if is_python else '""')
+
+    def _keyword(self, name: str, schema: Any) -> str:
+        return f"{json.dumps(name + '=')} {self._python(schema)}"
+
+    def _parameter(self, name: str, schema: Any) -> str:
+        opened, closed = json.dumps(f"<parameter={name}>\n"), "\n</parameter>\n"
+        if not is_plain_text(schema):
+            return f"{opened} {self._json_rule(schema)} {json.dumps(closed)}"
+        if (values := _values_of(schema)) is not None:
+            return f"{opened} {_one_of(json.dumps(value + closed, ensure_ascii=False) for value in values)}"
+        if others := sorted(set(schema) - _NOTES - {"type", "format", *_LENGTHS}):
+            raise InvalidRequestError(
+                f"{others[0]} of the text {name} cannot be held in this tool format: leave it out"
+            )
+        number = f"{schema.get('minLength', 0)},{schema.get('maxLength', '')}"
+        rule = f"text_{len(self._rules)}"
+        length = "" if number == "0," else f" & /(.|\\n){{{number}}}{_plain(closed)}/"
+        self._rules[f"{rule}[lazy]"] = f"/{_ANY}{_plain(closed)}/{length}"
+        return f"{opened} {rule}"
+
+    def _python(self, schema: Any) -> str:
+        """A schema's values as Python writes them; as JSON does where no word differs, or more is asked."""
+        if not _has_words(schema) or set(schema) - _NOTES - _PYTHON_KEYS:
+            return self._json_rule(schema)
+        if (values := _values_of(schema)) is not None:
+            return _one_of(json.dumps(written_value(value), ensure_ascii=False) for value in values)
+        if "anyOf" in schema:
+            return _one_of(map(self._python, schema["anyOf"]))
+        match schema.get("type"):
+            case list(kinds):
+                return _one_of(self._python({**schema, "type": kind}) for kind in kinds)
+            case "boolean":
+                return '("True" | "False")'
+            case "null":
+                return '"None"'
+            case "array" if "items" in schema:
+                item = self._python(schema["items"])
+                return f'"[" ({item} (", " {item})*)? "]"'
+            case "object" if schema.get("properties") and not schema.get("additionalProperties"):
+                name, required = f"object_{len(self._rules)}", schema.get("required", [])
+                each = [
+                    (f"{json.dumps(json.dumps(key) + ': ')} {self._python(inner)}", key in required)
+                    for key, inner in schema["properties"].items()
+                ]
+                return f'"{{" {self._in_order(name, each, json.dumps(", "))} "}}"'
+        return self._json_rule(schema)
+
+    def _in_order(self, name: str, each: Sequence[tuple[str, bool]], separator: str) -> str:
+        """All that are required and any of the others, in this order."""
+        self._rules[f"{name}_first_{len(each)}"] = self._rules[f"{name}_more_{len(each)}"] = '""'
+        for index in range(len(each) - 1, -1, -1):
+            rule, is_required = each[index]
+            first, more = f"{name}_first_{index + 1}", f"{name}_more_{index + 1}"
+            self._rules[f"{name}_first_{index}"] = f"{rule} {more}" + ("" if is_required else f" | {first}")
+            self._rules[f"{name}_more_{index}"] = f"({separator} {rule}){'' if is_required else '?'} {more}"
+        return f"{name}_first_0"
+
+    def _is_control(self, literal: str) -> bool:
+        return literal[:1] in self._id_by_mark
+
+    def _literal(self, text: str) -> str:
+        parts = (part for part in _MARKS.split(text) if part)
+        return " ".join(
+            f"<[{self._id_by_mark[part]}]>" if part in self._id_by_mark else json.dumps(part, ensure_ascii=False)
+            for part in parts
+        )
+
+
+def _plain(text: str) -> str:
+    """As a pattern."""
+    return _SPECIAL.sub(r"\\\g<0>", text).replace("\n", "\\n")
+
+
+def _properties_of(tool: Tool, form: str) -> dict[str, Any]:
+    """Each with the definitions that it may point to. Raises InvalidRequestError."""
+    if others := sorted(set(tool.parameters) - _OBJECT_KEYS):
+        raise InvalidRequestError(f"{others[0]} cannot be held in the tool format {form}: leave it out")
+    shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
+    return {
+        name: {**shared, **schema} if shared and isinstance(schema, Mapping) else schema
+        for name, schema in tool.parameters.get("properties", {}).items()
+    }
+
+
+def _values_of(schema: Mapping[str, Any]) -> list[Any] | None:
+    found: list[Any] | None = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return found
+
+
+def _one_of(rules: Iterable[str]) -> str:
+    return f"({' | '.join(rules)})"
+
+
+def _has_words(schema: Any) -> bool:
+    """Whether a value may hold a word that Python and JSON spell differently."""
+    if not isinstance(schema, Mapping):
+        return False
+    if (values := _values_of(schema)) is not None:
+        return not all(isinstance(value, str) or type(value) in (int, float) for value in values)
+    if schema.get("type") == "array":
+        return _has_words(schema.get("items"))
+    return schema.get("type") not in ("string", "integer", "number")

@@ -1,0 +1,206 @@
+"""An answer's text taken apart as it comes: reasoning, text, calls.
+
+What arrives is what the answer's grammar allows, or the beginning of it, so nothing is guessed. However the text is
+cut into pieces, the sums of what is found are the same.
+"""
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple, final
+
+from infer.outputs import ReasoningDelta, ToolCallDelta
+from infer.toolcalls.answer_format import AnswerFormat, is_plain_text
+from infer.toolcalls.arguments import Arguments, JsonArguments, PythonArguments, XmlArguments, num_held
+
+SPACES = " \t\r\n"
+_MARKS = re.compile("[\ud800-\udfff]")
+Delta = ReasoningDelta | ToolCallDelta
+
+
+class Parsed(NamedTuple):
+    text: str
+    deltas: tuple[Delta, ...] = ()
+
+
+@final
+class AnswerParser:
+    """Holds back what could begin something else. Spaces around reasoning and before calls are no text."""
+
+    def __init__(self, form: AnswerFormat, id_of: Callable[[int], str]) -> None:
+        self._form, self._id_of = form, id_of
+        self._held = self._text = ""
+        self._deltas: list[Delta] = []
+        self._arguments: Arguments = JsonArguments()
+        self._num_calls = 0
+        self._reasons = False  # some was found
+        self._literal, self._after = "", self._name
+        if form.reasoning is None:
+            self._state = self._beginning
+        else:
+            self._state = self._reasoning if form.is_open else self._start
+
+    @property
+    def is_reasoning(self) -> bool:
+        return self._state == self._reasoning
+
+    @property
+    def has_calls(self) -> bool:
+        return self._num_calls > 0
+
+    def push(self, text: str) -> Parsed:
+        self._held += text
+        while self._held and self._state():
+            pass
+        return self._take()
+
+    def flush(self) -> Parsed:
+        """What was held back, now that no more will come. Of a call that was cut, what is known of it was given."""
+        if self.is_reasoning:
+            self._reason(self._held.rstrip(SPACES))
+        elif self._state in (self._start, self._beginning, self._until_call, self._content):
+            self._text += self._held
+        self._held = ""
+        return self._take()
+
+    def _take(self) -> Parsed:
+        text, deltas = _MARKS.sub("", self._text), tuple(self._deltas)
+        self._text = ""
+        self._deltas.clear()
+        return Parsed(text, deltas)
+
+    # The states: each reads of what is held, and says whether the next one may go on
+
+    def _start(self) -> bool:
+        """Of an answer that may begin with reasoning."""
+        assert self._form.reasoning is not None
+        opening, rest = self._form.reasoning.opening, self._held.lstrip(SPACES)
+        if rest.startswith(opening):
+            if not self._form.is_apart:
+                self._text += self._held[: len(self._held) - len(rest)] + opening
+            self._held, self._state = rest[len(opening) :], self._reasoning
+            return True
+        if opening.startswith(rest):
+            return False
+        self._state = self._beginning
+        return True
+
+    def _reasoning(self) -> bool:
+        assert self._form.reasoning is not None
+        closing = self._form.reasoning.closing
+        end = self._held.find(closing)
+        known = self._held[: end if end >= 0 else len(self._held) - num_held(self._held, closing)]
+        shown = known.rstrip(SPACES) if self._form.is_apart else known
+        self._reason(shown)
+        if end < 0:
+            self._held = self._held[len(shown) :] if self._reasons else self._held[len(known) :]
+            return False
+        self._held = self._held[end + len(closing) :]
+        if self._form.is_apart:
+            self._state = self._after_reasoning
+        else:
+            self._text += closing
+            self._state = self._beginning
+        return True
+
+    def _reason(self, text: str) -> None:
+        if not self._form.is_apart:
+            self._text += text
+        elif text := _MARKS.sub("", text if self._reasons else text.lstrip(SPACES)):
+            self._reasons = True
+            self._deltas.append(ReasoningDelta(text))
+
+    def _after_reasoning(self) -> bool:
+        self._held = self._held.lstrip(SPACES)
+        self._state = self._beginning
+        if not self._held:
+            self._state = self._after_reasoning
+        return bool(self._held)
+
+    def _beginning(self) -> bool:
+        """Of what follows the reasoning."""
+        calls = self._form.calls
+        if calls is None or calls.kind == "none":
+            self._state = self._content
+        elif calls.form.trigger:
+            self._state = self._until_call
+        else:
+            rest = self._held.lstrip(SPACES)
+            if any(rest.startswith(beginning) for beginning in calls.beginnings):
+                self._held = rest
+                self._expect(calls.form.start, self._name)
+            elif any(beginning.startswith(rest) for beginning in calls.beginnings):
+                return False
+            else:
+                self._state = self._content
+        return True
+
+    def _content(self) -> bool:
+        self._text += self._held
+        self._held = ""
+        return False
+
+    def _until_call(self) -> bool:
+        assert self._form.calls is not None
+        trigger = self._form.calls.form.trigger
+        at = self._held.find(trigger)
+        known = self._held[: at if at >= 0 else len(self._held) - num_held(self._held, trigger)]
+        shown = known.rstrip(SPACES)
+        self._text += shown
+        if at < 0:
+            self._held = self._held[len(shown) :]
+            return False
+        self._held = self._held[at:]
+        self._expect(self._form.calls.form.start, self._name)
+        return True
+
+    def _expect(self, literal: str, after: Callable[[], bool]) -> None:
+        self._literal, self._after, self._state = literal, after, self._pass_literal
+
+    def _pass_literal(self) -> bool:
+        if len(self._held) < len(self._literal):
+            return False
+        self._held, self._state = self._held[len(self._literal) :], self._after
+        return True
+
+    def _name(self) -> bool:
+        assert self._form.calls is not None
+        form = self._form.calls.form
+        name, separator, rest = self._held.partition(form.before_arguments)
+        if not separator:
+            return False
+        self._deltas.append(ToolCallDelta(self._num_calls, self._id_of(self._num_calls), name))
+        self._num_calls += 1
+        self._arguments = self._arguments_of(name)
+        self._held, self._state = rest, self._in_arguments
+        return True
+
+    def _arguments_of(self, name: str) -> Arguments:
+        assert self._form.calls is not None
+        match self._form.calls.form.syntax:
+            case "json":
+                return JsonArguments()
+            case "python":
+                return PythonArguments()
+        tool = next((each for each in self._form.calls.tools if each.name == name), None)
+        properties = {} if tool is None else tool.parameters.get("properties", {})
+        return XmlArguments([key for key, schema in properties.items() if is_plain_text(schema)])
+
+    def _in_arguments(self) -> bool:
+        assert self._form.calls is not None
+        found = self._arguments.scan(self._held)
+        if found.json:
+            self._deltas.append(ToolCallDelta(self._num_calls - 1, arguments=found.json))
+        self._held = self._held[found.num_read :]
+        if found.is_done:
+            self._expect(self._form.calls.form.after_arguments, self._between)
+        return found.is_done
+
+    def _between(self) -> bool:
+        """Two calls, or after the last."""
+        assert self._form.calls is not None
+        form = self._form.calls.form
+        following = form.separator + form.before_name
+        if self._held.startswith(following):
+            self._held, self._state = self._held[len(following) :], self._name
+            return True
+        return False

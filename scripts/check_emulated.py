@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -103,7 +104,9 @@ def command_for(cpu: str) -> tuple[list[str], str]:
     return python, os.pathsep.join([str(ROOT / "src"), str(folder / "site")])
 
 
-def digests(python: list[str], path: str, cases: list[str], cache: Path, compiled_for: str = "") -> dict[str, str]:
+def digests(
+    title: str, python: list[str], path: str, cases: list[str], cache: Path, compiled_for: str = ""
+) -> dict[str, str]:
     """By case; `compiled_for`: a CPU other than the one that runs. Compiled kernels go to a cache of their
     own: an emulated CPU is not what /proc/cpuinfo says."""
     environment = {key: value for key, value in os.environ.items() if key != "INFER_ISA"}
@@ -117,10 +120,24 @@ def digests(python: list[str], path: str, cases: list[str], cache: Path, compile
         for line in process.stdout:
             name, digest = line.rsplit(None, 1)
             found[name.strip()] = digest
-            print(f"  {line.rstrip()}", flush=True)
+            print(f"{title:<26} {line.rstrip()}", flush=True)
     if process.returncode:
         raise SystemExit(f"{' '.join(run)}: exit status {process.returncode}")
     return found
+
+
+def all_digests(commands: dict[str, tuple[list[str], str]], cases: list[str]) -> dict[str, dict[str, str]]:
+    """Of this machine, of this machine compiled for what has no FMA, and of each emulated CPU; as many at once as there
+    are cores, the slow ones first."""
+    here = [sys.executable], str(ROOT / "src")
+    runs = {cpu: (*command, "") for cpu, command in commands.items()} | {"here": (*here, "")}
+    runs |= {f"here, compiled for {cpu}": (*here, cpu) for cpu in commands if cpu in WITHOUT_FMA}
+    with tempfile.TemporaryDirectory() as caches, ThreadPoolExecutor(os.cpu_count()) as pool:
+        begun = {
+            title: pool.submit(digests, title, python, path, cases, Path(caches) / title, compiled_for)
+            for title, (python, path, compiled_for) in runs.items()
+        }
+        return {title: each.result() for title, each in begun.items()}
 
 
 def main() -> int:
@@ -135,23 +152,17 @@ def main() -> int:
     except MissingError as error:
         print(error, file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory() as caches:
-        print("this machine", flush=True)
-        here = [sys.executable], str(ROOT / "src"), cases
-        own = digests(*here, Path(caches) / "here")
-        differing = []
-        for cpu, (python, path) in commands.items():
-            expected = own
-            if cpu in WITHOUT_FMA:
-                print(f"this machine, compiled for {cpu}", flush=True)
-                expected = digests(*here, Path(caches) / f"for-{cpu}", cpu)
-                expected |= {name: digest for name, digest in own.items() if name in SINGLE_PRODUCTS}
-            print(cpu, flush=True)
-            found = digests(python, path, cases, Path(caches) / cpu)
-            differing += [f"{cpu}: {name}" for name in expected if found.get(name) != expected[name]]
+    found = all_digests(commands, cases)
+    differing = []
+    for cpu in commands:
+        expected = found["here"]
+        if cpu in WITHOUT_FMA:
+            single = {name: digest for name, digest in expected.items() if name in SINGLE_PRODUCTS}
+            expected = found[f"here, compiled for {cpu}"] | single
+        differing += [f"{cpu}: {name}" for name in expected if found[cpu].get(name) != expected[name]]
     for each in differing:
         print(f"differs  {each}", file=sys.stderr)
-    print(f"{len(commands) * len(own) - len(differing)} digests are equal, {len(differing)} differ")
+    print(f"{len(commands) * len(found['here']) - len(differing)} digests are equal, {len(differing)} differ")
     return 1 if differing else 0
 
 

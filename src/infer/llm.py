@@ -1,4 +1,4 @@
-"""`LLM`: a model, its tokenizer and its cache behind the few calls that most programs need."""
+"""`LLM`: a model, its tokenizer and its cache, with the few calls that most programs need."""
 
 import gc
 import warnings
@@ -29,7 +29,6 @@ from infer.engine.model_settings import (
     checks_settings,
 )
 from infer.engine.prompt_ids import Message, Prompt, is_list_of_texts, pairs_as_needed, pairs_of
-from infer.engine.request import check_prompt
 from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback, check_count, split_options
 from infer.engine.stream import OnPrefill, OnToken, Stream
 from infer.engine.token_trace import logits_of, score_prompt, trace_token
@@ -51,7 +50,7 @@ from infer.outputs import GenerationResult, SampleTrace, TokenLogprob
 from infer.runner.closing import closed
 from infer.sampling.defaults import default_params
 from infer.sampling.keywords import Params, SamplingKeywords
-from infer.sampling_params import MAX_LOGPROBS, SamplingParams
+from infer.sampling_params import SamplingParams
 from infer.session.session import Session, begin_session
 from infer.system.available_memory import give_back_freed
 from infer.tokenizer import Tokenizer
@@ -361,10 +360,7 @@ class LLM:
 
         Of the raw logits. Of these there are never more in memory than for 64 tokens.
         """
-        check_count("num", num, 0, MAX_LOGPROBS)
-        host = self._opened
-        token_ids = check_prompt(host.model, host.tokenizer, host.encode(prompt), room=0)
-        return score_prompt(host, token_ids, num)
+        return score_prompt(self._opened, prompt, num)
 
     def sample_trace(
         self,
@@ -380,11 +376,7 @@ class LLM:
         A prompt of messages is rendered as `chat` does. Raises InvalidRequestError where the answer ends before.
         """
         host = self._opened
-        check_count("step", step, 1, self.max_seq_len)
-        check_count("num_candidates", num_candidates, 1, host.vocab_size)
-        token_ids = check_prompt(host.model, host.tokenizer, host.encode(prompt), room=1)
-        asked = host.sampled_by(prompt, params, sampling)
-        return trace_token(host, token_ids, asked, step=step, num_candidates=num_candidates)
+        return trace_token(host, prompt, host.sampled_by(prompt, params, sampling), step, num_candidates)
 
     def embed(
         self, texts: Sequence[Prompt], pooling: Pooling = "mean", *, normalize: bool = True
@@ -393,11 +385,8 @@ class LLM:
 
         float32, of length 1 where `normalize`. Models that were trained for it give vectors that can be compared.
         """
-        host = self._opened
-        return embed(host, texts_to_embed(host, texts, pooling), pooling, normalize=normalize)
+        return embed(self._opened, texts_to_embed(self._opened, texts, pooling), pooling, normalize=normalize)
 
     def logits(self, token_ids: Sequence[int], *, last: int | None = None) -> Float[Tensor, "tokens vocab"]:
         """float32 logits after every token, or after the last few: `[tokens, vocab]` takes 4 bytes × vocab a token."""
-        host = self._opened
-        token_ids = check_prompt(host.model, host.tokenizer, host.encode(token_ids), room=0)
-        return logits_of(host.model, token_ids, host.settings.cache, last=last)
+        return logits_of(self._opened, token_ids, last)

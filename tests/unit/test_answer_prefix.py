@@ -2,14 +2,13 @@
 
 import asyncio
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from infer import LLM, AsyncLLM, InvalidRequestError, SamplingParams
 from infer.outputs import GenerationResult, SampleTrace
-from test_session import GREEDY, SAMPLED, make_model
+from test_session import GREEDY, SAMPLED
 
 PENALTIES: dict[str, Any] = {"frequency_penalty": 0.8, "presence_penalty": 0.5, "min_new_tokens": 9, "stop": "zq"}
 CASES = [
@@ -19,16 +18,6 @@ CASES = [
     SamplingParams(regex="[a-f ]{20}", seed=4),
     replace(SAMPLED, logprobs=2),
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> LLM:
-    return LLM(folder)
 
 
 @pytest.mark.parametrize("params", CASES)

@@ -17,7 +17,6 @@ from infer.engine import async_stream
 from infer.engine.host import Host
 from infer.errors import ClosedError, InferError
 from infer.outputs import GenerationResult, Piece
-from test_session import make_model
 
 LONG = SamplingParams(temperature=0, max_new_tokens=120, ignore_eos=True)
 SHORT = replace(LONG, max_new_tokens=5)
@@ -25,16 +24,6 @@ SAMPLED = SamplingParams(temperature=0.8, repetition_penalty=1.2, seed=3, max_ne
 BOUND = SamplingParams(regex="[a-f ]{20}", seed=4)
 MESSAGES = [{"role": "user", "content": "hello"}]
 PROMPTS = ["hello", "abc abc abc", "go on", "b", "once upon a time"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> LLM:
-    return LLM(folder)
 
 
 @pytest.fixture

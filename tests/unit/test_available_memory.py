@@ -78,11 +78,6 @@ def test_the_least_of_the_machine_and_its_groups_counts(
     assert (available_memory_bytes(root), total_memory_bytes(root)) == (available, total)
 
 
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(make_model(tmp_path_factory.mktemp("model")))
-
-
 def set_available(monkeypatch: pytest.MonkeyPatch, num_bytes: int | None) -> None:
     monkeypatch.setattr(infer.runner.caches, "available_memory_bytes", lambda: num_bytes)
 

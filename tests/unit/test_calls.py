@@ -9,15 +9,9 @@ from typing import Any
 import pytest
 
 from infer import LLM, InvalidRequestError, RequestOptions, SamplingParams, Session
-from test_session import make_model
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
 PROMPTS = ["hello", "abc abc abc", "go on", "b", "once upon a time"]
-
-
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(make_model(tmp_path_factory.mktemp("model")))
 
 
 def test_a_list_of_texts_is_answered_with_a_list(llm: LLM) -> None:

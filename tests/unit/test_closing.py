@@ -17,16 +17,10 @@ import pytest
 
 from infer import LLM, GenerationResult, InvalidRequestError, SamplingParams, Session, Stream
 from infer.errors import ClosedError, InferError
-from test_session import make_model
 from watched import python_command
 
 LONG = SamplingParams(temperature=0, max_new_tokens=60, ignore_eos=True)
 SHORT = replace(LONG, max_new_tokens=5)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -15,20 +15,9 @@ from infer.errors import ClosedError
 from infer.operands.step import Step
 from infer.runner.caches import make_cache
 from infer.runner.hidden_states import STEP_TOKENS, HiddenStates
-from test_session import make_model
 
 TEXTS = ["hello", "a", "once upon a time " * 12, "b", "the same", "longer than the others " * 9, "the same"]
 GREEDY = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> LLM:
-    return LLM(folder)
 
 
 @torch.inference_mode()

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from test_session import make_model
 from watched import LIMIT_SECONDS, python_command
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hardware: Linux only")
@@ -56,11 +55,6 @@ def use_openmp():
     torch.set_num_threads(2)
     torch.randn(1 << 20).exp().sum()
 """
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
 
 
 def run(folder: Path, code: str) -> str:

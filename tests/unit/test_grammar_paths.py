@@ -11,17 +11,12 @@ from constraint_walks import schema_text, walk
 from extent import IS_WHOLE
 from infer.outputs import GenerationResult
 from infer.sampling_params import SamplingParams
-from path_cases import EOS, VOCAB_SIZE, Case, Outcome, Way, World, constraint_of, make_world, run_alone, run_batch
+from path_cases import EOS, VOCAB_SIZE, Case, Outcome, Way, World, constraint_of, run_alone, run_batch
 
 TEMPERATURES = (0.0, 1.0, 2.0)
 # A random model hardly ever closes what it opened.
 CLOSING: dict[int, float] = {EOS: 3.0, **{ord(closer): 3.0 for closer in '"}],'}, ord("0"): -1.0}
 WAYS = (Way("ngram"), Way("half", 7), Way("none", 1, capture=False), Way("random"))
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return make_world("llama", tmp_path_factory.mktemp("llama"))
 
 
 def case_of(seed: int, temperature: float | None = None) -> Case:

@@ -6,14 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from test_session import make_model
-
 SCRIPT = Path(__file__).with_name("interrupted.py")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
 
 
 def run(*arguments: str | Path) -> None:

@@ -19,15 +19,10 @@ from infer.backends.cpu.state import words_of
 from infer.errors import ConstraintError
 from infer.grammar import Constraint
 from infer.sampling_params import SamplingParams
-from path_cases import Case, Outcome, Place, Way, World, by_definition, make_sequence, make_world, run_all, run_alone
+from path_cases import Case, Outcome, Place, Way, World, by_definition, make_sequence, run_all, run_alone
 
 BOUND = Case("bound", tuple(b"abc abc"), SamplingParams(regex="[ab ]{40}", temperature=0.9, seed=1))
 FREE = Case("free", tuple(b"cab"), SamplingParams(temperature=0.8, seed=2, max_new_tokens=30, ignore_eos=True))
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return make_world("llama", tmp_path_factory.mktemp("llama"))
 
 
 class Watched(Constraint):

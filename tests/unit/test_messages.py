@@ -1,7 +1,6 @@
 """Anthropic's Messages: what is read, what is sent, its errors."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,23 +8,11 @@ import pytest
 from infer import LLM
 from infer.server.messages import MessagesBody, turns_of, variables_of
 from infer.server.read_body import read_body
-from served import Served, serving
-from test_session import make_model
+from served import Served
 
 ASKED = {"model": "tiny", "max_tokens": 12, "messages": [{"role": "user", "content": "hello"}], "temperature": 0}
 EVENTS = ["message_start", "content_block_start", "ping", "content_block_delta", "content_block_stop", "message_delta",
           "message_stop"]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(make_model(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
-def served(llm: LLM) -> Iterator[Served]:
-    with serving(llm, model="tiny") as served:
-        yield served
 
 
 def read(**body: Any) -> MessagesBody:

@@ -8,14 +8,9 @@ from infer.engine.scheduler import FIRST_STEPS, MAX_STEPS, Kind
 from infer.outputs import GenerationResult
 from infer.runner.runner import CachedRunner
 from infer.sampling_params import SamplingParams
-from path_cases import Case, Outcome, Place, Way, World, by_definition, make_sequence, make_world, run_all
+from path_cases import Case, Outcome, Place, Way, World, by_definition, make_sequence, run_all
 
 CASE = Case("long", tuple(b"abc abc"), SamplingParams(temperature=0, max_new_tokens=140, ignore_eos=True))
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return make_world("llama", tmp_path_factory.mktemp("llama"))
 
 
 def run(world: World, case: Case, way: Way, chain: int | None = None) -> GenerationResult:

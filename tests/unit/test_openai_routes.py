@@ -5,7 +5,6 @@ import random
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -19,7 +18,7 @@ from infer.server.errors import ApiError
 from infer.server.read_body import read_body
 from infer.server.schema import ChatBody, CompletionBody, ResponseBody
 from openai_shapes import DATA, check, events, named_events, validator
-from served import Served, serving
+from served import Served
 from test_session import TEXT_IDS, make_model
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": [{"type": "text", "text": "hello"}]}]
@@ -52,12 +51,6 @@ SAMPLED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM(make_model(tmp_path_factory.mktemp("model")), reuse_prefixes=True)
-
-
-@pytest.fixture(scope="module")
-def served(llm: LLM) -> Iterator[Served]:
-    with serving(llm, model="tiny") as served:
-        yield served
 
 
 def ask(served: Served, path: str, **body: Any) -> dict[str, Any]:

@@ -15,15 +15,9 @@ from infer.server.embeddings import answer_of, texts_of
 from infer.server.errors import ApiError
 from infer.server.events import OTHERS, interval_of, seen_by
 from served import Served, serving
-from test_session import make_model
 
 MESSAGES = [{"role": "system", "content": "be"}, {"role": "user", "content": "hello"}]
 SAMPLED = {"temperature": 0.9, "seed": 5, "frequency_penalty": 0.7, "max_tokens": 12}
-
-
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(make_model(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from infer.outputs import TokenLogprob
 from infer.sampling import sampler
 from infer.sampling.columns import SamplingColumns
 from infer.sampling_params import SamplingParams
-from path_cases import CASES, Outcome, Way, World, by_definition, make_sequence, make_world, run_all
+from path_cases import CASES, Outcome, Way, World, by_definition, make_sequence, run_all
 from sampling_cases import STYLES, Row, batches_of_rows, make_batch, make_logits
 
 KNOBS: list[dict[str, Any]] = [
@@ -36,11 +36,6 @@ KNOBS: list[dict[str, Any]] = [
     {"allowed_token_ids": [0, 3, 5]},
 ]
 CONTEXT = (1, 2, 2, 6, 1)
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return make_world("llama", tmp_path_factory.mktemp("llama"))
 
 
 def walked(

@@ -18,16 +18,11 @@ from infer.engine.prompt_ids import fitted
 from infer.errors import ContextLengthError
 from infer.sampling.keywords import SamplingKeywords, params_of, split_keywords
 from infer.sampling_params import UnknownParameterError
-from test_session import CONTEXT, make_model
+from test_session import CONTEXT
 from watched import python_command
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
 QUESTION = [{"role": "user", "content": "hello"}]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

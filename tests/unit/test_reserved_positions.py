@@ -10,15 +10,10 @@ from infer.kvcache.paged import PagedCache
 from infer.operands.step import Step
 from infer.runner.caches import make_cache
 from path_cases import Case as Request
-from path_cases import World, by_definition, make_world
+from path_cases import World, by_definition
 from test_loop_edges import LONG, prompt_of
 
 PROMPT = list(prompt_of(5))
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return make_world("llama", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture

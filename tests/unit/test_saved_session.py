@@ -24,16 +24,6 @@ WILD = SamplingParams(temperature=1.0, seed=3, max_new_tokens=9)  # bytes that a
 ANY_PARAMS = st.sampled_from([GREEDY, SAMPLED, WILD])
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> LLM:
-    return LLM(folder)
-
-
 @pytest.fixture
 def talk(llm: LLM) -> Session:
     session = llm.session(system="be brief")

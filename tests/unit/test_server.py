@@ -19,7 +19,6 @@ from infer.server.auth import read_keys
 from infer.server.process import bind
 from infer.server.settings import ServerSettings
 from served import SECONDS, Served, serving
-from test_session import make_model
 
 ERROR_KEYS = {"message", "type", "param", "code"}
 LIMITS: dict[str, Any] = {
@@ -29,11 +28,6 @@ LIMITS: dict[str, Any] = {
 }  # fmt: skip
 KEYS = {"secret-of-ann": "ann", "secret-of-bob": "bob"}
 ORIGIN = "https://page.example"
-
-
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(make_model(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ import httpx
 import pytest
 
 from shapes import SOURCE
-from test_session import make_model
 from watched import python_command
 
 SECONDS = 100.0
@@ -112,11 +111,6 @@ class Process(NamedTuple):
         word, number = self.child.stdout.readline().split()
         assert word == "ready"
         return int(number)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
 
 
 def started(folder: Path, *, drain_seconds: float = 60.0, hangs: bool = False) -> AbstractContextManager[Process]:

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from extent import usual_or_all
 from infer import LLM, AsyncLLM, GenerationResult, InvalidRequestError, SamplingParams
 from infer.system.child_process import Child, ChildError
-from test_session import CONTEXT, make_model
+from test_session import CONTEXT
 from watched import python_command
 
 NUM_REQUESTS = usual_or_all(200, 2000)
@@ -39,11 +39,6 @@ VALUES: list[dict[str, Any]] = [
 ]
 OPTIONS = {"plain": {}, "prefixes": {"reuse_prefixes": True}, "few pages": {"pool_pages": 8}}
 SHARED = list(b"once upon a time there was a model of language ")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
 
 
 class Asked(NamedTuple):

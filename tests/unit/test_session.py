@@ -50,16 +50,6 @@ def make_model(folder: Path, *, num_layers: int = 2, **tokenizer: Any) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> LLM:
-    return LLM(folder)
-
-
 def check_fresh(llm: LLM, prompt: list[int], params: SamplingParams, result: GenerationResult) -> None:
     """A model that has seen nothing else says the same."""
     fresh = llm.generate(prompt, params)

@@ -17,16 +17,11 @@ from infer.errors import InvalidRequestError
 from infer.kvcache.settings import CacheSettings
 from infer.runner.runner import CachedRunner
 from infer.sampling_params import SamplingParams
-from path_cases import CONTEXT, Case, Outcome, Way, World, by_definition, make_sequence, make_world
+from path_cases import CONTEXT, Case, Outcome, Way, World, by_definition, make_sequence
 from test_session import make_model
 
 LONG = Case("long", tuple(b"abc abc"), SamplingParams(temperature=0, max_new_tokens=60, ignore_eos=True))
 SHORT = Case("short", tuple(b"cab"), SamplingParams(temperature=0.8, seed=3, max_new_tokens=4, ignore_eos=True))
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return make_world("llama", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture

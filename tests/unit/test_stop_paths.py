@@ -3,7 +3,6 @@
 import codecs
 from dataclasses import replace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +16,6 @@ from path_cases import (
     Way,
     World,
     make_sequence,
-    make_world,
     run_alone,
 )
 from test_stop_strings import naive
@@ -34,11 +32,6 @@ ways = st.builds(
     st.sampled_from([True, True, True, False]),
 )
 stops = st.lists(st.text(alphabet='abc é"', min_size=1, max_size=4), min_size=1, max_size=4)
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return make_world("llama", tmp_path_factory.mktemp("llama"))
 
 
 def expected_of(world: World, token_ids: list[int], stop: list[str], include: bool) -> Outcome:

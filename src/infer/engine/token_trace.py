@@ -11,7 +11,9 @@ from infer import ops
 from infer.engine.async_stream import Check
 from infer.engine.host import Host
 from infer.engine.lease import Lease
-from infer.engine.request_options import RequestOptions
+from infer.engine.prompt_ids import Prompt
+from infer.engine.request import check_prompt
+from infer.engine.request_options import RequestOptions, check_count
 from infer.errors import InferError, InvalidRequestError
 from infer.grammar import grammar_of
 from infer.kvcache.settings import CacheSettings
@@ -21,16 +23,15 @@ from infer.operands.step import Step
 from infer.outputs import GenerationResult, SampleTrace, TokenLogprob
 from infer.runner.caches import make_cache
 from infer.sampling.trace import sample_trace
-from infer.sampling_params import SamplingParams
+from infer.sampling_params import MAX_LOGPROBS, SamplingParams
 
 
 @torch.inference_mode()
-def logits_of(
-    model: Transformer, token_ids: list[int], settings: CacheSettings, *, last: int | None
-) -> Float[Tensor, "tokens vocab"]:
+def logits_of(host: Host, prompt: Prompt, last: int | None) -> Float[Tensor, "tokens vocab"]:
     """float32 logits after every token, or after the last few."""
+    token_ids = check_prompt(host.model, host.tokenizer, host.encode(prompt), room=0)
     first = 0 if last is None else max(len(token_ids) - last, 0)
-    return torch.cat(list(_logits_from(model, token_ids, settings, first, MAX_STEP_TOKENS)))
+    return torch.cat(list(_logits_from(host.model, token_ids, host.settings.cache, first, MAX_STEP_TOKENS)))
 
 
 def _logits_from(
@@ -47,8 +48,10 @@ def _logits_from(
         cache.commit(0, len(chunk))
 
 
-def score_prompt(host: Host, token_ids: list[int], num_top: int) -> list[TokenLogprob | None]:
+def score_prompt(host: Host, prompt: Prompt, num_top: int) -> list[TokenLogprob | None]:
     """How likely each token is after those before it, by the raw logits; None for the first."""
+    check_count("num", num_top, 0, MAX_LOGPROBS)
+    token_ids = check_prompt(host.model, host.tokenizer, host.encode(prompt), room=0)
 
     def score(slot: int) -> list[TokenLogprob]:
         host.runner.truncate(slot, 0)  # of what a call left that ran out of pages
@@ -57,13 +60,14 @@ def score_prompt(host: Host, token_ids: list[int], num_top: int) -> list[TokenLo
     return [None, *host.engine.change(Lease(), score)]
 
 
-def trace_token(
-    host: Host, prompt: list[int], params: SamplingParams, *, step: int, num_candidates: int
-) -> SampleTrace:
+def trace_token(host: Host, prompt: Prompt, params: SamplingParams, step: int, num_candidates: int) -> SampleTrace:
     """Raises InvalidRequestError where the answer ends before `step`, and as `check_traceable` does."""
+    check_count("step", step, 1, host.model.max_seq_len)
+    check_count("num_candidates", num_candidates, 1, host.vocab_size)
+    token_ids = check_prompt(host.model, host.tokenizer, host.encode(prompt), room=1)
     check_traceable(host, params)
     asked = replace(params, max_new_tokens=step, min_new_tokens=min(params.min_new_tokens, step))
-    result = host.stream(host.sequence(prompt, asked, RequestOptions(), {})).run()
+    result = host.stream(host.sequence(token_ids, asked, RequestOptions(), {})).run()
     if result.error is not None:
         raise InvalidRequestError(f"the generation ended early: {result.error}")
     if len(result.token_ids) < step:
@@ -71,8 +75,8 @@ def trace_token(
         raise InvalidRequestError(
             f"step must be at most {len(result.token_ids)}, where the answer ends ({why}), got {step}"
         )
-    (found,) = trace_answer(host, prompt, params, result, first=step, num_candidates=num_candidates)
-    context = prompt + result.token_ids[: step - 1]
+    (found,) = trace_answer(host, token_ids, params, result, first=step, num_candidates=num_candidates)
+    context = token_ids + result.token_ids[: step - 1]
     return replace(found, text_before=host.tokenizer.decode(context, skip_special_tokens=False))
 
 

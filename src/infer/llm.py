@@ -193,6 +193,11 @@ class LLM:
         """Whether the model brings a chat template."""
         return self.tokenizer.chat_template is not None
 
+    @property
+    def system_fingerprint(self) -> str:
+        """Of weights, tokenizer, template and settings: where it is the same, so are answers to the same request."""
+        return self._opened.system_fingerprint
+
     def default_params(self, *, is_chat: bool = False) -> SamplingParams:
         """What a call without params is answered with: the model's own values, and neutral ones where it has none."""
         return default_params(self.sampling_defaults, is_chat=is_chat)

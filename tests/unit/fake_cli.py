@@ -26,6 +26,7 @@ class FakeModel:
 
     max_seq_len = 100
     can_chat = True
+    system_fingerprint = "fp_fake"
 
     def __init__(self, sampling_defaults: dict[str, Any] | None = None) -> None:
         self.sampling_defaults = SamplingDefaults(sampling_defaults or {})

@@ -70,6 +70,12 @@ def stream(served: Served, path: str, **body: Any) -> list[dict[str, Any]]:
     return found
 
 
+def test_every_answer_and_chunk_has_the_model_s_fingerprint(served: Served, llm: LLM) -> None:
+    asked: dict[str, Any] = {"max_tokens": 3, "seed": 1}
+    found = [ask(served, COMPLETIONS, prompt="hello", **asked), *stream(served, CHAT, messages=PLAIN, **asked)]
+    assert {each["system_fingerprint"] for each in found} == {llm.system_fingerprint}
+
+
 def choices_of(chunks: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
     found = defaultdict[int, list[dict[str, Any]]](list)
     for chunk in chunks:

@@ -178,7 +178,10 @@ def test_a_file_of_another_model_names_what_differs(talk: Session, folder: Path,
     for name, other in others.items():
         with pytest.raises(InvalidRequestError, match=f"saved with another .*{name}"):
             other.load_session(path)
-    short = LLM(folder, max_seq_len=10)
+    fingerprints = {other.system_fingerprint for other in others.values()}
+    assert len(fingerprints | {LLM(folder, kv_type="q8").system_fingerprint}) == 4
+    short = LLM(folder, max_seq_len=10, reuse_prefixes=True)
+    assert short.system_fingerprint == LLM(folder).system_fingerprint not in fingerprints
     with pytest.raises(InvalidRequestError, match="context holds 10"):
         short.load_session(path)
     assert LLM(folder, max_seq_len=100).load_session(path).token_ids == talk.token_ids

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
 from infer.cli.model import Model
+from infer.cli.permalink import Permalink, body_of
 from infer.cli.prompts import Prompt
 from infer.cli.report import cut_lines, stats_lines, time_lines, total_line
 from infer.cli.terminal import Spinner, TextWriter, cancel_on_signal
@@ -38,6 +39,7 @@ def answer_one(model: Model, prompt: Prompt, params: SamplingParams, options: Ma
     """The exit status. The text goes to stdout as it comes."""
     writer, line = TextWriter(sys.stdout), PrefillLine(shown=not options["quiet"])
     is_text = not (options["as_json"] or options["as_lines"])
+    body = body_of(prompt, params, options["model"], model.max_seq_len) if options["permalink"] else None
 
     def on_token(token_id: int, text: str) -> None:
         line.close()
@@ -60,6 +62,8 @@ def answer_one(model: Model, prompt: Prompt, params: SamplingParams, options: Ma
     if not cancellation.exit_status:
         lines = () if options["quiet"] else [*cut_lines([result]), *time_lines(result, verbose=options["verbose"])]
         _tell(lines, [result], params, options)
+        if body is not None:
+            print(Permalink.of(body, result, model.system_fingerprint).url, file=sys.stderr)
     return cancellation.exit_status
 
 

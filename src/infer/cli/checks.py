@@ -1,7 +1,8 @@
 """What can be refused before torch is loaded: settings that break a rule, names that mean no model, ids and lengths
 that the model's headers do not allow."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from infer.cli.options import cache_values
@@ -13,6 +14,7 @@ from infer.system.cores import check_num_threads
 
 _CACHE_DEFAULTS = CacheSettings()
 _SETTINGS = ("max_seq_len", "threads", "grammar_backend")
+_OF_SERVE = ("httptools", "msgspec", "starlette", "uvicorn")
 
 
 def check_options(options: Mapping[str, Any], params: Collection[SamplingParams]) -> None:
@@ -31,6 +33,17 @@ def check_options(options: Mapping[str, Any], params: Collection[SamplingParams]
         resolve(options["model"])
     else:
         _check_headers(options["model"], length, settings, named)
+
+
+@contextmanager
+def needs_serve_extra() -> Iterator[None]:
+    """Around imports of what `infer-engine[serve]` installs. Raises InvalidRequestError where it is not there."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in _OF_SERVE:
+            raise
+        raise InvalidRequestError(f"{error.name} is not installed: pip install 'infer-engine[serve]'") from error
 
 
 def check_grammar(params: SamplingParams) -> None:

@@ -3,8 +3,7 @@
 A value given on the command line goes before one from the model, which goes before the default shown in the help.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,14 +12,14 @@ from typing import Any, get_args
 import click
 
 import infer as package
-from infer.cli.checks import check_grammar, check_options
+from infer.cli.checks import check_grammar, check_options, needs_serve_extra
 from infer.cli.model import Model
+from infer.cli.model_load import kernels_ahead, load_arguments, load_for_server, load_model
 from infer.cli.options import (
     Function,
     apply_options,
     batch_options,
     cache_options,
-    cache_values,
     check_constraints,
     constraint_options,
     path_options,
@@ -29,13 +28,19 @@ from infer.cli.options import (
     template_options,
 )
 from infer.cli.prompts import many_prompts, one_prompt
-from infer.cli.sampling_options import given_values, logprobs_options, merge_params, own_params, sampling_options
+from infer.cli.sampling_options import (
+    given_values,
+    is_given,
+    logprobs_options,
+    merge_params,
+    own_params,
+    sampling_options,
+)
 from infer.cli.serve_options import serve_options
 from infer.cli.spelling import Command, Device, what_to_type
-from infer.cli.terminal import Spinner, exit_on_signal, keeping_garbage
+from infer.cli.terminal import Spinner, exit_on_signal
 from infer.engine.model_settings import GrammarBackend
 from infer.errors import InvalidRequestError
-from infer.kvcache.settings import CacheSettings
 from infer.sampling.defaults import SamplingDefaults, neutral_values
 from infer.sampling_params import SamplingParams
 from infer.system.status_line import silence
@@ -153,6 +158,9 @@ def infer(context: click.Context, /, is_version: bool, verbose: bool) -> None:
     is_flag=True,
     help="One JSON object a token as it comes, then the result; of many prompts each result as it ends.",
 )
+@click.option(
+    "--permalink", is_flag=True, help="On stderr a link to this answer, for infer replay and the server's page."
+)
 @click.pass_context
 def generate(context: click.Context, /, **options: Any) -> None:
     """Continue a PROMPT, or a text on stdin. The text goes to stdout as it comes, times to stderr."""
@@ -160,6 +168,10 @@ def generate(context: click.Context, /, **options: Any) -> None:
     check_constraints(context)
     if options["logprobs"] is not None and not (options["as_json"] or options["as_lines"]):
         raise click.UsageError("--logprobs needs --json or --json-lines")
+    if options["permalink"] and (options["prompts_file"] is not None or options["overflow"] != "error"):
+        raise click.UsageError(
+            "--permalink is of one prompt, and of the whole of it: leave out --prompts-file, --overflow"
+        )
     given, neutral = given_values(context, options), neutral_values(is_chat=options["chat"])
     params = SamplingParams.from_mapping({**neutral, **given})
     check_options(options, [params])
@@ -227,6 +239,31 @@ def chat(context: click.Context, /, **options: Any) -> None:
 
 
 @infer.command()
+@click.argument("permalink")
+@model_options
+@click.pass_context
+def replay(context: click.Context, /, **options: Any) -> None:
+    """Answer a PERMALINK again: of generate --permalink, /link in a chat, or the server's page; - is stdin.
+
+    Exit status 0: the answer is the same, 1: it is another one. Without -m its own model answers, if it is at hand.
+    """
+    invocation = _invocation(context, options)
+    from infer.cli.option_files import read_text
+    from infer.cli.permalink import read_permalink
+
+    is_stdin = options["permalink"] == "-"
+    link = read_permalink(read_text(Path("-"), "the permalink") if is_stdin else options["permalink"])
+    with needs_serve_extra():
+        from infer.cli.replay import model_of, read_request, run_replay
+
+    body = read_request(link)
+    if not is_given(context, "model"):
+        options["model"] = model_of(link, options["model"], quiet=options["quiet"])
+    check_options(options, [])
+    invocation.exit_status = run_replay(load_model(context, options), link, body, quiet=options["quiet"])
+
+
+@infer.command()
 @serve_options
 @model_options
 @click.pass_context
@@ -234,9 +271,10 @@ def serve(context: click.Context, /, **options: Any) -> None:
     """Serve a model over HTTP, as OpenAI's API. SIGTERM and Ctrl-C drain: a second one ends at once."""
     invocation = _invocation(context, options)
     check_options(options, [])
-    from infer.cli.serve import run_serve
+    with needs_serve_extra():
+        from infer.cli.serve import run_serve
 
-    invocation.exit_status = run_serve(options, partial(_load_for_server, options))
+    invocation.exit_status = run_serve(options, partial(load_for_server, options))
 
 
 @infer.command()
@@ -346,41 +384,6 @@ def models(context: click.Context, /, **options: Any) -> None:
     from infer.cli.models import run_models
 
     run_models(as_json=options["as_json"])
-
-
-def load_model(context: click.Context, options: Mapping[str, Any]) -> Model:
-    """The LLM that the options ask for."""
-    spinner = Spinner(f"loading {options['model']}", shown=not options["quiet"])
-    with exit_on_signal(), keeping_garbage(), spinner, kernels_ahead(options, options["device"]):
-        from infer.llm import LLM
-
-        return LLM(**load_arguments(options), on_progress=spinner.progress)
-
-
-def _load_for_server(options: Mapping[str, Any], on_progress: Callable[[int, int], None]) -> Any:
-    """On any thread. What prompts begin with in common is read once, unless a policy evicts."""
-    with keeping_garbage(), kernels_ahead(options, options["device"]):
-        from infer.llm import LLM
-
-        reuse_prefixes = options["eviction_policy"] == "none"
-        arguments = load_arguments(options) | {"reuse_prefixes": reuse_prefixes, "pool_pages": options["pool_pages"]}
-        return LLM(**arguments, on_progress=on_progress)
-
-
-def load_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What `LLM` is given of them."""
-    names = ("model", "device", "dtype", "weights", "precision", "grammar_backend", "max_seq_len", "threads")
-    given = {name: options[name] for name in (*names, "chat_template", "allow_special")}
-    return given | cache_values(options) | {"capture": not options["no_capture"]}
-
-
-def kernels_ahead(options: Mapping[str, Any], device: str = "cpu") -> AbstractContextManager[None]:
-    """Within, torch and the model are loaded."""
-    from infer.model.compile_ahead import compiling_ahead
-    from infer.model.memory import LoadSettings
-
-    load = LoadSettings(options["dtype"], options["weights"], options["precision"])
-    return compiling_ahead(options["model"], device, load, CacheSettings(**cache_values(options)))
 
 
 def model_defaults(model: Model, options: Mapping[str, Any]) -> SamplingDefaults:

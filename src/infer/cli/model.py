@@ -52,6 +52,9 @@ class Model(Protocol):
     @property
     def can_chat(self) -> bool: ...
 
+    @property
+    def system_fingerprint(self) -> str: ...
+
     def generate(
         self,
         prompt: Prompt,

@@ -17,6 +17,7 @@ from typing import Protocol, Self, TextIO, final, runtime_checkable
 
 import click
 
+from infer.cli.markdown import MarkdownStyle
 from infer.cli.streams import raise_if_reader_has_gone
 from infer.cli.wrapping import WordWrap
 from infer.system.status_line import PROGRESS_WIDTH, StatusLine, bar
@@ -47,11 +48,11 @@ class TextStream(Protocol):
 
 @final
 class TextWriter:
-    """Text as it comes, flushed piece by piece; words go to the next line whole where there is something to wrap."""
+    """Text as it comes, flushed piece by piece; where there is something to wrap, words go to the next line whole."""
 
-    def __init__(self, stream: TextStream, wrap: WordWrap | None = None) -> None:
+    def __init__(self, stream: TextStream, wrap: WordWrap | None = None, style: MarkdownStyle | None = None) -> None:
         self._stream = stream
-        self._wrap = wrap
+        self._wrap, self._style = wrap, style
         self._is_terminal = stream.isatty()
         self._in_line = False
 
@@ -59,8 +60,9 @@ class TextWriter:
         if not text:
             return
         self._in_line = not text.endswith("\n")
-        shown = text.translate(_VISIBLE) if self._is_terminal else text
-        self._stream.write(shown if self._wrap is None else self._wrap.feed(shown))
+        visible = text.translate(_VISIBLE) if self._is_terminal else text
+        shown = visible if self._style is None else self._style.feed(visible)
+        self._stream.write("".join(shown) if self._wrap is None else self._wrap.feed(shown))
         self._stream.flush()
 
     def end_line(self) -> None:

@@ -1,5 +1,6 @@
 """How the values of a trace read, in a table as in a picture."""
 
+import re
 import unicodedata
 
 _HEADINGS = {
@@ -13,6 +14,9 @@ _HEADINGS = {
     "min_p": "min-p",
     "temperature_last": "temperature",
 }
+
+
+_STYLE = re.compile(r"\x1b\[[\d;]*m")
 
 
 def heading(stage: str) -> str:
@@ -40,8 +44,8 @@ def shortened(text: str, width: int) -> str:
 
 
 def display_width(text: str) -> int:
-    """Terminal columns: East Asian wide characters take two, combining and invisible ones none."""
-    return sum(map(_columns, text))
+    """Terminal columns: East Asian wide characters take two, combining and invisible ones and styles none."""
+    return sum(map(_columns, _STYLE.sub("", text) if "\x1b" in text else text))
 
 
 def _columns(character: str) -> int:

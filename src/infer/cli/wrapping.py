@@ -4,7 +4,7 @@ What is written depends on the text alone, not on its pieces. The model's own li
 lines of tables are left as they are.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import final
 
 from infer.cli.words import display_width
@@ -30,8 +30,10 @@ class WordWrap:
         self._in_code = False
         self._previous = ""
 
-    def feed(self, text: str) -> str:
-        """What of the text so far can be shown, with line breaks where words would be cut."""
+    def feed(self, text: Iterable[str]) -> str:
+        """What of the text so far can be shown, with line breaks where words would be cut. Between its characters may
+        be escape sequences that set a style.
+        """
         return "".join(map(self._take, text))
 
     def finish(self) -> str:
@@ -39,6 +41,8 @@ class WordWrap:
         return self._end_word()
 
     def _take(self, character: str) -> str:
+        if len(character) > 1:
+            return self._set_style(character)
         previous, self._previous = self._previous, character
         if character == "\n":
             return self._end_line()
@@ -69,6 +73,12 @@ class WordWrap:
         self._column, self._is_held = 0, False
         return "\n" + self._show(word)
 
+    def _set_style(self, sequence: str) -> str:
+        if not self._is_held:
+            return self._show(sequence)
+        self._word += sequence
+        return ""
+
     def _show(self, text: str) -> str:
         shown, self._spaces = self._spaces + text, ""
         column = _column_after(self._column, shown)
@@ -89,6 +99,8 @@ class WordWrap:
 
 
 def _column_after(column: int, text: str) -> int:
-    for character in text:
-        column += TAB - column % TAB if character == "\t" else display_width(character)
+    first, *others = text.split("\t")
+    column += display_width(first)
+    for part in others:
+        column += TAB - column % TAB + display_width(part)
     return column

@@ -107,6 +107,12 @@ class Host:
             "cache": cache_kind,
         }
 
+    @cached_property
+    def system_fingerprint(self) -> str:
+        """Where it is the same, the same request with the same seed has the same answer."""
+        model = self.fingerprint(self.runner.cache.kind), self.tokenizer.chat_templates
+        return f"fp_{_digest(repr((*model, sorted(self.settings.sampling_defaults.items()))))[:16]}"
+
     def encode(self, prompt: Prompt) -> list[int]:
         return prompt_ids(prompt, self.tokenizer, self.model.max_seq_len)
 

@@ -41,7 +41,7 @@ _ENDED: dict[str, Schema] = {
     "seed": COUNT,
     "usage": ref("Usage"),
 }
-_HEAD: dict[str, Schema] = {"id": TEXT, "created": COUNT, "model": TEXT}
+_HEAD: dict[str, Schema] = {"id": TEXT, "created": COUNT, "model": TEXT, "system_fingerprint": TEXT}
 _TOKEN_LOGPROB: dict[str, Schema] = {"token": TEXT, "logprob": NUMBER, "bytes": nullable(listed(COUNT))}
 _BYTES = listed({"type": "integer", "minimum": 0, "maximum": 255})
 _ERROR = record(message=TEXT, type=TEXT, param=nullable(TEXT), code=nullable(TEXT))

@@ -46,8 +46,9 @@ async def reply(request: Request, state: ServerState, choices: Choices, shape: S
 
 def make_head(prefix: str, request: Request, state: ServerState) -> Head:
     """Its id is the request's, which the log has too."""
-    number = call_of(request).id.removeprefix("req-")
-    return Head(prefix + number, int(time.time()), state.settings.model)
+    number, loaded = call_of(request).id.removeprefix("req-"), state.loaded
+    assert loaded is not None
+    return Head(prefix + number, int(time.time()), state.settings.model, loaded.llm.system_fingerprint)
 
 
 def json_response(body: Json) -> Response:

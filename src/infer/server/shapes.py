@@ -17,9 +17,10 @@ class Head(NamedTuple):
     id: str
     created: int
     model: str
+    system_fingerprint: str
 
     def to_json(self, kind: str) -> Json:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {"id": self.id, "object": kind, **self._asdict()}
 
 
 def usage_of(num_prompt_tokens: int, results: Sequence[GenerationResult], num_cached: int) -> Json:

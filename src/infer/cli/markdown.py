@@ -1,0 +1,137 @@
+"""Markdown at a terminal: styled while it comes, and every character of it kept.
+
+Marks (`**`, `#`, fences) stay, dim: what is copied from the terminal is what the model wrote. Nothing is written over,
+so nothing flickers; a mark is held until the next character says what it is.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import final
+
+_HEADING, _LIST, _QUOTE = r"#{1,6} ", r"[-*+] |\d{1,9}[.)] ", "> ?"
+_BLOCK = re.compile(rf"(?P<indent>[ \t]*)((?P<heading>{_HEADING})|(?P<mark>{_LIST}|{_QUOTE})|(?P<fence>```|~~~))?")
+_UNDECIDED = re.compile(r"[ \t]*(#{0,6}|[-*+]|\d{0,9}[.)]?|`{0,2}|~{0,2})")
+_MARKS = "*_`"
+_BOLD, _DIM, _ITALIC, _CODE = 1, 2, 3, 36  # parameters of SGR; code is cyan
+
+
+@final
+class MarkdownStyle:
+    """Give it the text in any pieces; what it gives depends on the text alone."""
+
+    def __init__(self) -> None:
+        self._shown: tuple[int, ...] = ()  # the style of what was given out last
+        self._fence = ""  # the marks that opened the block of code that we are in
+        self._begin_line()
+
+    def _begin_line(self) -> None:
+        self._head: str | None = ""  # what the line begins with, until that says what the line is
+        self._style: set[int] = set()
+        self._code = ""  # the marks that opened the code that we are in
+        self._run = ""  # marks whose meaning the next character decides
+        self._before = " "  # the character before these
+        self._is_table, self._is_fence = False, False
+
+    def feed(self, text: str) -> Iterator[str]:
+        """Characters, and between them escape sequences that change the style."""
+        for character in text:
+            yield from self._take(character)
+
+    def finish(self) -> Iterator[str]:
+        """What is still held, and the terminal's own style."""
+        yield from self._end_line("")
+
+    def _take(self, character: str) -> Iterator[str]:
+        if character == "\n":
+            yield from self._end_line(character)
+        elif self._head is None:
+            yield from self._inline(character)
+        elif self._is_head(self._head + character):
+            self._head += character
+        else:
+            head, self._head = self._head + character, None
+            yield from self._begin(head)
+
+    def _is_head(self, text: str) -> bool:
+        if self._fence:
+            return self._fence.startswith(text.lstrip(" \t")) and text.lstrip(" \t") != self._fence
+        return _UNDECIDED.fullmatch(text) is not None
+
+    def _begin(self, head: str) -> Iterator[str]:
+        """The line is known: a block's mark, and the text after it."""
+        if self._fence:
+            if head.lstrip(" \t") == self._fence:
+                self._fence, self._is_fence = "", True
+            yield from self._show(head, _DIM if self._is_fence else _CODE)
+            return
+        found = _BLOCK.match(head)
+        assert found is not None
+        yield from self._show(found["indent"])
+        rest = head[found.end("indent") :]
+        if found["fence"]:
+            self._fence, self._is_fence = found["fence"], True
+            yield from self._show(rest, _DIM)
+            return
+        mark = found["heading"] or found["mark"] or ""
+        self._is_table = rest.startswith("|")
+        yield from self._show(mark, _DIM)
+        self._style = {_BOLD} if found["heading"] else set()
+        for character in rest[len(mark) :]:
+            yield from self._inline(character)
+
+    def _inline(self, character: str) -> Iterator[str]:
+        if self._fence or self._is_fence:
+            yield from self._show(character, _DIM if self._is_fence else _CODE)
+            return
+        is_mark = character in _MARKS and (self._code != "" or self._before != "\\")
+        if is_mark and self._run in ("", character * len(self._run)):
+            self._run += character
+            return
+        yield from self._end_run(character)
+        if is_mark:
+            self._run = character
+            return
+        is_bar = self._is_table and character == "|"
+        yield from self._show(character, *((_DIM,) if is_bar else (_CODE,) if self._code else ()))
+        self._before = character
+
+    def _end_run(self, following: str) -> Iterator[str]:
+        """Marks open or close what they mean by what is beside them; others are text."""
+        run, self._run = self._run, ""
+        if not run:
+            return
+        before, self._before = self._before, run[-1]
+        if run[0] == "`" and self._code in ("", run):
+            self._code = "" if self._code else run
+            yield from self._show(run, _DIM)
+            return
+        styles = {1: {_ITALIC}, 2: {_BOLD}, 3: {_BOLD, _ITALIC}}.get(len(run) * (run[0] != "`"), set())
+        closes = styles <= self._style and not before.isspace() and not (run[0] == "_" and following.isalnum())
+        opens = not styles & self._style and not following.isspace() and not (len(run) == 1 and before.isalnum())
+        if not styles or self._code or not (closes or opens):
+            yield from self._show(run, *((_CODE,) if self._code else ()))
+            return
+        if closes:
+            self._style = self._style - styles
+        yield from self._show(run, _DIM)
+        if not closes:
+            self._style = self._style | styles
+
+    def _end_line(self, end: str) -> Iterator[str]:
+        if self._head:
+            head, self._head = self._head, None
+            yield from self._begin(head)
+        yield from self._end_run("\n")
+        self._style = set()
+        yield from self._show(end)
+        if self._shown:
+            self._shown = ()
+            yield "\x1b[0m"
+        self._begin_line()
+
+    def _show(self, text: str, *further: int) -> Iterator[str]:
+        style = tuple(sorted({*self._style, *further}))
+        if text and style != self._shown:
+            self._shown = style
+            yield f"\x1b[{';'.join(map(str, (0, *style)))}m"
+        yield from text

@@ -1,0 +1,47 @@
+"""The model that the options of a command ask for. What is heavy is imported by the function that needs it."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import click
+
+import infer
+from infer.cli.options import cache_values
+from infer.cli.terminal import Spinner, exit_on_signal, keeping_garbage
+from infer.kvcache.settings import CacheSettings
+
+
+def load_model(context: click.Context, options: Mapping[str, Any]) -> "infer.LLM":
+    """The LLM that the options ask for."""
+    spinner = Spinner(f"loading {options['model']}", shown=not options["quiet"])
+    with exit_on_signal(), keeping_garbage(), spinner, kernels_ahead(options, options["device"]):
+        from infer.llm import LLM
+
+        return LLM(**load_arguments(options), on_progress=spinner.progress)
+
+
+def load_for_server(options: Mapping[str, Any], on_progress: Callable[[int, int], None]) -> Any:
+    """On any thread. What prompts begin with in common is read once, unless a policy evicts."""
+    with keeping_garbage(), kernels_ahead(options, options["device"]):
+        from infer.llm import LLM
+
+        reuse_prefixes = options["eviction_policy"] == "none"
+        arguments = load_arguments(options) | {"reuse_prefixes": reuse_prefixes, "pool_pages": options["pool_pages"]}
+        return LLM(**arguments, on_progress=on_progress)
+
+
+def load_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What `LLM` is given of them."""
+    names = ("model", "device", "dtype", "weights", "precision", "grammar_backend", "max_seq_len", "threads")
+    given = {name: options[name] for name in (*names, "chat_template", "allow_special")}
+    return given | cache_values(options) | {"capture": not options["no_capture"]}
+
+
+def kernels_ahead(options: Mapping[str, Any], device: str = "cpu") -> AbstractContextManager[None]:
+    """Within, torch and the model are loaded."""
+    from infer.model.compile_ahead import compiling_ahead
+    from infer.model.memory import LoadSettings
+
+    load = LoadSettings(options["dtype"], options["weights"], options["precision"])
+    return compiling_ahead(options["model"], device, load, CacheSettings(**cache_values(options)))

@@ -1,0 +1,124 @@
+"""A permalink: a request of the server's, with its seed, and what tells whether an answer to it is the same.
+
+`http://host/#r=` and base64url of JSON, as the server's page reads and writes it. What is after `#` is sent to no host.
+"""
+
+import base64
+import binascii
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Self, final, get_args
+
+from infer.errors import InvalidRequestError
+from infer.outputs import GenerationResult
+from infer.sampling_params import SamplingParams
+
+Route = Literal["/v1/chat/completions", "/v1/completions"]
+VERSION = 1
+HOST = "http://127.0.0.1:8000/"  # where `infer serve` is unless told otherwise
+_MOST_STOPS, _MOST_BIAS = 4, 100.0  # of the routes
+_ALWAYS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+_IF_GIVEN = ("regex", "grammar", "choice", "stop", "stop_token_ids", "allowed_token_ids")
+_IF_TRUE = ("temperature_last", "ignore_eos", "include_stop_str_in_output")
+
+
+@final
+@dataclass(frozen=True)
+class Permalink:
+    """`body` is what the route takes. `sha256` is of the answer's text."""
+
+    route: Route
+    body: Mapping[str, Any]
+    fingerprint: str | None = None
+    sha256: str | None = None
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any], result: GenerationResult, fingerprint: str) -> Self:
+        """Of an answer to this body."""
+        route: Route = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        return cls(route, {**body, "seed": signed(result.seed)}, fingerprint, sha256_of(result.text))
+
+    @property
+    def url(self) -> str:
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        content = json.dumps({"v": VERSION, **given}, ensure_ascii=False, separators=(",", ":"))
+        return f"{HOST}#r={base64.urlsafe_b64encode(content.encode('utf-8', 'replace')).decode().rstrip('=')}"
+
+
+def read_permalink(text: str) -> Permalink:
+    """Of the whole URL or what is after its `#`. Raises InvalidRequestError."""
+    fragment = re.fullmatch(r"(?:.*#)?r=([^=]+)=*", "".join(text.split()))
+    if fragment is None:
+        raise InvalidRequestError(f"no permalink: it must end in #r=…, got {text.strip()!r:.80}")
+    encoded = fragment[1]
+    try:
+        found = json.loads(base64.b64decode(encoded + "=" * (-len(encoded) % 4), b"-_", validate=True))
+    except (binascii.Error, ValueError, RecursionError):
+        raise InvalidRequestError("the permalink is damaged: what is after r= must be base64url of JSON") from None
+    if not isinstance(found, dict) or found.get("v") != VERSION:
+        version = found.get("v") if isinstance(found, dict) else None
+        raise InvalidRequestError(
+            f"the permalink's v must be {VERSION}, got {version!r:.40}: a newer infer may know it"
+        )
+    if found.get("route") not in get_args(Route):
+        raise InvalidRequestError(f"the permalink's route must be {' or '.join(get_args(Route))}, "
+                                  f"got {found.get('route')!r:.80}")  # fmt: skip
+    if not isinstance(found.get("body"), dict):
+        raise InvalidRequestError(f"the permalink's body must be an object, got {found.get('body')!r:.80}")
+    for name in ("fingerprint", "sha256"):
+        if not isinstance(found.get(name), str | None):
+            raise InvalidRequestError(f"the permalink's {name} must be a string, got {found[name]!r:.80}")
+    return Permalink(found["route"], found["body"], found.get("fingerprint"), found.get("sha256"))
+
+
+def sha256_of(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
+
+
+def body_of(
+    prompt: str | Sequence[int] | Sequence[Mapping[str, Any]], params: SamplingParams, model: str, max_seq_len: int
+) -> dict[str, Any]:
+    """What a route is sent for this answer, but its seed. Raises InvalidRequestError for what no route takes."""
+    is_chat = not isinstance(prompt, str) and any(isinstance(each, Mapping) for each in prompt)
+    body: dict[str, Any] = {"model": Path(model).name if Path(model).exists() else model}
+    body |= {"messages" if is_chat else "prompt": prompt if isinstance(prompt, str) else list(prompt)}
+    body |= {name: getattr(params, name) for name in _ALWAYS}
+    body["top_k"] = -1 if params.top_k is None else params.top_k
+    body["max_tokens"] = max_seq_len if params.max_new_tokens is None else params.max_new_tokens
+    if params.min_new_tokens:
+        body["min_tokens"] = params.min_new_tokens
+    if params.repetition_penalty != 1:
+        body["repetition_window"] = max_seq_len if params.repetition_window is None else params.repetition_window
+    body |= {name: True for name in _IF_TRUE if getattr(params, name)}
+    for name in _IF_GIVEN:
+        if (value := getattr(params, name)) is not None:
+            body[name] = value if isinstance(value, str) else sorted(value) if name.endswith("_ids") else list(value)
+    if isinstance(body.get("stop"), list) and len(body["stop"]) > _MOST_STOPS:
+        raise InvalidRequestError(f"a permalink holds {_MOST_STOPS} stop strings at most, got {len(body['stop'])}")
+    return body | _bias(params) | _schema(params)
+
+
+def signed(seed: int | None) -> int | None:
+    """As the routes take it: a whole number of 64 bits with sign."""
+    return seed if seed is None or seed < 2**63 else seed - 2**64
+
+
+def _bias(params: SamplingParams) -> dict[str, Any]:
+    for token_id, value in (params.logit_bias or {}).items():
+        if not math.isfinite(value) or abs(value) > _MOST_BIAS:
+            raise InvalidRequestError(f"a permalink holds logit_bias from -100 to 100, got {token_id}={value:g}")
+    return {"logit_bias": {str(each): value for each, value in params.logit_bias.items()}} if params.logit_bias else {}
+
+
+def _schema(params: SamplingParams) -> dict[str, Any]:
+    if params.json_schema is None:
+        return {}
+    schema = json.loads(str(params.json_schema))
+    if not isinstance(schema, dict):
+        raise InvalidRequestError(f"a permalink holds a json_schema that is an object, got {params.json_schema!r:.80}")
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}}

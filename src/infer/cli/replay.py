@@ -1,0 +1,105 @@
+"""`infer replay`: the answer that a permalink is of, again, with the same bits where the model is the same.
+
+The body is read as the server's routes read it.
+"""
+
+import sys
+from dataclasses import replace
+
+import msgspec
+
+import infer
+from infer.catalog.models import models_at_hand
+from infer.cli.answers import PrefillLine
+from infer.cli.permalink import Permalink, sha256_of
+from infer.cli.terminal import TextWriter, cancel_on_signal
+from infer.errors import InvalidRequestError
+from infer.server.chat import ask as ask_chat
+from infer.server.choices import Asked
+from infer.server.completions import ask as ask_completion
+from infer.server.errors import ApiError
+from infer.server.read_body import read_body
+from infer.server.schema import ChatBody, CompletionBody
+
+DIFFERENT = 1  # exit status
+
+
+def read_request(link: Permalink) -> ChatBody | CompletionBody:
+    """What can be refused before the model is there. Raises InvalidRequestError."""
+    kind = ChatBody if link.route == "/v1/chat/completions" else CompletionBody
+    try:
+        body = read_body(msgspec.json.encode(link.body), kind)
+    except ApiError as error:
+        raise InvalidRequestError(f"the permalink's body: {error.message}") from error
+    if isinstance(body, CompletionBody) and body.echo:
+        raise InvalidRequestError(
+            "the permalink's body: echo must not be true, an answer without its prompt is replayed"
+        )
+    return body
+
+
+def model_of(link: Permalink, otherwise: str, *, quiet: bool) -> str:
+    """The link's own, if it is at hand: a link makes nobody download or open anything else."""
+    name = link.body.get("model", otherwise)
+    if any(model.name == name for model in models_at_hand()):
+        return str(name)
+    if not quiet:
+        print(
+            f"the permalink's model {name!r:.80} is not at hand: {otherwise} answers (-m names another)",
+            file=sys.stderr,
+        )
+    return otherwise
+
+
+def run_replay(llm: "infer.LLM", link: Permalink, body: ChatBody | CompletionBody, *, quiet: bool) -> int:
+    """The exit status: 0 where the answer is the same."""
+    asked = _asked(llm, body)
+    writer, line = TextWriter(sys.stdout), PrefillLine(shown=not quiet)
+
+    def on_token(token_id: int, text: str) -> None:
+        line.close()
+        writer.write(text)
+
+    host = llm._opened
+    with cancel_on_signal() as cancellation:
+        options = replace(asked.options, cancel=cancellation.event)
+        try:
+            (sequence,) = host.choices(asked.prompts[0], asked.params, options, asked.variables)
+            result = host.stream(sequence, line.show).run(on_token)
+        finally:
+            line.close()
+    writer.end_line()
+    if result.error is not None:
+        raise InvalidRequestError(f"the answer ended early: {result.error}")
+    if cancellation.exit_status:
+        return cancellation.exit_status
+    has_same_model = link.fingerprint in (None, llm.system_fingerprint)
+    has_same_text = has_same_model if link.sha256 is None else link.sha256 == sha256_of(result.text)
+    if not quiet:
+        print("\n".join(_verdict(llm, link, asked, has_same_text=has_same_text)), file=sys.stderr)
+    return 0 if has_same_text else DIFFERENT
+
+
+def _asked(llm: "infer.LLM", body: ChatBody | CompletionBody) -> Asked:
+    defaults = llm.sampling_defaults
+    try:
+        asked = ask_chat(body, defaults) if isinstance(body, ChatBody) else ask_completion(body, defaults)
+    except ApiError as error:
+        raise InvalidRequestError(f"the permalink's body: {error.message}") from error
+    count = len(asked.prompts) * asked.num_choices if asked.is_answered else 0
+    if count != 1:
+        raise InvalidRequestError(f"the permalink's body must ask for one answer, it asks for {count}")
+    return asked
+
+
+def _verdict(llm: "infer.LLM", link: Permalink, asked: Asked, *, has_same_text: bool) -> list[str]:
+    ours = llm.system_fingerprint
+    lines = ["the fingerprint is the same" if link.fingerprint == ours else
+             f"the fingerprint is {ours}, the permalink's is {link.fingerprint or 'not there'}"]  # fmt: skip
+    if link.sha256 is None:
+        lines.append("the permalink has no hash of its answer")
+    else:
+        lines.append(f"the answer is {'the same' if has_same_text else 'another one'}")
+    if link.body.get("seed") is None and not asked.params[0].is_greedy:
+        lines.append("the permalink has no seed: each answer to it is another one")
+    return lines

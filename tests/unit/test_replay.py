@@ -1,0 +1,184 @@
+"""Permalinks: an answer over HTTP or on the command line is given again, bit for bit; bad links are told."""
+
+import base64
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from infer import LLM, InvalidRequestError, SamplingParams
+from infer.cli import commands, main
+from infer.cli.permalink import HOST, Permalink, body_of, read_permalink, sha256_of
+from infer.server.chat import ask as ask_chat
+from infer.server.completions import ask as ask_completion
+from infer.server.read_body import read_body
+from infer.server.schema import ChatBody, CompletionBody
+from served import Served, serving
+from test_session import TEXT_IDS, make_model
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello — 🙂"}]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+ASKED: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"messages": MESSAGES, "seed": 7, "temperature": 1.5, "max_tokens": 30}),
+    (CHAT, {"messages": MESSAGES, "seed": -7, "top_k": 5, "repetition_penalty": 1.3, "presence_penalty": 1}),
+    (CHAT, {"messages": MESSAGES, "temperature": 0, "chat_template_kwargs": {"name": "x"}}),
+    (CHAT, {"messages": MESSAGES, "seed": 1,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}}),
+    (COMPLETIONS, {"prompt": "hello", "seed": 3, "stop": ["a", "b"], "min_tokens": 3, "logit_bias": {"65": 5}}),
+    (COMPLETIONS, {"prompt": TEXT_IDS[:4], "seed": 4, "speculation": "ngram", "overflow": "truncate_left"}),
+]  # fmt: skip
+PARAMS = [
+    {},
+    {"temperature": 0.0},
+    {"seed": 2**64 - 1, "top_k": 7, "top_p": 0.5, "min_p": 0.1, "temperature_last": True},
+    {"repetition_penalty": 1.2, "repetition_window": 3, "frequency_penalty": -1.0, "presence_penalty": 2.0},
+    {"logit_bias": {65: -100.0, 66: 2.5}, "allowed_token_ids": [65, 66, 67], "ignore_eos": True, "max_new_tokens": 9},
+    {"stop": ["a", "b"], "stop_token_ids": [70], "include_stop_str_in_output": True, "min_new_tokens": 2},
+    {"regex": "[a-c]+"},
+    {"grammar": 'start: "a"'},
+    {"choice": ["yes", "no"]},
+    {"json_schema": SCHEMA},
+]
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return LLM(make_model(tmp_path_factory.mktemp("model")), reuse_prefixes=True)
+
+
+@pytest.fixture(scope="module")
+def served(llm: LLM) -> Iterator[Served]:
+    with serving(llm, model="tiny") as served:
+        yield served
+
+
+@pytest.fixture(autouse=True)
+def _loaded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "load_model", lambda context, options: llm)
+    monkeypatch.setattr(commands, "check_options", lambda options, params: None)
+
+
+def link_of(content: Any) -> str:
+    text = content if isinstance(content, bytes) else json.dumps(content).encode()
+    return f"http://host:1/page#r={base64.urlsafe_b64encode(text).decode().rstrip('=')}"
+
+
+def replayed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = main(["replay", *arguments])
+    return status, *capsys.readouterr()
+
+
+@pytest.mark.parametrize(("route", "body"), ASKED)
+def test_an_answer_over_http_is_replayed_to_the_byte(
+    served: Served, capsys: pytest.CaptureFixture[str], route: str, body: dict[str, Any]
+) -> None:
+    answer = served.client.post(route, json=body).json()
+    choice = answer["choices"][0]
+    text = choice["message"]["content"] if route == CHAT else choice["text"]
+    asked = {"v": 1, "route": route, "fingerprint": answer["system_fingerprint"], "body": body}
+    link = link_of({**asked, "sha256": sha256_of(text)})
+    status, out, told = replayed(capsys, link)
+    assert (status, out) == (0, text if text.endswith("\n") else text + "\n")
+    assert "the fingerprint is the same\nthe answer is the same" in told
+    assert (
+        "'tiny' is not at hand: smollm2 answers"
+        in replayed(capsys, link_of({**asked, "body": body | {"model": "tiny"}}))[2]
+    )
+
+
+def test_another_answer_is_told_by_its_hash_and_another_model_by_its_fingerprint(
+    capsys: pytest.CaptureFixture[str], llm: LLM
+) -> None:
+    asked = {"v": 1, "route": CHAT, "body": {"messages": MESSAGES, "seed": 1, "max_tokens": 5}}
+    same = {"fingerprint": llm.system_fingerprint}
+    status, _, told = replayed(capsys, link_of({**asked, **same, "sha256": "0" * 64}))
+    assert (status, "the answer is another one" in told) == (1, True)
+    status, _, told = replayed(capsys, link_of({**asked, "fingerprint": "fp_other"}))
+    assert (status, f"is {llm.system_fingerprint}, the permalink's is fp_other" in told) == (1, True)
+    assert replayed(capsys, link_of({**asked, **same}), "-q")[::2] == (0, "")
+    assert "no seed" in replayed(capsys, link_of({**asked, "body": {"messages": MESSAGES, "max_tokens": 5}}))[2]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"\xff\xfe", "damaged"),
+        (b"[" * 100_000, "damaged"),
+        ([], "v must be 1, got None"),
+        ({"v": 2}, "v must be 1, got 2"),
+        ({"v": 1, "route": "/metrics"}, "route must be /v1/chat/completions or /v1/completions, got '/metrics'"),
+        ({"v": 1, "route": CHAT, "body": []}, "body must be an object"),
+        ({"v": 1, "route": CHAT, "body": {}, "sha256": 5}, "sha256 must be a string, got 5"),
+        ({"v": 1, "route": CHAT, "body": {}}, "messages is missing: it is required"),
+        ({"v": 1, "route": CHAT, "body": {"messages": MESSAGES, "temprature": 1}}, "did you mean temperature?"),
+        ({"v": 1, "route": CHAT, "body": {"messages": MESSAGES, "n": 2}}, "must ask for one answer, it asks for 2"),
+        ({"v": 1, "route": COMPLETIONS, "body": {"prompt": "a", "max_tokens": 0}}, "it asks for 0"),
+        ({"v": 1, "route": COMPLETIONS, "body": {"prompt": "a", "echo": True}}, "echo must not be true"),
+        ({"v": 1, "route": COMPLETIONS, "body": {"prompt": "a", "regex": "a["}}, "regex"),
+        ({"v": 1, "route": COMPLETIONS, "body": {"prompt": [10**6]}}, "ids must be"),
+    ],
+)  # fmt: skip
+def test_a_bad_link_is_one_clear_line(capsys: pytest.CaptureFixture[str], content: Any, told: str) -> None:
+    status, out, error = replayed(capsys, link_of(content), "-q")
+    assert (status, out, error.count("\n")) == (2, "", 1)
+    assert told in error
+
+
+@pytest.mark.parametrize("text", ["", "hello", "http://host/", "http://host/#x=abc", "#r=", "#r=a", "r=%%%", "#r=é"])
+def test_what_is_no_link_is_one_clear_line(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    status, out, error = replayed(capsys, "--", text)
+    assert (status, out, error.count("\n")) == (2, "", 1)
+
+
+def test_a_link_is_read_whole_as_a_fragment_or_wrapped_over_lines() -> None:
+    link = Permalink(CHAT, {"messages": MESSAGES})
+    fragment = link.url.removeprefix(HOST)
+    wrapped = "\n".join(link.url[i : i + 40] for i in range(0, len(link.url), 40))
+    for text in (link.url, fragment, fragment.removeprefix("#"), f" {wrapped}=\n"):
+        assert read_permalink(text) == link
+
+
+@pytest.mark.parametrize(
+    "options", [["--chat", "--seed", "3"], ["--temperature", "0"], ["--top-k", "4", "--kv-type", "auto"]]
+)
+def test_the_command_line_makes_links_that_replay(capsys: pytest.CaptureFixture[str], options: list[str]) -> None:
+    assert main(["generate", "-q", "-p", "hello\ud800", "-n", "20", "--permalink", *options]) == 0
+    text, link = capsys.readouterr()
+    assert replayed(capsys, link.strip(), "-q") == (0, text, "")
+
+
+@pytest.mark.parametrize("given", PARAMS)
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_a_body_means_the_parameters_that_it_was_made_of(given: dict[str, Any], is_chat: bool) -> None:
+    params = SamplingParams(**{"seed": 5, "repetition_window": 100, **given})
+    prompt: Any = MESSAGES if is_chat else "hello"
+    body = {**Permalink(CHAT, body_of(prompt, params, "tiny", 100)).body, "seed": 5}
+    defaults = {"temperature": 0.1, "top_k": 3, "repetition_penalty": 2.0, "min_p": 0.3}
+    if is_chat:
+        asked = ask_chat(read_body(json.dumps(body).encode(), ChatBody), defaults)
+    else:
+        asked = ask_completion(read_body(json.dumps(body).encode(), CompletionBody), defaults)
+    expected = {**{name: getattr(params, name) for name in SamplingParams.__slots__}, "seed": 5}
+    if params.repetition_penalty == 1:
+        expected["repetition_window"] = asked.params[0].repetition_window
+    assert {name: getattr(asked.params[0], name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"stop": list("abcde")}, "4 stop strings at most, got 5"),
+        ({"logit_bias": {1: float("inf")}}, "logit_bias from -100 to 100, got 1=inf"),
+        ({"json_schema": "true"}, "json_schema that is an object, got 'true'"),
+    ],
+)
+def test_what_no_route_takes_is_refused(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidRequestError, match=told):
+        body_of("hello", SamplingParams(**given), "tiny", 100)
+
+
+def test_links_need_one_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "-p", "a", "--permalink", "--overflow", "truncate_left"]) == 2
+    assert "leave out --prompts-file, --overflow" in capsys.readouterr().err

@@ -28,6 +28,16 @@ class FakeModel:
     can_chat = True
     system_fingerprint = "fp_fake"
 
+    @property
+    def tokenizer(self) -> "FakeModel":
+        return self
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        return [len(messages)] * 3
+
+    def close(self) -> None:
+        pass
+
     def __init__(self, sampling_defaults: dict[str, Any] | None = None) -> None:
         self.sampling_defaults = SamplingDefaults(sampling_defaults or {})
 
@@ -156,8 +166,12 @@ class FakeSession:
     """Answers as its model does. A saved one is its note."""
 
     def __init__(self, model: FakeModel) -> None:
-        self.answer = model.chat
-        self.messages: list[dict[str, Any]] = []
+        self.model, self.messages, self.token_ids = model, list[dict[str, Any]](), list[int]()
+
+    def answer(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams, **others: Any) -> GenerationResult:
+        result = self.model.chat(messages, params, **others)
+        self.token_ids = [*self.model.encode_chat(messages), *result.token_ids]
+        return result
 
     def save(self, path: str | Path, *, note: Mapping[str, Any] | None = None) -> None:
         Path(path).write_bytes(bytes(8) + json.dumps(note).encode())

@@ -7,8 +7,19 @@ from typing import Any
 import pytest
 
 from fake_cli import FakeModel
-from infer.cli.chat_commands import BY_NAME, COMMANDS, Leave, Question, is_command, run_command
-from infer.cli.chat_session import ChatSession
+from infer.cli.chat_commands import (
+    BY_NAME,
+    COMMANDS,
+    Edit,
+    Leave,
+    Question,
+    Table,
+    completions,
+    is_command,
+    run_command,
+)
+from infer.cli.chat_session import ChatSession, Opened
+from infer.cli.permalink import read_permalink
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult
 from infer.sampling_params import SamplingParams
@@ -22,6 +33,11 @@ def session() -> ChatSession:
 def ask(session: ChatSession, *texts: str) -> None:
     for text in texts:
         session.answer(text, lambda piece: None)
+
+
+def shown_lines(told: object) -> list[str]:
+    assert isinstance(told, Table)
+    return told.lines
 
 
 def retry(session: ChatSession) -> Question:
@@ -64,11 +80,99 @@ def test_a_retry_that_fails_or_is_stopped_keeps_the_old_answer(
     assert session.messages == messages
 
 
-@pytest.mark.parametrize(("setting", "told"), [("seed 4", "seed 4 is set"), ("temperature 0", "temperature is 0")])
-def test_a_retry_that_gives_the_same_answer_says_so(session: ChatSession, setting: str, told: str) -> None:
+def test_a_retry_that_gives_the_same_answer_says_so(session: ChatSession) -> None:
     ask(session, "one")
-    run_command(session, f"/set {setting}")
-    assert told in retry(session).remark
+    run_command(session, "/set temperature 0")
+    assert "temperature is 0" in retry(session).remark
+
+
+def test_regenerate_takes_another_seed_or_the_one_that_is_given(session: ChatSession) -> None:
+    run_command(session, "/set seed 4")
+    ask(session, "one")
+    assert retry(session).params == SamplingParams(temperature=0.7)
+    given = run_command(session, "/regenerate 9")
+    assert isinstance(given, Question)
+    assert given.params == SamplingParams(temperature=0.7, seed=9)
+    for wrong in ("x", "-1", "1.5"):
+        with pytest.raises(InvalidRequestError, match="(?i)seed"):
+            run_command(session, f"/regenerate {wrong}")
+
+
+def test_edit_asks_the_last_question_in_other_words(session: ChatSession) -> None:
+    ask(session, "one", "two")
+    before = session.messages[:2]
+    assert run_command(session, "/edit") == Edit(before, "two")
+    assert run_command(session, "/edit three") == Question([*before, {"role": "user", "content": "three"}])
+
+
+def test_trace_shows_a_token_of_the_last_answer(session: ChatSession, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="no answer yet"):
+        run_command(session, "/trace")
+    ask(session, "one")
+    told = run_command(session, f"/trace 2 {tmp_path}/trace.svg")
+    assert isinstance(told, Table)
+    assert told.lines[0] == "step 2, after '[1, 1, 1]': position 4, seed 7"
+    assert (tmp_path / "trace.svg").read_text().startswith("<svg")
+    for wrong in ("x", "2 x.png", "0.5", "2 /no/such/folder/x.svg"):
+        with pytest.raises(InvalidRequestError, match="/trace"):
+            run_command(session, f"/trace {wrong}")
+
+
+def test_link_holds_the_messages_or_the_ids_where_these_are_spelt_otherwise(session: ChatSession) -> None:
+    run_command(session, "/set top_k 5")
+    ask(session, "one")
+    (line,) = shown_lines(run_command(session, "/link"))
+    link = read_permalink(line)
+    assert (link.route, link.fingerprint) == ("/v1/chat/completions", "fp_fake")
+    assert (link.body["messages"], link.body["seed"], link.body["top_k"]) == (session.messages[:1], 7, 5)
+    session.last = session.last_answer()._replace(prompt_ids=[4, 5])
+    link = read_permalink(shown_lines(run_command(session, "/link"))[0])
+    assert (link.route, link.body["prompt"]) == ("/v1/completions", [4, 5])
+
+
+def test_another_model_goes_on_with_what_was_said_and_set() -> None:
+    opened: list[str] = []
+
+    def open_model(name: str) -> Opened:
+        if name == "broken":
+            raise InvalidRequestError("there is no model broken")
+        opened.append(name)
+        return Opened(FakeModel(), SamplingParams(temperature=0.1, top_p=0.8))
+
+    session = ChatSession(FakeModel(), "fake", SamplingParams(temperature=0.7), open_model=open_model)
+    run_command(session, "/set temperature 0.5")
+    ask(session, "one")
+    messages = session.messages
+    with pytest.raises(InvalidRequestError, match="no model broken"):
+        run_command(session, "/model broken")
+    assert (session.name, session.params.top_p) == ("fake", 1.0)
+    assert run_command(session, "/model other") == "(other, context 100 tokens)"
+    assert (opened, session.messages) == (["other"], messages)
+    assert session.params == SamplingParams(temperature=0.5, top_p=0.8)
+    with pytest.raises(InvalidRequestError, match="no answer yet"):
+        run_command(session, "/trace")
+    ask(session, "two")
+    assert session.messages[-1]["content"] == "echo: 3 two "
+
+
+def test_the_line_may_become(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("INFER_MODELS", str(tmp_path / "models"))
+    for name in ("talk.json", "talk", "text", ".hidden.json", "models/own.gguf", "two words.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(8) if name == "talk" else b"some text")
+    assert completions("hello") == []
+    assert completions("/re") == ["/regenerate", "/reset", "/retry"]
+    assert completions("/none x") == []
+    assert completions("/set top") == ["/set top_k ", "/set top_p "]
+    assert completions("/set seed o") == ["/set seed off"]
+    assert completions("/load ") == ["/load models/", "/load talk", "/load talk.json", "/load two words.json"]
+    assert completions("/load two w") == ["/load two words.json"]
+    assert completions("/load .h") == ["/load .hidden.json"]
+    assert completions("/save t") == ["/save talk", "/save talk.json", "/save text", "/save two words.json"]
+    assert completions(f"/load {tmp_path}/ta") == [f"/load {tmp_path}/talk", f"/load {tmp_path}/talk.json"]
+    assert completions("/load no/such/") == []
+    assert completions("/model models/") == ["/model models/own.gguf"]
 
 
 def test_nothing_to_answer_again_is_an_error(session: ChatSession) -> None:

@@ -1,6 +1,7 @@
 """Claims about the chat at a terminal: what a person sees and types, signals, and a terminal left as it was."""
 
 import fcntl
+import json
 import os
 import pty
 import re
@@ -73,7 +74,7 @@ def terminal(command: list[str], columns: int = 80, **environment: str) -> Itera
         stdout=child,
         stderr=child,
         start_new_session=True,
-        env=inherited | {"TERM": "xterm", "PS1": "$ "} | environment,
+        env=inherited | {"TERM": "xterm", "PS1": "$ ", "INFER_HISTORY": ""} | environment,
     )
     os.close(child)
     try:
@@ -165,7 +166,124 @@ def test_quiet_shows_nothing_but_text() -> None:
         screen.leave()
 
 
+def test_markdown_is_styled_and_plain_leaves_it(tmp_path: Path) -> None:
+    with terminal(CHAT) as screen:
+        screen.until("> ")
+        screen.type(b"some **bold** text\r")
+        assert "echo: 1 some \x1b[0;2m**\x1b[0;1mbold\x1b[0;2m**\x1b[0m text" in screen.until("5 tokens")
+        screen.leave()
+    for command, environment in ([[*CHAT, "--plain"], {}], [CHAT, {"NO_COLOR": "1"}], [CHAT, {"TERM": "dumb"}]):
+        with terminal(command, **environment) as screen:
+            screen.until("> ")
+            screen.type(b"some **bold** text\r")
+            screen.until("echo: 1 some **bold** text")
+
+
+# What was typed before
+
+
+def test_messages_are_found_again_in_the_next_chat(tmp_path: Path) -> None:
+    history = tmp_path / "new" / "history"
+    with terminal(CHAT, INFER_HISTORY=str(history)) as screen:
+        screen.until("> ")
+        for message in (b"the first\r", b" not kept\r", b"\x1b[200~two\rlines\x1b[201~\r"):
+            screen.type(message)
+            screen.until("tokens/sec")
+            screen.until("> ")
+        screen.leave()
+    assert history.stat().st_mode & 0o777 == 0o600
+    with terminal(CHAT, INFER_HISTORY=str(history)) as screen:
+        screen.until("> ")
+        screen.type(b"\x1b[A\x1b[A\r")  # up, up: the last is /quit
+        assert "echo: 1 two\nlines" in plain(screen.until("tokens/sec"))
+        screen.until("> ")
+        screen.type(b"\x12the f")  # Ctrl-R
+        screen.until("irst")
+        screen.type(b"\r")
+        screen.until("echo: 3 the first")
+        screen.leave()
+    assert [json.loads(line) for line in history.read_text().splitlines()][:3] == ["the first", "two\nlines", "/quit"]
+
+
+def test_a_history_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
+    with terminal(CHAT, columns=300, INFER_HISTORY=str(tmp_path)) as screen:
+        screen.until("> ")
+        screen.type(b"one\r")
+        screen.until(f"infer: {tmp_path} cannot be written: Is a directory (INFER_HISTORY names another file, or none)")
+        screen.until("echo: 1 one")
+        screen.leave()
+        assert screen.shown.count("cannot be written") == 1
+
+
+def test_tab_completes_commands_and_files(tmp_path: Path) -> None:
+    (tmp_path / "two words.json").write_text("{}")
+    with terminal(CHAT) as screen:
+        screen.until("> ")
+        screen.type(b"/hist\t\r")
+        screen.until("(no messages yet)")
+        screen.type(f"/load {tmp_path}/two wo\t\r".encode())
+        screen.until("no conversation saved by /save")
+        screen.leave()
+
+
+# Another question
+
+
+def test_the_last_question_is_edited_at_the_prompt_or_in_an_editor(tmp_path: Path) -> None:
+    with terminal(CHAT, EDITOR="", VISUAL="") as screen:
+        screen.until("> ")
+        screen.type(b"one\r")
+        screen.until("echo: 1 one")
+        screen.until("> ")
+        screen.type(b"/edit\r")
+        screen.until("> one")
+        screen.type(b" more\r")
+        screen.until("echo: 1 one more")
+        screen.leave()
+    (tmp_path / "editor").write_text('#!/bin/sh\necho "from an editor" > "$1"\n')
+    (tmp_path / "editor").chmod(0o755)
+    with terminal(CHAT, VISUAL=str(tmp_path / "editor")) as screen:
+        screen.until("> ")
+        screen.type(b"one\r")
+        screen.until("echo: 1 one")
+        screen.until("> ")
+        screen.type(b"/edit\r")
+        screen.until("echo: 1 from an editor")
+        screen.leave()
+    with terminal(CHAT, VISUAL=str(tmp_path / "none")) as screen:
+        screen.until("> ")
+        screen.type(b"one\r")
+        screen.until("echo: 1 one")
+        screen.until("> ")
+        screen.type(b"/edit\r")
+        screen.until("infer: ")
+        screen.until("> ")
+        screen.leave()
+
+
+def test_without_a_terminal_the_new_words_are_given() -> None:
+    text = "one\n/edit\n/edit two\n/regenerate 5\n"
+    done = subprocess.run(CHAT, input=text, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "echo: 1 one \necho: 1 two \necho: 1 two \n"
+    assert "infer: /edit needs the new text where there is no terminal: /edit TEXT\n" in done.stderr
+
+
 # Signals
+
+
+def test_a_second_ctrl_c_at_an_empty_prompt_leaves() -> None:
+    with terminal(CHAT) as screen:
+        screen.until("> ")
+        screen.type(b"half" + CTRL_C)
+        screen.until("(Ctrl-C again, Ctrl-D or /quit leaves)")
+        screen.until("> ")
+        screen.type(b"other half")
+        screen.until("other half")
+        screen.type(CTRL_C)
+        screen.until("leaves)")
+        screen.until("> ")
+        screen.type(CTRL_C)
+        assert screen.process.wait(timeout=20) == 0
 
 
 def test_ctrl_c_stops_the_answer_and_prints_no_sign_of_itself() -> None:
@@ -183,7 +301,7 @@ def test_ctrl_c_stops_the_answer_and_prints_no_sign_of_itself() -> None:
         screen.type(b"half a thought")
         screen.until("half a thought")
         screen.type(CTRL_C)
-        screen.until("(Ctrl-D or /quit leaves)")
+        screen.until("(Ctrl-C again, Ctrl-D or /quit leaves)")
         screen.until("> ")
         screen.leave()
         assert "^C" not in screen.shown

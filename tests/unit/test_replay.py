@@ -144,7 +144,7 @@ def test_a_link_is_read_whole_as_a_fragment_or_wrapped_over_lines() -> None:
     "options", [["--chat", "--seed", "3"], ["--temperature", "0"], ["--top-k", "4", "--kv-type", "auto"]]
 )
 def test_the_command_line_makes_links_that_replay(capsys: pytest.CaptureFixture[str], options: list[str]) -> None:
-    assert main(["generate", "-q", "-p", "hello\ud800", "-n", "20", "--permalink", *options]) == 0
+    assert main(["generate", "-q", "-p", "hello", "-n", "20", "--permalink", *options]) == 0
     text, link = capsys.readouterr()
     assert replayed(capsys, link.strip(), "-q") == (0, text, "")
 

@@ -179,7 +179,7 @@ def test_a_file_of_another_model_names_what_differs(talk: Session, folder: Path,
         with pytest.raises(InvalidRequestError, match=f"saved with another .*{name}"):
             other.load_session(path)
     fingerprints = {other.system_fingerprint for other in others.values()}
-    assert len(fingerprints | {LLM(folder, kv_type="q8").system_fingerprint}) == 4
+    assert len(fingerprints | {LLM(folder, kv_type="f32").system_fingerprint}) == 4
     short = LLM(folder, max_seq_len=10, reuse_prefixes=True)
     assert short.system_fingerprint == LLM(folder).system_fingerprint not in fingerprints
     with pytest.raises(InvalidRequestError, match="context holds 10"):

@@ -3,28 +3,32 @@
 SIGTERM ends it always. Ctrl-C stops an answer at a terminal, and ends the chat where there is none.
 """
 
+import os
 import signal
 import sys
 
-from infer.cli.chat_commands import BY_NAME, Leave, Question, is_command, run_command
+import click
+
+from infer.cli.chat_commands import Edit, Leave, Question, Table, completions, is_command, run_command
 from infer.cli.chat_session import ChatSession
 from infer.cli.keyboard import keys_unseen
 from infer.cli.lines import Lines
+from infer.cli.markdown import MarkdownStyle
 from infer.cli.report import rate_text
-from infer.cli.terminal import Terminated, TextWriter, WaitingSign, cancel_on_signal, columns_of, note
+from infer.cli.terminal import Terminated, TextWriter, WaitingSign, cancel_on_signal, columns_of, has_cursor, note
 from infer.cli.wrapping import WordWrap
-from infer.errors import ContextLengthError, InferError
+from infer.errors import ContextLengthError, InferError, InvalidRequestError
 from infer.outputs import GenerationResult
 
 
-def converse(session: ChatSession, *, quiet: bool = False) -> int:
+def converse(session: ChatSession, *, quiet: bool = False, plain: bool = False) -> int:
     """The whole session, from stdin to stdout; decorated only where both are terminals. Returns the exit status."""
-    with Lines(sorted(BY_NAME)) as lines:
+    with Lines(completions) as lines:
         if lines.interactive and not quiet:
             note(f"{session.name}, context {session.model.max_seq_len} tokens. /help lists commands, Ctrl-D leaves.")
         while (message := lines.read()) is not None:
             try:
-                _turn(session, message, interactive=lines.interactive, quiet=quiet)
+                _turn(session, message, lines, quiet=quiet, plain=plain)
             except Leave:
                 break
             except ContextLengthError as error:
@@ -34,20 +38,45 @@ def converse(session: ChatSession, *, quiet: bool = False) -> int:
     return 0
 
 
-def _turn(session: ChatSession, message: str, *, interactive: bool, quiet: bool) -> None:
-    if is_command(message):
-        asked = run_command(session, message)
-    elif message.strip():
-        asked = Question(session.question(message.removeprefix("/") if message.startswith("//") else message))
-    else:
-        return
+def _turn(session: ChatSession, message: str, lines: Lines, *, quiet: bool, plain: bool) -> None:
+    asked = _asked(session, message, lines)
     if isinstance(asked, str):
         note(asked)
-        return
-    note(asked.remark)
-    result = _answer(session, asked, interactive=interactive, quiet=quiet)
-    if quiet:
-        return
+    elif isinstance(asked, Table):
+        has_styles = has_cursor(sys.stderr) and not os.environ.get("NO_COLOR")
+        click.echo("\n".join(asked.lines), err=True, color=has_styles)
+    else:
+        note(asked.remark)
+        result = _answer(session, asked, interactive=lines.interactive, quiet=quiet, plain=plain)
+        if not quiet:
+            _tell_end(result, interactive=lines.interactive)
+
+
+def _asked(session: ChatSession, message: str, lines: Lines) -> str | Question | Table:
+    if not message.strip():
+        return ""
+    if not is_command(message):
+        return Question(session.question(message.removeprefix("/") if message.startswith("//") else message))
+    asked = run_command(session, message)
+    if not isinstance(asked, Edit):
+        return asked
+    text = _edited(asked.text, lines)
+    return Question([*asked.before, {"role": "user", "content": text}]) if text else "(nothing is asked)"
+
+
+def _edited(text: str, lines: Lines) -> str:
+    """In the user's editor, or at the prompt; "" where it was left. Raises InvalidRequestError."""
+    if not lines.interactive:
+        raise InvalidRequestError("/edit needs the new text where there is no terminal: /edit TEXT")
+    if not (os.environ.get("VISUAL") or os.environ.get("EDITOR")):
+        return (lines.read(text) or "").strip()
+    try:
+        return (click.edit(text, extension=".md") or "").strip()
+    except click.ClickException as error:
+        raise InvalidRequestError(error.format_message()) from error
+
+
+def _tell_end(result: GenerationResult, *, interactive: bool) -> None:
     if result.finish_reason == "abort":
         note("(stopped)")
     elif result.stop_reason == "context":
@@ -60,8 +89,10 @@ def _turn(session: ChatSession, message: str, *, interactive: bool, quiet: bool)
         note(f"{result.generated_tokens} tokens, TTFT {1000 * timing.ttft_s:.0f} ms{rate}")
 
 
-def _answer(session: ChatSession, asked: Question, *, interactive: bool, quiet: bool) -> GenerationResult:
-    writer = TextWriter(sys.stdout, WordWrap(lambda: columns_of(sys.stdout)) if interactive else None)
+def _answer(session: ChatSession, asked: Question, *, interactive: bool, quiet: bool, plain: bool) -> GenerationResult:
+    is_styled = interactive and not plain and has_cursor(sys.stdout) and not os.environ.get("NO_COLOR")
+    wrap = WordWrap(lambda: columns_of(sys.stdout)) if interactive else None
+    writer = TextWriter(sys.stdout, wrap, MarkdownStyle() if is_styled else None)
     sign = WaitingSign(shown=interactive and not quiet)
 
     def on_text(text: str) -> None:
@@ -71,7 +102,9 @@ def _answer(session: ChatSession, asked: Question, *, interactive: bool, quiet: 
 
     with keys_unseen(interactive), cancel_on_signal() as cancellation:
         try:
-            result = session.ask(asked.messages, on_text, on_prefill=sign.progress, cancel=cancellation.event)
+            result = session.ask(
+                asked.messages, on_text, params=asked.params, on_prefill=sign.progress, cancel=cancellation.event
+            )
         finally:
             sign.close()
             writer.end_line()

@@ -1,35 +1,69 @@
 """What can be typed in a chat beside messages: commands that begin with a slash."""
 
 import difflib
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from infer.cli.chat_completion import (
+    complete_file,
+    complete_model,
+    complete_parameter,
+    complete_saved_chat,
+    complete_system,
+)
 from infer.cli.chat_session import OFF, ChatSession, Messages, is_json_name, params_to_json
 from infer.cli.report import rate_text
+from infer.cli.terminal import columns_of
+from infer.cli.trace import check_plot, trace_lines, write_picture
 from infer.cli.words import shortened
 from infer.errors import InvalidRequestError
+from infer.sampling_params import SamplingParams
 
 TURNS_AFTER_LOAD = 2
 SHORT = 160  # columns of a message that is shown as a reminder
+USAGE_WIDTH = 21
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a command asks of the model, and what to say before."""
+    """What a command asks of the model, with `params` in place of the session's, and what to say before."""
 
     messages: Messages
     remark: str = ""
+    params: SamplingParams | None = None
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A question that is to be asked in other words after the messages before it."""
+
+    before: Messages
+    text: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """Lines with styles of their own."""
+
+    lines: list[str]
+
+
+Told = str | Question | Edit | Table
 
 
 @dataclass(frozen=True)
 class Command:
-    """How it is written, what it does, the function that does it, and its other names."""
+    """How it is written, what it does, the function that does it, its other names, and what its argument, of which
+    `complete` is given the beginning, may be.
+    """
 
     usage: str
     meaning: str
-    run: Callable[[ChatSession, str], str | Question]
+    run: Callable[[ChatSession, str], Told]
     aliases: tuple[str, ...] = ()
+    complete: Callable[[str], Iterable[str]] = lambda typed: ()
 
 
 class Leave(Exception):  # noqa: N818
@@ -41,7 +75,17 @@ def is_command(message: str) -> bool:
     return message.startswith("/") and not message.startswith("//") and "\n" not in message
 
 
-def run_command(session: ChatSession, line: str) -> str | Question:
+def completions(line: str) -> list[str]:
+    """What the beginning of a line may become."""
+    name, space, argument = line.partition(" ")
+    if not line.startswith("/"):
+        return []
+    if not space:
+        return sorted(each for each in BY_NAME if each.startswith(name))
+    return [f"{name} {each}" for each in BY_NAME[name].complete(argument)] if name in BY_NAME else []
+
+
+def run_command(session: ChatSession, line: str) -> Told:
     """Run a slash command; what it shows, or asks. Raises InvalidRequestError for one that is unknown or fails."""
     typed, _, argument = line.strip().partition(" ")
     command = BY_NAME.get(typed)
@@ -57,19 +101,25 @@ def _help(session: ChatSession, argument: str) -> str:
     lines = []
     for command in COMMANDS:
         also = f" (also {', '.join(command.aliases)})" if command.aliases else ""
-        lines.append(f"  {command.usage:<16} {command.meaning}{also}")
+        lines.append(f"  {command.usage:<{USAGE_WIDTH}} {command.meaning}{also}")
     lines.append('  \\ at a line\'s end, or """ before and after: several lines; so is what you paste')
-    lines.append("  // begins a message with /; Ctrl-C stops an answer, Ctrl-D leaves")
+    lines.append("  // begins a message with /; Tab completes commands, Ctrl-R searches what was typed before")
+    lines.append("  Ctrl-C stops an answer, Ctrl-D leaves")
     return "\n".join(lines)
 
 
-def _retry(session: ChatSession, argument: str) -> Question:
+def _regenerate(session: ChatSession, argument: str) -> Question:
     asked = session.last_question()
-    if session.params.is_greedy:
-        return Question(asked, "(temperature is 0, so the answer is the same: /set temperature 0.7)")
-    if session.params.seed is not None:
-        return Question(asked, f"(seed {session.params.seed} is set, so the answer is the same: /set seed off)")
-    return Question(asked)
+    params = replace(session.params, seed=_whole_number(argument, "/regenerate SEED") if argument else None)
+    is_same = session.params.is_greedy
+    return Question(asked, "(temperature is 0, so the answer is the same: /set temperature 0.7)" * is_same, params)
+
+
+def _edit(session: ChatSession, argument: str) -> Question | Edit:
+    *before, question = session.last_question()
+    if argument:
+        return Question([*before, {**question, "content": argument}])
+    return Edit(before, question["content"])
 
 
 def _reset(session: ChatSession, argument: str) -> str:
@@ -103,6 +153,32 @@ def _set(session: ChatSession, argument: str) -> str:
     return ""
 
 
+def _model(session: ChatSession, argument: str) -> str:
+    if not argument:
+        return "\n".join([f"  {session.name}; at hand are:", *(f"  {name}" for name in complete_model(""))])
+    session.switch_model(argument)
+    return f"({session.name}, context {session.model.max_seq_len} tokens)"
+
+
+def _trace(session: ChatSession, argument: str) -> Table:
+    """The table of `infer sample-trace`; with a file's name its picture as well."""
+    number, _, name = argument.partition(" ")
+    if argument and not number.isdecimal():
+        number, name = "", argument
+    path = _path(name.strip(), "/trace") if name.strip() else None
+    check_plot(path, "/trace")
+    last = session.last_answer()
+    step = _whole_number(number, "/trace N") if number else 1
+    trace = session.model.sample_trace(last.prompt_ids, last.params, step=step)
+    if path is not None:
+        write_picture(path, trace, session.name, "/trace")
+    return Table(list(trace_lines(trace, columns_of(sys.stderr) or None)))
+
+
+def _link(session: ChatSession, argument: str) -> Table:
+    return Table([session.permalink().url])
+
+
 def _save(session: ChatSession, argument: str) -> str:
     path = _path(argument, "/save")
     session.save(path)
@@ -118,9 +194,9 @@ def _load(session: ChatSession, argument: str) -> str:
 
 
 def _stats(session: ChatSession, argument: str) -> str:
-    statistics, last = session.statistics, session.statistics.last
-    if last is None:
+    if session.last is None:
         return "(no answer yet)"
+    statistics, last = session.statistics, session.last.result
     used = f"{statistics.context_tokens} of {session.model.max_seq_len} tokens"
     return "\n".join(
         [
@@ -143,6 +219,13 @@ def _shown(message: dict[str, str]) -> str:
     return sign + message["content"]
 
 
+def _whole_number(text: str, usage: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise InvalidRequestError(f"{usage} needs a whole number, got {text!r:.40}") from None
+
+
 def _path(argument: str, command: str) -> Path:
     if not argument:
         raise InvalidRequestError(f"{command} needs a file name")
@@ -154,15 +237,22 @@ def _path(argument: str, command: str) -> Path:
 
 COMMANDS = (
     Command("/help", "this list", _help, ("/?",)),
-    Command("/retry", "answer the last question again, with another seed", _retry, ("/regenerate",)),
+    Command("/regenerate [SEED]", "answer the last question again, with another seed or this one", _regenerate,
+            ("/retry",)),
+    Command("/edit [TEXT]", "ask the last question in other words: in $EDITOR, at the prompt, or these", _edit),
     Command("/undo", "forget the last question and its answer", _undo),
     Command("/reset", "forget the conversation, keep the system message", _reset, ("/clear", "/new")),
     Command("/history", "show the conversation", _history),
-    Command("/system TEXT", "set the system message; none removes it", _system),
-    Command("/set NAME VALUE", "change a sampling parameter, as in /set temperature 0.7; /set lists", _set),
-    Command("/save FILE", "write the conversation and the model's cache; FILE.json: the messages only", _save),
-    Command("/load FILE", "go on with a saved conversation", _load),
+    Command("/system TEXT", "set the system message; none removes it", _system, complete=complete_system),
+    Command("/set NAME VALUE", "change a sampling parameter, as in /set temperature 0.7; /set lists", _set,
+            complete=complete_parameter),
+    Command("/model NAME", "go on with another model; /model lists those at hand", _model, complete=complete_model),
+    Command("/trace [N] [FILE.svg]", "how the N-th token of the last answer was chosen", _trace),
+    Command("/link", "a permalink of the last answer, for infer replay and the server's page", _link),
+    Command("/save FILE", "write the conversation and the model's cache; FILE.json: the messages only", _save,
+            complete=complete_file),
+    Command("/load FILE", "go on with a saved conversation", _load, complete=complete_saved_chat),
     Command("/stats", "tokens and times", _stats),
     Command("/quit", "leave, as Ctrl-D does", _quit, ("/exit", "/bye", "/q")),
-)
+)  # fmt: skip
 BY_NAME = {name: command for command in COMMANDS for name in (command.usage.split()[0], *command.aliases)}

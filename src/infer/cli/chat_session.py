@@ -8,11 +8,12 @@ import json
 import stat
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from infer.cli.model import Model, OnProgress
+from infer.cli.permalink import Permalink, body_of
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult
 from infer.sampling_params import ALIASES, PARAMETER_NAMES, SamplingParams, unknown_parameter
@@ -33,26 +34,51 @@ class Statistics:
     generated_tokens: int = 0
     seconds: float = 0.0
     context_tokens: int = 0
-    last: GenerationResult | None = None
 
     def add(self, result: GenerationResult) -> None:
         self.answers += 1
         self.generated_tokens += result.generated_tokens
         self.seconds += result.timing.total_time_s
         self.context_tokens = result.prompt_tokens + result.generated_tokens
-        self.last = result
+
+
+class Opened(NamedTuple):
+    """A model, and how it is asked unless told otherwise."""
+
+    model: Model
+    params: SamplingParams
+
+
+class Answered(NamedTuple):
+    """An answer, and what it is to."""
+
+    messages: Messages
+    prompt_ids: list[int]
+    params: SamplingParams  # with its seed
+    result: GenerationResult
 
 
 @final
 class ChatSession:
     """A conversation, its parameters, and what came of it."""
 
-    def __init__(self, model: Model, name: str, params: SamplingParams, *, system: str | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        name: str,
+        params: SamplingParams,
+        *,
+        system: str | None = None,
+        open_model: Callable[[str], Opened] | None = None,
+    ) -> None:
         self.model = model
         self.memory = model.session()
         self.name = name
         self.params = params
         self.statistics = Statistics()
+        self.last: Answered | None = None
+        self._open_model = open_model
+        self._set: dict[str, Any] = {}  # the parameters that another model keeps
         self.messages: Messages = []
         self.set_system(system or "")
 
@@ -86,6 +112,17 @@ class ChatSession:
             except ValueError:
                 value = {"true": True, "false": False}.get(text.lower(), text)
         self.params = SamplingParams.from_mapping(params_to_json(self.params) | {field_name: value})
+        self._set[field_name] = value
+
+    def switch_model(self, name: str) -> None:
+        """Go on with another model; parameters that were set stay. Raises InferError, nothing changed."""
+        if self._open_model is None:
+            raise InvalidRequestError("the model of this conversation cannot be changed")
+        opened = self._open_model(name)
+        params = SamplingParams.from_mapping(params_to_json(opened.params) | self._set)
+        former, self.model, self.memory = self.model, opened.model, opened.model.session()
+        self.name, self.params, self.last = name, params, None
+        former.close()
 
     def question(self, text: str) -> Messages:
         """The messages that ask this next."""
@@ -103,6 +140,7 @@ class ChatSession:
         asked: Messages,
         on_text: Callable[[str], None],
         *,
+        params: SamplingParams | None = None,
         on_prefill: OnProgress | None = None,
         cancel: threading.Event | None = None,
     ) -> GenerationResult:
@@ -110,19 +148,41 @@ class ChatSession:
 
         An answer that is cancelled after its first word is kept as far as it is.
         """
+        params = self.params if params is None else params
         result = self.memory.answer(
-            asked, self.params, on_token=lambda token_id, piece: on_text(piece), cancel=cancel, on_prefill=on_prefill
+            asked, params, on_token=lambda token_id, piece: on_text(piece), cancel=cancel, on_prefill=on_prefill
         )
         if result.error is not None:
             raise InvalidRequestError(f"the answer ended early: {result.error}")
         if result.text or result.finish_reason != "abort":
             self.messages = [*asked, {"role": "assistant", "content": result.text}]
+            prompt_ids = self.memory.token_ids[: result.prompt_tokens]
+            self.last = Answered(asked, prompt_ids, replace(params, seed=result.seed), result)
         self.statistics.add(result)
         return result
 
     def answer(self, text: str, on_text: Callable[[str], None]) -> GenerationResult:
         """Ask this next."""
         return self.ask(self.question(text), on_text)
+
+    def last_answer(self) -> Answered:
+        """Raises InvalidRequestError where there is none."""
+        if self.last is None:
+            raise InvalidRequestError("there is no answer yet")
+        return self.last
+
+    def permalink(self) -> Permalink:
+        """Of the last answer; by ids where the tokenizer spells the conversation otherwise than it was said.
+
+        Raises InvalidRequestError for an answer that was stopped, and for what no route of the server takes.
+        """
+        last = self.last_answer()
+        if last.result.finish_reason == "abort":
+            raise InvalidRequestError("the last answer was stopped: /regenerate gives one that has a permalink")
+        is_same = self.model.tokenizer.encode_chat(last.messages) == last.prompt_ids
+        prompt = last.messages if is_same else last.prompt_ids
+        body = body_of(prompt, last.params, self.name, self.model.max_seq_len)
+        return Permalink.of(body, last.result, self.model.system_fingerprint)
 
     def save(self, path: Path) -> None:
         """Write the conversation, its parameters and what the model holds of it, or as JSON without the latter. The
@@ -161,6 +221,7 @@ class ChatSession:
         except InvalidRequestError as error:
             raise InvalidRequestError(f"{path}: {error}") from error
         self.messages = [{"role": message["role"], "content": message["content"]} for message in messages]
+        self._set, self.last = dict(params), None
         self.statistics.context_tokens = 0
 
     def _record(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -170,6 +231,14 @@ class ChatSession:
 
 def is_json_name(path: Path) -> bool:
     return path.suffix.lower() == ".json"
+
+
+def is_saved_chat(path: Path) -> bool:
+    """As far as its name and its first bytes tell."""
+    try:
+        return path.is_file() and (is_json_name(path) or not _holds_json(path))
+    except InvalidRequestError:
+        return False
 
 
 def _holds_json(path: Path) -> bool:

@@ -13,7 +13,6 @@ import click
 
 import infer as package
 from infer.cli.checks import check_grammar, check_options, needs_serve_extra
-from infer.cli.model import Model
 from infer.cli.model_load import kernels_ahead, load_arguments, load_for_server, load_model
 from infer.cli.options import (
     Function,
@@ -33,6 +32,7 @@ from infer.cli.sampling_options import (
     is_given,
     logprobs_options,
     merge_params,
+    model_defaults,
     own_params,
     sampling_options,
 )
@@ -41,7 +41,7 @@ from infer.cli.spelling import Command, Device, what_to_type
 from infer.cli.terminal import Spinner, exit_on_signal
 from infer.engine.model_settings import GrammarBackend
 from infer.errors import InvalidRequestError
-from infer.sampling.defaults import SamplingDefaults, neutral_values
+from infer.sampling.defaults import neutral_values
 from infer.sampling_params import SamplingParams
 from infer.system.status_line import silence
 
@@ -216,26 +216,32 @@ def batch(context: click.Context, /, **options: Any) -> None:
 
 @infer.command()
 @click.option("--system", metavar="TEXT", help="A system message to begin with.")
+@click.option("--plain", is_flag=True, help="Answers without styles for their Markdown.")
 @sampling_options(has_length=True)
 @model_options
 @click.pass_context
 def chat(context: click.Context, /, **options: Any) -> None:
     """Talk to a model. /help lists what can be said besides; lines may also come from a pipe."""
     invocation = _invocation(context, options)
-    given = given_values(context, options)
-    check_options(options, [SamplingParams.from_mapping({**neutral_values(is_chat=True), **given})])
+    given, quiet = given_values(context, options), options["quiet"]
     from infer.cli.chat import converse
-    from infer.cli.chat_session import ChatSession
+    from infer.cli.chat_session import ChatSession, Opened
 
-    model = load_model(context, options)
-    if not model.can_chat:
-        raise InvalidRequestError(
-            f"the model {options['model']} has no chat template: continue plain text with infer generate, or take an "
-            "instruct version of the model"
-        )
-    params = merge_params(model_defaults(model, options), given, is_chat=True, quiet=options["quiet"])
-    session = ChatSession(model, options["model"], params, system=options["system"])
-    invocation.exit_status = converse(session, quiet=options["quiet"])
+    def open_model(name: str) -> Opened:
+        own = {**options, "model": name}
+        check_options(own, [SamplingParams.from_mapping({**neutral_values(is_chat=True), **given})])
+        model = load_model(context, own)
+        if not model.can_chat:
+            model.close()
+            raise InvalidRequestError(
+                f"the model {name} has no chat template: continue plain text with infer generate, or take an instruct "
+                "version of the model"
+            )
+        return Opened(model, merge_params(model_defaults(model, own), given, is_chat=True, quiet=quiet))
+
+    model, params = open_model(options["model"])
+    session = ChatSession(model, options["model"], params, system=options["system"], open_model=open_model)
+    invocation.exit_status = converse(session, quiet=quiet, plain=options["plain"])
 
 
 @infer.command()
@@ -384,10 +390,6 @@ def models(context: click.Context, /, **options: Any) -> None:
     from infer.cli.models import run_models
 
     run_models(as_json=options["as_json"])
-
-
-def model_defaults(model: Model, options: Mapping[str, Any]) -> SamplingDefaults:
-    return SamplingDefaults({}) if options["no_generation_config"] else model.sampling_defaults
 
 
 def _invocation(context: click.Context, options: Mapping[str, Any]) -> Invocation:

@@ -16,6 +16,7 @@ from typing import Self, final
 
 import click
 
+from infer.cli.line_editor import Complete, LineEditor
 from infer.cli.terminal import Handler, note
 
 BLOCK = '"""'
@@ -26,9 +27,9 @@ PASTE_SECONDS = 0.05  # in which no one types a line
 class Lines:
     """Reads messages from stdin. Interactive (prompt, history, completion) where stdin and stdout are terminals."""
 
-    def __init__(self, completions: list[str]) -> None:
+    def __init__(self, complete: Complete) -> None:
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
-        self._marks_pastes = self.interactive and _use_readline(completions)
+        self._editor = LineEditor(complete) if self.interactive else None
         self._wake_descriptor: int | None = None
         self._is_reading = False
 
@@ -53,15 +54,27 @@ class Lines:
         if self._wake_descriptor is not None:
             os.close(self._wake_descriptor)
 
-    def read(self) -> str | None:
-        """The next message; None at the end of input. At a terminal Ctrl-C drops what was typed."""
+    def read(self, begin: str = "") -> str | None:
+        """The next message; None at the end of input. A line that is edited begins with `begin`. At a terminal Ctrl-C
+        drops what was typed; a second one, where nothing was, is the end.
+        """
+        if self._editor is None:
+            return self._message()
+        if begin:
+            self._editor.begin_with(begin)
+        is_second = False
         while True:
             try:
-                return self._message()
+                message = self._message()
             except KeyboardInterrupt:
-                if not self.interactive:
-                    raise
-                note("\n(Ctrl-D or /quit leaves)")
+                if is_second and not self._editor.typed():
+                    click.echo(err=True)
+                    return None
+                note("\n(Ctrl-C again, Ctrl-D or /quit leaves)")
+                is_second = True
+            else:
+                self._editor.add_history(message or "")
+                return message
 
     def _message(self) -> str | None:
         line = self._line("> ")
@@ -69,7 +82,7 @@ class Lines:
             if self.interactive:
                 click.echo(err=True)
             return None
-        if self.interactive and not self._marks_pastes and not line.startswith("/"):
+        if self._editor is not None and not self._editor.marks_pastes and not line.startswith("/"):
             line = self._with_rest_of_paste(line)
         if "\n" in line:
             return line.strip("\n")
@@ -103,12 +116,13 @@ class Lines:
                 return self._input(prompt if self.interactive else "")
             except _SuspendedError as suspended:  # readline has given the terminal back
                 _stop_process(self._suspend)
-                _type_again(suspended.typed)
+                if self._editor is not None:
+                    self._editor.begin_with(suspended.typed)
 
     def _suspend(self, number: int, frame: FrameType | None) -> None:
         """Ctrl-Z."""
         if self._is_reading:
-            raise _SuspendedError(_typed_so_far())
+            raise _SuspendedError("" if self._editor is None else self._editor.typed())
         _stop_process(self._suspend)
 
     def _input(self, prompt: str) -> str | None:
@@ -144,28 +158,6 @@ def _stop_process(handler: Handler) -> None:
     signal.signal(signal.SIGTSTP, handler)
 
 
-def _typed_so_far() -> str:
-    try:
-        import readline
-    except ImportError:
-        return ""
-    return readline.get_line_buffer()
-
-
-def _type_again(text: str) -> None:
-    """What the next prompt begins with."""
-    try:
-        import readline
-    except ImportError:
-        return
-
-    def insert() -> None:
-        readline.insert_text(text)
-        readline.set_startup_hook(None)
-
-    readline.set_startup_hook(insert)
-
-
 def _wake_reader(descriptor: int, thread_id: int) -> None:
     """Interrupt the thread's wait for input a few times after each signal that is to end it."""
     while number := os.read(descriptor, 1):
@@ -174,26 +166,3 @@ def _wake_reader(descriptor: int, thread_id: int) -> None:
                 time.sleep(seconds)
                 signal.pthread_kill(thread_id, signal.SIGURG)
     os.close(descriptor)
-
-
-def _use_readline(completions: list[str]) -> bool:
-    """History and completion for this session; nothing that was said is written to disk. Whether pastes are marked."""
-    try:
-        import readline
-    except ImportError:
-        return False
-
-    def complete(text: str, state: int) -> str | None:
-        matches = [name for name in completions if name.startswith(text)]
-        return matches[state] if state < len(matches) and readline.get_begidx() == 0 else None
-
-    readline.set_completer_delims(" ")
-    readline.set_completer(complete)
-    if "libedit" in (readline.__doc__ or ""):
-        readline.parse_and_bind("bind ^I rl_complete")
-        return False
-    readline.parse_and_bind("tab: complete")
-    marks_pastes = os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
-    if marks_pastes:
-        readline.parse_and_bind("set enable-bracketed-paste on")
-    return marks_pastes

@@ -25,6 +25,9 @@ class Conversation(Protocol):
     @property
     def messages(self) -> list[dict[str, Any]]: ...
 
+    @property
+    def token_ids(self) -> list[int]: ...
+
     def answer(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -54,6 +57,11 @@ class Model(Protocol):
 
     @property
     def system_fingerprint(self) -> str: ...
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    def close(self) -> None: ...
 
     def generate(
         self,

@@ -9,11 +9,12 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, final, get_args
 
+from infer.cli.model import Prompt
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult
 from infer.sampling_params import SamplingParams
@@ -80,9 +81,7 @@ def sha256_of(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
 
 
-def body_of(
-    prompt: str | Sequence[int] | Sequence[Mapping[str, Any]], params: SamplingParams, model: str, max_seq_len: int
-) -> dict[str, Any]:
+def body_of(prompt: Prompt, params: SamplingParams, model: str, max_seq_len: int) -> dict[str, Any]:
     """What a route is sent for this answer, but its seed. Raises InvalidRequestError for what no route takes."""
     is_chat = not isinstance(prompt, str) and any(isinstance(each, Mapping) for each in prompt)
     body: dict[str, Any] = {"model": Path(model).name if Path(model).exists() else model}

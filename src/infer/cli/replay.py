@@ -26,9 +26,10 @@ DIFFERENT = 1  # exit status
 
 def read_request(link: Permalink) -> ChatBody | CompletionBody:
     """What can be refused before the model is there. Raises InvalidRequestError."""
-    kind = ChatBody if link.route == "/v1/chat/completions" else CompletionBody
+    content, is_chat = msgspec.json.encode(link.body), link.route == "/v1/chat/completions"
+    body: ChatBody | CompletionBody
     try:
-        body = read_body(msgspec.json.encode(link.body), kind)
+        body = read_body(content, ChatBody) if is_chat else read_body(content, CompletionBody)
     except ApiError as error:
         raise InvalidRequestError(f"the permalink's body: {error.message}") from error
     if isinstance(body, CompletionBody) and body.echo:

@@ -10,6 +10,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from infer.cli.model import Model
 from infer.cli.options import Function, apply_options
 from infer.cli.prompts import Asked
 from infer.errors import InvalidRequestError
@@ -79,6 +80,10 @@ def given_values(context: click.Context, options: Mapping[str, Any]) -> dict[str
         if given.get(name) == -1:
             given[name] = None
     return {**PRESETS.get(options["preset"] or "", {}), **given}
+
+
+def model_defaults(model: Model, options: Mapping[str, Any]) -> SamplingDefaults:
+    return SamplingDefaults({}) if options["no_generation_config"] else model.sampling_defaults
 
 
 def merge_params(

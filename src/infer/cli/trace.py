@@ -41,16 +41,24 @@ class Line:
     cells: Sequence[Cell]
 
 
-def check_plot(path: Path | None) -> None:
+def check_plot(path: Path | None, option: str = "--plot") -> None:
     """Refuse a file that could not be written, before anything is computed."""
     if path is None:
         return
     if path.suffix.lower() != ".svg":
         raise InvalidRequestError(
-            f"--plot must name a .svg file, got {path.name!r}: browsers show SVG, rsvg-convert makes a PNG of it"
+            f"{option} must name a .svg file, got {path.name!r}: browsers show SVG, rsvg-convert makes a PNG of it"
         )
     if path.is_dir() or not path.parent.is_dir():
-        raise InvalidRequestError(f"--plot {path} cannot be written: its folder must exist, and it must be a file")
+        raise InvalidRequestError(f"{option} {path} cannot be written: its folder must exist, and it must be a file")
+
+
+def write_picture(path: Path, trace: SampleTrace, model: str, option: str = "--plot") -> None:
+    """Raises InvalidRequestError."""
+    try:
+        path.write_text(make_picture(trace, model), encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequestError(f"{option} {path} cannot be written: {error.strerror}") from error
 
 
 def run_trace(
@@ -59,12 +67,8 @@ def run_trace(
     """Trace, draw, print."""
     with Spinner(f"step {options['step']}", shown=not options["quiet"]):
         trace = model.sample_trace(prompt, params, step=options["step"], num_candidates=options["num_candidates"])
-    path = options["plot"]
-    if path is not None:
-        try:
-            path.write_text(make_picture(trace, options["model"]), encoding="utf-8")
-        except OSError as error:
-            raise InvalidRequestError(f"--plot {path} cannot be written: {error.strerror}") from error
+    if options["plot"] is not None:
+        write_picture(options["plot"], trace, options["model"])
     writer = TextWriter(sys.stdout)
     if options["as_json"]:
         writer.write(json.dumps({"model": options["model"]} | trace.to_json(), ensure_ascii=False))

@@ -1,0 +1,56 @@
+"""What the arguments of a chat's commands may go on to be: files, models, parameters."""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+from infer.catalog.models import models_at_hand
+from infer.cli.chat_session import OFF, is_saved_chat
+from infer.sampling_params import PARAMETER_NAMES
+
+
+def complete_file(typed: str, is_meant: Callable[[Path], bool] = Path.is_file) -> Iterator[str]:
+    """Folders end in a slash. Hidden ones only where a dot was typed."""
+    folder, slash, begin = typed.rpartition("/")
+    try:
+        found = sorted(Path(folder + slash or ".").expanduser().iterdir())
+    except (OSError, RuntimeError, ValueError):
+        return
+    for path in found:
+        if not path.name.startswith(begin) or (path.name.startswith(".") and not begin):
+            continue
+        if path.is_dir():
+            yield f"{folder}{slash}{path.name}/"
+        elif is_meant(path):
+            yield folder + slash + path.name
+
+
+def complete_saved_chat(typed: str) -> Iterator[str]:
+    return complete_file(typed, is_saved_chat)
+
+
+def complete_json(typed: str) -> Iterator[str]:
+    return complete_file(typed, lambda path: path.suffix.lower() == ".json")
+
+
+def complete_model(typed: str) -> Iterator[str]:
+    """Those at hand, and paths."""
+    names = [name for name in _model_names() if name.startswith(typed)]
+    yield from names or complete_file(typed, lambda path: path.suffix == ".gguf")
+
+
+def complete_parameter(typed: str) -> Iterator[str]:
+    name, space, value = typed.partition(" ")
+    if space:
+        yield from (f"{name} {word}" for word in (OFF[1],) if word.startswith(value))
+    else:
+        yield from (f"{each} " for each in PARAMETER_NAMES if each.startswith(name))
+
+
+def complete_system(typed: str) -> Iterator[str]:
+    yield from (word for word in (OFF[0],) if word.startswith(typed))
+
+
+@cache
+def _model_names() -> list[str]:
+    return [model.name for model in models_at_hand() if model.problem is None]

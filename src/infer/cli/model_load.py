@@ -6,13 +6,12 @@ from typing import Any
 
 import click
 
-import infer
 from infer.cli.options import cache_values
 from infer.cli.terminal import Spinner, exit_on_signal, keeping_garbage
 from infer.kvcache.settings import CacheSettings
 
 
-def load_model(context: click.Context, options: Mapping[str, Any]) -> "infer.LLM":
+def load_model(context: click.Context, options: Mapping[str, Any]) -> Any:
     """The LLM that the options ask for."""
     spinner = Spinner(f"loading {options['model']}", shown=not options["quiet"])
     with exit_on_signal(), keeping_garbage(), spinner, kernels_ahead(options, options["device"]):

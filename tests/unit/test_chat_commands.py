@@ -94,7 +94,7 @@ def test_regenerate_takes_another_seed_or_the_one_that_is_given(session: ChatSes
     assert isinstance(given, Question)
     assert given.params == SamplingParams(temperature=0.7, seed=9)
     for wrong in ("x", "-1", "1.5"):
-        with pytest.raises(InvalidRequestError, match="(?i)seed"):
+        with pytest.raises(InvalidRequestError, match=r"(?i)seed"):
             run_command(session, f"/regenerate {wrong}")
 
 

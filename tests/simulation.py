@@ -3,6 +3,7 @@
 It mirrors `Engine._step` and `Slots`; what it finds of waits, shares and pages is found in seconds of simulated time.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import final
@@ -51,9 +52,10 @@ class Machine:
     costs: tuple[float, float, float, float] = (2e-3, 3e-4, 4.5e-4, 9e-4)
     page_tokens: int = 64
     step_tokens: int = 512
+    slowness: Callable[[], float] = lambda: 1.0  # of one step, as its neighbours make it
 
     def seconds(self, work: StepWork) -> float:
-        return sum(cost * feature for cost, feature in zip(self.costs, work.features, strict=True))
+        return self.slowness() * sum(cost * feature for cost, feature in zip(self.costs, work.features, strict=True))
 
     def pages_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_tokens)

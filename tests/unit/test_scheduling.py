@@ -1,6 +1,7 @@
 """The scheduler in simulated lives: nobody starves, no page is lost, nothing idles, tenants share."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -8,6 +9,7 @@ from extent import IS_WHOLE, usual_or_all
 from infer.engine.admission import EXPECTED_ANSWER, FEWEST_KEPT, HEAD_START, Running, Tenants, Waiting, victim
 from infer.engine.scheduler import LEAST_PROMPT_TOKENS, PLAIN_STEPS, STREAM_SECONDS, Demand, Scheduler
 from infer.engine.step_costs import Costs, StepWork, context_of
+from infer.outputs import percentile
 from simulation import Machine, Request, Simulation
 
 MACHINES = {
@@ -118,10 +120,13 @@ def test_a_weight_is_a_share() -> None:
     assert 70 <= among_first <= 80
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.15])
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
-def test_a_short_prompt_passes_a_long_one_and_streams_go_on(machine: Machine) -> None:
-    """Four streams, a prompt of 8,000 tokens, and a short one 0.2 s later."""
-    streams = [Request(0.0, 32, 2000, 2000) for _ in range(4)]
+def test_a_short_prompt_passes_a_long_one_and_streams_go_on(machine: Machine, noise: float) -> None:
+    """Four streams, a prompt of 8,000 tokens, and a short one 0.2 s later, on a machine that is alone or is not."""
+    draw = random.Random(1)
+    machine = replace(machine, slowness=lambda: draw.lognormvariate(0, noise))
+    streams = [Request(0.0, 32, 4000, 4000) for _ in range(4)]
     long, short = Request(0.5, 8000, 8, 8), Request(0.7, 32, 1, 1)
     life = Simulation(machine, [*streams, long, short])
     gaps, step = list[float](), life.step
@@ -134,14 +139,14 @@ def test_a_short_prompt_passes_a_long_one_and_streams_go_on(machine: Machine) ->
 
     life.step = note  # type: ignore[method-assign]
     life.run()
-    assert short.ended_at is not None
-    assert short.ended_at - short.arrives_at <= 0.15
-    reading = StepWork(5, 4 + LEAST_PROMPT_TOKENS, context_of(4, 2000) + context_of(LEAST_PROMPT_TOKENS, 8000))
-    assert max(gaps, default=0) <= max(1.5 * STREAM_SECONDS, 1.2 * machine.seconds(reading))
     alone = Request(0.0, 8000, 8, 8)
     Simulation(machine, [alone]).run()
+    assert short.ended_at is not None
     assert long.ended_at is not None
     assert alone.ended_at is not None
+    assert short.ended_at - short.arrives_at <= 0.15
+    assert percentile(gaps, 99.0) <= 0.042
+    assert long.ended_at - long.arrives_at <= 1.4 * alone.ended_at
 
 
 def test_prompts_share_a_step_by_what_is_left_and_the_oldest_gets_its_quarter() -> None:

@@ -64,7 +64,7 @@ class Tenants:
         self._num_active[tenant] = self._num_active.get(tenant, 0) + 1
 
     def go(self, tenant: str) -> None:
-        """One less. Without any, an account that is behind the others' is forgotten: it would begin where they are."""
+        """One less. Without any, an account below the others' is forgotten: it would begin where they are."""
         self._num_active[tenant] -= 1
         if not self._num_active[tenant]:
             del self._num_active[tenant]

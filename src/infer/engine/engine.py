@@ -224,14 +224,14 @@ class Engine:
         self._drop_finished()
         self._admit()
         active = [each for each in self._slots.sequences if each.wants_tokens]
-        counts = [len(sequence.pieces) for sequence in active]
         for sequence in active:
+            sequence.num_before_step = len(sequence.pieces)
             if sequence.grammar is not None:
                 self._force(sequence)
         self._compute([sequence for sequence in active if not sequence.is_finished])
         self._drop_finished()
         self._is_sound = True
-        return [Output(sequence, sequence.pieces[count:]) for sequence, count in zip(active, counts, strict=True)]
+        return [Output(sequence, sequence.pieces[sequence.num_before_step :]) for sequence in active]
 
     def _drop_finished(self) -> None:
         """Sequences that are finished or cancelled leave."""

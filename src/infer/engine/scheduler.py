@@ -2,7 +2,7 @@
 
 Sequences that decode come first, a token each; what is left of the step goes to their drafts, then to prompts: three
 quarters to the one with the least left, a quarter to the oldest, so that a short prompt passes a long one and none
-waits for ever. While an answer is being streamed, a step with prompts takes `STREAM_SECONDS`, whatever they are.
+waits for ever. While an answer is being streamed, 98 of 100 steps with prompts take `GAP_SECONDS` at most.
 """
 
 from collections import defaultdict, deque
@@ -16,7 +16,8 @@ from infer.speculation.policy import StepTimes
 
 FIRST_STEPS = 8  # without a return to Python, while it is not known how long they take
 MAX_STEPS, MAX_SECONDS = 64, 0.1  # of them: tokens come and a cancel is seen between two returns
-STREAM_SECONDS = 0.03  # the same, and for a step with prompts, while others stream
+STREAM_SECONDS = 0.03  # the same while others stream
+GAP_SECONDS, LEAST_GAP_SECONDS = 0.038, 0.02  # that 98 of 100 steps with prompts keep while others stream
 LEAST_PROMPT_TOKENS = 16  # of a step with prompts, unless they take over half of STREAM_SECONDS: the full rate
 FIRST_PROMPT_TOKENS = 64  # while it is not known how long they take
 PLAIN_STEPS = 8  # between two steps with drafts, where most sequences have none
@@ -79,7 +80,7 @@ class Scheduler:
         """`max_logits` are those of one step. `max_steps` without a return None: as many as `MAX_SECONDS` allow, 64 at
         most. `prompt_seconds` are those of a step with prompts while nobody streams.
         """
-        self._max_logits, self._max_steps, self.prompt_seconds = max_logits, max_steps, prompt_seconds
+        self._max_logits, self._max_steps, self._prompt_seconds = max_logits, max_steps, prompt_seconds
         self._num_plain = PLAIN_STEPS  # since the last one with drafts
         self._has_decoded = False  # so that it is known how long such steps take
         self.costs = StepCosts()
@@ -89,6 +90,10 @@ class Scheduler:
     def max_drafts(self, num_sequences: int) -> int:
         """Of each sequence."""
         return self._max_logits // num_sequences - 1
+
+    def limit_prompts(self, seconds: float) -> None:
+        """What a step with prompts takes from now on while nobody streams."""
+        self._prompt_seconds = seconds
 
     def plan(self, demands: Sequence[Demand], step_tokens: int, num_waiting: int = 0) -> Plan:
         """At most `step_tokens` tokens in all (more if more sequences than that decode)."""
@@ -107,7 +112,7 @@ class Scheduler:
             work = _work(demands, num_tokens, num_drafts)
             return Plan(num_tokens, num_drafts, self._num_steps(demands, work, num_waiting), work)
         if prefilling:
-            seconds = self._prompt_seconds(demands, decoding, num_drafts)
+            seconds = self._seconds_for_prompts(demands, decoding, num_drafts)
             for index, count in self._shares(demands, prefilling, budget + kept, seconds):
                 num_tokens[index] += count
             budget += kept - sum(num_tokens[index] for index in prefilling)
@@ -167,13 +172,19 @@ class Scheduler:
 
     # Prompts
 
-    def _prompt_seconds(self, demands: Sequence[Demand], decoding: Sequence[int], num_drafts: Sequence[int]) -> float:
+    def _seconds_for_prompts(
+        self, demands: Sequence[Demand], decoding: Sequence[int], num_drafts: Sequence[int]
+    ) -> float:
         """What the tokens of prompts may take in a step, the others being planned."""
         is_streamed = any(demands[index].is_streamed for index in decoding)
-        seconds = min(self.prompt_seconds, STREAM_SECONDS) if is_streamed else self.prompt_seconds
+        seconds = min(self._prompt_seconds, self._stream_seconds()) if is_streamed else self._prompt_seconds
         drafts = [num_drafts[index] for index in decoding]
         others = _work([demands[index] for index in decoding], [1] * len(decoding), drafts)
         return seconds - self.costs.predict(others)
+
+    def _stream_seconds(self) -> float:
+        """For which a step with prompts is planned while others stream."""
+        return max(LEAST_GAP_SECONDS, GAP_SECONDS * self.costs.low_ratio)
 
     def _shares(
         self, demands: Sequence[Demand], prefilling: Sequence[int], num_tokens: int, seconds: float

@@ -44,6 +44,7 @@ class Sequence:
         self.slot = NO_SLOT
         self.pieces: list[Piece] = []
         self.num_read = 0  # pieces that the caller has taken
+        self.num_before_step = 0  # pieces that there were before the last step
         self.is_asked = False  # whether the caller has begun to take them
         self.runs_ahead = False  # of the caller, who takes all there are
         self.is_streamed = True  # whether somebody reads the tokens as they come
@@ -113,8 +114,8 @@ class Sequence:
 
     @property
     def wants_tokens(self) -> bool:
-        """Whether the next step is for it: its caller has taken what there is, or takes all."""
-        return self.runs_ahead or (self.is_asked and self.num_read >= len(self.pieces))
+        """Whether the next step is for it: its caller has taken what was there before the last one, or takes all."""
+        return self.runs_ahead or (self.is_asked and self.num_read >= self.num_before_step)
 
     @property
     def num_schedulable(self) -> int:

@@ -110,7 +110,7 @@ class Service:
         self._engine.followers.lead()
         scheduler = self._engine.scheduler
         try:
-            scheduler.prompt_seconds = MAX_SECONDS  # so that who comes meanwhile is soon seen
+            scheduler.limit_prompts(MAX_SECONDS)  # so that who comes meanwhile is soon seen
             while self._readers:
                 self.heartbeat = Heartbeat(time.monotonic(), is_stepping=True)
                 with suppress(ClosedError):  # then all have ended
@@ -122,7 +122,7 @@ class Service:
             self._fail(error)
             raise
         finally:
-            scheduler.prompt_seconds = inf
+            scheduler.limit_prompts(inf)
             self._engine.followers.resign()
         return self._refusal is not closed
 
@@ -157,10 +157,10 @@ class Service:
 
     def _fail(self, error: BaseException) -> None:
         """The engine raised what is no single sequence's fault: all end, and no others are taken."""
-        said = " ".join(f"the engine has failed: {type(error).__name__}: {error}".split()).rstrip(":")
+        why = " ".join(f"the engine has failed: {type(error).__name__}: {error}".split()).rstrip(":")
         with self._changed:
             self.failure = error
-            self._refusal = lambda: InferError(f"{said:.200}: load the model again")
+            self._refusal = lambda: InferError(f"{why:.200}: load the model again")
             failed = list(self._readers)
         for sequence in failed:
             sequence.cancel()
@@ -168,7 +168,7 @@ class Service:
             self._engine.cancel(failed[0])  # the engine lets go of all of them
         for sequence in failed:
             if sequence.finish_reason in (None, "abort"):
-                sequence.fail("internal", f"{said:.200}")
+                sequence.fail("internal", f"{why:.200}")
             sequence.end()
         self._tell()
 

@@ -13,9 +13,12 @@ from collections.abc import Sequence
 from math import exp, isfinite, log, sqrt
 from typing import NamedTuple, final
 
+from infer.outputs import percentile
+
 KEPT = 0.98  # what a step still weighs after the next one of its kind
 MAX_SURPRISE = 4.0  # times what was predicted: a step that took longer was held up, unless the next one was too
 NUM_RATIOS = 256  # of the last steps, for statistics
+_ENOUGH_RATIOS, _USUAL_LOW_RATIO = 64, 0.8
 # What the cost that is known weighs beside a step's. Where steps do not tell two costs apart, the lighter one changes.
 _PRIORS = (1e-3, 1e-2, 1e-3, 1e-1)
 _PACE_GAIN, _MAX_CHANGE = 0.2, 0.7  # of the pace, by one step, as a logarithm
@@ -84,6 +87,11 @@ class StepCosts:
     def ratios(self) -> Sequence[float]:
         """Predicted over measured, of the last steps."""
         return self._ratios
+
+    @property
+    def low_ratio(self) -> float:
+        """Of the last steps, 98 of 100 took at most what was predicted over this; at most 1."""
+        return min(1.0, percentile(self._ratios, 2.0)) if len(self._ratios) >= _ENOUGH_RATIOS else _USUAL_LOW_RATIO
 
     def predict(self, work: StepWork) -> float:
         """Seconds; 0 as long as no step was seen."""

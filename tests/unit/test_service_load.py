@@ -4,6 +4,7 @@ do or suffer; and what thousands of cancelled ones leave is nothing.
 
 import asyncio
 import math
+import os
 import random
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from extent import usual_or_all
 from infer import LLM, AsyncLLM, GenerationResult, InvalidRequestError, SamplingParams
-from infer.system.child_process import Child, ChildError
+from infer.system import child_process
 from test_session import CONTEXT
 from watched import python_command
 
@@ -194,24 +195,24 @@ def test_a_row_whose_logits_are_nan_ends_alone(folder: Path, tmp_path: Path) -> 
     llm._opened.runner.cache.check_integrity()
 
 
-def test_a_grammar_whose_process_dies_is_tried_twice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM(folder)
-    died, ask = list[None](), Child._ask_once
+def test_a_grammar_whose_process_is_killed_is_tried_twice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, killed, write = LLM(folder), list[bytes](), child_process._write
 
-    def die(child: Child, line: bytes, seconds: float) -> Any:
-        if b"{7}" in line or (b"{8}" in line and not died):
-            died.append(None)
-            child.close()
-            raise ChildError(9)
-        return ask(child, line, seconds)
+    def kill_before(process: subprocess.Popen[bytes], line: bytes, deadline: float) -> None:
+        if b"{7}" in line or (b"{8}" in line and line not in killed):
+            killed.append(line)
+            process.kill()
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        write(process, line, deadline)
 
-    monkeypatch.setattr(Child, "_ask_once", die)
+    monkeypatch.setattr(child_process, "_write", kill_before)
     refused, answered = answers_beside(
         llm, lambda llm: llm.generate("a", regex="[a-f]{7}"), lambda llm: llm.generate("a", regex="[a-f]{8}")
     )
     assert isinstance(refused, InvalidRequestError)
     assert "too large or too deep" in str(refused)
     assert len(answered.text) == 8
+    assert len(killed) == 3
 
 
 def test_answers_that_need_more_pages_than_there_are_come_one_after_the_other(folder: Path) -> None:

@@ -1,8 +1,11 @@
 """Random requests of every kind at once, in too few slots and pages: each answer is the one that it has alone."""
 
+import gc
 import random
+import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +18,17 @@ from infer.engine.service import Service
 from infer.kvcache.settings import CacheSettings
 from infer.runner.runner import CachedRunner
 from infer.sampling_params import SamplingParams
+from infer.system.available_memory import give_back_freed
 from path_cases import CONTEXT, GRAMMARS, SAMPLERS, Case, Outcome, Way, World, make_sequence, make_world
 
 NUM_REQUESTS = usual_or_all(100, 1000)  # with one thread, and as many with two
 LETTERS = b"abc "
 WAY = Way("adaptive", chunk=64)
+NUM_PREEMPTIONS = usual_or_all(100, 10_000)
+SEEDED = [
+    Case(f"seed {seed}", tuple(b"abc ab" * (seed + 1)), SamplingParams(seed=seed, max_new_tokens=80, ignore_eos=True))
+    for seed in range(6)
+]
 
 
 @pytest.fixture(scope="module")
@@ -107,3 +116,43 @@ def test_an_answer_under_load_is_the_one_that_it_has_alone(
             assert found == expected, case
             num_compared += 1
     assert num_compared > NUM_REQUESTS / 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="hardware: what a process holds is read from Linux's /proc")
+def test_preempted_without_end_all_answer_and_nothing_is_left(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five sequences of whom two or three have pages: pages and threads as before, memory within one percent."""
+    monkeypatch.setattr("infer.engine.queue.EXPECTED_ANSWER", 1)
+    draw, cases = random.Random(3), list(SEEDED)
+    expected = {case.name: alone(world, case) for case in cases}
+    runner = CachedRunner(world.model, CONTEXT, num_slots=5, settings=world.settings, pool_pages=12)
+    engine, num_ended = Engine(runner), 0
+
+    def state() -> tuple[int, int, int]:
+        gc.collect()
+        give_back_freed()
+        resident = int(Path("/proc/self/statm").read_text().split()[1])
+        return sum(runner.free_pages), threading.active_count(), resident
+
+    def run_until(num_preemptions: int) -> None:
+        nonlocal num_ended
+        asked = dict[Sequence, Case]()
+        while (goes_on := engine.snapshot().num_preemptions < num_preemptions) or asked:
+            while goes_on and len(asked) < 5:
+                case = draw.choice(cases)
+                sequence = make_sequence(world, case, WAY)
+                sequence.runs_ahead, asked[sequence] = True, case
+                engine.submit(sequence)
+            engine.step()
+            runner.cache.check_integrity()
+            for sequence in [each for each in asked if each.has_ended]:
+                assert Outcome.of(sequence.result()) == expected[asked.pop(sequence).name]
+                num_ended += 1
+
+    run_until(NUM_PREEMPTIONS // 4)
+    before = state()
+    run_until(NUM_PREEMPTIONS)
+    after = state()
+    assert before[:2] == after[:2]
+    assert after[2] <= 1.01 * before[2]
+    assert num_ended > 10
+    engine.close()

@@ -196,7 +196,7 @@ class GenerationResult:
 
     @property
     def num_samples(self) -> int:
-        """How many tokens were drawn."""
+        """How many tokens were sampled."""
         return len(self.token_ids)
 
     def __repr__(self) -> str:
@@ -237,7 +237,7 @@ class TraceCandidate:
     rank: int  # by raw logit; 1 is the likeliest
     logits: tuple[float | None, ...]  # None is impossible
     probabilities: tuple[float, ...]
-    noise: float | None  # None where nothing was drawn: greedy, or dropped
+    noise: float | None  # None where there is none: greedy, or dropped
     score: float | None  # last logit plus noise: the largest of the vocabulary is chosen; None where dropped
     dropped_by: str | None  # the stage that made it impossible
 

@@ -102,7 +102,7 @@ class SamplingParams:
     stop_token_ids: Collection[int] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    seed: int | None = None  # [0, 2**64); None is drawn at random and reported
+    seed: int | None = None  # [0, 2**64); None is chosen at random and reported
     logprobs: int | None = None  # 0..20 alternatives per token
     logprobs_mode: Literal["raw", "processed"] = "raw"
     temperature_last: bool = False  # temperature after the filters

@@ -70,7 +70,7 @@ def fill(cache: Path, repo: str, files: dict[str, bytes], revision: str = "main"
     ("text", "name"),
     [
         ("org/repo", HubName("org/repo")),
-        ("a.b-c/d_e.1:Q4_K_M", HubName("a.b-c/d_e.1", wanted="Q4_K_M")),
+        ("a.b-c/d_e.1:Q4_K_M", HubName("a.b-c/d_e.1", variant="Q4_K_M")),
         ("org/repo@v1.0:sub/m.gguf", HubName("org/repo", "v1.0", "sub/m.gguf")),
         ("org/repo@refs/pr/3", HubName("org/repo", "refs/pr/3")),
     ],
@@ -90,7 +90,7 @@ def test_what_cannot_be_on_the_hub_is_no_name_of_it(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "entry"),
+    ("variant", "entry"),
     [
         ("Q4_K_M", "m-Q4_K_M.gguf"),
         ("q4_k_s", "m-Q4_K_S.gguf"),
@@ -101,14 +101,14 @@ def test_what_cannot_be_on_the_hub_is_no_name_of_it(text: str) -> None:
         ("m-IQ4_NL.gguf", "m-IQ4_NL.gguf"),
     ],
 )
-def test_a_quantisation_or_a_file_is_one_model(wanted: str, entry: str) -> None:
-    chosen = choose(HubName("org/quants", wanted=wanted), REPOSITORIES["org/quants"], None)
+def test_a_quantisation_or_a_file_is_one_model(variant: str, entry: str) -> None:
+    chosen = choose(HubName("org/quants", variant=variant), REPOSITORIES["org/quants"], None)
     assert chosen.entry == entry
     assert chosen.weights == (SPLIT if entry == SPLIT[0] else (entry,))
 
 
 @pytest.mark.parametrize(
-    ("repo", "wanted", "reason"),
+    ("repo", "variant", "reason"),
     [
         (
             "org/quants",
@@ -126,9 +126,9 @@ def test_a_quantisation_or_a_file_is_one_model(wanted: str, entry: str) -> None:
         ("org/adapter", None, "it holds an adapter, not a model"),
     ],
 )
-def test_a_choice_that_is_none_lists_what_there_is(repo: str, wanted: str | None, reason: str) -> None:
+def test_a_choice_that_is_none_lists_what_there_is(repo: str, variant: str | None, reason: str) -> None:
     with pytest.raises(ModelError, match=reason):
-        choose(HubName(repo, wanted=wanted), REPOSITORIES[repo], None)
+        choose(HubName(repo, variant=variant), REPOSITORIES[repo], None)
 
 
 def test_projectors_are_no_models() -> None:
@@ -138,10 +138,10 @@ def test_projectors_are_no_models() -> None:
 @pytest.mark.parametrize("name", ["org/plain", "org/sharded", "org/quants:Q4_0", "org/quants:BF16", "org/one"])
 @pytest.mark.parametrize("revision", ["main", "v2", COMMIT])
 def test_the_cache_is_enough_without_network(cache: Path, name: str, revision: str) -> None:
-    repo, _, wanted = name.partition(":")
+    repo, _, variant = name.partition(":")
     files = {file: x for file, x in REPOSITORIES[repo].items() if not file.endswith(".bin")}
     snapshot = fill(cache, repo, files, "main" if revision == COMMIT else revision)
-    path = resolve(repo + ("" if revision == "main" else f"@{revision}") + (f":{wanted}" if wanted else ""))
+    path = resolve(repo + ("" if revision == "main" else f"@{revision}") + (f":{variant}" if variant else ""))
     entries = {"org/quants:Q4_0": "m-Q4_0.gguf", "org/quants:BF16": SPLIT[0], "org/one": "folder/m-[1].gguf"}
     assert path == snapshot / entries.get(name, "")
 
@@ -159,7 +159,7 @@ def test_a_cache_that_holds_a_part_is_not_enough(cache: Path, repo: str, missing
     files = dict(REPOSITORIES[repo.partition(":")[0]])
     files.pop("m.gguf", None)
     snapshot = fill(cache, repo.partition(":")[0], files)
-    assert find_cached(HubName(repo.partition(":")[0], wanted=repo.partition(":")[2] or None)) is not None
+    assert find_cached(HubName(repo.partition(":")[0], variant=repo.partition(":")[2] or None)) is not None
     (snapshot / missing).resolve().unlink()  # a link that leads nowhere is no file
     with pytest.raises(
         InvalidRequestError, match=f"^{repo} is not in the hub's local cache, .*hub, and HF_HUB_OFFLINE is set"

@@ -111,7 +111,7 @@ def _in_hub_cache() -> Iterator[tuple[str, Path]]:
         if (folder := find_cached(repository)) is not None and folder.is_dir():
             yield str(repository), folder
         for parts in gguf_models(files):
-            name = replace(repository, wanted=parts[0])
+            name = replace(repository, variant=parts[0])
             if (path := find_cached(name)) is not None:
                 yield str(name), path
 

@@ -20,7 +20,7 @@ from infer.errors import InvalidRequestError, ModelError, ModelFormatError
 from infer.system.json_file import read_json_file
 
 DEFAULT_REVISION = "main"
-_NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<wanted>[^:\\]+))?")
+_NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<variant>[^:\\]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NO_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)  # GGUF files beside a text model
 _MAX_LISTED = 20
@@ -36,11 +36,11 @@ _ADDITIONAL_TEMPLATES = "additional_chat_templates/"
 class HubName:
     repo: str
     revision: str = DEFAULT_REVISION
-    wanted: str | None = None  # a file's path or a quantisation
+    variant: str | None = None  # a file's path or a quantisation
 
     def __str__(self) -> str:
         revision = "" if self.revision == DEFAULT_REVISION else f"@{self.revision}"
-        return f"{self.repo}{revision}" + (f":{self.wanted}" if self.wanted else "")
+        return f"{self.repo}{revision}" + (f":{self.variant}" if self.variant else "")
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ def parse_hub_name(name: str) -> HubName | None:
     match = _NAME.fullmatch(name)
     if match is None or match["repo"].endswith((".gguf", ".safetensors", ".json", *PICKLE_SUFFIXES)):
         return None
-    paths = (match["repo"], match["revision"] or DEFAULT_REVISION, match["wanted"] or "x")
+    paths = (match["repo"], match["revision"] or DEFAULT_REVISION, match["variant"] or "x")
     if any(part in ("", ".", "..") for path in paths for part in path.split("/")):
         return None
-    return HubName(match["repo"], paths[1], match["wanted"])
+    return HubName(match["repo"], paths[1], match["variant"])
 
 
 def hub_cache_folder() -> Path:
@@ -118,13 +118,13 @@ def choose(name: HubName, files: Collection[str], shards: Sequence[str] | None) 
 
     ModelError where no file is meant, or several are.
     """
-    if name.wanted is None and "config.json" in files and not {SINGLE_NAME, INDEX_NAME}.isdisjoint(files):
+    if name.variant is None and "config.json" in files and not {SINGLE_NAME, INDEX_NAME}.isdisjoint(files):
         return _choose_folder(files, shards)
     models = gguf_models(files)
-    if name.wanted is not None:
-        models = _matching(name.wanted, models)
+    if name.variant is not None:
+        models = _matching(name.variant, models)
         if not models:
-            raise ModelError(f"{name.repo} has no {name.wanted}: {_listed(name, gguf_models(files), files)}")
+            raise ModelError(f"{name.repo} has no {name.variant}: {_listed(name, gguf_models(files), files)}")
     if len(models) == 1:
         return Chosen((), tuple(models[0]), models[0][0])
     raise ModelError(f"{name}: {_listed(name, models, files)}")
@@ -148,10 +148,10 @@ def _choose_folder(files: Collection[str], shards: Sequence[str] | None) -> Chos
     return Chosen((*small, INDEX_NAME), tuple(shards or ()), None)
 
 
-def _matching(wanted: str, models: list[list[str]]) -> list[list[str]]:
-    if wanted.endswith(".gguf"):
-        return [parts for parts in models if wanted in parts]
-    between = re.compile(rf"(?<![a-z0-9]){re.escape(wanted.lower())}(?![a-z0-9_])")
+def _matching(variant: str, models: list[list[str]]) -> list[list[str]]:
+    if variant.endswith(".gguf"):
+        return [parts for parts in models if variant in parts]
+    between = re.compile(rf"(?<![a-z0-9]){re.escape(variant.lower())}(?![a-z0-9_])")
     return [parts for parts in models if between.search(parts[0].lower().removesuffix(".gguf"))]
 
 

@@ -47,13 +47,13 @@ def _download(hub: Any, name: HubName, line: StatusLine) -> Path:
     line.show(f"looking for {name}")
     files = [file.rfilename for file in hub.HfApi().model_info(name.repo, revision=name.revision).siblings or ()]
 
-    def download(*wanted: str) -> Path:
+    def download(*paths: str) -> Path:
         return Path(
             hub.snapshot_download(
                 name.repo,
                 revision=name.revision,
                 cache_dir=hub_cache_folder(),
-                allow_patterns=[glob.escape(file) for file in wanted],
+                allow_patterns=[glob.escape(file) for file in paths],
                 tqdm_class=_make_bar(hub, name, line),
             )
         )

@@ -157,9 +157,9 @@ class Choices:
         return [value for value in by_key.values() if all(self._logic.may_hold(part, value) for part in parts)]
 
     def _containing(self, node: Node, most: float) -> Choice:
-        at, wanted = node.pointer, node["contains"]
+        at, contained = node.pointer, node["contains"]
         least, limit = node.get("minContains", 1), node.get("maxContains", inf)
-        if not wanted:
+        if not contained:
             return [Node(at, {"minItems": least} | ({} if limit == inf else {"maxItems": limit}))]
         if limit >= most:
             if not least:
@@ -167,18 +167,19 @@ class Choices:
             if most <= 12 and comb(int(most), min(least, int(most))) <= MAX_ALTERNATIVES:
                 places = combinations(range(int(most)), least)
                 return [
-                    _items(at, [wanted if i in held else true_node(at) for i in range(held[-1] + 1)]) for held in places
+                    _items(at, [contained if i in held else true_node(at) for i in range(held[-1] + 1)])
+                    for held in places
                 ]
         elif most <= 6:
-            other = Node(wanted.pointer, {"not": wanted})
+            other = Node(contained.pointer, {"not": contained})
             return [
-                Node(at, _items(at, [wanted if holds else other for holds in row]) | {"items": false_node(at)})
+                Node(at, _items(at, [contained if holds else other for holds in row]) | {"items": false_node(at)})
                 for size in range(int(most) + 1)
                 for row in product((True, False), repeat=size)
                 if least <= sum(row) <= limit
             ]
         elif least == 0 and limit == 0:
-            return [Node(at, {"items": Node(wanted.pointer, {"not": wanted})})]
+            return [Node(at, {"items": Node(contained.pointer, {"not": contained})})]
         problem = "'contains' is built only where there are few items ('maxItems')"
         raise InvalidRequestError(f"{self._where} at {at or '/'}: {problem}")
 
@@ -296,7 +297,7 @@ class Choices:
 
 
 def merged_patterns(node: Node) -> Node:
-    """A pattern that every name fulfils said as `additionalProperties`: patterns must not overlap."""
+    """A pattern that every name fulfils becomes `additionalProperties`: patterns must not overlap."""
     patterns: Mapping[str, Node] = node.get("patternProperties", {})
     everywhere = [item for pattern, item in patterns.items() if pattern in _EVERY_NAME]
     if not everywhere:

@@ -1,6 +1,6 @@
 """What two schemas have in common: which types they allow, and whether no value can fulfil both.
 
-All answers err on one side: what is called disjoint is; what holds is never said not to.
+All answers err on one side: what is called disjoint is disjoint; what may hold is never ruled out.
 """
 
 import math

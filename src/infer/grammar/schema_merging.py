@@ -1,4 +1,4 @@
-"""Objects that must all hold, said as one object: a compiler that merges references itself may follow them for ever.
+"""Objects that must all hold, merged into one: a compiler that merges references itself may follow them for ever.
 
 What is merged becomes a definition under a name of its own, so that a reference which leads back finds it.
 """

@@ -45,7 +45,7 @@ class Negation:
     def alternatives(self, node: Node, context: Sequence[Node], pointer: str) -> list[Node]:
         """What fulfils one of these and the context is what fulfils the context and not `node`.
 
-        Raises InvalidRequestError at `pointer` where that cannot be said.
+        Raises InvalidRequestError at `pointer` where no schema expresses that.
         """
         found: list[Node] = []
         for alternative in self._negated(node, context, 0):

@@ -27,14 +27,14 @@ class Vocabulary:
 
     def spell(self, text: str) -> list[int]:
         """The tokenizer's own ids for a text, whatever stands before it; none of them is a control token."""
-        wanted = text.encode()
+        encoded = text.encode()
         for mark in ("", _MARK):
             ids = self._tokenizer.encode(mark + text, add_special_tokens=False)
             if mark:
                 ids = self._without_mark(ids)
-            if b"".join(self.token_bytes[i] if i < len(self.token_bytes) else b"" for i in ids) == wanted:
+            if b"".join(self.token_bytes[i] if i < len(self.token_bytes) else b"" for i in ids) == encoded:
                 return ids
-        return self.spell_greedily(wanted)
+        return self.spell_greedily(encoded)
 
     def spell_greedily(self, text: bytes) -> list[int]:
         """Longest token first; stops at a byte that no token has."""

@@ -110,9 +110,9 @@ class PagePool:
 class PageTable:
     """The pages of every row, by the index of the page in the row. `table` is what kernels read.
 
-    The first `num_fixed` pages of a row stay; of the others it holds the newest, as many as its share allows. A page
-    lies at home if it is free: the pages of a row one after the other, those after the fixed in a ring. `on_take` is
-    told of each page that is handed out to be written, whose content is then what it was before.
+    The first `num_fixed` pages of a row stay; of the others it holds the newest, as many as its share allows. Preferred
+    pages of a row: its own share of the pool, one after the other, those after the fixed in a ring. `on_take` is told
+    of each page that is handed out to be written, whose content is then what it was before.
     """
 
     def __init__(

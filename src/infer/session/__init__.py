@@ -1,1 +1,1 @@
-"""Many turns over one cache: what was said, what the cache holds of it, and its file."""
+"""Many turns over one cache: its messages and ids, what the cache holds of them, and its file."""

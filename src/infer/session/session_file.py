@@ -1,4 +1,4 @@
-"""A saved session: a safetensors file of ids, what stands in the cache for them, and what was said.
+"""A saved session: a safetensors file of ids, what the cache holds of them, and the messages.
 
 The header's metadata name the format, its version and the fingerprint of the model. The tensors are, in this order,
 `token_ids`, those of the cache, `record` (JSON), and `digests`: a line for the header and one for each tensor before

@@ -1,4 +1,4 @@
-"""What was said in a session: ids, messages, and where its turns end. Values only; every change makes a new one."""
+"""The text of a session: ids, messages, and where its turns end. Values only; every change makes a new one."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -55,7 +55,7 @@ class Transcript:
         return replace(self, token_ids=self.token_ids[:length], messages=self.messages[:num_messages], turns=turns)
 
     def answered(self, token_ids: list[int], messages: list[dict[str, Any]]) -> Self:
-        """After a turn that ends in these ids and messages, which may have changed what was said before."""
+        """After a turn that ends in these ids and messages, which may have changed earlier ones."""
         num_same = common_length(self.token_ids, token_ids)
 
         def is_kept(num_messages: int) -> bool:

@@ -34,7 +34,7 @@ def _least(*amounts: int | None) -> int | None:
 def give_back_freed() -> None:
     """What was freed goes back to the system at once, where the C library would keep it for later (glibc does).
 
-    Reading the tokenizer.json of 262,144 tokens leaves 200 MB behind, for instance.
+    Reading the tokenizer.json of 262,144 tokens keeps 200 MB, for instance.
     """
     trim = _malloc_trim()
     if trim is not None:
@@ -51,13 +51,13 @@ def _malloc_trim() -> Callable[[int], int] | None:
     return None
 
 
-def _meminfo(root: Path, wanted: str) -> int | None:
+def _meminfo(root: Path, field: str) -> int | None:
     try:
         lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
         return None
     for line in lines:
         name, _, rest = line.partition(":")
-        if name == wanted:
+        if name == field:
             return int(rest.split()[0]) * 1024
     return None

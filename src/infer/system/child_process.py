@@ -88,7 +88,7 @@ class Child:
             raise
 
     def _ready(self) -> subprocess.Popen[bytes]:
-        """It says so itself, by an empty answer."""
+        """It tells so itself, by an empty answer."""
         process = self._started()
         if not self._is_ready:
             try:
@@ -96,7 +96,7 @@ class Child:
             except (EOFError, TimeoutError):
                 self.close()
                 raise RuntimeError(f"{self._command[2]} does not start in a process of its own") from None
-            except BaseException:  # Ctrl-C: whether it has said so already is not known
+            except BaseException:  # Ctrl-C: whether it has told so already is not known
                 self.close()
                 raise
             self._is_ready = True

@@ -36,7 +36,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, continue_final_message: bool = False, **variables: Any
     ) -> str:
-        """`variables`: `add_generation_prompt` (true unless said otherwise), `tools`, `documents`, the template's own.
+        """`variables`: `add_generation_prompt` (true by default), `tools`, `documents`, the template's own.
 
         With `continue_final_message` the text ends where the last message ends, so that the model goes on with it.
         """

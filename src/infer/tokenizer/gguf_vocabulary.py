@@ -200,10 +200,10 @@ def _find_splits(texts: list[str]) -> _Splits:
         kept = np.flatnonzero(holder[_slot(tails)] >= 0)
         found.append((ids[kept], places[kept], heads[kept], tails[kept]))
     whole, left_lengths = (np.concatenate([np.zeros(0, np.int64), *(chunk[i] for chunk in found)]) for i in (0, 1))
-    wanted = [np.concatenate([np.zeros(0, np.uint64), *(chunk[i] for chunk in found)]) for i in (2, 3)]
-    left, right = (_look_up(of_parts, hashes, holder) for of_parts in wanted)
+    asked = [np.concatenate([np.zeros(0, np.uint64), *(chunk[i] for chunk in found)]) for i in (2, 3)]
+    left, right = (_look_up(of_parts, hashes, holder) for of_parts in asked)
     right_lengths = lengths[whole] - left_lengths
-    exact = (hashes[left] == wanted[0]) & (hashes[right] == wanted[1])
+    exact = (hashes[left] == asked[0]) & (hashes[right] == asked[1])
     exact &= (lengths[left] == left_lengths) & (lengths[right] == right_lengths)
     return _Splits(*(column[exact] for column in (whole, left, right, left_lengths, right_lengths)))
 
@@ -234,12 +234,12 @@ def _hash_beginnings(texts: list[str], first_id: int, powers: Hashes) -> _Beginn
     return _Beginnings(sums[ends] - before, ids[inner] + first_id, places[inner] + 1, heads)
 
 
-def _look_up(wanted: Hashes, hashes: Hashes, holder: npt.NDArray[np.int32]) -> Integers:
+def _look_up(asked: Hashes, hashes: Hashes, holder: npt.NDArray[np.int32]) -> Integers:
     """The token of each hash, if there is one; the slot of each is held by some token."""
-    found = holder[_slot(wanted)].astype(np.int64)
-    others = np.flatnonzero(hashes[found] != wanted)
+    found = holder[_slot(asked)].astype(np.int64)
+    others = np.flatnonzero(hashes[found] != asked)
     by_hash = np.argsort(hashes)
-    at = np.searchsorted(hashes, wanted[others], sorter=by_hash).clip(max=len(hashes) - 1)
+    at = np.searchsorted(hashes, asked[others], sorter=by_hash).clip(max=len(hashes) - 1)
     found[others] = by_hash[at]
     return found
 
@@ -263,16 +263,16 @@ def _make_post_processor(
     backend: Tokenizer, metadata: Mapping[str, Any], texts: list[str], adds_bos: bool
 ) -> processors.TemplateProcessing:
     """BOS before and EOS after, as `add_bos_token` and `add_eos_token` ask."""
-    wanted: list[str | None] = []
+    asked: list[str | None] = []
     for name, default in (("bos", adds_bos), ("eos", False)):
         token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
         if token_id is None or not metadata.get(f"tokenizer.ggml.add_{name}_token", default):
-            wanted.append(None)
+            asked.append(None)
         elif 0 <= token_id < len(texts):
-            wanted.append(texts[token_id])
+            asked.append(texts[token_id])
         else:
             raise ModelFormatError("GGUF metadata", f"tokenizer.ggml.{name}_token_id", f"{token_id} is not an id")
-    return make_bos_eos_processor(backend, *wanted)
+    return make_bos_eos_processor(backend, *asked)
 
 
 def make_bos_eos_processor(backend: Tokenizer, bos: str | None, eos: str | None) -> processors.TemplateProcessing:

@@ -74,8 +74,8 @@ class Tokenizer:
         named_tokens = {name: text for name in _NAMED_TOKENS if (text := _token_text(config.get(name))) is not None}
         _make_special(backend, CONTROL_NAMES.union(named_tokens.values()))
         if "add_bos_token" in config or "add_eos_token" in config:
-            wanted = [named_tokens.get(f"{name}_token") if config.get(f"add_{name}_token") else None for name in _ENDS]
-            backend.post_processor = make_bos_eos_processor(backend, *wanted)
+            ends = [named_tokens.get(f"{name}_token") if config.get(f"add_{name}_token") else None for name in _ENDS]
+            backend.post_processor = make_bos_eos_processor(backend, *ends)
         end_ids = _read_json(path / "generation_config.json").get("eos_token_id")
         return cls(
             backend,
@@ -180,7 +180,7 @@ class Tokenizer:
         """The text that the model was trained to see.
 
         `chat_template` names one of several that the model brings, or is one itself. `variables` are
-        `add_generation_prompt` (true unless said otherwise), `continue_final_message`, `tools`, `documents`, and what
+        `add_generation_prompt` (true by default), `continue_final_message`, `tools`, `documents`, and what
         the template itself knows, such as `enable_thinking`.
         """
         return self._template(chat_template, variables.get("tools")).render(messages, **variables)

@@ -72,8 +72,8 @@ def _as_read(config: Config, family: Family) -> Config:
     if config.get("use_bidirectional_attention"):
         raise UnsupportedModelError("use_bidirectional_attention=true (an embedding model) is not supported")
     unread = OPTIONAL - family.reads
-    said = {name: value for name, value in config.items() if value is not None or name in OFF_IF_NULL}
-    read = {name: value for name, value in said.items() if name not in unread}
+    given = {name: value for name, value in config.items() if value is not None or name in OFF_IF_NULL}
+    read = {name: value for name, value in given.items() if name not in unread}
     return {**family.defaults, **read, **family.fixed}
 
 

@@ -9,7 +9,6 @@ many rounds, rotation not included. A multiplication is a product and its additi
 count that its tokens see. The order of sums, and so the work, is the same for every number of tokens.
 """
 
-import argparse
 import json
 import time
 from dataclasses import replace
@@ -17,6 +16,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from command_line import make_parser
 from infer import ops
 from infer.backends.cpu.capture.forward import CapturedForward
 from infer.backends.cpu.isa import instruction_set
@@ -75,7 +75,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--kv-types", nargs="+", default=["f16"], choices=KV_TYPES)
     parser.add_argument("--contexts", nargs="+", type=int, default=[512, 2048])
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 2, 4, 8, 16, 64, 512])

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from bench_products import FEATURES
+from command_line import make_parser
 from infer import SamplingParams, load_model, ops
 from infer.bench.profile import split_label
 from infer.bench.speed import make_prompt
@@ -147,8 +148,7 @@ def show(name: str, size: tuple[int, int], found: dict[str, Any], one: dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2")
+    parser = make_parser(__doc__, model="smollm2", rounds=3)
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--contexts", type=int, nargs="+", default=[64, 1024, 4096], help="multiples of 64")
     parser.add_argument("--shared", action="store_true", help="the context's pages are the same for all")
@@ -157,7 +157,6 @@ def main() -> None:
     parser.add_argument("--sets", nargs="+", default=[None], help="instruction sets, as INFER_ISA names them")
     parser.add_argument("--sources", nargs="+", default=["src"], help="source trees of infer")
     parser.add_argument("--cpu", choices=FEATURES, help="compile for this CPU")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--runs", type=int, default=4, help="multi-steps of a size, in a round")
     parser.add_argument("--most", type=int, default=1 << 16, help="tokens of all sequences together")
     parser.add_argument("--profile", action="store_true", help="the least of each kind of command")

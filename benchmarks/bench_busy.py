@@ -6,7 +6,6 @@ Goal: never slower than one thread. Both sides are processes that wait while the
 process that does nothing but run. Both sides must give the same tokens, whatever the machine does to them.
 """
 
-import argparse
 import statistics
 import subprocess
 import sys
@@ -15,8 +14,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from bench_peers import WORKER, Side, Worker, worker
+from command_line import available_cores, make_parser
 from infer.checkpoint.find import resolve
-from machine import available_cores, cpu_model
+from machine import cpu_model
 
 PROMPT_TOKENS = 16
 
@@ -40,10 +40,8 @@ def measure(side: Worker, new_tokens: int, seed: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2")
+    parser = make_parser(__doc__, model="smollm2", rounds=7)
     parser.add_argument("--neighbours", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=available_cores(), help="of the team")
     options = parser.parse_args()

@@ -6,15 +6,15 @@
 Tokens per second of all together, prompts included: best, median, and the median of each round's ratio to the batch.
 """
 
-import argparse
 import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 
+from command_line import make_parser
 from infer import LLM, AsyncLLM, SamplingParams
-from machine import available_cores, cpu_model
+from machine import cpu_model
 
 NUM_ANSWERS, NEW_TOKENS = 8, 64
 PARAMS = SamplingParams(temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
@@ -49,10 +49,7 @@ def make_ways(llm: LLM) -> dict[str, Callable[[], Answers]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--threads", type=int, default=available_cores())
-    parser.add_argument("--rounds", type=int, default=20)
+    parser = make_parser(__doc__, model="smollm2", threads=True, rounds=20)
     parser.add_argument("--quick", action="store_true", help="five rounds")
     arguments = parser.parse_args()
     llm = LLM(arguments.model, threads=arguments.threads)

@@ -27,15 +27,15 @@ from typing import Any
 
 import torch
 
+from command_line import REPORTS, available_cores, make_parser
 from generation_report import append_log, compare, log_row, picture, table
 from infer import LLM, GenerationResult, SamplingParams, __version__
 from infer.bench.recomputed import generate_recomputed
 from infer.bench.speed import kv_bytes, weight_bytes_by_kind
 from infer.outputs import GenerationTiming, percentile
-from machine import available_cores, device_line, read_rate, resident_bytes, unmeasured_bytes
+from machine import device_line, read_rate, resident_bytes, unmeasured_bytes
 from workload import CONFIGS, SEED, SUITES, Config, make_synthetic_prompt
 
-REPORTS = Path(__file__).parent / "reports"
 COLD_START = (
     "from infer import LLM, SamplingParams; import sys; "
     "next(LLM(sys.argv[1], device=sys.argv[2], dtype=sys.argv[3]).stream('Once upon a time', SamplingParams()))"
@@ -152,8 +152,7 @@ def measure_cold_start(model: str, device: str, dtype: str) -> float:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2")
+    parser = make_parser(__doc__, model="smollm2")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int)

@@ -14,13 +14,13 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from xml.sax.saxutils import escape
 
 import torch
 from torch import Tensor
 
+from command_line import REPORTS, make_parser
 from infer import SamplingParams, load_model, load_tokenizer
 from infer.bench.speed import make_prompt
 from infer.errors import InvalidRequestError
@@ -32,10 +32,9 @@ from infer.ops import backend_of
 from infer.quantization.kv_formats import KV_TYPES, key_block_bytes, num_blocks, value_block_bytes
 from infer.runner.runner import CachedRunner
 from infer.sampling.columns import SamplingColumns
-from machine import available_cores, write_report
+from machine import write_report
 from needles import reference_text
 
-REPORTS = Path(__file__).with_name("reports")
 MODELS = ("smollm2", "gemma3-270m")
 REFERENCE, BASE = "f32", "f16"  # of perplexity, of speed
 CHUNK = 256  # tokens whose logits are held at once
@@ -219,16 +218,14 @@ def picture(found: Sequence[Speed]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, threads=True, rounds=5)
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--kv-types", nargs="+", default=list(KV_TYPES), choices=KV_TYPES)
     parser.add_argument("--only", choices=("quality", "speed"))
     parser.add_argument("--tokens", type=int, default=20_480, help="of text")
     parser.add_argument("--window", type=int, default=2048, help="tokens that are read as one text")
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 1024, 4096, 8192])
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=16, help="of each chain")
-    parser.add_argument("--threads", type=int, default=available_cores())
     arguments = parser.parse_args()
     set_num_threads(arguments.threads)
     quality, speed = list[Quality](), list[Speed]()

@@ -7,12 +7,12 @@ The batches come in turns; medians, and of each round's ratio to the plain batch
 alternatives, `processed` the same of its processed logits, `all` asks in every row.
 """
 
-import argparse
 from statistics import median
 from typing import Any
 
+from command_line import make_parser
 from infer import LLM, SamplingParams
-from machine import available_cores, cpu_model
+from machine import cpu_model
 from workload import make_synthetic_prompt
 
 NUM_ROWS, PROMPT_TOKENS, NEW_TOKENS = 8, 128, 64
@@ -41,10 +41,7 @@ def seconds_of(llm: LLM, name: str, sampling: dict[str, Any]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--threads", type=int, default=available_cores())
-    parser.add_argument("--rounds", type=int, default=20)
+    parser = make_parser(__doc__, model="smollm2", threads=True, rounds=20)
     parser.add_argument("--quick", action="store_true", help="five rounds")
     arguments = parser.parse_args()
     rounds = 5 if arguments.quick else arguments.rounds

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from command_line import make_parser
 from infer import LLM, SamplingParams
 from infer.checkpoint import open_checkpoint
 from infer.kvcache.settings import CacheSettings
@@ -24,7 +25,7 @@ NEW_TOKENS = 2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=["smollm2"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--threads", type=int, default=2)

@@ -13,22 +13,20 @@ tokens included. That speculation changes no token is asserted for every answer.
     + schema             the task's JSON schema: other text than without, some of it forced
 """
 
-import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any, NamedTuple
 
+from command_line import REPORTS, available_cores, make_parser
 from infer import LLM, GenerationResult, SamplingParams, __version__
 from infer.outputs import Piece
-from machine import available_cores, cpu_model
+from machine import cpu_model
 from path_prompts import TASKS, Task
 
-REPORTS = Path(__file__).parent / "reports"
 SEED = 42
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.05}
@@ -188,10 +186,8 @@ def goals(found: Sequence[Measured]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2")
+    parser = make_parser(__doc__, model="smollm2", rounds=5)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--num-tokens", type=int, default=192)
     parser.add_argument("--draft-tokens", type=int, help="at most so many guesses a step")
     parser.add_argument("--tasks", nargs="+", choices=[task.name for task in TASKS])

@@ -25,7 +25,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from machine import available_cores, cpu_model, measure_limits
+from command_line import REPORTS, available_cores, make_parser
+from machine import cpu_model, measure_limits
 from peer_models import MODELS, MissingModelError, PeerModel, make_model
 from peer_report import PEER, Measure, Report, Result
 
@@ -220,15 +221,14 @@ def say(text: str) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, rounds=5)
     parser.add_argument("--models", nargs="+", choices=MODELS, metavar="NAME", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--measures", nargs="+", choices=[m.name for m in MEASURES] + ["cold"], metavar="NAME")
     parser.add_argument("--sides", nargs="+", metavar="NAME")
     parser.add_argument("--threads", nargs="+", type=int, default=sorted({1, available_cores()}))
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--llama-python", nargs="+", default=[], metavar="[NAME=]PATH", help="with llama-cpp-python")
     parser.add_argument("--quick", action="store_true", help="SmolLM2 as Q4_K_M, three rounds, no long contexts")
-    parser.add_argument("--output", type=Path, default=BENCHMARKS / "reports", metavar="FOLDER")
+    parser.add_argument("--output", type=Path, default=REPORTS, metavar="FOLDER")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.models = arguments.models or ["smollm2-q4_k_m"]

@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from command_line import make_parser
+
 SCALES_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "MXFP4": ()}  # f16 in a block, if not at its start
 WITH_MINIMUM = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
 CASES = {"cache": (512, 1, 40), "memory": (65536, 1, 1), "prompt": (512, 64, 1)}  # rows, tokens, repeats
@@ -123,12 +125,11 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, rounds=5)
     parser.add_argument("--types", nargs="+", default=["Q4_1", "Q4_0", "Q8_0", "Q4_K", "Q6_K"])
     parser.add_argument("--sets", nargs="+", default=[None], help="instruction sets, as INFER_ISA names them")
     parser.add_argument("--sources", nargs="+", default=["src"], help="source trees of infer")
     parser.add_argument("--cpu", choices=FEATURES, help="compile for this CPU")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--runs", type=int, default=8, help="of a case, in a round")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -33,6 +33,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from command_line import REPORTS, available_cores, make_parser
 from infer import LLM, SamplingParams, __version__, ops
 from infer.backends.cpu.recording import EagerRun
 from infer.backends.cpu.sample_rows import SampleArguments
@@ -44,9 +45,8 @@ from infer.llm import set_num_threads
 from infer.sampling import sampler
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
-from machine import available_cores, cpu_model
+from machine import cpu_model
 
-REPORTS = Path(__file__).parent / "reports"
 TEXT = Path(__file__).parent / "precision_text.txt"
 MODEL_BY_VOCABULARY = {49_152: "smollm2", 262_144: "gemma3-270m"}
 CONTEXT_TOKENS, PROMPT_TOKENS = 1000, 500
@@ -392,7 +392,7 @@ def write_report(findings: Sequence[Finding], rounds: int) -> Path:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--batches", type=int, nargs="+")
     parser.add_argument("--vocabularies", type=int, nargs="+")

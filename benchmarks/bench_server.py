@@ -31,14 +31,14 @@ from pathlib import Path
 
 from bench_peers import SideError, say
 from bench_serving import Extent, measure
+from command_line import REPORTS, make_parser
 from infer import __version__
-from machine import available_cores, cpu_model
+from machine import cpu_model
 from peer_models import MODELS, MissingModelError, make_model
 from server_measures import MEASURES, Counts, HttpSides
 from serving_report import OURS, Report
 from serving_trace import LONG_PROMPT
 
-BENCHMARKS = Path(__file__).parent
 TRACES = ("closed", "closed-1024", "shared-prefix", "long-prompt", "poisson")
 
 
@@ -61,16 +61,14 @@ def find_llama_server(given: str | None) -> str | None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, threads=True, rounds=3)
     parser.add_argument("--measures", nargs="+", choices=(*TRACES, *MEASURES), default=[*TRACES, *MEASURES])
     parser.add_argument("--model", choices=[name for name in MODELS if "-q4_1" in name or "llama" in name],
                         default="smollm2-q4_1")  # fmt: skip
-    parser.add_argument("--threads", type=int, default=available_cores())
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--poisson-seconds", type=float, default=60.0)
     parser.add_argument("--llama-server", metavar="PATH", help="llama.cpp's program, also $LLAMA_SERVER")
     parser.add_argument("--quick", action="store_true", help="one round, short")
-    parser.add_argument("--output", type=Path, default=BENCHMARKS / "reports", metavar="FOLDER")
+    parser.add_argument("--output", type=Path, default=REPORTS, metavar="FOLDER")
     return parser.parse_args()
 
 

@@ -29,8 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from bench_peers import Side, SideError, Worker, find_llama_python, make_peer, requantise_with, say, worker
+from command_line import REPORTS, make_parser
 from infer import __version__
-from machine import available_cores, cpu_model
+from machine import cpu_model
 from peer_models import MODELS, MissingModelError, PeerModel, make_model
 from serving_report import OURS, PEER, Report, figures
 from serving_trace import (
@@ -48,8 +49,7 @@ from serving_trace import (
     tenants,
 )
 
-BENCHMARKS = Path(__file__).parent
-WORKER = BENCHMARKS / "serving_worker.py"
+WORKER = Path(__file__).with_name("serving_worker.py")
 SCENARIOS = ("closed", "closed-1024", "shared-prefix", "long-prompt", "tenants", "poisson")
 SHARE_OF_CAPACITY = 0.8
 PREFIXES = {"reuse_prefixes": True}
@@ -187,16 +187,14 @@ def add_ratios(report: Report, name: str, turn: int) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, threads=True, rounds=3)
     parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
     parser.add_argument("--model", choices=MODELS, default="smollm2-q4_1")
-    parser.add_argument("--threads", type=int, default=available_cores())
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--poisson-seconds", type=float, default=60.0)
     parser.add_argument("--llama-python", metavar="PATH", help="of an environment with llama-cpp-python")
     parser.add_argument("--alone", action="store_true", help="without llama.cpp")
     parser.add_argument("--quick", action="store_true", help="one round of short traces")
-    parser.add_argument("--output", type=Path, default=BENCHMARKS / "reports", metavar="FOLDER")
+    parser.add_argument("--output", type=Path, default=REPORTS, metavar="FOLDER")
     return parser.parse_args()
 
 

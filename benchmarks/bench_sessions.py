@@ -7,20 +7,19 @@ Resident megabytes beyond those of the model with one short answer, as JSON: wit
 each, with as many forks of one of them, and after all were dropped and `LLM.trim()` was called (where there is one).
 """
 
-import argparse
 import gc
 import json
 import time
 from statistics import median
 
+from command_line import make_parser
 from infer import LLM
 from infer.bench.speed import make_prompt
 from machine import resident_bytes
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2")
+    parser = make_parser(__doc__, model="smollm2")
     parser.add_argument("--sessions", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=1000, help="of each session")
     options = parser.parse_args()

@@ -9,7 +9,6 @@ each step where several run without a return to Python, as many as the engine ch
 step takes more in which a sequence comes (its prompt of one token is part of the step) or goes.
 """
 
-import argparse
 import json
 import time
 from dataclasses import replace
@@ -17,6 +16,7 @@ from statistics import median
 
 import torch
 
+from command_line import make_parser
 from infer import SamplingParams, load_model, load_tokenizer
 from infer.backends.cpu.threads import team
 from infer.engine.engine import Engine
@@ -82,10 +82,8 @@ def measure(name: str, count: int, rounds: int) -> dict[str, float]:
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2")
+    parser = make_parser(__doc__, model="smollm2", rounds=100)
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 16])
-    parser.add_argument("--rounds", type=int, default=100)
     options = parser.parse_args()
     for count in options.sequences:
         print(json.dumps(measure(options.model, count, options.rounds)), flush=True)

@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 import torch
 
+from command_line import make_parser
 from infer import LLM, SamplingParams
 from infer.checkpoint import open_checkpoint
-from machine import available_cores, cpu_model
+from machine import cpu_model
 from workload import make_synthetic_prompt
 
 # The tests' own construction of a transformers model from a checkpoint.
@@ -64,12 +65,10 @@ class TransformersEngine(Engine):
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, threads=True, rounds=5)
     parser.add_argument("--model", default="smollm2", help="an installed GGUF model")
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
     return parser.parse_args()
 

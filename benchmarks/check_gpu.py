@@ -11,7 +11,6 @@ the cache that a model would not have left there; the torch definition runs eage
 of 128,256 on an H200: 20 µs for temperature and noise, 100 µs for top-k with top-p. Exits 1 where a token differs.
 """
 
-import argparse
 import json
 import random
 import statistics
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from command_line import make_parser
 from infer import __version__, ops
 from infer.sampling import sampler
 from infer.sampling.columns import SamplingColumns
@@ -164,12 +164,11 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, rounds=20)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--vocab", type=int, nargs="+", default=[1000, 49_152, 128_256, 262_144])
     parser.add_argument("--timing-vocab", type=int, default=128_256)
-    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--no-timing", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

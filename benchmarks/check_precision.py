@@ -29,6 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bench_peers import Side, SideError, Worker, find_llama_python, make_peer, say, worker
+from command_line import make_parser
 from infer import __version__, load_model, load_tokenizer
 from infer.checkpoint import open_checkpoint, resolve
 from infer.checkpoint.lazy_weights import LazyWeights
@@ -37,7 +38,7 @@ from infer.model.load import dense
 from infer.operands.step import Step
 from infer.ops import backend_of
 from infer.runner.caches import make_cache
-from machine import available_cores, cpu_model
+from machine import cpu_model
 
 TEXT = Path(__file__).with_name("precision_text.txt")
 SAFETENSORS = "-safetensors"
@@ -259,12 +260,11 @@ def show(text: str) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, threads=True)
     parser.add_argument("--models", nargs="+", choices=list(OPTIONS_BY_MODEL), default=list(OPTIONS_BY_MODEL))
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--chunk", type=int, default=64, help="tokens whose logits are held at once")
     parser.add_argument("--text", type=Path, default=TEXT, metavar="FILE")
-    parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--llama-python", metavar="PATH", help="a Python that has llama-cpp-python")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     return parser.parse_args()

@@ -7,17 +7,16 @@ Four sets of ten questions, each with words of which the answer must hold one; e
 "default" is what a fresh `infer chat` takes: the model's card here.
 """
 
-import argparse
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from command_line import REPORTS, make_parser
 from infer import LLM, SamplingParams
 from infer.sampling.defaults import PRESETS
 from machine import write_report
 
-REPORTS = Path(__file__).with_name("reports")
 MAX_NEW_TOKENS = 48
 
 SETS: Mapping[str, Sequence[tuple[str, str]]] = {  # question, words one of which must be there
@@ -104,7 +103,7 @@ def share_right(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=["smollm2"])
     parser.add_argument("--sets", nargs="+", choices=list(SETS), default=list(SETS))
     parser.add_argument("--seeds", type=int, default=4, help="conversations for each question")

@@ -8,24 +8,22 @@ Every policy sees the same prompts. A needle counts as found if the greedy answe
 only those that the whole cache finds. Reports go to benchmarks/reports/.
 """
 
-import argparse
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
+from command_line import REPORTS, make_parser
 from infer import LLM, ops
 from infer.errors import InvalidRequestError
 from infer.kvcache.settings import CacheSettings
 from infer.llm import set_num_threads
 from infer.operands.step import Chunk
 from infer.runner.runner import CachedRunner
-from machine import available_cores, write_report
+from machine import write_report
 from needles import make_needles, reference_text
 
-REPORTS = Path(__file__).with_name("reports")
 POLICIES = ("sliding", "snapkv")
 DEPTHS = [(2 * index + 1) / 20 for index in range(10)]
 ANSWER_TOKENS = 8
@@ -164,15 +162,13 @@ def tail_lines(found: Sequence[Tail], what: str) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2")
+    parser = make_parser(__doc__, model="smollm2", threads=True)
     parser.add_argument("--budgets", type=int, nargs="+", default=[256, 512, 1024])
     parser.add_argument("--only", choices=("needles", "tails", "stability"))
     parser.add_argument("--length", type=int, default=4096, help="tokens of each prompt")
     parser.add_argument("--needles", type=int, default=2, help="at each depth")
     parser.add_argument("--last", type=int, default=512, help="tokens that a tail's perplexity is of")
     parser.add_argument("--stable-length", type=int, default=32_768, help="tokens of the text that slides")
-    parser.add_argument("--threads", type=int, default=available_cores())
     arguments = parser.parse_args()
     set_num_threads(arguments.threads)
     recalls, tails, stable = list[Recall](), list[Tail](), list[Tail]()

@@ -4,10 +4,8 @@ A limit counts only in the run in which it was measured: neighbours move it.
 """
 
 import json
-import os
 import platform
 import resource
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,10 +46,6 @@ def write_report(folder: Path, kind: str, settings: Mapping[str, Any], results: 
     path.write_text(json.dumps(report, indent=1) + "\n")
     print(f"written: {path}")
     return path
-
-
-def available_cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def device_line(device: str, threads: int) -> str:

@@ -6,13 +6,14 @@
 Reports of needles are tables one below the other, those of stability lines in one picture, beside the last of them.
 """
 
-import argparse
 import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
+
+from command_line import make_parser
 
 WIDTH, LEFT = 760, 150
 CELL, ROW, NUM_DEPTHS = 48, 26, 10
@@ -102,7 +103,7 @@ def stability_picture(reports: Sequence[Report], labels: Sequence[str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("reports", nargs="+", type=Path)
     parser.add_argument("--labels", nargs="+", default=[], help="of the lines of stability, one for each report")
     arguments = parser.parse_args()

@@ -12,7 +12,7 @@ from infer.errors import ContextLengthError, InvalidRequestError
 from infer.grammar import Constraint
 from infer.model.transformer import Transformer
 from infer.operands.limits import MAX_STEP_TOKENS
-from infer.sampling_params import SamplingParams
+from infer.sampling_params import SEED_BITS, SamplingParams
 from infer.tokenizer import Tokenizer
 
 
@@ -54,7 +54,7 @@ def make_request(
     for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
         check_ids(name, getattr(params, name) or (), vocab_size)
     if params.seed is None:
-        params = replace(params, seed=secrets.randbits(64))
+        params = replace(params, seed=secrets.randbits(SEED_BITS))
     return Request(tokenizer, tuple(token_ids), params, model.max_seq_len, vocab_size)
 
 

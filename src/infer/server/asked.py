@@ -12,7 +12,7 @@ from infer.batch_file.row import seed_of
 from infer.engine.request_options import RequestOptions
 from infer.errors import ContextLengthError, InvalidRequestError
 from infer.sampling.defaults import default_params
-from infer.sampling_params import ALIASES, PARAMETER_NAMES, SamplingParams
+from infer.sampling_params import ALIASES, PARAMETER_NAMES, SEED_BITS, SamplingParams
 from infer.server.errors import ApiError
 from infer.server.refusals import refuse, shown
 from infer.server.schema import (
@@ -32,7 +32,6 @@ from infer.server.schema import (
 )
 
 _MOST_BIAS = 100
-_SEED_BITS = 53  # which every client's JSON keeps
 # Fields of a body that go to SamplingParams by another name, and those that go by their own.
 _RENAMED = {
     "max_tokens": "max_new_tokens",
@@ -95,8 +94,8 @@ def make_options(body: GeneratingBody) -> RequestOptions:
 
 def seeds_of(seed: int | None, num_choices: int) -> list[int]:
     """Of each choice: the first is `seed` itself, modulo 2⁶⁴, the others are hashes of it and their index."""
-    first = secrets.randbits(_SEED_BITS) if seed is None else seed % 2**64
-    others = [seed_of(first, str(index)) >> (64 - _SEED_BITS) for index in range(1, num_choices)]
+    first = secrets.randbits(SEED_BITS) if seed is None else seed % 2**64
+    others = [seed_of(first, str(index)) >> (64 - SEED_BITS) for index in range(1, num_choices)]
     return [first, *others]
 
 

@@ -149,6 +149,12 @@ def test_the_command_line_makes_links_that_replay(capsys: pytest.CaptureFixture[
     assert replayed(capsys, link.strip(), "-q") == (0, text, "")
 
 
+def test_a_seed_that_is_drawn_is_kept_by_every_json(llm: LLM) -> None:
+    seeds = [llm.generate("a", max_new_tokens=1, temperature=1.0).seed for _ in range(20)]
+    assert all(isinstance(seed, int) and seed < 2**53 for seed in seeds)
+    assert len(set(seeds)) > 1
+
+
 @pytest.mark.parametrize("given", PARAMS)
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_a_body_means_the_parameters_that_it_was_made_of(given: dict[str, Any], is_chat: bool) -> None:

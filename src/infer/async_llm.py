@@ -9,14 +9,15 @@ from typing import Any, Self, Unpack, final, overload
 from jaxtyping import Float
 from torch import Tensor
 
+from infer.checkpoint.pooling import Pooling
 from infer.engine.async_stream import AsyncStream, Check
-from infer.engine.embedding import Pooling, embed, texts_to_embed
+from infer.engine.embedding import embed, texts_to_embed
 from infer.engine.host import Host
 from infer.engine.prompt_ids import Message, Prompt, is_list_of_texts, pairs_of
 from infer.engine.request import Request, check_prompt
 from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback, check_count, split_options
 from infer.engine.sequence import Sequence as Answering
-from infer.engine.token_trace import check_traceable, trace_answer
+from infer.engine.token_trace import check_traceable, score_prompt, trace_answer
 from infer.llm import BATCH_SIZE, LLM, OnResult
 from infer.operands.limits import MAX_STEP_LOGITS
 from infer.outputs import GenerationResult, SampleTrace, TokenLogprob
@@ -142,7 +143,7 @@ class AsyncLLM:
 
     async def prompt_logprobs(self, prompt: Prompt, *, num: int = 0) -> list[TokenLogprob | None]:
         """`LLM.prompt_logprobs`."""
-        return await self.host.answers.compute(lambda check: self.llm.prompt_logprobs(prompt, num=num))
+        return await self.host.answers.compute(lambda check: score_prompt(self.host, prompt, num, check))
 
     async def generate_all(
         self,
@@ -191,7 +192,7 @@ class AsyncLLM:
         return [results[number] for number, _ in requests]
 
     async def embed(
-        self, texts: Sequence[Prompt], pooling: Pooling = "mean", *, normalize: bool = True
+        self, texts: Sequence[Prompt], pooling: Pooling | None = None, *, normalize: bool = True
     ) -> Float[Tensor, "texts hidden"]:
         """`LLM.embed`. Those of several tasks are computed one after the other, beside the answers."""
         host = self.host

@@ -14,9 +14,10 @@ from torch import Tensor
 from infer.catalog.models import shown_as, weights_name
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.generation_config import defaults_of
+from infer.checkpoint.pooling import Pooling
 from infer.engine.async_stream import AsyncStream
 from infer.engine.batch import Ended, answer_all, begun, results_of
-from infer.engine.embedding import Pooling, embed, texts_to_embed
+from infer.engine.embedding import embed, texts_to_embed
 from infer.engine.host import Host, HostSettings, OnError
 from infer.engine.model_settings import (
     DeviceName,
@@ -127,7 +128,7 @@ class LLM:
             asked = device, dtype, weights, precision, max_seq_len, on_progress, cache
             network = load_checked(checkpoint, tokenizer, *asked)
         fingerprint = f"{checkpoint.fingerprint()} {weights} {precision} {kept_dtype}"
-        kept = fingerprint, cache, pool_pages, capture, grammar_backend, self.sampling_defaults
+        kept = fingerprint, cache, pool_pages, capture, grammar_backend, self.sampling_defaults, checkpoint.pooling
         self._host = Host(network, tokenizer, HostSettings(*kept))
         loaded_as = next((each for each in (kept_dtype, weights) if each != "auto"), stored)
         self._shown = shown_as(model, checkpoint, network.architecture, loaded_as, network.max_seq_len)
@@ -384,9 +385,10 @@ class LLM:
         return trace_token(host, prompt, host.sampled_by(prompt, params, sampling), step, num_candidates)
 
     def embed(
-        self, texts: Sequence[Prompt], pooling: Pooling = "mean", *, normalize: bool = True
+        self, texts: Sequence[Prompt], pooling: Pooling | None = None, *, normalize: bool = True
     ) -> Float[Tensor, "texts hidden"]:
-        """A vector a text (or ids, or messages): of the hidden states after the last norm the mean, or the last.
+        """A vector a text (or ids, or messages): of the hidden states after the last norm the mean, or the last:
+        unless `pooling` says which, as the model was made for, else the mean.
 
         float32, of length 1 where `normalize`. Models that were trained for it give vectors that can be compared.
         """

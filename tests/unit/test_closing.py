@@ -253,6 +253,26 @@ def test_scores_of_a_prompt_begin_again_where_an_idle_session_held_the_pages(fol
     assert session.generate(SHORT).token_ids == llm.generate(token_ids[:200], SHORT).token_ids
 
 
+def test_scores_are_computed_between_steps_and_again_where_others_took_their_slot(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(folder)
+    token_ids = [5 + index % 50 for index in range(300)]
+    expected, engine, num_turns = llm.prompt_logprobs(token_ids, num=2), llm._opened.engine, 0
+    change = engine.change
+
+    def change_and_trim(lease: Any, compute: Any) -> Any:
+        nonlocal num_turns
+        found = change(lease, compute)
+        num_turns += 1
+        engine.trim()
+        return found
+
+    monkeypatch.setattr(engine, "change", change_and_trim)
+    assert llm.prompt_logprobs(token_ids, num=2) == expected
+    assert num_turns == 5  # of 64 tokens
+
+
 # Models and sessions that are closed
 
 

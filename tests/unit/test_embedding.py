@@ -1,6 +1,7 @@
 """`LLM.embed`: the hidden states of a text, pooled, with bits that depend on the text alone; and on event loops."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,15 @@ import torch
 from torch import Tensor
 
 from infer import LLM, AsyncLLM, InvalidRequestError, SamplingParams, ops
+from infer.checkpoint.pooling import pooling_from_folder, pooling_from_gguf
 from infer.engine import embedding
 from infer.engine.embedding import embed
 from infer.errors import ClosedError
 from infer.operands.step import Step
 from infer.runner.caches import make_cache
 from infer.runner.hidden_states import STEP_TOKENS, HiddenStates
+from served import serving
+from test_session import make_model
 
 TEXTS = ["hello", "a", "once upon a time " * 12, "b", "the same", "longer than the others " * 9, "the same"]
 GREEDY = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
@@ -38,6 +42,49 @@ def test_the_mean_and_the_last_are_those_of_the_hidden_states(llm: LLM, normaliz
         expected = torch.nn.functional.normalize(expected) if normalize else expected
         assert torch.allclose(torch.stack([mean, last]).double(), expected, atol=1e-6)
         assert torch.equal(last, expected[1].float())
+
+
+@pytest.mark.parametrize(
+    ("kinds", "modes", "pooling"),
+    [
+        (["Transformer", "Pooling", "Normalize"], {"lasttoken": True, "mean_tokens": False}, "last"),
+        (["Transformer", "Pooling"], {"mean_tokens": True}, "mean"),
+        (["Transformer", "Pooling"], {"cls_token": True}, None),
+        (["Transformer", "Pooling"], {"mean_tokens": True, "max_tokens": True}, None),
+        (["Transformer", "Pooling", "Dense"], {"mean_tokens": True}, None),
+        (["Transformer"], {}, None),
+    ],
+)
+def test_a_folder_of_sentence_transformers_says_how_it_pools(
+    tmp_path: Path, kinds: list[str], modes: dict[str, bool], pooling: str | None
+) -> None:
+    assert pooling_from_folder(tmp_path) is None
+    modules = [
+        {"type": f"sentence_transformers.models.{kind}", "path": f"{at}_{kind}"} for at, kind in enumerate(kinds)
+    ]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Pooling").mkdir()
+    config = {f"pooling_mode_{mode}": is_on for mode, is_on in modes.items()}
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 8, **config}))
+    assert pooling_from_folder(tmp_path) == pooling
+
+
+@pytest.mark.parametrize(("number", "pooling"), [(0, None), (1, "mean"), (2, None), (3, "last"), ([], None)])
+def test_a_gguf_file_says_how_it_pools(number: Any, pooling: str | None) -> None:
+    assert pooling_from_gguf({"general.architecture": "qwen3", "qwen3.pooling_type": number}) == pooling
+    assert pooling_from_gguf({"general.architecture": "qwen3"}) is None
+
+
+def test_a_model_made_for_embeddings_pools_in_its_own_way_and_is_served(tmp_path: Path) -> None:
+    folder = make_model(tmp_path)
+    modules = [{"type": f"sentence_transformers.models.{kind}", "path": kind} for kind in ("Transformer", "Pooling")]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "Pooling").mkdir()
+    (folder / "Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
+    with LLM(folder) as llm, serving(llm) as served:
+        assert torch.equal(llm.embed(["hello"]), llm.embed(["hello"], "last"))
+        (found,) = served.client.post("/v1/embeddings", json={"input": "hello"}).json()["data"]
+        assert torch.equal(torch.tensor([found["embedding"]]), llm.embed(["hello"], "last"))
 
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])

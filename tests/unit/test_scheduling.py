@@ -167,6 +167,10 @@ def test_a_step_with_prompts_beside_streams_takes_its_time_and_no_more() -> None
     assert sum(scheduler.plan([*silent, Demand(8000, number=9)], 512).num_tokens) == 512
     behind = scheduler.plan([*streams, Demand(8000, num_computed=10**6, number=9)], 512)
     assert behind.num_tokens[3] == 1
+    scheduler.gap_seconds *= 2
+    longer = scheduler.plan([*streams, Demand(8000, number=9)], 512)
+    assert machine.seconds(longer.work) > 1.6 * machine.seconds(plan.work)
+    scheduler.gap_seconds /= 2
     slow = Scheduler(64)
     for tokens, start in ((0, 0), (64, 0), (0, 2000), (64, 2000), (256, 100)) * 20:
         work = StepWork(4, 4 + tokens, 4 * start + context_of(tokens, start))

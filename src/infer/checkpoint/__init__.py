@@ -21,6 +21,7 @@ from infer.checkpoint.find import resolve
 from infer.checkpoint.fused_tensors import taken_apart
 from infer.checkpoint.gguf import GGUFFile
 from infer.checkpoint.gguf_split import read_whole_gguf
+from infer.checkpoint.pooling import Pooling, pooling_from_folder, pooling_from_gguf
 from infer.checkpoint.safetensors import read_safetensors_folder
 from infer.checkpoint.tensor_info import TensorInfo
 from infer.checkpoint.tensor_names import is_norm, names_from_gguf, names_from_hugging_face
@@ -48,6 +49,7 @@ class Checkpoint:
     tensors: Mapping[str, TensorInfo] = field(repr=False)  # by our names
     generation_config: Mapping[str, Any]  # {} if the model has none
     files: tuple[OpenFile, ...] = field(default=(), repr=False)  # of the weights
+    pooling: Pooling | None = None  # of a model that was made for embeddings
 
     def without_metadata(self) -> "Checkpoint":
         """Once the tokenizer is made: a large vocabulary takes 40 MB here."""
@@ -94,7 +96,8 @@ def _open_folder(folder: Path) -> Checkpoint:
         tensors[name] = replace(info, added=added) if is_norm(name) else info
     tensors = taken_apart(tensors, config)
     files = tuple(dict.fromkeys(info.file for info in stored.values()))
-    return Checkpoint(folder, config, {}, tensors, generation_config_from_folder(folder), files)
+    generation_config, pooling = generation_config_from_folder(folder), pooling_from_folder(folder)
+    return Checkpoint(folder, config, {}, tensors, generation_config, files, pooling)
 
 
 def _open_gguf(path: Path) -> Checkpoint:
@@ -109,7 +112,8 @@ def _open_gguf(path: Path) -> Checkpoint:
             info = replace(info, num_paired_heads=heads[projection])
         tensors[name] = info
     tensors = taken_apart(tensors, config)
-    return Checkpoint(file.path, config, file.metadata, tensors, generation_config_from_gguf(file), file.files)
+    generation_config, pooling = generation_config_from_gguf(file), pooling_from_gguf(file.metadata)
+    return Checkpoint(file.path, config, file.metadata, tensors, generation_config, file.files, pooling)
 
 
 def _renamed(path: Path, stored: Mapping[str, TensorInfo], names: Mapping[str, str]) -> dict[str, TensorInfo]:

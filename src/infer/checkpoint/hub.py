@@ -27,7 +27,7 @@ _MAX_LISTED = 20
 # Of a folder of safetensors, beside the weights: whatever checkpoint and tokenizer may look for.
 _SMALL_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "chat_template.jinja", "chat_template.json",
+    "added_tokens.json", "chat_template.jinja", "chat_template.json", "modules.json", "1_Pooling/config.json",
 )  # fmt: skip
 _ADDITIONAL_TEMPLATES = "additional_chat_templates/"
 

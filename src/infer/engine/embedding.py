@@ -6,13 +6,14 @@ two take turns. A text's vector has the same bits whatever its neighbours and it
 
 from collections.abc import Iterator, Sequence
 from functools import reduce
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from infer import ops
+from infer.checkpoint.pooling import Pooling
 from infer.engine.async_stream import Check
 from infer.engine.host import Host
 from infer.engine.prompt_ids import Prompt, pairs_of
@@ -22,13 +23,13 @@ from infer.engine.scheduler import STREAM_SECONDS
 from infer.errors import InvalidRequestError
 from infer.runner.hidden_states import MAX_TEXTS, STEP_TOKENS
 
-Pooling = Literal["mean", "last"]
 _LEAST_TOKENS = 16  # of a step: fewer cost nearly as much
 
 
-def texts_to_embed(host: Host, texts: Sequence[Prompt], pooling: Pooling) -> list[list[int]]:
+def texts_to_embed(host: Host, texts: Sequence[Prompt], pooling: Pooling | None) -> list[list[int]]:
     """The ids of each. Raises InvalidRequestError for a pooling that there is not and for what is no prompt."""
-    check_choice("pooling", pooling, get_args(Pooling))
+    if pooling is not None:
+        check_choice("pooling", pooling, get_args(Pooling))
     found = list[list[int]]()
     for index, (prompt, _) in enumerate(pairs_of(texts, None)):
         try:
@@ -40,12 +41,14 @@ def texts_to_embed(host: Host, texts: Sequence[Prompt], pooling: Pooling) -> lis
 
 @torch.inference_mode()
 def embed(
-    host: Host, texts: Sequence[Sequence[int]], pooling: Pooling, *, normalize: bool, check: Check = lambda: None
+    host: Host, texts: Sequence[Sequence[int]], pooling: Pooling | None, *, normalize: bool, check: Check = lambda: None
 ) -> Float[Tensor, "texts hidden"]:
     """A vector a text of ids, float32, of length 1 where `normalize`. `check` is called before each step and may raise.
 
-    The mean is of all tokens; the last token is the only one that has seen the whole text.
+    `pooling` None is the model's own, the mean where it has none. The mean is of all tokens; the last token is the only
+    one that has seen the whole text.
     """
+    pooling = pooling or host.settings.pooling or "mean"
     pooled = torch.zeros(len(texts), host.model.architecture.hidden_size, dtype=torch.float64)
 
     def num_tokens() -> int:

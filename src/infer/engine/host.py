@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, final
 
+from infer import ops
+from infer.checkpoint.pooling import Pooling
 from infer.engine.async_stream import AsyncAnswers, Check
 from infer.engine.engine import Engine
 from infer.engine.prompt_ids import (
@@ -44,7 +46,9 @@ OnError = Callable[[int, InvalidRequestError], None]
 @final
 @dataclass(frozen=True)
 class HostSettings:
-    """`weights` tells them from others; `sampling_defaults` are the model's own."""
+    """`weights` tells them from others; `sampling_defaults` are the model's own, and so is the `pooling` of one made
+    for embeddings.
+    """
 
     weights: str
     cache: CacheSettings
@@ -52,6 +56,7 @@ class HostSettings:
     capture: bool
     grammar_backend: str
     sampling_defaults: Mapping[str, Any]
+    pooling: Pooling | None = None
 
 
 @final
@@ -85,6 +90,11 @@ class Host:
     def hidden_states(self) -> HiddenStates:
         """For who holds the lock. Made when it is first asked for."""
         return HiddenStates(self.model, self.settings.cache.kv_type, capture=self.settings.capture)
+
+    @property
+    def num_threads(self) -> int:
+        """With which a forward computes."""
+        return ops.backend_of(self.model.device).num_threads()
 
     def template_problem(self) -> InvalidRequestError | None:
         """What is wrong with the model's own chat template; plain text needs none."""

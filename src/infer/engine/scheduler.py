@@ -2,7 +2,7 @@
 
 Sequences that decode come first, a token each; what is left of the step goes to their drafts, then to prompts: three
 quarters to the one with the least left, a quarter to the oldest, so that a short prompt passes a long one and none
-waits for ever. While an answer is being streamed, 98 of 100 steps with prompts take `GAP_SECONDS` at most.
+waits for ever. While an answer is being streamed, 98 of 100 steps with prompts take `gap_seconds` at most.
 """
 
 from collections import defaultdict, deque
@@ -78,9 +78,10 @@ NO_PLAN = Plan([], [], 1, StepWork(0, 0, 0))
 class Scheduler:
     def __init__(self, max_logits: int, max_steps: int | None = None, prompt_seconds: float = inf) -> None:
         """`max_logits` are those of one step. `max_steps` without a return None: as many as `MAX_SECONDS` allow, 64 at
-        most. `prompt_seconds` are those of a step with prompts while nobody streams.
+        most. `prompt_seconds` are those of a step with prompts while nobody streams, `gap_seconds` while others do.
         """
         self._max_logits, self._max_steps, self._prompt_seconds = max_logits, max_steps, prompt_seconds
+        self.gap_seconds = GAP_SECONDS
         self._num_plain = PLAIN_STEPS  # since the last one with drafts
         self._has_decoded = False  # so that it is known how long such steps take
         self.costs = StepCosts()
@@ -163,7 +164,7 @@ class Scheduler:
             longest = FIRST_STEPS
         else:
             others_wait = num_waiting > 0 or (len(demands) > 1 and any(demand.is_streamed for demand in demands))
-            seconds = min(STREAM_SECONDS, MAX_SECONDS) if others_wait else MAX_SECONDS
+            seconds = min(STREAM_SECONDS, self.gap_seconds) if others_wait else MAX_SECONDS
             longest = max(1, min(MAX_STEPS, int(seconds / max(self.costs.predict(work), seconds / MAX_STEPS))))
         to_draft = [demand.steps_to_draft for demand in demands if demand.steps_to_draft < MAX_STEPS]
         if 2 * len(to_draft) >= len(demands):
@@ -184,7 +185,7 @@ class Scheduler:
 
     def _stream_seconds(self) -> float:
         """For which a step with prompts is planned while others stream."""
-        return max(LEAST_GAP_SECONDS, GAP_SECONDS * self.costs.low_ratio)
+        return max(min(LEAST_GAP_SECONDS, self.gap_seconds), self.gap_seconds * self.costs.low_ratio)
 
     def _shares(
         self, demands: Sequence[Demand], prefilling: Sequence[int], num_tokens: int, seconds: float

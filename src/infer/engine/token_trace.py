@@ -9,6 +9,7 @@ from torch import Tensor
 
 from infer import ops
 from infer.engine.async_stream import Check
+from infer.engine.embedding import step_tokens
 from infer.engine.host import Host
 from infer.engine.lease import Lease
 from infer.engine.prompt_ids import Prompt
@@ -16,12 +17,11 @@ from infer.engine.request import check_prompt
 from infer.engine.request_options import RequestOptions, check_count
 from infer.errors import InferError, InvalidRequestError
 from infer.grammar import grammar_of
-from infer.kvcache.settings import CacheSettings
-from infer.model.transformer import Transformer
 from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
 from infer.operands.step import Step
 from infer.outputs import GenerationResult, SampleTrace, TokenLogprob
 from infer.runner.caches import make_cache
+from infer.sampling.sampler import Sampled, log_probabilities
 from infer.sampling.trace import sample_trace
 from infer.sampling_params import MAX_LOGPROBS, SamplingParams
 
@@ -31,33 +31,63 @@ def logits_of(host: Host, prompt: Prompt, last: int | None) -> Float[Tensor, "to
     """float32 logits after every token, or after the last few."""
     token_ids = check_prompt(host.model, host.tokenizer, host.encode(prompt), room=0)
     first = 0 if last is None else max(len(token_ids) - last, 0)
-    return torch.cat(list(_logits_from(host.model, token_ids, host.settings.cache, first, MAX_STEP_TOKENS)))
-
-
-def _logits_from(
-    model: Transformer, token_ids: list[int], settings: CacheSettings, first: int, step_tokens: int
-) -> Iterator[Float[Tensor, "tokens vocab"]]:
-    """After each token from index `first` on, step after step."""
-    cache = make_cache(model, len(token_ids), settings=settings)
+    model, found = host.model, list[Tensor]()
+    cache = make_cache(model, len(token_ids), settings=host.settings.cache)
     cache.set_rope(0, is_long=model.is_long(len(token_ids)))
-    for start in range(0, len(token_ids), step_tokens):
-        chunk = token_ids[start : start + step_tokens]
+    for start in range(0, len(token_ids), MAX_STEP_TOKENS):
+        chunk = token_ids[start : start + MAX_STEP_TOKENS]
         indices = range(min(max(first - start, 0), len(chunk)), len(chunk))
         cache.reserve(0, len(chunk))
-        yield model.forward(Step.of(chunk, start, logit_indices=indices).to(model.device), cache)
+        found.append(model.forward(Step.of(chunk, start, logit_indices=indices).to(model.device), cache))
         cache.commit(0, len(chunk))
+    return torch.cat(found)
 
 
-def score_prompt(host: Host, prompt: Prompt, num_top: int) -> list[TokenLogprob | None]:
+def logits_beside(
+    host: Host, token_ids: Sequence[int], first: int, check: Check
+) -> Iterator[Float[Tensor, "tokens vocab"]]:
+    """float32 logits after each token from index `first` on, at most 64 of them at a time: computed at a slot of the
+    engine, between its steps. What others took of it meanwhile is computed again. `check` is called before each turn.
+    """
+    runner, lease, done = host.runner, Lease(), 0
+
+    def compute(slot: int) -> Tensor | None:
+        runner.choose_rope(slot, len(token_ids))
+        if runner.lengths[slot] != done:
+            runner.truncate(slot, 0)
+            runner.extend(slot, token_ids[:done])
+        logits = None
+        if num_logits > 0:
+            logits = runner.append(slot, chunk, num_logits)
+        else:
+            runner.extend(slot, chunk)
+        lease.token_ids = list(token_ids[: done + len(chunk)])
+        return logits
+
+    while done < len(token_ids):
+        check()
+        chunk = token_ids[done : done + min(step_tokens(host), MAX_STEP_LOGITS)]
+        num_logits = min(len(chunk), done + len(chunk) - first)
+        logits = host.engine.change(lease, compute)
+        done += len(chunk)
+        if logits is not None:
+            yield logits
+
+
+@torch.inference_mode()
+def score_prompt(host: Host, prompt: Prompt, num_top: int, check: Check = lambda: None) -> list[TokenLogprob | None]:
     """How likely each token is after those before it, by the raw logits; None for the first."""
     check_count("num", num_top, 0, MAX_LOGPROBS)
     token_ids = check_prompt(host.model, host.tokenizer, host.encode(prompt), room=0)
-
-    def score(slot: int) -> list[TokenLogprob]:
-        host.runner.truncate(slot, 0)  # of what a call left that ran out of pages
-        return host.runner.score(slot, token_ids, num_top, host.vocab_size)
-
-    return [None, *host.engine.change(Lease(), score)]
+    found: list[TokenLogprob | None] = [None]
+    with ops.backend_of(host.model.device).threads():
+        for logits in logits_beside(host, token_ids, 0, check):
+            logits[:, host.vocab_size :] = -torch.inf
+            next_ids = token_ids[len(found) : len(found) + len(logits)]
+            following = torch.tensor(next_ids, dtype=torch.int64, device=logits.device)
+            scored = Sampled(following, *log_probabilities(logits[: len(following)], following, num_top))
+            found += [scored.logprob_of(index, num_top) for index in range(len(following))]
+    return found
 
 
 def trace_token(host: Host, prompt: Prompt, params: SamplingParams, step: int, num_candidates: int) -> SampleTrace:
@@ -105,7 +135,7 @@ def trace_answer(
     context, place = prompt + result.token_ids, len(prompt) + first - 1
     params, found = replace(params, seed=result.seed), list[SampleTrace]()
     with ops.backend_of(host.model.device).threads():
-        for logits in _logits_from(host.model, context[:-1], host.settings.cache, place - 1, MAX_STEP_LOGITS):
+        for logits in logits_beside(host, context[:-1], place - 1, check):
             for row in logits:
                 check()
                 trace = sample_trace(

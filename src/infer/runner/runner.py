@@ -21,12 +21,10 @@ from infer.kvcache.snapkv import PromptCompression
 from infer.model.transformer import Transformer
 from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
 from infer.operands.step import Chunk, Interrupt, Masks, Step, StepEnd
-from infer.outputs import TokenLogprob
 from infer.runner.caches import make_cache
 from infer.runner.verify import SampledTokens, verify
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
-from infer.sampling.sampler import Sampled, log_probabilities
 
 _MANY = 1 << 30
 
@@ -221,25 +219,13 @@ class CachedRunner(Runner):
                 self.commit(slot, len(chunk))
 
     @torch.inference_mode()
-    def score(self, slot: int, token_ids: Sequence[int], num_top: int, vocab_size: int) -> list[TokenLogprob]:
-        """Append tokens; how likely each but the first was after those before it, by the raw logits.
-
-        Ids from `vocab_size` on are impossible.
-        """
-        found = list[TokenLogprob]()
-        self.choose_rope(slot, self.lengths[slot] + len(token_ids))
+    def append(self, slot: int, token_ids: Sequence[int], num_logits: int) -> Float[Tensor, "logits vocab"]:
+        """The logits after the last `num_logits` (at least one) of a few tokens that are appended: the caller's own."""
         with self._backend.threads():
-            for start in range(0, len(token_ids), MAX_STEP_LOGITS):
-                chunk = token_ids[start : start + MAX_STEP_LOGITS]
-                self._cache.reserve(slot, len(chunk))
-                logits = self.forward([Chunk(slot, chunk, num_drafts=len(chunk) - 1)])
-                logits[:, vocab_size:] = -torch.inf
-                self.commit(slot, len(chunk))
-                next_ids = token_ids[start + 1 : start + 1 + MAX_STEP_LOGITS]
-                following = torch.tensor(next_ids, dtype=torch.int64, device=logits.device)
-                scored = Sampled(following, *log_probabilities(logits[: len(following)], following, num_top))
-                found += [scored.logprob_of(index, num_top) for index in range(len(following))]
-        return found
+            self._cache.reserve(slot, len(token_ids))
+            logits = self.forward([Chunk(slot, token_ids, num_drafts=num_logits - 1)]).clone()
+            self.commit(slot, len(token_ids))
+        return logits
 
     def forward(self, chunks: Sequence[Chunk]) -> Float[Tensor, "logits vocab"]:
         return self._run(Step.of_chunks(chunks, self._starts(chunks)))

@@ -9,9 +9,11 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
+from infer.checkpoint.pooling import Pooling
 from infer.errors import InvalidRequestError
 from infer.server.asked import refusal
 from infer.server.asking import while_connected
+from infer.server.call import call_of
 from infer.server.completions import prompts_of
 from infer.server.endpoint import ApiRoute
 from infer.server.errors import ApiError
@@ -33,29 +35,29 @@ class EmbeddingsBody(Body, kw_only=True):
     input: str | Annotated[list[Any], Meta(min_length=1, max_length=_MAX_TEXTS)]
     encoding_format: Encoding | None = None
     dimensions: Annotated[int, Meta(ge=1)] | None = None
-    pooling: Literal["mean", "last"] | None = None  # the mean unless given
+    pooling: Pooling | None = None  # the model's own unless given, else the mean
 
 
 async def embeddings(request: Request, state: ServerState) -> Response:
     body, llm = read_body(await request.body(), EmbeddingsBody), state.llm()
-    check_model(state, body.model)
-    if not state.settings.allow_embeddings:
+    check_model(request, state, body.model)
+    host, texts = llm.host, texts_of(body.input)
+    if not (state.settings.allow_embeddings or host.settings.pooling):
         message = "this model was not trained for embeddings: start the server with --embeddings to have them anyway"
         raise refuse(message, "model", "unsupported_model")
     most = llm.llm.architecture.hidden_size
     if (dimensions := body.dimensions or most) > most:
         message = f"dimensions must be at most {most}, got {dimensions}"
         raise refuse(message, "dimensions")
-    host, texts = llm.host, texts_of(body.input)
 
     async def embed() -> bytes:
         ids = await host.answers.prepare(lambda check: [host.encode(text) for text in texts])
-        found = await llm.embed(ids, body.pooling or "mean")
+        found = await llm.embed(ids, body.pooling)
         num_tokens = sum(map(len, ids))
         # Vectors become text in a thread: 2,048 of them take the loop's time.
         return await host.answers.prepare(
             lambda check: msgspec.json.encode(
-                answer_of(state.settings.model, found.numpy(), dimensions, body.encoding_format, num_tokens)
+                answer_of(call_of(request).model, found.numpy(), dimensions, body.encoding_format, num_tokens)
             )
         )
 

@@ -1,10 +1,12 @@
 """What bench_server measures of our server beside the traces: functions of running servers that give figures."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -36,7 +38,7 @@ class HttpSides:
     options: prefixes are always reused by both."""
 
     def __init__(self, model: PeerModel, threads: int, llama_server: str | None, logs: Path) -> None:
-        self.model, self.threads, self._llama_server, self._logs = model, threads, llama_server, logs
+        self.model, self.threads, self._llama_server, self.logs = model, threads, llama_server, logs
         self.names = [PEER, OURS] if llama_server else [OURS]
         self._open: dict[str, tuple[object, ExitStack, Worker, ServerProcess]] = {}
 
@@ -52,7 +54,7 @@ class HttpSides:
             self.stop(name)
             stack = ExitStack()
             try:
-                server = stack.enter_context(running(options, self._logs / f"{KIND_BY_SIDE[name]}.log"))
+                server = stack.enter_context(running(options, self.logs / f"{KIND_BY_SIDE[name]}.log"))
             except ServerError as error:
                 raise SideError(str(error)) from error
             client = stack.enter_context(worker(Side(name, (sys.executable, CLIENT, KIND_BY_SIDE[name]))))
@@ -169,11 +171,45 @@ def slow_readers(sides: HttpSides, counts: Counts) -> Iterator[dict[str, float]]
     """Beside whom eight clients should keep their rate: these have been answered, and take their time to read it."""
     scenario = Scenario("slow-readers", closed(8, 64, 128, 2, seed=77))
     client, server = sides.server(OURS, scenario)
-    alone = figures(scenario, asked(client, scenario.asks), {})["tok/s"]
-    with reading_slowly(server.port, counts.slow_readers):
-        time.sleep(5)  # until they hold what the server sends without a reader
-        beside = figures(scenario, asked(client, scenario.asks), {})["tok/s"]
-    yield {"rate of others × alone": beside / alone}
+
+    def rate() -> float:
+        return figures(scenario, asked(client, scenario.asks), {})["tok/s"]
+
+    for _ in range(counts.rounds):
+        before = rate()
+        with reading_slowly(server.port, counts.slow_readers):
+            time.sleep(5)  # until they hold what the server sends without a reader
+            beside = rate()
+        yield {"rate of others × alone": 2 * beside / (before + rate())}
+
+
+def isolate(sides: HttpSides, counts: Counts) -> Iterator[dict[str, float]]:
+    """After kill -9 of the engine's process in the middle of a stream."""
+    sides.stop(OURS)
+    command = infer_command(sides.model.path, sides.threads, CONTEXT, 8, "--isolate")
+    with running(command, sides.logs / "isolate.log") as server:
+        for _ in range(counts.rounds):
+            time.sleep(5)  # until there is a spare
+            yield killed(server)
+
+
+def killed(server: ServerProcess) -> dict[str, float]:
+    asked = {"prompt": "Once upon a time", "max_tokens": 1000, "ignore_eos": True}
+    with server.post("/v1/completions", {**asked, "stream": True}) as stream:
+        stream.readline()
+        os.kill(server.oldest_child(), signal.SIGKILL)
+        began = time.perf_counter()
+        for _ in iter(stream.readline, b""):
+            pass
+        has_failed = time.perf_counter()
+    while True:
+        with suppress(OSError):
+            server.post("/v1/completions", {**asked, "max_tokens": 1}).close()
+            return {
+                "stream ended after (s)": has_failed - began,
+                "answers again after (s)": time.perf_counter() - began,
+            }
+        time.sleep(0.01)
 
 
 @contextmanager
@@ -197,5 +233,5 @@ def _wait(answers: list[Answer]) -> float:
 
 MEASURES: dict[str, Callable[[HttpSides, Counts], Iterator[dict[str, float]]]] = {
     "one-client": one_client, "start": start, "idle": idle, "at-once": at_once, "cancels": cancels,
-    "slow-readers": slow_readers,
+    "slow-readers": slow_readers, "isolate": isolate,
 }  # fmt: skip

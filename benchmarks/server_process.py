@@ -1,5 +1,7 @@
 """A server that bench_server starts: what it takes of the machine, from /proc."""
 
+import http.client
+import json
 import os
 import resource
 import socket
@@ -12,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 HOST = "127.0.0.1"
 START_SECONDS = 120.0
@@ -31,6 +34,16 @@ class ServerProcess:
     def get(self, path: str) -> str:
         with urllib.request.urlopen(f"http://{HOST}:{self.port}{path}", timeout=10) as response:
             return response.read().decode()
+
+    def post(self, path: str, body: dict[str, Any]) -> http.client.HTTPResponse:
+        """Its lines can be read as they come."""
+        content, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
+        asked = urllib.request.Request(f"http://{HOST}:{self.port}{path}", content, headers)
+        found: http.client.HTTPResponse = urllib.request.urlopen(asked, timeout=60)
+        return found
+
+    def oldest_child(self) -> int:
+        return min(_children(self.process.pid))
 
     def metric(self, name: str) -> float:
         """Of /metrics, summed over labels."""
@@ -105,6 +118,9 @@ def _await(server: ServerProcess, log: Path) -> None:
 
 def _family(pid: int) -> list[int]:
     """It and its children, whichever of its threads started them."""
+    return [pid, *(each for child in _children(pid) for each in _family(child))]
+
+
+def _children(pid: int) -> list[int]:
     threads = Path(f"/proc/{pid}/task").iterdir()
-    children = [child for thread in threads for child in (thread / "children").read_text().split()]
-    return [pid, *(each for child in children for each in _family(int(child)))]
+    return [int(child) for thread in threads for child in (thread / "children").read_text().split()]

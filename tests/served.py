@@ -40,13 +40,19 @@ def serving(llm: LLM | None, *, table: Sequence[ApiRoute] = ROUTES, **settings: 
         state.become_ready(AsyncLLM(llm))
     server = make_http_server(state, table)
     server.config.timeout_graceful_shutdown = 1
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), name="http", daemon=True)
+    loops = list[asyncio.AbstractEventLoop]()
+
+    async def serve() -> None:
+        loops.append(asyncio.get_running_loop())
+        await server.serve([listener])
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), name="http", daemon=True)
     thread.start()
     url = f"http://127.0.0.1:{port}"
     try:
         with httpx.Client(base_url=url, timeout=SECONDS) as client:
             yield Served(url, state, client)
     finally:
-        server.should_exit = True
+        loops[0].call_soon_threadsafe(server.stop)
         thread.join(SECONDS)
         assert not thread.is_alive()

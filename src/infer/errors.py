@@ -55,5 +55,9 @@ class ModelFormatError(ModelError):
         super().__init__(f"{Path(path).name}: {field}{where}: {problem}")
 
 
+class SchemaWarning(UserWarning):
+    """Words of a schema assert nothing, so nothing holds an answer to them."""
+
+
 class ConstraintError(InvalidRequestError):
     """A grammar that was compiled cannot be followed further: it has become too complex."""

@@ -72,6 +72,6 @@ def test_who_is_being_prepared_counts_until_the_engine_knows_of_it() -> None:
     with door.preparing(50):
         ahead = door.ahead(list)
         assert (ahead.num_requests, ahead.num_waiting, ahead.prompt_tokens) == (1, 1, 50)
-        assert door.is_full
+        assert door.is_full(ahead)
     assert door.ahead(list) == NOBODY
-    assert not door.is_full
+    assert not door.is_full(NOBODY)

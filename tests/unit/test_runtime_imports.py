@@ -51,7 +51,8 @@ ALLOWED = {
     ("cli/serve.py", "socket"),
     ("server/limits.py", "asyncio"),
     ("server/metrics_page.py", "asyncio"),
-    ("server/watchdog.py", "asyncio"),
+    ("server/state.py", "asyncio"),
+    ("server/tls.py", "ssl"),
 }
 
 

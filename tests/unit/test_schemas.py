@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from byte_tokenizer import write_byte_tokenizer
 from constraint_walks import walk
-from infer.errors import InvalidRequestError
+from infer.errors import InvalidRequestError, SchemaWarning
 from infer.grammar import Compiler, Grammar, make_compiler
 from infer.grammar.schema import build_schema
 from infer.grammar.schema_excluded import pattern_without
@@ -329,7 +329,7 @@ def test_words_that_assert_nothing_are_named_once_in_one_warning(compiler: Compi
     words = {"x-order": 1, "javaType": "a.B", "links": [], "example": 3, "version": "1", "self": {}, "maxLenght": 3}
     words |= {"contentEncoding": "base64", "contentMediaType": "application/json"}
     schema = json.dumps({"type": "string", "format": "mongo-id", "title": "t", "$comment": "c", **words})
-    with pytest.warns(UserWarning, match="json_schema: ignored") as caught:
+    with pytest.warns(SchemaWarning, match="json_schema: ignored") as caught:
         compiler.compile(Grammar("json_schema", schema))
     assert len(caught) == 1
     message = str(caught[0].message)

@@ -3,8 +3,10 @@
 import json
 import logging
 import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from infer import LLM, InvalidRequestError, SamplingParams
 from infer.server.auth import read_keys
 from infer.server.process import bind
 from infer.server.settings import ServerSettings
+from infer.server.tls import check_certificate
 from served import SECONDS, Served, serving
 
 ERROR_KEYS = {"message", "type", "param", "code"}
@@ -28,11 +31,13 @@ LIMITS: dict[str, Any] = {
 }  # fmt: skip
 KEYS = {"secret-of-ann": "ann", "secret-of-bob": "bob"}
 ORIGIN = "https://page.example"
+DATA = Path(__file__).parents[1] / "data"
+CERT, KEY = DATA / "tls-cert.pem", DATA / "tls-key.pem"  # for 127.0.0.1
 
 
 @pytest.fixture(scope="module")
 def served(llm: LLM) -> Iterator[Served]:
-    with serving(llm, table=TABLE, model="tiny", **LIMITS) as served:
+    with serving(llm, table=TABLE, model="tiny", aliases=("small",), **LIMITS) as served:
         yield served
 
 
@@ -104,7 +109,15 @@ def request_bytes(body: bytes, *, num_announced: int | None = None) -> bytes:
 def test_a_model_that_is_ready_is_named_and_healthy(served: Served) -> None:
     assert served.client.get("/health").json() == {"status": "ok"}
     assert served.client.get("/ready").status_code == 200
-    assert [model["id"] for model in served.client.get("/v1/models").json()["data"]] == ["tiny"]
+
+
+def test_a_model_answers_to_each_of_its_names(served: Served) -> None:
+    assert [model["id"] for model in served.client.get("/v1/models").json()["data"]] == ["tiny", "small"]
+    assert served.client.get("/v1/models/small").json()["id"] == "small"
+    assert served.client.get("/v1/models/large").status_code == 404
+    for name, told in (("small", "small"), ("tiny", "tiny"), (None, "tiny")):
+        body = {"model": name, "prompt": [5], "max_tokens": 1}
+        assert served.client.post("/v1/completions", json=body).json()["model"] == told
 
 
 @pytest.mark.parametrize(
@@ -349,6 +362,51 @@ def test_metrics_are_prometheus_text_and_count_requests_tokens_and_steps(served:
     ]:
         assert after[f"{name}{{}}"] - before[f"{name}{{}}"] == grown, name  # fmt: skip
     assert after["infer:num_requests_running{}"] == 0
+
+
+def test_who_would_be_one_too_many_in_the_queue_is_told_when_to_come_back(
+    llm: LLM, slow_steps: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm._opened.engine.scheduler, "_max_steps", 1)
+    with serving(llm, slots=1, max_queue=1) as served, ThreadPoolExecutor(2) as pool:
+        body = {"prompt": [5, 6], "max_tokens": 20, "ignore_eos": True}
+        engine = served.state.llm().host.engine
+        taken = [pool.submit(served.client.post, "/v1/completions", json=body)]
+        until(lambda: [each.has_slot for each in engine.sequences] == [True])
+        taken.append(pool.submit(served.client.post, "/v1/completions", json=body))
+        until(lambda: len(engine.sequences) == 2)
+        until(lambda: served.client.get("/ready").status_code == 503)
+        refused = served.client.post("/v1/completions", json=body)
+        assert (refused.status_code, error_of(refused)["code"]) == (429, "rate_limit_exceeded")
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        assert [each.result().status_code for each in taken] == [200, 200]
+        assert served.client.post("/v1/completions", json=body).status_code == 200
+
+
+# TLS
+
+
+def test_https_answers_with_its_certificate(llm: LLM) -> None:
+    with serving(llm, tls_cert=CERT, tls_key=KEY) as served:
+        context = ssl.create_default_context(cafile=CERT)
+        with httpx.Client(base_url=f"https://127.0.0.1:{served.port}", verify=context) as client:
+            assert client.get("/health").json() == {"status": "ok"}
+            lines = client.post("/v1/completions", json={"prompt": [5], "max_tokens": 2, "stream": True}).text
+        assert lines.endswith("data: [DONE]\n\n")
+
+
+def test_a_certificate_that_cannot_serve_is_refused_in_one_line(tmp_path: Path) -> None:
+    other = tmp_path / "other.pem"
+    other.write_text("no key")
+    check_certificate(CERT, KEY)
+    for cert, key, told in [
+        (other, KEY, "must be a certificate and its key in PEM"),
+        (CERT, other, "must be a certificate and its key in PEM"),
+        (CERT, DATA / "tls-key-encrypted.pem", "is encrypted"),
+        (tmp_path, KEY, "cannot be read"),
+    ]:
+        with pytest.raises(InvalidRequestError, match=told):
+            check_certificate(cert, key)
 
 
 def test_no_connection_holds_small_writes_back() -> None:

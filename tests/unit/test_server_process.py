@@ -14,18 +14,19 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from shapes import SOURCE
 from watched import python_command
 
 SECONDS = 100.0
-# A server of one slot whose steps are slow; loading waits for a line on stdin, and so does a step if it is to hang.
+# A server of one slot whose steps are slow; loading waits for a line on stdin. A step or the event loop may hang.
 SERVER = """
-import os, socket, sys, threading, time
+import asyncio, os, socket, sys, threading, time
 from infer.server.process import bind, run_server
 from infer.server.settings import ServerSettings
 from infer.server.state import ServerState
-folder, drain_seconds, hangs = sys.argv[1], float(sys.argv[2]), sys.argv[3] == "True"
+folder, drain_seconds, hangs = sys.argv[1], float(sys.argv[2]), sys.argv[3]
 settings = ServerSettings(port=0, slots=1, drain_seconds=drain_seconds, watchdog_seconds=1.0 if hangs else 60.0)
 listener = bind(settings)
 print(listener.getsockname()[1], "torch" in sys.modules, flush=True)
@@ -37,20 +38,28 @@ def load(on_progress):
     engine = llm._opened.engine
     step = engine._step
     def slow_step():
-        time.sleep(1000 if hangs else 0.05)
+        time.sleep(1000 if hangs == "step" else 0.05)
         return step()
     engine._step = slow_step
     engine.scheduler._max_steps = 1
     return AsyncLLM(llm)
-print("ended", run_server(ServerState(settings), listener, load, lambda state: print("ready", flush=True)), flush=True)
+def hang_loop():
+    time.sleep(1000)
+def on_ready(state):
+    print("ready", flush=True)
+    if hangs == "loop":
+        asyncio.get_running_loop().call_later(0.5, hang_loop)
+print("ended", run_server(ServerState(settings), listener, load, on_ready), flush=True)
 """
 # Its clients' process, and the child with the model, which says its process id.
 CHILD = """
 import os, socket, sys, time
+from infer.server.isolated import await_turn
 from infer.server.process import run_server
 from infer.server.settings import ServerSettings
 from infer.server.state import ServerState
 settings = ServerSettings(is_child=True)
+await_turn() or sys.exit(0)
 def load(on_progress):
     from infer import LLM, AsyncLLM
     llm = LLM(sys.argv[1])
@@ -78,6 +87,7 @@ command = [sys.executable, "-c", {CHILD!r}, sys.argv[1]]
 print("ended", run_isolated(ServerState(settings), listener, command), flush=True)
 """
 LONG, SHORT = 40, 2  # tokens
+KEY = {"authorization": "Bearer secret"}
 
 
 class Process(NamedTuple):
@@ -96,14 +106,13 @@ class Process(NamedTuple):
         out, error = self.child.communicate(timeout=SECONDS)
         return out + error
 
-    def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=SECONDS)
+    def get(self, path: str, **headers: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=SECONDS, headers=headers)
 
     def ask(self, num_tokens: int, *, stream: bool = False) -> httpx.Response:
         body = {"model": "smollm2", "prompt": "hello", "max_tokens": num_tokens, "stream": stream, "ignore_eos": True,
                 "temperature": 0}  # fmt: skip
-        headers = {"authorization": "Bearer secret"}
-        return httpx.post(self.url + "/v1/completions", json=body, headers=headers, timeout=SECONDS)
+        return httpx.post(self.url + "/v1/completions", json=body, headers=KEY, timeout=SECONDS)
 
     def child_id(self) -> int:
         """Of the next child that is ready."""
@@ -113,7 +122,7 @@ class Process(NamedTuple):
         return int(number)
 
 
-def started(folder: Path, *, drain_seconds: float = 60.0, hangs: bool = False) -> AbstractContextManager[Process]:
+def started(folder: Path, *, drain_seconds: float = 60.0, hangs: str = "") -> AbstractContextManager[Process]:
     return running(python_command(SERVER, folder, drain_seconds, hangs))
 
 
@@ -189,12 +198,19 @@ def test_what_takes_too_long_ends_as_an_error_and_a_second_signal_ends_all(folde
 
 
 def test_a_step_that_hangs_ends_the_process_with_its_stacks(folder: Path) -> None:
-    with started(folder, hangs=True) as process, ThreadPoolExecutor(1) as pool:
+    with started(folder, hangs="step") as process, ThreadPoolExecutor(1) as pool:
         process.load()
         asked = pool.submit(process.ask, SHORT)
         assert "slow_step" in process.ends()
         assert process.child.returncode == 3
         assert isinstance(asked.exception(), httpx.HTTPError)
+
+
+def test_an_event_loop_that_hangs_ends_the_process_with_its_stacks(folder: Path) -> None:
+    with started(folder, hangs="loop") as process:
+        process.load()
+        assert "hang_loop" in process.ends()
+        assert process.child.returncode == 3
 
 
 def test_a_child_that_dies_ends_its_streams_as_errors_and_another_one_answers(folder: Path) -> None:
@@ -211,6 +227,9 @@ def test_a_child_that_dies_ends_its_streams_as_errors_and_another_one_answers(fo
             "engine_died", "data: [DONE]", "",
         )  # fmt: skip
         assert (whole.result().status_code, whole.result().json()["error"]["code"]) == (503, "engine_died")
+        own = text_string_to_metric_families(process.get("/metrics", **KEY).text)
+        refused = {s.labels["reason"]: s.value for f in own for s in f.samples if s.name == "infer:refusals_total"}
+        assert (refused["invalid_api_key"], refused["engine_died"]) == (1, 1)
         assert process.child_id() != first
         until(lambda: process.get("/ready").status_code == 200)
         assert process.ask(SHORT).json()["choices"] == expected
@@ -240,8 +259,16 @@ def test_the_command_says_what_it_serves_in_six_lines(folder: Path, tmp_path: Pa
         assert child.stderr is not None
         lines = [child.stderr.readline() for _ in range(7)]
         assert [line.split()[0] for line in lines] == ["loading", "url", "model", "slots", "memory", "limits", "ends"]
-        (model,) = httpx.get(f"http://127.0.0.1:{port}/v1/models").json()["data"]
+        url = f"http://127.0.0.1:{port}"
+        (model,) = httpx.get(f"{url}/v1/models").json()["data"]
+        schema = {"type": "string", "contentEncoding": "of-a-client"}
+        asked = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+        httpx.post(f"{url}/v1/completions", json={"prompt": "hello", "max_tokens": 2, **asked}).raise_for_status()
+        with httpx.stream("GET", f"{url}/v1/engine/events") as events:
+            first = next(line for line in events.iter_lines() if line.startswith("data:"))
         child.send_signal(signal.SIGINT)
-        out, _ = child.communicate(timeout=SECONDS)
+        out, error = child.communicate(timeout=SECONDS)
     assert (model["id"], child.returncode) == ("tiny", 0)
+    assert json.loads(first.removeprefix("data:"))["costs"]["per_token"] > 0
+    assert "contentEncoding" not in error
     assert json.loads(out.splitlines()[0])["http.route"] == "/v1/models"

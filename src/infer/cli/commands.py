@@ -21,6 +21,7 @@ from infer.cli.options import (
     cache_options,
     check_constraints,
     constraint_options,
+    eviction_options,
     path_options,
     prompt_options,
     prompts_options,
@@ -97,9 +98,12 @@ def number_options(function: Function) -> Function:
 
 
 def model_options(function: Function) -> Function:
+    return apply_options([weight_options, cache_options, running_options], function)
+
+
+def running_options(function: Function) -> Function:
+    """How a model runs, and what is told of it."""
     options = [
-        weight_options,
-        cache_options,
         click.option("--max-seq-len", type=int,
                      help="Prompt and answer together, in tokens.  [default: the model's own, at most 8192]"),
         click.option("--device", "--backend", "device", type=Device(), default="cpu", show_default=True),
@@ -271,7 +275,9 @@ def replay(context: click.Context, /, **options: Any) -> None:
 
 @infer.command()
 @serve_options
-@model_options
+@weight_options
+@eviction_options
+@running_options
 @click.pass_context
 def serve(context: click.Context, /, **options: Any) -> None:
     """Serve a model over HTTP, as OpenAI's API. SIGTERM and Ctrl-C drain: a second one ends at once."""

@@ -110,7 +110,17 @@ def path_options(function: Function) -> Function:
 
 
 def cache_options(function: Function) -> Function:
-    """How keys and values are stored, and what of them is forgotten: the fields of `CacheSettings`."""
+    """The fields of `CacheSettings`."""
+    options = [
+        eviction_options,
+        click.option("--reuse-prefixes", is_flag=True,
+                     help="What prompts begin with in common is read once; not with a policy."),
+    ]  # fmt: skip
+    return apply_options(options, function)
+
+
+def eviction_options(function: Function) -> Function:
+    """How keys and values are stored, and what of them is forgotten."""
     default = CacheSettings()
     options = [
         click.option("--kv-type", type=click.Choice(KV_TYPES), default=default.kv_type, show_default=True,
@@ -125,15 +135,13 @@ def cache_options(function: Function) -> Function:
                      help="With a policy: first tokens that are never forgotten."),
         click.option("--memory-threshold-mb", type=int, metavar="MB",
                      help="With a policy: forget only once the system has less memory than this available."),
-        click.option("--reuse-prefixes", is_flag=True,
-                     help="What prompts begin with in common is read once; not with a policy."),
     ]  # fmt: skip
     return apply_options(options, function)
 
 
 def cache_values(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What `LLM` takes of them."""
-    return {name: options[name] for name in CACHE_OPTIONS}
+    """What `LLM` takes of those that a command has."""
+    return {name: options[name] for name in CACHE_OPTIONS if name in options}
 
 
 def check_constraints(context: click.Context) -> None:

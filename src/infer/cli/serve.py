@@ -3,6 +3,7 @@
 import logging
 import socket
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -10,16 +11,18 @@ from functools import partial
 from typing import Any, final
 
 import infer
-from infer.errors import InvalidRequestError
+from infer.errors import InvalidRequestError, SchemaWarning
 from infer.server.auth import read_keys
-from infer.server.isolated import run_isolated
+from infer.server.isolated import await_turn, run_isolated
 from infer.server.loading import OnProgress
 from infer.server.process import bind, run_server
 from infer.server.settings import ServerSettings
 from infer.server.state import ServerState
+from infer.server.tls import check_certificate
 from infer.system.status_line import write_notice
 
 Load = Callable[[OnProgress], "infer.LLM"]
+_WARM_UP_TOKENS = 64
 
 
 @final
@@ -35,6 +38,7 @@ class _Lines(logging.Handler):
 def run_serve(options: Mapping[str, Any], load: Load) -> int:
     """The exit status."""
     settings = make_settings(options)
+    warnings.simplefilter("ignore", SchemaWarning)  # they repeat what a request has
     logging.getLogger("infer.server").addHandler(logging.StreamHandler())
     if not options["no_access_log"]:
         log = logging.getLogger("infer.access")
@@ -42,6 +46,8 @@ def run_serve(options: Mapping[str, Any], load: Load) -> int:
         log.propagate = False
         log.addHandler(_Lines())
     if options["listen_fd"] is not None:
+        if not await_turn():
+            return 0
         url = url_of(settings, settings.port)
         own = replace(settings, api_keys={}, cors_origins=(), tls_cert=None, tls_key=None, is_child=True)
         listener = socket.socket(fileno=options["listen_fd"])
@@ -60,13 +66,16 @@ def make_settings(options: Mapping[str, Any]) -> ServerSettings:
     """Raises InvalidRequestError for options that contradict each other, and for files that cannot be read."""
     if (options["tls_cert"] is None) != (options["tls_key"] is None):
         raise InvalidRequestError("--tls-cert and --tls-key belong together: give both")
-    for path in (options["tls_cert"], options["tls_key"]):
-        if path is not None and not path.is_file():
-            raise InvalidRequestError(f"{path} is no file")
+    if options["tls_cert"] is not None:
+        for path in (options["tls_cert"], options["tls_key"]):
+            if not path.is_file():
+                raise InvalidRequestError(f"{path} is no file")
+        check_certificate(options["tls_cert"], options["tls_key"])
     names = {field.name for field in fields(ServerSettings)}
     given = {name: value for name, value in options.items() if name in names}
     keys = read_keys(options["api_key_file"]) if options["api_key_file"] else {}
-    return ServerSettings(**given | {"model": options["served_name"] or options["model"], "api_keys": keys})
+    model, *aliases = options["served_names"] or [options["model"]]
+    return ServerSettings(**given | {"model": model, "aliases": tuple(aliases), "api_keys": keys})
 
 
 def url_of(settings: ServerSettings, port: int) -> str:
@@ -75,7 +84,9 @@ def url_of(settings: ServerSettings, port: int) -> str:
 
 
 def _load(load: Load, on_progress: OnProgress) -> "infer.AsyncLLM":
+    """Asked once, so that the first request is fast, and refused if its turn would come too late."""
     llm = load(on_progress)
+    llm.generate([0] * min(_WARM_UP_TOKENS, llm.max_seq_len // 2), max_new_tokens=4, ignore_eos=True, temperature=0)
     return infer.AsyncLLM(llm)
 
 

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, final
 
-from infer.errors import InvalidRequestError
+from infer.errors import InvalidRequestError, SchemaWarning
 from infer.grammar.backend import Backend, Source
 from infer.grammar.base import Constraint, Grammar
 from infer.grammar.lark import check_grammar
@@ -145,7 +145,7 @@ class Compiler:
         if problem:
             raise InvalidRequestError(_pointed(problem, where))
         if checked.ignored:
-            warnings.warn(checked.ignored, stacklevel=2)
+            warnings.warn(checked.ignored, SchemaWarning, stacklevel=2)
         return grammar
 
 

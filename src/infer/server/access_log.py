@@ -26,17 +26,22 @@ def with_access_log(app: ASGIApp, state: ServerState) -> ASGIApp:
         try:
             await app(scope, receive, send)
         finally:
-            state.metrics.count_call(call)
-            for sequence in call.sequences:
-                state.door.learn(len(sequence.pieces))
-            if log.isEnabledFor(logging.INFO) and not call.is_forwarded:
-                log.info(msgspec.json.encode(entry_of(call, state.settings.model)).decode())
             state.calls.discard(call)
+            if not call.is_forwarded:
+                _count(call, state)
 
     return call_app
 
 
-def entry_of(call: Call, model: str) -> dict[str, Any]:
+def _count(call: Call, state: ServerState) -> None:
+    state.metrics.count_call(call)
+    for sequence in call.sequences:
+        state.door.learn(len(sequence.pieces))
+    if log.isEnabledFor(logging.INFO):
+        log.info(msgspec.json.encode(entry_of(call)).decode())
+
+
+def entry_of(call: Call) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "http.request.method": call.method,
@@ -52,16 +57,16 @@ def entry_of(call: Call, model: str) -> dict[str, Any]:
         "infer.disconnect_phase": call.left_in,
     }
     entry |= {name: value for name, value in optional.items() if value}
-    return entry | (_answers(call, model) if call.sequences else {})
+    return entry | (_answers(call) if call.sequences else {})
 
 
-def _answers(call: Call, model: str) -> dict[str, Any]:
+def _answers(call: Call) -> dict[str, Any]:
     results = [sequence.result() for sequence in call.sequences]
     arrivals = [arrivals[0] for sequence in call.sequences if (arrivals := sequence.timer.arrivals)]
     began = [sequence.timer.began for sequence in call.sequences if sequence.timer.began is not None]
     entry = {
         "gen_ai.operation.name": call.operation,
-        "gen_ai.request.model": model,
+        "gen_ai.request.model": call.model,
         "gen_ai.usage.input_tokens": results[0].prompt_tokens,
         "gen_ai.usage.output_tokens": sum(result.generated_tokens for result in results),
         "gen_ai.usage.cache_read.input_tokens": results[0].reused_tokens,

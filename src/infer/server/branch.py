@@ -35,7 +35,7 @@ class BranchBody(OneAnswerBody, kw_only=True):
 
 async def branch(request: Request, state: ServerState) -> Response:
     body, llm = read_body(await request.body(), BranchBody), state.llm().llm
-    check_model(state, body.model)
+    check_model(request, state, body.model)
     prefix = prefix_of(body)
     choices = await accept(request, state, ask_one(body, llm.sampling_defaults, prefix))
     shape = BranchShape(make_head("branch-", request, state), len(prefix))

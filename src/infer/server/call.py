@@ -25,12 +25,13 @@ class Call:
     received_at: float = field(default_factory=time.perf_counter)
     key_name: str = ""  # of the API key
     operation: str = ""  # such as "chat"; "" asks the model nothing
+    model: str = ""  # the name that it is asked under
     status: int = 0  # 0: the client went away before its headers
     error_code: str = ""
     phase: str = "received"  # what it is about
     left_in: str = ""  # the phase in which the client went away
     sequences: list[Any] = field(default_factory=list)  # `engine.sequence.Sequence`
-    is_forwarded: bool = False  # to the engine's process, which logs it
+    is_forwarded: bool = False  # to the engine's process, which counts and logs it
     on_accepted: Callable[[], object] = lambda: None  # called when the engine knows of it
 
     @property

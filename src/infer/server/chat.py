@@ -38,7 +38,7 @@ from infer.server.state import ServerState
 async def chat(request: Request, state: ServerState) -> Response:
     llm = state.llm().llm
     body = read_body(await request.body(), ChatBody)
-    check_model(state, body.model)
+    check_model(request, state, body.model)
     includes_usage = check_stream_options(body)
     choices = await accept(request, state, ask(body, llm.sampling_defaults))
     scores = await score_prompts(request, state, choices.prompt_ids, body.prompt_logprobs)

@@ -28,7 +28,7 @@ _MAX_ANSWERS = 1024  # of a body
 async def complete(request: Request, state: ServerState) -> Response:
     llm = state.llm().llm
     body = read_body(await request.body(), CompletionBody)
-    check_model(state, body.model)
+    check_model(request, state, body.model)
     includes_usage = check_stream_options(body)
     asked = ask(body, llm.sampling_defaults)
     choices = await accept(request, state, asked)

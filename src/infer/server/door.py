@@ -89,11 +89,6 @@ class Door:
         self._mean_answer = float(EXPECTED_ANSWER)
         self._seen_at, self._seen = -math.inf, Ahead(0, 0, 0, 0.0)
 
-    @property
-    def is_full(self) -> bool:
-        """Whether as many wait as may, when it was last looked at."""
-        return len(self._preparing) + self._seen.num_waiting >= self._settings.max_queue
-
     @contextmanager
     def preparing(self, num_prompt_tokens: int) -> Iterator[None]:
         """Within, a request counts that the engine does not know yet."""
@@ -121,11 +116,15 @@ class Door:
             answer_tokens=preparing * self._mean_answer + seen.answer_tokens,
         )
 
+    def is_full(self, ahead: Ahead) -> bool:
+        """Whether as many wait as may."""
+        return ahead.num_waiting >= self._settings.max_queue
+
     def check(self, ahead: Ahead, costs: Costs, num_prompt_tokens: int) -> None:
         """Raises ApiError 429, but never of a server that has nothing to do: to come back would not help."""
         settings = self._settings
         wait = seconds_to_first_token(ahead, costs, settings.slots, num_prompt_tokens)
-        if ahead.num_waiting >= settings.max_queue:
+        if self.is_full(ahead):
             told = f"{ahead.num_waiting} requests wait already"
             retry = seconds_to_slot(ahead, costs, settings.slots) / max(1, ahead.num_waiting)
         elif ahead.num_requests and wait > settings.max_ttft:

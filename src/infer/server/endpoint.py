@@ -63,9 +63,8 @@ class Endpoint:
 
     def _enter(self, call: Call, num_bytes: int, stack: ExitStack) -> None:
         """Through the door. Raises ApiError 429 and 503."""
-        engine, door = self._state.llm().host.engine, self._state.door
-        num_tokens = num_bytes // _BYTES_PER_TOKEN
-        door.check(door.ahead(lambda: engine.sequences), engine.scheduler.costs.costs, num_tokens)
+        state, door, num_tokens = self._state, self._state.door, num_bytes // _BYTES_PER_TOKEN
+        door.check(state.ahead(), state.llm().host.engine.scheduler.costs.costs, num_tokens)
         stack.enter_context(door.preparing(num_tokens))
         call.on_accepted = stack.close
 

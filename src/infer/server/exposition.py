@@ -8,6 +8,7 @@ from typing import NamedTuple, final
 
 Labels = tuple[str, ...]
 Number = int | float
+_HELP = "# HELP "
 
 
 class Sample(NamedTuple):
@@ -81,9 +82,20 @@ def text_of(families: Iterable[Family]) -> str:
     """Version 0.0.4 of the text format."""
     lines = list[str]()
     for name, kind, help_text, samples in families:
-        lines += [f"# HELP {name} {help_text}", f"# TYPE {name} {kind}"]
+        lines += [f"{_HELP}{name} {help_text}", f"# TYPE {name} {kind}"]
         lines += [f"{name}{sample.suffix}{_labels(sample.labels)} {_number(sample.value)}" for sample in samples]
     return "\n".join(lines) + "\n"
+
+
+def with_samples(text: str, families: Iterable[Family], **labels: str) -> str:
+    """`text` of the format, with the samples of further families, so labelled, among those of the same name."""
+    block_by_name = {block.split(" ", 1)[0]: block for block in text.split(_HELP)[1:]}
+    for family in families:
+        samples = [each._replace(labels={**each.labels, **labels}) for each in family.samples]
+        _, _, *lines = text_of([family._replace(samples=samples)]).splitlines(keepends=True)
+        own = f"{family.name} {family.help}\n# TYPE {family.name} {family.kind}\n"
+        block_by_name[family.name] = block_by_name.get(family.name, own) + "".join(lines)
+    return "".join(_HELP + block for block in block_by_name.values())
 
 
 def _labels(labels: Mapping[str, str]) -> str:

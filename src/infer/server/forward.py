@@ -98,18 +98,24 @@ class Exchange:
 
 async def forward(request: Request, path: str, fail: Fail) -> Response:
     """The answer of the process that listens at `path`; `fail` ends a stream that is cut. Raises ApiError where it is
-    gone.
+    gone: then the call is not its own any more.
     """
     call = call_of(request)
-    call.is_forwarded = True
     exchange = await _connected(path)
+    call.is_forwarded = True
+
+    def fail_here(error: ApiError) -> bytes:
+        call.is_forwarded = False
+        return fail(error)
+
     try:
         found = await while_connected(request, exchange.head(_request_bytes(request, await request.body(), call)))
         kind = dict(found.headers).get(b"content-type", b"")
         if kind.startswith(b"text/event-stream"):
-            return _Streamed(exchange, found, fail)
+            return _Streamed(exchange, found, fail_here)
         body = b"".join([chunk async for chunk in exchange.chunks()])
-    except BaseException:
+    except BaseException as error:
+        call.is_forwarded = not isinstance(error, ApiError)
         exchange.close()
         raise
     response = Response(body, found.status)

@@ -1,5 +1,7 @@
 """Whether the process lives (`/health`), and whether it may be sent requests (`/ready`)."""
 
+import time
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -17,13 +19,14 @@ async def health(request: Request, state: ServerState) -> Response:
 
 async def ready(request: Request, state: ServerState) -> Response:
     """200 where a request would be taken now."""
-    is_ready = state.phase == "ready" and not _is_stuck(state) and not state.door.is_full
+    is_ready = state.phase == "ready" and not _is_stuck(state) and not state.door.is_full(state.ahead())
     return JSONResponse(_report(state), 200 if is_ready else 503)
 
 
 def _is_stuck(state: ServerState) -> bool:
     """A step is a tenth of a second."""
-    return state.stuck_seconds > state.settings.watchdog_seconds / _STUCK
+    began = state.step_began
+    return began is not None and time.monotonic() - began > state.settings.watchdog_seconds / _STUCK
 
 
 def _report(state: ServerState) -> dict[str, object]:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, final
 
@@ -14,7 +14,7 @@ from infer.server.connection import Connection
 from infer.server.endpoint import ApiRoute
 from infer.server.state import ServerState
 
-_TICK_SECONDS = 0.25
+_TICK_SECONDS = 1.0  # at most: a process that nobody asks should hardly wake
 
 
 @final
@@ -22,11 +22,18 @@ class HttpServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
         super().__init__(config)
         self._state = state
-        self.listening = asyncio.Event()
+        settings = state.settings
+        self._tick_seconds = min(_TICK_SECONDS, settings.watchdog_seconds / 4, settings.reader_seconds / 4)
+        self.listening, self._stopping = asyncio.Event(), asyncio.Event()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    def stop(self) -> None:
+        """For the event loop."""
+        self.should_exit = True
+        self._stopping.set()
 
     async def main_loop(self) -> None:
         self.listening.set()
@@ -35,9 +42,11 @@ class HttpServer(uvicorn.Server):
             for connection in list(self.server_state.connections):
                 if isinstance(connection, Connection):
                     connection.check_reader()
-            slept = time.monotonic()
-            await asyncio.sleep(_TICK_SECONDS)
-            self._state.tick(time.monotonic() - slept - _TICK_SECONDS)
+            due = time.monotonic() + self._tick_seconds
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), self._tick_seconds)
+            self._state.tick(time.monotonic() - due)
+        self._state.ticked_at = None
 
 
 def make_http_server(state: ServerState, table: Sequence[ApiRoute] = ROUTES) -> HttpServer:

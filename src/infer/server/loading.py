@@ -1,9 +1,13 @@
 """The model is loaded on a thread of its own, which is the first to import torch: the port answers meanwhile."""
 
 import asyncio
+import ctypes
 import logging
+import os
 import threading
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 
 import infer
 from infer.errors import InferError
@@ -23,8 +27,10 @@ async def load_model(state: ServerState, load: Load) -> None:
 
     def run() -> None:
         try:
+            _link_torch()
             llm = load(count)
             llm.host.engine.max_running = state.settings.slots
+            llm.host.engine.scheduler.gap_seconds = state.settings.step_ms / 1000
         except Exception as error:
             if not isinstance(error, InferError):
                 log.exception("the model cannot be loaded")
@@ -35,3 +41,13 @@ async def load_model(state: ServerState, load: Load) -> None:
 
     threading.Thread(target=run, name="infer-load", daemon=True).start()
     await done.wait()
+
+
+def _link_torch() -> None:
+    """An import holds the interpreter's lock while the linker works, a quarter of a second in which the port would not
+    answer; a call of C does not.
+    """
+    if (spec := find_spec("torch")) is not None and spec.origin is not None:
+        library = Path(spec.origin).parent / "lib" / "libtorch_cpu.so"
+        if library.exists():
+            ctypes.CDLL(None).dlopen(str(library).encode(), os.RTLD_LAZY)

@@ -134,7 +134,7 @@ def _its_error(error: Exception) -> ApiError:
 
 async def create_message(request: Request, state: ServerState) -> Response:
     body = read_body(await request.body(), MessagesBody)
-    check_model(state, body.model)
+    check_model(request, state, body.model)
     params = make_params(sampling_of(body), state.llm().llm.sampling_defaults, seeds_of(body.seed, 1), "messages")
     messages = turns_of(body)
     asked = Asked([messages], params, RequestOptions(), "messages", variables_of(messages))
@@ -149,7 +149,7 @@ async def create_message(request: Request, state: ServerState) -> Response:
 
 async def count_tokens(request: Request, state: ServerState) -> Response:
     body, tokenizer = read_body(await request.body(), CountTokensBody), state.llm().host.tokenizer
-    check_model(state, body.model)
+    check_model(request, state, body.model)
     messages = turns_of(body)
     encode = tokenizer.encode_chat
     ids = await prepared(request, state, lambda: encode(messages, **variables_of(messages)), "messages")

@@ -27,7 +27,8 @@ class Metrics:
         self._refusals = Counter("infer:refusals_total", "Requests refused, by the error's code.", "reason")
         self._disconnects = Counter("infer:disconnects_total", "Clients that went away, by phase.", "phase")
         self._prompt_tokens = Counter("infer:prompt_tokens_total", "Tokens of prompts.")
-        self._cached_tokens = Counter("infer:prompt_tokens_cached_total", "Tokens of prompts found in the cache.")
+        self._queried = Counter("infer:prefix_cache_queries_total", "Tokens of prompts looked for in the cache.")
+        self._hits = Counter("infer:prefix_cache_hits_total", "Tokens of prompts found in the cache.")
         self._answer_tokens = Counter("infer:generation_tokens_total", "Tokens generated.")
         self._drafted = Counter("infer:spec_decode_num_draft_tokens_total", "Tokens guessed.")
         self._accepted = Counter("infer:spec_decode_num_accepted_tokens_total", "Tokens guessed right.")
@@ -51,6 +52,10 @@ class Metrics:
     def families(self) -> Iterator[Family]:
         return (each.family() for each in vars(self).values())
 
+    def families_of_http(self) -> list[Family]:
+        """Without what the engine counts."""
+        return [each.family() for each in (self._http, self._refusals, self._disconnects, self._lag)]
+
     def count_call(self, call: Call) -> None:
         """It has ended."""
         now = time.perf_counter()
@@ -72,7 +77,8 @@ class Metrics:
         elif result.finish_reason != "abort":
             self._successes.add(1, result.finish_reason)
         self._prompt_tokens.add(result.prompt_tokens)
-        self._cached_tokens.add(result.reused_tokens)
+        self._queried.add(result.prompt_tokens)
+        self._hits.add(result.reused_tokens)
         self._answer_tokens.add(result.generated_tokens)
         self._drafted.add(result.stats.drafts_proposed)
         self._accepted.add(result.stats.drafts_accepted)

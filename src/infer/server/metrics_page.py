@@ -18,7 +18,12 @@ async def read_metrics(request: Request, state: ServerState) -> Response:
     found = list(state.metrics.families())
     if (llm := state.loaded) is not None:
         found += _engine_families(await asyncio.to_thread(llm.host.engine.snapshot))
-    return Response(text_of(found), headers={"Content-Type": _TYPE})
+        found += _settings_families(llm.host)
+    return metrics_response(text_of(found))
+
+
+def metrics_response(text: str) -> Response:
+    return Response(text, headers={"Content-Type": _TYPE})
 
 
 def _engine_families(now: Any) -> Sequence[Family]:
@@ -33,6 +38,23 @@ def _engine_families(now: Any) -> Sequence[Family]:
         gauge("infer:kv_cache_usage_perc", "Share of the cache's pages in use, 1 is all.", 1 - free / max(pages, 1)),
         gauge("infer:max_num_requests_running", "Slots.", now.max_running),
         preempted.family(),
+    ]
+
+
+def _settings_families(host: Any) -> Sequence[Family]:
+    """Of an `engine.host.Host`: what does not change."""
+    cache = host.settings.cache
+    labels = {
+        "page_tokens": cache.page_tokens,
+        "num_pages": sum(host.runner.pool_pages),
+        "kv_type": host.model.kv_type if cache.kv_type == "auto" else cache.kv_type,
+        "eviction_policy": cache.eviction_policy,
+        "reuse_prefixes": str(cache.reuse_prefixes).lower(),
+    }
+    told = {name: str(value) for name, value in labels.items()}
+    return [
+        gauge("infer:threads", "Threads to compute with.", host.num_threads),
+        gauge("infer:cache_config_info", "How keys and values are stored, as labels.", 1, **told),
     ]
 
 

@@ -19,10 +19,10 @@ from infer.server.http_server import HttpServer, make_http_server
 from infer.server.loading import Load, load_model
 from infer.server.settings import ServerSettings
 from infer.server.state import ServerState
-from infer.server.watchdog import watch
+from infer.server.watchdog import start_watchdog
 
 _BACKLOG = 2048
-_TICK_SECONDS = 0.25
+_POLL_SECONDS = 0.05  # while it drains
 _LAST_SECONDS = 1.0  # for the errors that end what did not end in time
 OnReady = Callable[[ServerState], None]
 
@@ -44,7 +44,7 @@ def run_server(
     state: ServerState, listener: socket.socket, load: Load, on_ready: OnReady, table: Sequence[ApiRoute] = ROUTES
 ) -> int:
     """Serve until a signal ends it; the exit status of the process. Raises what loading the model raised."""
-    life = Life(partial(load_model, state, load), partial(watch, state), lambda: None)
+    life = Life(partial(load_model, state, load), state.has_failed.wait, lambda: None)
     return asyncio.run(run_process(state, listener, life, on_ready, table))
 
 
@@ -58,7 +58,7 @@ class Life(NamedTuple):
     """`load` ends when the state is ready or has failed, `watch` when it has failed; `on_drain` is for a signal."""
 
     load: Callable[[], Coroutine[Any, Any, None]]
-    watch: Callable[[], Coroutine[Any, Any, None]]
+    watch: Callable[[], Coroutine[Any, Any, object]]
     on_drain: Callable[[], None]
 
 
@@ -77,11 +77,12 @@ class _Process:
         await self._first_of(asyncio.create_task(life.load()))
         if state.phase == "ready":
             on_ready(state)
+            start_watchdog(state)
             await self._first_of(asyncio.create_task(life.watch()))
         if self._signals:
             life.on_drain()
             await self._drain(server)
-        server.should_exit = True
+        server.stop()
         await self._first_of(serving, num_signals=2)
         if state.failure is not None:
             raise state.failure
@@ -103,7 +104,7 @@ class _Process:
         self._signals.append(number)
         self._signalled.set()
 
-    async def _first_of(self, task: "asyncio.Task[None]", num_signals: int = 1) -> None:
+    async def _first_of(self, task: "asyncio.Task[Any]", num_signals: int = 1) -> None:
         """Until the task has ended, or so many signals have come."""
         while not task.done() and len(self._signals) < num_signals:
             self._signalled.clear()
@@ -117,7 +118,7 @@ class _Process:
         if state.phase == "ready":
             state.drain()
         while state.has_answers and time.monotonic() < deadline and len(self._signals) < 2:
-            await asyncio.sleep(_TICK_SECONDS / 5)
+            await asyncio.sleep(_POLL_SECONDS)
         for call in state.calls:
             call.cancel()
         server.config.timeout_graceful_shutdown = round(max(_LAST_SECONDS, deadline - time.monotonic()))

@@ -46,9 +46,10 @@ async def reply(request: Request, state: ServerState, choices: Choices, shape: S
 
 def make_head(prefix: str, request: Request, state: ServerState) -> Head:
     """Its id is the request's, which the log has too."""
-    number, loaded = call_of(request).id.removeprefix("req-"), state.loaded
+    call, loaded = call_of(request), state.loaded
     assert loaded is not None
-    return Head(prefix + number, int(time.time()), state.settings.model, loaded.llm.system_fingerprint)
+    number, fingerprint = call.id.removeprefix("req-"), loaded.llm.system_fingerprint
+    return Head(prefix + number, int(time.time()), call.model, fingerprint)
 
 
 def json_response(body: Json) -> Response:

@@ -32,7 +32,7 @@ _LOGPROBS = "message.output_text.logprobs"
 async def respond(request: Request, state: ServerState) -> Response:
     llm = state.llm().llm
     body = read_body(await request.body(), ResponseBody)
-    check_model(state, body.model)
+    check_model(request, state, body.model)
     asked = ask(body, llm.sampling_defaults)
     choices = await accept(request, state, asked)
     head = make_head("resp_", request, state)

@@ -5,15 +5,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
+from infer.engine.scheduler import GAP_SECONDS
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """`model` is the name that clients see. Times are in seconds. `cors_origins` empty: no page of another origin may
-    call. `max_queue` counts requests that wait for a slot.
+    """`model` is the name that clients see, or one of its `aliases`. Times are in seconds. `cors_origins` empty: no
+    page of another origin may call. `max_queue` counts requests that wait for a slot.
     """
 
     model: str = "smollm2"
+    aliases: tuple[str, ...] = ()
     slots: int = 16  # answers in one step
     host: str = "127.0.0.1"
     port: int = 8000
@@ -22,6 +25,7 @@ class ServerSettings:
     api_keys: Mapping[str, str] = field(default_factory=dict)  # key → its name, which logs and tenants have
     cors_origins: tuple[str, ...] = ()
     max_queue: int = 512
+    step_ms: float = 1000 * GAP_SECONDS  # of 98 in 100 steps with prompts, while answers are streamed
     max_ttft: float = 30.0  # a request that would wait longer for its first token is refused
     max_body_bytes: int = 2 * 2**20
     body_seconds: float = 30.0

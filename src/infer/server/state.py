@@ -1,5 +1,6 @@
 """What all requests of a server share: its settings, its model, and whether it may be asked."""
 
+import asyncio
 import math
 import time
 from collections import deque
@@ -11,7 +12,7 @@ import infer
 from infer.engine.scheduler import StepTaken
 from infer.errors import InferError
 from infer.server.call import Call
-from infer.server.door import Door
+from infer.server.door import Ahead, Door
 from infer.server.errors import ApiError
 from infer.server.metrics import Metrics
 from infer.server.settings import ServerSettings
@@ -21,7 +22,7 @@ Phase = Literal["loading", "ready", "draining", "failed"]
 
 @final
 class ServerState:
-    """For the event loop, but `progress`, which the loading thread counts."""
+    """For the event loop. `progress` is counted by the loading thread; the watchdog reads `ticked_at`, `step_began`."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
@@ -29,7 +30,8 @@ class ServerState:
         self.progress = 0.0  # of loading
         self.failure: Exception | None = None  # why it is in phase "failed"
         self.started_at = time.time()
-        self.stuck_seconds = 0.0  # since the engine last gave a sign of life, while it has work
+        self.has_failed = asyncio.Event()
+        self.ticked_at: float | None = None  # the event loop; None while it is not asked to
         self.calls = set[Call]()  # under way
         self.door, self.metrics = Door(settings), Metrics()
         self._llm: infer.AsyncLLM | None = None
@@ -52,6 +54,11 @@ class ServerState:
             message, headers = f"the server has failed: {self.failure}", {"x-should-retry": "false"}
             raise ApiError(503, message, code="failed", headers=headers)
 
+    def ahead(self) -> Ahead:
+        """What the engine has to do. Raises ApiError 503 unless requests are served."""
+        engine = self.llm().host.engine
+        return self.door.ahead(lambda: engine.sequences)
+
     def become_ready(self, llm: "infer.AsyncLLM") -> None:
         """Serve this model, unless the server is shutting down."""
         self._llm = llm
@@ -67,6 +74,7 @@ class ServerState:
     def fail(self, failure: Exception) -> None:
         """From now on every request is refused."""
         self.phase, self.failure = "failed", failure
+        self.has_failed.set()
 
     @property
     def has_answers(self) -> bool:
@@ -74,16 +82,23 @@ class ServerState:
         return any(call.operation or call.is_forwarded for call in self.calls)
 
     def tick(self, lag_seconds: float) -> None:
-        """A few times a second, by a loop that was so late: look how the engine is."""
+        """Now and then, by a loop that was so late: look how the engine is."""
+        self.ticked_at = time.monotonic()
         self.metrics.count_lag(max(0.0, lag_seconds))
         if self._llm is None:
             return
         host = self._llm.host
         self.metrics.count_steps(_taken(host.engine.scheduler.taken))
-        beat, failure = host.service.heartbeat, host.service.failure
-        self.stuck_seconds = time.monotonic() - beat.seconds if beat.is_stepping else 0.0
-        if failure is not None and self.phase != "failed":
+        if (failure := host.service.failure) is not None and self.phase != "failed":
             self.fail(InferError(f"the engine has failed: {type(failure).__name__}"))
+
+    @property
+    def step_began(self) -> float | None:
+        """When the step began that is under way, if one is."""
+        if self._llm is None:
+            return None
+        beat = self._llm.host.service.heartbeat
+        return beat.seconds if beat.is_stepping else None
 
     @property
     def loaded(self) -> "infer.AsyncLLM | None":

@@ -70,7 +70,7 @@ class ApplyTemplateBody(_TemplateBody, kw_only=True):
 
 async def tokenize(request: Request, state: ServerState) -> Response:
     body = read_body(await request.body(), TokenizeBody)
-    check_model(state, body.model)
+    check_model(request, state, body.model)
     kind, host = _kind_of(body), state.llm().host
     tokenizer = host.tokenizer
 
@@ -96,7 +96,7 @@ async def tokenize(request: Request, state: ServerState) -> Response:
 async def detokenize(request: Request, state: ServerState) -> Response:
     """The text under both names, llama.cpp's and vLLM's. Special tokens are in it."""
     body, host = read_body(await request.body(), DetokenizeBody), state.llm().host
-    check_model(state, body.model)
+    check_model(request, state, body.model)
     for index, token_id in enumerate(body.tokens):
         if token_id >= host.tokenizer.vocab_size:
             rule = f"from 0 to {host.tokenizer.vocab_size - 1}"
@@ -108,7 +108,7 @@ async def detokenize(request: Request, state: ServerState) -> Response:
 async def apply_template(request: Request, state: ServerState) -> Response:
     """The text that a chat completion of these messages is computed from."""
     body, tokenizer = read_body(await request.body(), ApplyTemplateBody), state.llm().host.tokenizer
-    check_model(state, body.model)
+    check_model(request, state, body.model)
 
     def render() -> str:
         return str(tokenizer.render_chat_template(messages_of(body.messages), **body.variables))

@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from infer.outputs import GenerationResult, SampleTrace
 from infer.server.asking import while_connected
+from infer.server.call import call_of
 from infer.server.choices import accept
 from infer.server.endpoint import ApiRoute
 from infer.server.models import check_model
@@ -31,7 +32,7 @@ class TraceBody(OneAnswerBody, kw_only=True):
 
 async def trace(request: Request, state: ServerState) -> Response:
     body, llm = read_body(await request.body(), TraceBody), state.llm()
-    check_model(state, body.model)
+    check_model(request, state, body.model)
     for name in _GRAMMARS:
         if getattr(body, name) is not None:
             message = f"{name}: a trace does not show what a grammar forbids: leave it out"
@@ -44,7 +45,7 @@ async def trace(request: Request, state: ServerState) -> Response:
     tracing = llm.trace_result(prompt_ids, asked.params[0], result, num_candidates=body.num_candidates or 10)
     traces = await while_connected(request, tracing)
     spell = llm.llm.tokenizer.token_bytes
-    return json_response(trace_object(state.settings.model, prompt_ids, result, traces, spell))
+    return json_response(trace_object(call_of(request).model, prompt_ids, result, traces, spell))
 
 
 def trace_object(

@@ -215,6 +215,17 @@ def test_a_grammar_whose_process_is_killed_is_tried_twice(folder: Path, monkeypa
     assert len(killed) == 3
 
 
+def test_a_deadline_that_passes_ends_its_answer_alone(folder: Path) -> None:
+    llm = LLM(folder)
+    expected = llm.generate("a", LONG).token_ids
+    soon, at_once = answers_beside(
+        llm, lambda llm: llm.generate("a", LONG, timeout=0.02), lambda llm: llm.generate("a", LONG, timeout=1e-9)
+    )
+    assert soon.token_ids == expected[: len(soon.token_ids)]
+    assert soon.stop_reason == ("timeout" if len(soon.token_ids) < len(expected) else "max_new_tokens")
+    assert (at_once.token_ids, at_once.finish_reason, at_once.stop_reason) == ([], "abort", "timeout")
+
+
 def test_answers_that_need_more_pages_than_there_are_come_one_after_the_other(folder: Path) -> None:
     """Each of a whole context, in a pool that holds one."""
     llm = LLM(folder, pool_pages=-(-CONTEXT // 64))

@@ -56,6 +56,39 @@ def test_who_waits_enters_by_priority_and_each_answer_is_its_own(world: World, e
         assert Outcome.of(sequence.result()) == by_definition(world, LONG)
 
 
+def test_a_stream_is_two_returns_ahead_of_its_reader_at_most(world: World, engine: Engine) -> None:
+    sequence, counts = engine.submit(make_sequence(world, LONG, Way())), list[int]()
+    sequence.is_asked = True
+    for num_read in (0, 0, 0, 1, 1, 5):
+        sequence.num_read = num_read
+        engine.step()
+        counts.append(len(sequence.pieces))
+    assert counts == [1, 5, 5, 9, 9, 13]
+
+
+def test_a_thread_that_waits_for_the_step_of_another_takes_part_in_it(
+    world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [engine.submit(make_sequence(world, LONG, Way())) for _ in range(4)]
+    step, num_steps, is_within = engine._step, list[int](), threading.Event()
+
+    def held_step() -> object:
+        is_within.set()
+        while len(engine.followers._gates) < 3:
+            pass
+        num_steps.append(1)
+        return step()
+
+    monkeypatch.setattr(engine, "_step", held_step)
+    with ThreadPoolExecutor(4) as pool:
+        leading = pool.submit(engine.advance, asked[0])
+        is_within.wait()
+        list(pool.map(engine.advance, asked[1:]))
+        leading.result()
+    assert len(num_steps) == 1
+    assert [len(each.pieces) for each in asked] == [1] * 4
+
+
 def test_tenants_take_turns_however_many_one_sends(world: World, engine: Engine) -> None:
     engine.max_running = 1
     loud = [submit(world, engine, LONG, tenant="loud") for _ in range(6)]

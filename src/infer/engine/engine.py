@@ -67,7 +67,7 @@ class Engine:
         self._is_sound = True  # no step is under way, and none was left midway
         self._sequences: list[Sequence] = []  # that go on, in the order in which they came
         self._waiting = set[Sequence]()  # those whose callers wait for the lock
-        self.followers = Followers()  # callers who wait for the steps of a service
+        self.followers = Followers()  # callers who wait for the step of another thread
         self._num_waiting = 0  # of those whose callers wait, how many got no slot
         self.max_running = runner.num_slots  # at once
         self.scheduler = Scheduler(MAX_STEP_LOGITS, max_steps)
@@ -121,9 +121,7 @@ class Engine:
                     self._is_sound = True
 
     def advance(self, sequence: Sequence) -> None:
-        """Run a step, or wait for that of a service, unless another thread has run one that gave the sequence something
-        or ended it.
-        """
+        """Run a step, or wait for that of another thread. The sequence may have nothing new afterwards."""
         num_pieces, sequence.is_asked = len(sequence.pieces), True
         if self.followers.wait():
             return
@@ -132,11 +130,18 @@ class Engine:
             with self._lock:
                 self._waiting.discard(sequence)
                 if not sequence.has_ended and len(sequence.pieces) == num_pieces:
-                    self._step()
+                    self._lead_step()
         finally:
             self._waiting.discard(sequence)
         if self._waiting:
             time.sleep(_YIELD_SECONDS)
+
+    def _lead_step(self) -> None:
+        try:
+            self.followers.lead()
+            self._step()
+        finally:
+            self.followers.resign()
 
     def step(self) -> list[Output]:
         """One step, or several without a return to Python, of the sequences whose callers wait: what it gave each."""

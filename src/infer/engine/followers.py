@@ -1,4 +1,4 @@
-"""Threads that wait for tokens while another thread, their leader, runs all steps."""
+"""Threads that wait for tokens while another thread, their leader, runs the steps."""
 
 from _thread import LockType, allocate_lock
 from collections import deque
@@ -6,11 +6,12 @@ from threading import get_ident
 from typing import final
 
 _NOBODY = 0  # no thread has this number
+_MAX_WAIT_SECONDS = 1.0  # a signal's exception may have kept a leader from telling that it has ended
 
 
 @final
 class Followers:
-    """For any thread. Without a leader whoever waits runs the next step."""
+    """For any thread. Without a leader whoever waits runs the next step, and leads meanwhile."""
 
     def __init__(self) -> None:
         self._leader = _NOBODY
@@ -25,11 +26,10 @@ class Followers:
         self._gates.append(gate)
         if self._leader == _NOBODY:  # it may have released all before this one came
             return False
-        gate.acquire()
-        return True
+        return gate.acquire(timeout=_MAX_WAIT_SECONDS)
 
     def lead(self) -> None:
-        """This thread runs all steps from now on, and calls `release` after each."""
+        """This thread runs the next step."""
         self._leader = get_ident()
 
     def release(self) -> None:
@@ -38,6 +38,12 @@ class Followers:
             self._gates.popleft().release()
 
     def resign(self) -> None:
-        """Nobody leads."""
-        self._leader = _NOBODY
+        """This thread leads no more."""
+        if self._leader == get_ident():
+            self._leader = _NOBODY
         self.release()
+
+    def forget_parent(self) -> None:
+        """In a forked child, where the leader does not exist."""
+        self._leader = _NOBODY
+        self._gates.clear()

@@ -107,23 +107,23 @@ class Service:
 
     def run(self) -> bool:
         """Steps until all sequences have ended. False where no others will come."""
-        self._engine.followers.lead()
-        scheduler = self._engine.scheduler
+        scheduler, followers = self._engine.scheduler, self._engine.followers
         try:
             scheduler.limit_prompts(MAX_SECONDS)  # so that who comes meanwhile is soon seen
             while self._readers:
+                followers.lead()
                 self.heartbeat = Heartbeat(time.monotonic(), is_stepping=True)
                 with suppress(ClosedError):  # then all have ended
                     self._engine.step()
                 self.heartbeat = Heartbeat(time.monotonic(), is_stepping=False)
                 self._tell()
-                self._engine.followers.release()
+                followers.release()
         except BaseException as error:
             self._fail(error)
             raise
         finally:
             scheduler.limit_prompts(inf)
-            self._engine.followers.resign()
+            followers.resign()
         return self._refusal is not closed
 
     def has_work(self) -> bool:
@@ -179,7 +179,7 @@ class Service:
             sequence.abort()
         self._readers.clear()
         self._changed, self._thread = threading.Condition(self._lock), None
-        self._engine.followers.resign()
+        self._engine.followers.forget_parent()
 
 
 def _serve(reference: "weakref.ref[Service]", changed: threading.Condition) -> None:

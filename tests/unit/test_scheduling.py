@@ -145,7 +145,7 @@ def test_a_short_prompt_passes_a_long_one_and_streams_go_on(machine: Machine, no
     assert long.ended_at is not None
     assert alone.ended_at is not None
     assert short.ended_at - short.arrives_at <= 0.15
-    assert percentile(gaps, 99.0) <= 0.042
+    assert percentile(gaps, 99.0) <= (0.045 if noise else 0.04)
     assert long.ended_at - long.arrives_at <= 1.4 * alone.ended_at
 
 

@@ -17,7 +17,7 @@ from infer.speculation.policy import StepTimes
 FIRST_STEPS = 8  # without a return to Python, while it is not known how long they take
 MAX_STEPS, MAX_SECONDS = 64, 0.1  # of them: tokens come and a cancel is seen between two returns
 STREAM_SECONDS = 0.03  # the same while others stream
-GAP_SECONDS, LEAST_GAP_SECONDS = 0.038, 0.02  # that 98 of 100 steps with prompts keep while others stream
+GAP_SECONDS, LEAST_GAP_SECONDS = 0.038, 0.03  # that 98 of 100 steps with prompts keep while others stream
 LEAST_PROMPT_TOKENS = 16  # of a step with prompts, unless they take over half of STREAM_SECONDS: the full rate
 FIRST_PROMPT_TOKENS = 64  # while it is not known how long they take
 PLAIN_STEPS = 8  # between two steps with drafts, where most sequences have none

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import gc
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from dataclasses import replace
 from inspect import signature
@@ -127,8 +128,16 @@ def test_it_is_made_of_the_arguments_of_an_llm_and_closed(folder: Path) -> None:
     run(ask)
 
 
-def test_results_come_as_they_end(llm: LLM) -> None:
+def test_results_come_as_they_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     ended, progress = dict[int, list[int]](), list[tuple[int, int]]()
+    engine, step = llm._opened.engine, llm._opened.engine._step
+
+    def step_of_two() -> object:
+        while len(engine.sequences) < 2 and not ended:
+            time.sleep(1e-3)
+        return step()
+
+    monkeypatch.setattr(engine, "_step", step_of_two)
 
     async def ask() -> list[GenerationResult]:
         return await AsyncLLM(llm).generate_all(

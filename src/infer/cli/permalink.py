@@ -95,7 +95,7 @@ def body_of(prompt: Prompt, params: SamplingParams, model: str, max_seq_len: int
         body["repetition_window"] = max_seq_len if params.repetition_window is None else params.repetition_window
     body |= {name: True for name in _IF_TRUE if getattr(params, name)}
     for name in _IF_GIVEN:
-        if (value := getattr(params, name)) is not None:
+        if value := getattr(params, name):
             body[name] = value if isinstance(value, str) else sorted(value) if name.endswith("_ids") else list(value)
     if isinstance(body.get("stop"), list) and len(body["stop"]) > _MOST_STOPS:
         raise InvalidRequestError(f"a permalink holds {_MOST_STOPS} stop strings at most, got {len(body['stop'])}")

@@ -303,6 +303,7 @@ def test_what_is_valid_is_written_and_nothing_else(compiler: Compiler, tokenizer
 REFUSED = {
     '{"type": "array", "items": {"type": "array", "uniqueItems": true}}': "at /items: 'uniqueItems'",
     '{"properties": {"a": {"contains": {"type": "null"}}}}': "at /properties/a: 'contains'",
+    "[1]": r"at /: a schema must be an object, true or false, got \[1\]",
     '{"not": {"pattern": "a.*b"}}': "at /not: what 'pattern' excludes",
     '{"not": {"items": {"type": "string"}}}': "at /not: what 'items' excludes",
     '{"items": {"not": {"multipleOf": 3}}}': "at /items/not: what 'multipleOf' excludes",

@@ -311,6 +311,10 @@ def test_a_file_of_keys_names_them(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(InvalidRequestError):
             read_keys(file)
+    file.write_bytes(b"\xff")
+    for path, told in ((file, "they are not UTF-8"), (tmp_path, "Is a directory"), (tmp_path / "none", "No such file")):
+        with pytest.raises(InvalidRequestError, match=f"cannot be read: {told}"):
+            read_keys(path)
 
 
 def test_a_page_of_another_origin_may_call_only_if_it_was_named(guarded: Served, served: Served) -> None:

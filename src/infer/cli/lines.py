@@ -128,7 +128,12 @@ class Lines:
     def _input(self, prompt: str) -> str | None:
         self._is_reading = True
         try:
-            return input(prompt)
+            line = input(prompt)
+            line.encode()  # in the C locale Python takes other bytes as well
+            return line
+        except UnicodeEncodeError as error:
+            where = len(line[: error.start].encode())
+            raise click.UsageError(f"stdin is not UTF-8: byte {where} of a line is wrong") from error
         except EOFError:
             return None
         except UnicodeDecodeError as error:

@@ -72,6 +72,8 @@ def build_schema(text: str, keywords: Set[str] | None = None, where: str = "json
     if size > MAX_BYTES:
         raise InvalidRequestError(f"{where}: a schema may have {MAX_BYTES} bytes, got {size}")
     raw = _read(text, where)
+    if not isinstance(raw, dict | bool):
+        refuse(where, "", f"a schema must be an object, true or false, got {json.dumps(raw):.40}")
     takes_any = _takes_any(raw, where)
     try:
         reader = Reader(raw, where)

@@ -27,7 +27,8 @@ def read_keys(path: Path) -> dict[str, str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"the keys {path} cannot be read: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else "they are not UTF-8"
+        raise InvalidRequestError(f"the keys {path} cannot be read: {reason}") from error
     names = dict[str, str]()
     for number, line in enumerate(lines, 1):
         match line.partition("#")[0].split():

@@ -184,7 +184,7 @@ def test_what_is_no_utf8_is_told_in_every_locale(locale: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUTF8"} | {"LC_ALL": locale}
     done = subprocess.run(CHAT, input=b"caf\xff\n", capture_output=True, timeout=60, check=False, env=environment)
     assert (done.returncode, done.stdout) == (2, b"")
-    assert done.stderr == b"infer: stdin is not UTF-8: byte 3 of a line is wrong\n"
+    assert done.stderr.startswith(b"infer: stdin is not UTF-8: byte 3 of a line is wrong")
 
 
 # What was typed before

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +147,14 @@ def test_bad_input_is_told_before_a_model_is_loaded(
     assert main(["batch", str(source), str(tmp_path / "out.jsonl")]) == 2
     assert error in capsys.readouterr().err
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    path, (soft, hard) = tmp_path / "out.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.raises(OSError, match="File too large") as caught, OutputFile(path, "m") as output:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+        try:
+            output.write("a line that is longer\n")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.filename == str(path)

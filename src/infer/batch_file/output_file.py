@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self, final
 
@@ -49,17 +49,28 @@ class OutputFile:
         self.close()
 
     def write(self, line: str) -> None:
-        """Append a result's line."""
-        self._file.write(line.encode())
-        self._file.flush()
-        if time.monotonic() - self._synced > _SYNC_SECONDS:
-            os.fsync(self._file.fileno())
-            self._synced = time.monotonic()
+        """Append a result's line. Raises OSError that names the file."""
+        with self._naming():
+            self._file.write(line.encode())
+            self._file.flush()
+            if time.monotonic() - self._synced > _SYNC_SECONDS:
+                os.fsync(self._file.fileno())
+                self._synced = time.monotonic()
 
     def close(self) -> None:
+        """Raises OSError that names the file."""
         if not self._file.closed:
-            os.fsync(self._file.fileno())
-            self._file.close()
+            with self._naming():
+                os.fsync(self._file.fileno())
+                self._file.close()
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            error.filename = str(self._path)
+            raise
 
     def _open(self) -> Any:
         if self._path.exists() and not self._path.is_file():

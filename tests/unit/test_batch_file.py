@@ -151,10 +151,11 @@ def test_bad_input_is_told_before_a_model_is_loaded(
 
 def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
     path, (soft, hard) = tmp_path / "out.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
-    with pytest.raises(OSError, match="File too large") as caught, OutputFile(path, "m") as output:
+    with OutputFile(path, "m") as output:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
         try:
-            output.write("a line that is longer\n")
+            with pytest.raises(OSError, match="File too large") as caught:
+                output.write("a line that is longer\n")
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert caught.value.filename == str(path)

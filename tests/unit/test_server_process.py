@@ -29,7 +29,7 @@ from infer.server.state import ServerState
 folder, drain_seconds, hangs = sys.argv[1], float(sys.argv[2]), sys.argv[3]
 settings = ServerSettings(port=0, slots=1, drain_seconds=drain_seconds, watchdog_seconds=1.0 if hangs else 60.0)
 listener = bind(settings)
-print(listener.getsockname()[1], "torch" in sys.modules, flush=True)
+print(listener.getsockname()[1], not {"torch", "numpy"}.isdisjoint(sys.modules), flush=True)
 def load(on_progress):
     on_progress(1, 4)
     sys.stdin.readline()
@@ -82,7 +82,7 @@ from infer.server.settings import ServerSettings
 from infer.server.state import ServerState
 settings = ServerSettings(port=0, api_keys={{"secret": "ann"}})
 listener = bind(settings)
-print(listener.getsockname()[1], "torch" in sys.modules, flush=True)
+print(listener.getsockname()[1], not {"torch", "numpy"}.isdisjoint(sys.modules), flush=True)
 command = [sys.executable, "-c", {CHILD!r}, sys.argv[1]]
 print("ended", run_isolated(ServerState(settings), listener, command), flush=True)
 """
@@ -132,8 +132,8 @@ def running(command: list[str]) -> Iterator[Process]:
     with subprocess.Popen(command, text=True, cwd=SOURCE.parent, **pipes) as child:
         try:
             assert child.stdout is not None
-            port, has_torch = child.stdout.readline().split()
-            assert has_torch == "False"
+            port, is_heavy = child.stdout.readline().split()
+            assert is_heavy == "False"
             yield Process(child, f"http://127.0.0.1:{port}")
         finally:
             child.kill()

@@ -9,7 +9,6 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from infer.checkpoint.pooling import Pooling
 from infer.errors import InvalidRequestError
 from infer.server.asked import refusal
 from infer.server.asking import while_connected
@@ -35,7 +34,7 @@ class EmbeddingsBody(Body, kw_only=True):
     input: str | Annotated[list[Any], Meta(min_length=1, max_length=_MAX_TEXTS)]
     encoding_format: Encoding | None = None
     dimensions: Annotated[int, Meta(ge=1)] | None = None
-    pooling: Pooling | None = None  # the model's own unless given, else the mean
+    pooling: Literal["mean", "last"] | None = None  # the model's own unless given, else the mean
 
 
 async def embeddings(request: Request, state: ServerState) -> Response:

@@ -2,17 +2,24 @@
 
 import ctypes
 import re
+from dataclasses import replace
+from itertools import pairwise
 
 import llvmlite.binding as llvm
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from llvmlite import ir
 
-from infer.backends.cpu import host_features, panels
-from infer.backends.cpu.isa import BY_NAME, Shape, target_features
-from infer.backends.cpu.layouts import LANES, LAYOUTS, PLANE_BYTES, SCALE_AT
+from infer import ops
+from infer.backends.cpu import commands, host_features, packed, panels
+from infer.backends.cpu.isa import BY_NAME, Shape, instruction_set, target_features
+from infer.backends.cpu.layouts import LANES, LAYOUTS, PLANE_BYTES, SCALE_AT, Layout
+from infer.backends.cpu.packed_weight import PackedWeight
 from infer.backends.cpu.simd import I64
+from infer.operands.weights import Projection
+from test_packing import make_weight
 
 RECORDS, COLUMNS = 8, 2
 
@@ -30,10 +37,25 @@ def spelled_out(name: str) -> str:
                 f"%r{lane} = insertelement <16 x i8> {before}, i8 %e{lane}, i32 {lane}",
             ]
         last = "%r15"
+    elif "usmmla" in name:
+        parameters, result = "<4 x i32> %t, <16 x i8> %a, <16 x i8> %b", "<4 x i32>"
+        lines += ["%x = zext <16 x i8> %a to <16 x i32>", "%y = sext <16 x i8> %b to <16 x i32>"]
+        for lane in range(4):
+            for operand, half in (("x", lane // 2), ("y", lane % 2)):
+                places = ", ".join(f"i32 {8 * half + i}" for i in range(8))
+                mask = f"<8 x i32> <{places}>"
+                lines.append(f"%{operand}{lane} = shufflevector <16 x i32> %{operand}, <16 x i32> undef, {mask}")
+            before = f"%r{lane - 1}" if lane else "zeroinitializer"
+            lines += [
+                f"%p{lane} = mul <8 x i32> %x{lane}, %y{lane}",
+                f"%s{lane} = call i32 @llvm.vector.reduce.add.v8i32(<8 x i32> %p{lane})",
+                f"%r{lane} = insertelement <4 x i32> {before}, i32 %s{lane}, i32 {lane}",
+            ]
+        lines.append("%sum = add <4 x i32> %t, %r3")
+        last = "%sum"
     else:
         parameters, result = "<4 x i32> %t, <16 x i8> %a, <16 x i8> %b", "<4 x i32>"
-        extend = "zext" if "usdot" in name else "sext"
-        lines += [f"%x = {extend} <16 x i8> %a to <16 x i32>", "%y = sext <16 x i8> %b to <16 x i32>"]
+        lines += ["%x = sext <16 x i8> %a to <16 x i32>", "%y = sext <16 x i8> %b to <16 x i32>"]
         lines.append("%p = mul <16 x i32> %x, %y")
         for byte in range(4):
             lanes = ", ".join(f"i32 {4 * lane + byte}" for lane in range(4))
@@ -51,7 +73,7 @@ def tile_module(set_name: str, type_: str, planes: int) -> str:
     operands = (activations, out, [weights], stride, num_records, None)
     panels.emit_tile(b, LAYOUTS[type_], planes, BY_NAME[set_name], Shape(1, COLUMNS, COLUMNS), *operands)
     b.ret_void()
-    text = str(module)
+    text = f"{module}\ndeclare i32 @llvm.vector.reduce.add.v8i32(<8 x i32>)"
     for name in set(re.findall(r"llvm\.aarch64\.neon\.\w+\.[\w.]+", text)):
         text = re.sub(rf'declare [^\n]*"{re.escape(name)}"[^\n]*', spelled_out(f'"{name[5:]}"'), text)
         text = text.replace(name, name[5:])
@@ -76,6 +98,30 @@ def aligned(num_bytes: int) -> npt.NDArray[np.uint8]:
     return memory[-memory.ctypes.data % 64 :][:num_bytes]
 
 
+def by_eight(record: npt.NDArray[np.uint8], layout: Layout) -> npt.NDArray[np.uint8]:
+    """A record whose pairs of quads lie as 8 inputs × 8 rows: what is `isa.inputs` of."""
+    starts = [(0, layout.low_bits), (layout.high_at, layout.high_bits), (layout.scale_at, 0)]
+    parts = [record[layout.scale_at :]]
+    for (start, width), (end, _) in reversed(list(pairwise(starts))):
+        if not width:
+            continue
+        shifts = np.arange(0, 4 if width == 4 else 8, width if width < 4 else 8, dtype=np.uint8)
+        mask = np.uint8(((1 << width) - 1) if width < 4 else 255)
+        quads = (record[start:end].reshape(-1, 1, 64) >> shifts[None, :, None] & mask).reshape(-1, 2, LANES, 4)
+        moved = quads.transpose(0, 2, 1, 3).reshape(-1, len(shifts), 64) << shifts[None, :, None]
+        parts.insert(0, np.bitwise_or.reduce(moved, axis=1).ravel())
+    return np.concatenate(parts)
+
+
+def paired(memory: npt.NDArray[np.uint8], layout: Layout) -> npt.NDArray[np.uint8]:
+    result = aligned(len(memory))
+    result[:] = memory
+    for of_super in result.reshape(-1, layout.super_bytes):
+        for record in of_super[layout.super_header :].reshape(-1, layout.record_bytes):
+            record[:] = by_eight(record.copy(), layout)
+    return result
+
+
 def make_activations(planes: int, random: np.random.Generator) -> npt.NDArray[np.uint8]:
     size = 32 * planes + 16
     records = aligned(RECORDS * COLUMNS * size).reshape(-1, size)
@@ -92,18 +138,38 @@ def make_activations(planes: int, random: np.random.Generator) -> npt.NDArray[np
 
 @pytest.mark.parametrize("set_name", ["neon", "i8mm"])
 @pytest.mark.parametrize("planes", [1, 2])
-@pytest.mark.parametrize("type_", ["Q4_0", "Q8_0", "IQ4_NL", "Q6_K"])
+@pytest.mark.parametrize("type_", ["Q4_0", "Q8_0", "IQ4_NL", "Q2_K", "Q3_K", "Q5_1", "Q6_K"])
 def test_a_tile_for_arm_gives_the_bits_of_the_portable_one(type_: str, planes: int, set_name: str) -> None:
     layout, random = LAYOUTS[type_], np.random.default_rng(0)
     weights = aligned(RECORDS // layout.records_per_super * layout.super_bytes)
     weights[:] = random.integers(0, 256, len(weights))
     supers = weights.reshape(-1, layout.super_bytes)
     scale_at = 0 if layout.super_header else layout.scale_at
-    supers[:, scale_at : scale_at + 2 * LANES] = np.full(LANES, 0.01, np.float16).view(np.uint8)
+    scales = np.full(LANES * (1 + layout.has_minimum), 0.01, np.float16).view(np.uint8)
+    supers[:, scale_at : scale_at + len(scales)] = scales
     activations = make_activations(planes, random)
-    found, expected = (run(tile_module(name, type_, planes), weights, activations) for name in (set_name, "portable"))
+    expected = run(tile_module("portable", type_, planes), weights, activations)
+    own = paired(weights, layout) if BY_NAME[set_name].inputs == 8 else weights
+    found = run(tile_module(set_name, type_, planes), own, activations)
     assert np.isfinite(expected.view(np.float32)).all()
     assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("type_", ["Q8_0", "Q3_K", "Q6_K"])
+def test_weights_lie_as_an_instruction_for_eight_inputs_takes_them(type_: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = make_weight(type_, 37, 512, 0, (0.5, 1.0))
+    memories, rows = [], []
+    for inputs in (4, 8):
+        isa = replace(instruction_set(), inputs=inputs)
+        for module in (packed, commands):
+            monkeypatch.setattr(module, "instruction_set", lambda isa=isa: isa)
+        part = ops.prepare(Projection((weight,)), torch.device("cpu")).parts[0]
+        assert isinstance(part, PackedWeight)
+        memory = (ctypes.c_uint8 * (3 * part.group_bytes)).from_address(part.data_at())
+        memories.append(np.ctypeslib.as_array(memory).copy())
+        rows.append(ops.embed(part, torch.tensor([0, 36, 7, 8, 16]), 1.0))
+    assert memories[1].tolist() == paired(memories[0], LAYOUTS[type_]).tolist()
+    assert torch.equal(*rows)
 
 
 def test_the_system_is_asked_for_what_an_arm_cpu_has(monkeypatch: pytest.MonkeyPatch) -> None:

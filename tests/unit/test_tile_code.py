@@ -35,7 +35,7 @@ INSTRUCTIONS = {
     "icelake-server": ("vpdpbusd", 16, (3.7, 2.4, 1.7)),
     "neoverse-n1": ("sdot", 64, (10.2, 8.8, 5.0)),
     "apple-m1": ("sdot", 64, (10.2, 8.8, 5.0)),
-    "neoverse-v1": ("usdot", 64, (10.2, 8.8, 5.0)),
+    "neoverse-v1": ("usmmla", 32, (9.1, 7.7, 4.5)),
 }
 
 

@@ -35,6 +35,10 @@ class Tile(Protocol):
 
     def four_of_lane(self, activations: Value, column: int, plane: int, quad: int) -> Value: ...
 
+    def eight_of_two(
+        self, activations: Value, first: tuple[int, int], second: tuple[int, int], eight: int
+    ) -> Value: ...
+
     def two_words(self, activations: Value, column: int, quad: int, parity: int) -> Value: ...
 
     def by_place(self, groups: int, dot: Callable[[int, int, int], Value]) -> Dots: ...
@@ -167,28 +171,55 @@ class Vnni256(Apart):
         return call(b, "x86.avx512.vpdpbusd.256", total.type, total, weights, factor)
 
 
-class Arm(Apart):
+@final
+class Neon(Apart):
     """The activations of all lanes come from one lane of a register."""
 
-    width, shuffle = 16, "aarch64.neon.tbl1.v16i8"
-    dot: str
+    width, shuffle, is_signed = 16, "aarch64.neon.tbl1.v16i8", True
 
     def factor(self, tile: Tile, activations: Value, column: int, plane: int, quad: int) -> Value:
         return tile.four_of_lane(activations, column, plane, quad)
 
     def dot4(self, b: Builder, total: Value, weights: Value, factor: Value) -> Value:
         bytes_ = [b.bitcast(x, ir.VectorType(I8, 16)) for x in (weights, factor)]
-        return call(b, f"aarch64.neon.{self.dot}.v4i32.v16i8", total.type, total, *bytes_)
+        return call(b, "aarch64.neon.sdot.v4i32.v16i8", total.type, total, *bytes_)
 
 
 @final
-class Neon(Arm):
-    dot, is_signed = "sdot", True
+class I8mm(Arithmetic):
+    """With an instruction for 2 rows × 2 columns of 8 products each. The columns are the planes of a token, or two
+    tokens. Two quads are 8 inputs of half of the rows, and of the other half."""
 
+    width, shuffle = 16, "aarch64.neon.tbl1.v16i8"
 
-@final
-class I8mm(Arm):
-    dot = "usdot"
+    def dots(self, tile: Tile, activations: Value, quads: list[Quads]) -> Dots:
+        b, sums, size = tile.b, _Sums(), 8 // tile.layout.parts
+        zeros = split(b, constant(I32X16, 0), self.width)
+        for half in sorted(range(8), key=lambda half: (half // size, half % 4)):
+            weights = [split(b, of_group(half), self.width, I8) for of_group in quads]
+            for first in tile.columns[:: 3 - tile.planes]:
+                second = (first, 1) if tile.planes == 2 else (min(first + 1, tile.columns[-1]), 0)
+                factor = tile.eight_of_two(activations, (first, 0), second, half // 2)
+                for group, vectors in enumerate(weights):
+                    key = group, first, half // size, half % 2
+                    sums[key] = [self._dot8(b, *pair, factor) for pair in zip(sums.get(key, zeros), vectors, strict=True)]
+
+        def whole(group: int, column: int, part: int) -> Value:
+            first = column // (3 - tile.planes) * (3 - tile.planes)
+            registers = sums[group, first, part, 0] + sums[group, first, part, 1]
+            if tile.planes == 1:
+                return self._column(b, registers, column - first)
+            return b.add(b.shl(self._column(b, registers, 0), constant(I32X16, 8)), self._column(b, registers, 1))
+
+        return tile.less_offset(activations, tile.by_place(len(quads), whole))
+
+    def _dot8(self, b: Builder, total: Value, weights: Value, factor: Value) -> Value:
+        return call(b, "aarch64.neon.usmmla.v4i32.v16i8", total.type, total, weights, factor)
+
+    def _column(self, b: Builder, registers: list[Value], column: int) -> Value:
+        """Of 2 rows × 2 columns in each register, 16 rows of a column."""
+        order = ir.Constant(registers[0].type, [column, column + 2, column + 4, column + 6])
+        return join(b, [b.shuffle_vector(*pair, order) for pair in zip(registers[::2], registers[1::2], strict=True)])
 
 
 class Words(Arithmetic):

@@ -40,7 +40,7 @@ def embed(run: Run, table: Weight, scale: float) -> Tensor:
     arguments["table"], arguments["group_bytes"] = weight.data_at(), weight.group_bytes
     arguments["num_rows"], arguments["in_features"] = weight.shape
     arguments["out"], arguments["scale"] = out.data_ptr(), scale
-    function = compiled_address(".packing:make_embed", EMBED, weight.layout.type)
+    function = compiled_address(".packing:make_embed", EMBED, weight.layout.type, instruction_set().inputs)
     run.append(function, arguments, BARRIER, "rows", weight, out)
     return out
 

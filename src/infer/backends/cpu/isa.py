@@ -50,6 +50,7 @@ class InstructionSet:
     floats: tuple[Shape, ...]
     words: tuple[Shape, ...] = ()  # of weights beyond 5 or 6 bits, if their activations lie as words: `arithmetic`
     has_matrices: bool = False  # a matrix unit: `matrix_tiles`
+    inputs: int = 4  # of a row that lie side by side, for an instruction that multiplies so many: 4 or 8
 
     def form(self, layout: Layout, planes: int) -> int:
         """How activations lie for these weights: `layouts`."""
@@ -92,7 +93,7 @@ INSTRUCTION_SETS = (
     InstructionSet("avx512", _AVX512, 32, 64, "Avx512", _FEW, _FEW, _FEW, _FEW),
     InstructionSet("avxvnni", frozenset({"avxvnni"}), 16, 32, "Vnni256", _TWO, _THREE, _FLOATS),
     InstructionSet("avx2", frozenset({"avx2"}), 16, 32, "Avx2", _TWO, _FOUR, _FLOATS, _FOUR),
-    InstructionSet("i8mm", frozenset({"dotprod", "i8mm"}), 32, 16, "I8mm", _TWO, _FOUR, _THREE),
+    InstructionSet("i8mm", frozenset({"dotprod", "i8mm"}), 32, 16, "I8mm", _TWO, _FOUR, _THREE, inputs=8),
     InstructionSet("neon", frozenset({"dotprod"}), 32, 16, "Neon", _TWO, _FOUR, _THREE),
     InstructionSet("portable", frozenset(), 16, 16, "Portable", _TWO, _TWO, _TWO),
 )

@@ -56,9 +56,9 @@ def _of_weights(
     architecture: Architecture, types: Mapping[str, str], precision: str, isa: InstructionSet
 ) -> Iterator[Needed]:
     table = "model.embed_tokens.weight"
-    yield ".packing:make_embed", (types[table],), "EMBED", f"weights {types[table]}"
+    yield ".packing:make_embed", (types[table], isa.inputs), "EMBED", f"weights {types[table]}"
     for type_ in sorted(set(types.values())):
-        yield ".packing:make_pack", (type_,), "PACK", f"weights {type_}"
+        yield ".packing:make_pack", (type_, isa.inputs), "PACK", f"weights {type_}"
     multiplied = {type_ for name, type_ in types.items() if name != table or architecture.tied_embeddings}
     for type_ in sorted(multiplied):
         reason = f"weights {type_}" if precision == "exact" else f"precision {precision}"

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from infer.backends.cpu.compiled import compiled_address
+from infer.backends.cpu.isa import instruction_set
 from infer.backends.cpu.layouts import LANES, LAYOUTS, PLANES
 from infer.backends.cpu.packed_weight import PackedWeight, allocate
 from infer.backends.cpu.records import PACK
@@ -86,5 +87,5 @@ def _command(part: StoredWeight, packed: PackedWeight, group: int, thread: int) 
     arguments["rows"], arguments["in_features"] = part.shape
     arguments["thread"] = thread
     arguments["out"], arguments["group_bytes"] = packed.data_at(group), packed.group_bytes
-    function = compiled_address(".packing:make_pack", PACK, packed.layout.type)
+    function = compiled_address(".packing:make_pack", PACK, packed.layout.type, instruction_set().inputs)
     return Command(function, arguments, NO_BARRIER, "pack", (source,))

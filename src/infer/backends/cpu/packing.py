@@ -29,6 +29,7 @@ from infer.backends.cpu.simd import (
     load_u8,
     load_u16,
     load_u32,
+    stack,
     store_scalar_f32,
     store_u8,
     store_u16,
@@ -211,13 +212,52 @@ def _make_pack_block(layout: Layout) -> Any:
     return own.get(layout.type) or _make_pack_simple(layout)
 
 
-def make_pack(type_: str) -> Callable[..., None]:
-    """One thread packs them all: the pages that it writes first lie in its node of memory."""
+def _make_pair_quads(layout: Layout) -> Any:
+    """Brings a record's pairs of quads into the order of 8 inputs × 8 rows."""
+    bytes_end = 0 if layout.low_bits == 2 else layout.high_at
+    low_bits_end, high_bits_end, high_width = layout.high_at, layout.scale_at, layout.high_bits
+
+    @njit
+    def pair_bits(vectors, end, width):  # type: ignore[no-untyped-def]
+        """Of vectors whose bytes have several quads' values, of so many bits each."""
+        even = np.uint32(0x55555555 if width == 1 else 0x33333333)
+        width, copy = np.uint32(width), stack(64)
+        for at in range(vectors, end, 64):
+            _copy_words(at, copy, 16)
+            for row in range(8):
+                upper, lower = load_u32(copy + 4 * row), load_u32(copy + 32 + 4 * row)
+                store_u32(at + 8 * row, upper & even | (lower & even) << width)
+                store_u32(at + 8 * row + 4, upper >> width & even | lower & ~even)
+
+    @njit
+    def pair_quads(record):  # type: ignore[no-untyped-def]
+        copy = stack(128)
+        for at in range(record, record + bytes_end, 128):
+            _copy_words(at, copy, 32)
+            for row in range(LANES):
+                store_u32(at + 8 * row, load_u32(copy + 4 * row))
+                store_u32(at + 8 * row + 4, load_u32(copy + 64 + 4 * row))
+        pair_bits(record + bytes_end, record + low_bits_end, 2)
+        pair_bits(record + low_bits_end, record + high_bits_end, high_width)
+
+    return pair_quads
+
+
+@njit
+def _copy_words(source, out, count):  # type: ignore[no-untyped-def]
+    for word in range(count):
+        store_u32(out + 4 * word, load_u32(source + 4 * word))
+
+
+def make_pack(type_: str, inputs: int) -> Callable[..., None]:
+    """`inputs` is the instruction set's. One thread packs them all: the pages that it writes first lie in its node of
+    memory."""
     layout = LAYOUTS[type_]
     if layout.is_float:
         return _make_pack_float(layout.low_bits // 8, layout.record_bytes)
     source_bytes, super_bytes = BLOCK_TYPES[type_].block_bytes, layout.super_bytes
-    inputs, pack_block = BLOCK * layout.records_per_super, _make_pack_block(layout)
+    header, record_bytes, per_super = layout.super_header, layout.record_bytes, layout.records_per_super
+    pack_block, pair_quads, is_paired = _make_pack_block(layout), _make_pair_quads(layout), inputs == 8
 
     def pack(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args = carray(args_at, 1)[0]
@@ -227,10 +267,14 @@ def make_pack(type_: str) -> Callable[..., None]:
             for lane in range(min(LANES, args.rows - group * LANES)):
                 source = args.source + (group * LANES + lane) * args.source_row_bytes
                 out = args.out + group * args.group_bytes
-                for _ in range(args.in_features // inputs):
+                for _ in range(args.in_features // (BLOCK * per_super)):
                     pack_block(source, out, lane)
                     source += source_bytes
                     out += super_bytes
+            if is_paired:
+                for record in range(args.in_features // BLOCK):
+                    start = args.out + group * args.group_bytes + record // per_super * super_bytes + header
+                    pair_quads(start + record % per_super * record_bytes)
 
     return pack
 
@@ -301,7 +345,7 @@ def _make_scale_at(layout: Layout) -> Any:
     return scale_at
 
 
-def make_embed(type_: str) -> Callable[..., None]:
+def make_embed(type_: str, inputs: int) -> Callable[..., None]:
     """Rows of the tokens, times scale. A token outside the table counts as the nearest row in it."""
     layout = LAYOUTS[type_]
     offset, has_minimum = np.float32(layout.offset), layout.has_minimum
@@ -309,7 +353,7 @@ def make_embed(type_: str) -> Callable[..., None]:
     scale_from, minimum_from, record_bytes = layout.scale_at, layout.minimum_at, layout.record_bytes
     super_bytes, header, per_super = layout.super_bytes, layout.super_header, layout.records_per_super
     is_float, width, float_at = layout.is_float, layout.low_bits // 8, _make_float_at(type_)
-    integer_at, scale_at = _make_integer_at(layout), _make_scale_at(layout)
+    integer_at, scale_at, is_paired = _make_integer_at(layout), _make_scale_at(layout), inputs == 8
 
     def embed(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
@@ -324,7 +368,10 @@ def make_embed(type_: str) -> Callable[..., None]:
                     block, within = i // BLOCK, i % BLOCK
                     base = group + block // per_super * super_bytes
                     record = base + header + block % per_super * record_bytes
-                    q = integer_at(record, within // 4, 4 * lane + within % 4)
+                    quad, byte = within // 4, 4 * lane + within % 4
+                    if is_paired:
+                        quad, byte = within // 8 * 2 + lane // 8, 8 * (lane % 8) + within % 8
+                    q = integer_at(record, quad, byte)
                     half = within // 16
                     value = scale_at(record + scale_from, half, lane, base) * (np.float32(q) - offset)
                     if has_minimum:

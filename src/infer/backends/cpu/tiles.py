@@ -71,6 +71,16 @@ class Tile:
         register = load(b, simd.offset(b, activations, at), lanes, 4)
         return b.shuffle_vector(register, register, constant(lanes, quad % 4))
 
+    def eight_of_two(
+        self, activations: Value, first: tuple[int, int], second: tuple[int, int], eight: int
+    ) -> Value:
+        """The nth 8 bytes of two (column, plane), as one register."""
+        b, register = self.b, ir.Constant(ir.VectorType(I64, 2), ir.Undefined)
+        for lane, (column, plane) in enumerate((first, second)):
+            at = column * self.activation_bytes + PLANE_BYTES * plane + 8 * eight
+            register = b.insert_element(register, load(b, simd.offset(b, activations, at), I64, 4), constant(I32, lane))
+        return b.bitcast(register, ir.VectorType(I8, 16))
+
     def two_words(self, activations: Value, column: int, quad: int, parity: int) -> Value:
         """Of a column's activations, those of the even or of the odd inputs of a quad, as one i32."""
         at = column * self.activation_bytes + PLANE_BYTES * (quad // 4) + 8 * (quad % 4) + 4 * parity

@@ -202,7 +202,8 @@ class I8mm(Arithmetic):
                 factor = tile.eight_of_two(activations, (first, 0), second, half // 2)
                 for group, vectors in enumerate(weights):
                     key = group, first, half // size, half % 2
-                    sums[key] = [self._dot8(b, *pair, factor) for pair in zip(sums.get(key, zeros), vectors, strict=True)]
+                    pairs = zip(sums.get(key, zeros), vectors, strict=True)
+                    sums[key] = [self._dot8(b, *pair, factor) for pair in pairs]
 
         def whole(group: int, column: int, part: int) -> Value:
             first = column // (3 - tile.planes) * (3 - tile.planes)

@@ -40,8 +40,10 @@ from infer.backends.cpu.shares import (
     weight_of_queries,
 )
 from infer.backends.cpu.simd import load_f32, load_i64
+from infer.backends.cpu.units import begin_units, take_share
 
 _HEAD_BYTES = 4 * (MAX_HEAD_DIM + LANES)
+_LEAST_OF_FEW, _LEAST_OF_MANY = 1 << 13, 1 << 17  # weight of what a thread takes at once: tens of microseconds or more
 
 
 class _Span(NamedTuple):
@@ -60,9 +62,8 @@ def make_attend_few(kv_type: str) -> Callable[..., None]:
     attend_queries, attend_span = _make_attend_queries(kv_type, False), _make_attend_span(kv_type)
 
     @njit
-    def attend_chunks(args, state, thread, num_threads):  # type: ignore[no-untyped-def]
-        total, item, token = weight_of_chunks(args, state), 0, 0
-        share = total * thread // num_threads, total * (thread + 1) // num_threads
+    def attend_chunks(args, state, thread, share):  # type: ignore[no-untyped-def]
+        item, token = 0, 0
         while token < state.num_tokens:
             end, num_shared = prefix_at(args, state, token)
             if num_shared > 0:
@@ -78,10 +79,16 @@ def make_attend_few(kv_type: str) -> Callable[..., None]:
 
     def attend_few(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
-        if is_split(args, state, num_threads):
-            attend_chunks(args, state, thread, num_threads)
-        else:
-            attend_queries(args, state, thread, num_threads)
+        address, by_chunks = simd.address_of(state_at), is_split(args, state, num_threads)
+        total = weight_of_chunks(args, state) if by_chunks else weight_of_queries(args, state, False)
+        begin_units(address, thread)
+        share = take_share(address, thread, num_threads, total, _LEAST_OF_FEW)
+        while share[0] < share[1]:
+            if by_chunks:
+                attend_chunks(args, state, thread, share)
+            else:
+                attend_queries(args, state, thread, share)
+            share = take_share(address, thread, num_threads, total, _LEAST_OF_FEW)
 
     return attend_few
 
@@ -121,20 +128,24 @@ def make_attend_many(kv_type: str) -> Callable[..., None]:
 
     def attend_many(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
-        if not is_split(args, state, num_threads):
-            attend_queries(args, state, thread, num_threads)
+        address = simd.address_of(state_at)
+        total = 0 if is_split(args, state, num_threads) else weight_of_queries(args, state, True)
+        begin_units(address, thread)
+        share = take_share(address, thread, num_threads, total, _LEAST_OF_MANY)
+        while share[0] < share[1]:
+            attend_queries(args, state, thread, share)
+            share = take_share(address, thread, num_threads, total, _LEAST_OF_MANY)
 
     return attend_many
 
 
 def _make_attend_queries(kv_type: str, for_many: bool) -> Any:
-    """attend(args, state, thread, num_threads): a thread's share of the runs of many queries, or of the others."""
+    """attend(args, state, thread, share): a share of the runs of many queries, or of the others."""
     attend_columns = _make_attend_columns(kv_type, for_many)
 
     @njit
-    def attend_queries(args, state, thread, num_threads):  # type: ignore[no-untyped-def]
-        group, total = args.num_heads // args.num_kv_heads, weight_of_queries(args, state, for_many)
-        begin, stop, item, token = total * thread // num_threads, total * (thread + 1) // num_threads, 0, 0
+    def attend_queries(args, state, thread, share):  # type: ignore[no-untyped-def]
+        group, (begin, stop), item, token = args.num_heads // args.num_kv_heads, share, 0, 0
         scratch = args.scratch + thread * args.scratch_bytes
         while item < stop:
             end, num_shared = prefix_at(args, state, token)

@@ -7,8 +7,8 @@ A group of a block type is a run of records of 32 inputs; a quad is 4 inputs × 
     high   the bits above: 64 bytes, bit j of a byte belongs to quad j      2 bits: as the low 2 bits
     scale  f16 × 16 rows, or an exponent u8 × 16; minimum f16 × 16 rows, where the type has one
 
-For an instruction that multiplies 8 inputs of a row (`isa`) a pair of quads lies otherwise, in bits as in bytes: first the 8
-inputs of rows 0–7, row by row, then those of rows 8–15.
+For an instruction that multiplies 8 inputs of a row (`isa`) a pair of quads lies otherwise, in bits as in bytes: first
+the 8 inputs of rows 0–7, row by row, then those of rows 8–15.
 
 K types have 8 records after the super-block's f16 scale (and minimum), and small integers in the records' place:
 

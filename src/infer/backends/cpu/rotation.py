@@ -14,8 +14,10 @@ from infer.backends.cpu.layouts import LANES
 from infer.backends.cpu.records import MAX_HEAD_DIM
 from infer.backends.cpu.shares import is_split
 from infer.backends.cpu.simd import load_f32, load_i64, load_scalar_f32, splat_f32, store_f32, store_scalar_f32
+from infer.backends.cpu.units import begin_units, take_share
 
 _HEAD_BYTES = 4 * MAX_HEAD_DIM
+_LEAST = 32  # heads of 16 tokens that a thread takes at once
 
 
 @njit(forceinline=True)
@@ -109,18 +111,32 @@ def make_rotate(kv_type: str) -> Callable[..., None]:
     """k, v → cache, and q → queries where threads share them. Heads of 16 tokens are shared out, for their keys lie in
     the same cache lines.
     """
+    rotate_share = _make_rotate_share(kv_type)
+
+    def rotate(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
+        args, state, address = carray(args_at, 1)[0], carray(state_at, 1)[0], simd.address_of(state_at)
+        num_queries = args.num_heads if is_split(args, state, num_threads) else 0  # else each is made by who needs it
+        total = (state.num_tokens + LANES - 1) // LANES * (num_queries + 2 * args.num_kv_heads)
+        begin_units(address, thread)
+        begin, stop = take_share(address, thread, num_threads, total, _LEAST)
+        while begin < stop:
+            rotate_share(args, state, num_queries, begin, stop)
+            begin, stop = take_share(address, thread, num_threads, total, _LEAST)
+
+    return rotate
+
+
+def _make_rotate_share(kv_type: str) -> Any:
+    """rotate(args, state, num_queries, begin, stop): some heads: of each 16 tokens q's, then k's and v's."""
     mix, put_key, put_value = make_mix(kv_type), make_put_key(kv_type), make_put_value(kv_type)
     put_queries = make_put_queries(kv_type)
 
-    def rotate(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
-        args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
+    @njit
+    def rotate_share(args, state, num_queries, begin, stop):  # type: ignore[no-untyped-def]
         dim, heads, kv_heads, tokens = args.dim, args.num_heads, args.num_kv_heads, state.num_tokens
-        group, rotated = heads // kv_heads, simd.stack(_HEAD_BYTES)
-        num_queries = heads if is_split(args, state, num_threads) else 0  # otherwise each is made by who needs it
-        of_16 = num_queries + 2 * kv_heads
-        total = (tokens + LANES - 1) // LANES * of_16
-        begin, stop = total * thread // num_threads, total * (thread + 1) // num_threads
-        for token in range(tokens):
+        group, of_16, rotated = heads // kv_heads, num_queries + 2 * kv_heads, simd.stack(_HEAD_BYTES)
+        end = min(tokens, (stop + of_16 - 1) // of_16 * LANES)
+        for token in range(begin // of_16 * LANES, end):
             first = token // LANES * of_16
             for head in range(max(0, begin - first), min(num_queries, stop - first)):
                 column = token * group + head % group
@@ -142,4 +158,4 @@ def make_rotate(kv_type: str) -> Callable[..., None]:
                 else:
                     put_value(values, slot % LANES, dim, k + 4 * dim * kv_heads)
 
-    return rotate
+    return rotate_share

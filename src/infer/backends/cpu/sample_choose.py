@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from numba import carray, njit
 
+from infer.backends.cpu import simd
 from infer.backends.cpu.layouts import LANES
 from infer.backends.cpu.records import MAX_THREADS
 from infer.backends.cpu.sample_math import (
@@ -56,6 +57,7 @@ from infer.backends.cpu.simd import (
     store_scalar_f32,
     store_u32,
 )
+from infer.backends.cpu.units import begin_units, take_units
 from infer.sampling import failure_codes
 
 _NOT_A_NUMBER, _NOTHING_ALLOWED = failure_codes.NOT_A_NUMBER, failure_codes.NOTHING_ALLOWED
@@ -220,28 +222,35 @@ def _choose_end(args, row, temperature):  # type: ignore[no-untyped-def]
     return _choose_candidate(args, row, count, np.int64(0), largest, temperature)
 
 
+@njit
+def _choose_token(args, row, num_threads):  # type: ignore[no-untyped-def]
+    largest, temperature = row_largest(args, row), load_scalar_f32(args.temperature + 4 * row)
+    if scores_logits(args, row, False):
+        _keep_peak(args, row, num_threads)
+    if largest != largest:
+        return np.int64(_NOT_A_NUMBER)
+    if largest == NOTHING:
+        return _choose_end(args, row, temperature)
+    if temperature == 0 or not has_filters(args, row):
+        if scores_logits(args, row, True):
+            _keep_row(args, row, largest, scaling(temperature if temperature != 0 else np.float32(1), largest))
+        return _best_found(args, row, temperature == 0, num_threads)
+    count, total = _gather(args, row, num_threads)
+    if load_i64(args.top_k + 8 * row) != 0:
+        total = np.int64(0)
+    return _choose_candidate(args, row, count, total, largest, temperature)
+
+
 def make_choose() -> Callable[..., None]:
     def choose(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
-        args = carray(args_at, 1)[0]
-        for row in range(thread, args.num_rows, num_threads):
-            if load_i64(args.alive + 8 * row) == 0:
-                continue
-            largest, temperature = row_largest(args, row), load_scalar_f32(args.temperature + 4 * row)
-            if scores_logits(args, row, False):
-                _keep_peak(args, row, num_threads)
-            if largest != largest:
-                token = np.int64(_NOT_A_NUMBER)
-            elif largest == NOTHING:
-                token = _choose_end(args, row, temperature)
-            elif temperature == 0 or not has_filters(args, row):
-                token = _best_found(args, row, temperature == 0, num_threads)
-                if scores_logits(args, row, True):
-                    _keep_row(args, row, largest, scaling(temperature if temperature != 0 else np.float32(1), largest))
-            else:
-                count, total = _gather(args, row, num_threads)
-                if load_i64(args.top_k + 8 * row) != 0:
-                    total = np.int64(0)
-                token = _choose_candidate(args, row, count, total, largest, temperature)
-            store_i64(args.sampled + 8 * row, token)
+        args, state = carray(args_at, 1)[0], simd.address_of(state_at)
+        begin_units(state, thread)
+        row, end = take_units(state, thread, num_threads, args.num_rows)
+        while row < end:
+            if load_i64(args.alive + 8 * row) != 0:
+                store_i64(args.sampled + 8 * row, _choose_token(args, row, num_threads))
+            row += 1
+            if row == end:
+                row, end = take_units(state, thread, num_threads, args.num_rows)
 
     return choose

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 from numba import carray, njit
 
+from infer.backends.cpu import simd
 from infer.backends.cpu.layouts import LANES
 from infer.backends.cpu.records import LOGPROB, MAX_THREADS
 from infer.backends.cpu.sample_math import above, add_i64, count_bits, equal_to, lowest_bit, splat_i64, sum_i64, weights
@@ -24,6 +25,7 @@ from infer.backends.cpu.simd import (
     store_u32,
 )
 from infer.backends.cpu.state import field_offset
+from infer.backends.cpu.units import begin_units, take_units
 
 _BYTES = LOGPROB.itemsize
 _LOGITS, _IDS, _LOGIT = (field_offset(LOGPROB, name) for name in ("logits", "ids", "logit"))
@@ -111,9 +113,14 @@ def make_score() -> Callable[..., None]:
 
 def make_merge() -> Callable[..., None]:
     def merge(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
-        args = carray(args_at, 1)[0]
-        for row in range(thread, args.num_rows, num_threads):
+        args, state = carray(args_at, 1)[0], simd.address_of(state_at)
+        begin_units(state, thread)
+        row, end = take_units(state, thread, num_threads, args.num_rows)
+        while row < end:
             if _is_asked(args, row):
                 _merge(args, row, num_threads)
+            row += 1
+            if row == end:
+                row, end = take_units(state, thread, num_threads, args.num_rows)
 
     return merge

@@ -71,9 +71,7 @@ class Tile:
         register = load(b, simd.offset(b, activations, at), lanes, 4)
         return b.shuffle_vector(register, register, constant(lanes, quad % 4))
 
-    def eight_of_two(
-        self, activations: Value, first: tuple[int, int], second: tuple[int, int], eight: int
-    ) -> Value:
+    def eight_of_two(self, activations: Value, first: tuple[int, int], second: tuple[int, int], eight: int) -> Value:
         """The nth 8 bytes of two (column, plane), as one register."""
         b, register = self.b, ir.Constant(ir.VectorType(I64, 2), ir.Undefined)
         for lane, (column, plane) in enumerate((first, second)):

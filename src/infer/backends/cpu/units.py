@@ -59,3 +59,14 @@ def take_units(state, thread, num_threads, num_units):  # type: ignore[no-untype
         if control.compare_exchange(taken_at, taken, max(taken, begun) + count) == taken:
             return first, first + count
     return 0, 0
+
+
+@njit
+def take_share(state, thread, num_threads, total, least):  # type: ignore[no-untyped-def]
+    """The part [begin, stop) of [0, total) that a thread does next, of `least` or more unless that leaves less than one
+    for each thread; (0, 0): none is left."""
+    num_units = min(total, max(num_threads, total // least))
+    first, end = take_units(state, thread, num_threads, num_units)
+    if first == end:
+        return 0, 0
+    return total * first // num_units, total * end // num_units

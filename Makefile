@@ -40,7 +40,7 @@ fuzz: $(VENV)/.fuzz ## fuzz what reads files, FUZZ_SECONDS (60) for each reader
 	$(BIN)/python tests/fuzz all $(FUZZ_SECONDS)
 
 .PHONY: emulate
-emulate: $(VENV)/.demo ## the CPU kernels on an emulated Haswell, Nehalem and Neoverse N1: the same bits (needs qemu-user)
+emulate: $(VENV)/.demo ## the CPU kernels on an emulated Haswell, Nehalem, Neoverse N1 and one with i8mm: the same bits (needs qemu-user)
 	$(BIN)/python scripts/check_emulated.py
 
 .PHONY: lint

@@ -3,19 +3,24 @@
     python benchmarks/bench_attention.py
     python benchmarks/bench_attention.py --kv-types f16 q8 --contexts 512 2048 --tokens 1 2 8 64 512 --threads 1
     python benchmarks/bench_attention.py --rows 16 --tokens 16        one token of each of 16 rows
+    python benchmarks/bench_attention.py --threads 2 --neighbours 1   beside a process that does nothing but run
 
 The heads are SmolLM2's, the layers as many, so that nothing stays in a cache from one step to the next. The least of
-many rounds, rotation not included. A multiplication is a product and its addition; of a chunk of a prompt only those
-count that its tokens see. The order of sums, and so the work, is the same for every number of tokens.
+many rounds (beside neighbours the median), rotation not included. A multiplication is a product and its addition; of a
+chunk of a prompt only those count that its tokens see. The order of sums, and so the work, is the same for every number
+of tokens.
 """
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from statistics import median
 
 import numpy as np
 import torch
 
+from bench_busy import busy_neighbours
 from command_line import make_parser
 from infer import ops
 from infer.backends.cpu.capture.forward import CapturedForward
@@ -42,8 +47,9 @@ def make_layers(heads: Heads, count: int, kv_type: str, rows: int, capacity: int
 
 
 def measure(
-    kv_type: str, heads: Heads, num_layers: int, context: int, tokens: int, rows: int, seconds: float
-) -> dict[str, float]:
+    kv_type: str, heads: Heads, num_layers: int, context: int, tokens: int, rows: int, seconds: float,
+    statistic: Callable[[list[int]], float],
+) -> dict[str, float]:  # fmt: skip
     dim, features = heads.head_dim, (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
     layers = make_layers(heads, num_layers, kv_type, rows, context + tokens)
     qkv = torch.randn(512, features, generator=torch.Generator().manual_seed(0))
@@ -63,7 +69,7 @@ def measure(
         cycles = captured.profile(step)
         rates.append((time.perf_counter() - started) / sum(spent for _, spent in cycles))
         found.append(sum(spent for label, spent in cycles if not label.endswith("rotate")))
-    taken = min(found) * float(np.min(rates)) / num_layers
+    taken = statistic(found) * float(np.min(rates)) / num_layers
     seen = rows * sum(context + index + 1 for index in range(share))
     block_bytes = key_block_bytes(kv_type, dim) + value_block_bytes(kv_type, dim)
     cached = rows * (context + share) * heads.num_kv_heads * block_bytes / BLOCK_POSITIONS
@@ -84,28 +90,31 @@ def main() -> None:
     parser.add_argument("--heads", nargs=3, type=int, default=[9, 3, 64], metavar=("QUERY", "KV", "DIM"))
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--seconds", type=float, default=0.5, help="of each case")
+    parser.add_argument("--neighbours", type=int, default=0, help="processes that do nothing but run")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     num_heads, kv_heads, dim = options.heads
     angles = torch.arange(max(options.contexts) + 513)[:, None] / 10000.0 ** torch.linspace(0, 1, dim // 2)
     heads = Heads(num_heads, kv_heads, dim, dim**-0.5, RopeTable(angles.cos()[None], angles.sin()[None]), None, None)
     print(f"{instruction_set().name}, heads {num_heads} / {kv_heads} × {dim}, {options.layers} layers")
-    for threads in options.threads:
-        set_num_threads(threads)
-        for kv_type in options.kv_types:
-            for context in options.contexts:
-                for tokens in options.tokens:
-                    case = {"threads": threads, "kv_type": kv_type, "context": context, "tokens": tokens}
-                    found = measure(kv_type, heads, options.layers, context, tokens, options.rows, options.seconds)
-                    if options.json:
-                        print(json.dumps(case | found), flush=True)
-                        continue
-                    print(
-                        f"{threads} threads {kv_type:>4} context {context:>5} tokens {tokens:>3}"
-                        f" {found['microseconds']:9.1f} µs a layer {found['gmacs']:6.1f} GMAC/s"
-                        f" {found['gigabytes_per_second']:5.1f} GB/s",
-                        flush=True,
-                    )
+    rest = options.rows, options.seconds, median if options.neighbours else min
+    with busy_neighbours(options.neighbours):
+        for threads in options.threads:
+            set_num_threads(threads)
+            for kv_type in options.kv_types:
+                for context in options.contexts:
+                    for tokens in options.tokens:
+                        case = {"threads": threads, "kv_type": kv_type, "context": context, "tokens": tokens}
+                        found = measure(kv_type, heads, options.layers, context, tokens, *rest)
+                        if options.json:
+                            print(json.dumps(case | found), flush=True)
+                            continue
+                        print(
+                            f"{threads} threads {kv_type:>4} context {context:>5} tokens {tokens:>3}"
+                            f" {found['microseconds']:9.1f} µs a layer {found['gmacs']:6.1f} GMAC/s"
+                            f" {found['gigabytes_per_second']:5.1f} GB/s",
+                            flush=True,
+                        )
 
 
 if __name__ == "__main__":

@@ -11,6 +11,9 @@ from infer.llm import load_tokenizer as load_tokenizer
 from infer.outputs import GenerationResult as GenerationResult
 from infer.outputs import GenerationTiming as GenerationTiming
 from infer.outputs import Piece as Piece
+from infer.outputs import ReasoningDelta as ReasoningDelta
+from infer.outputs import ToolCall as ToolCall
+from infer.outputs import ToolCallDelta as ToolCallDelta
 from infer.sampling.reference import sample_token as sample_token
 from infer.sampling_params import SamplingParams as SamplingParams
 from infer.session.session import Session as Session

@@ -56,6 +56,7 @@ from infer.session.session import Session, begin_session
 from infer.system.available_memory import give_back_freed
 from infer.tokenizer import Tokenizer
 from infer.tokenizer.template_process import start_rendering
+from infer.toolcalls.tools import ToolLike
 
 __all__ = ["LLM", "load_model", "load_tokenizer", "set_num_threads"]
 
@@ -350,9 +351,11 @@ class LLM:
         return host.stream(host.chat_sequence(messages, params, options, others), on_prefill)
 
     def session(
-        self, *, system: str | None = None, tools: Sequence[Message] | None = None, **template_variables: Any
+        self, *, system: str | None = None, tools: Sequence[ToolLike] | None = None, **template_variables: Any
     ) -> Session:
-        """Many turns over one cache. A system message, tools and extra names go to the chat template of every turn."""
+        """Many turns over one cache. A system message, tools and extra names go to the chat template of every turn; an
+        answer may call the tools, whose results are messages with role "tool".
+        """
         return begin_session(self._opened, system, tools, template_variables)
 
     def load_session(self, path: str | Path) -> Session:

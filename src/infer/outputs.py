@@ -3,7 +3,7 @@ token was sampled. Free of torch."""
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise, zip_longest
 from typing import Any, Literal
@@ -49,10 +49,28 @@ class ToolCall:
     name: str
     arguments: str
 
+    def to_json(self) -> dict[str, Any]:
+        """In OpenAI's form."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
     def parsed(self) -> dict[str, Any]:
         """The arguments as values. ValueError where they were cut."""
         found: dict[str, Any] = json.loads(self.arguments)
         return found
+
+
+def assembled(deltas: "Iterable[ReasoningDelta | ToolCallDelta]") -> tuple[str | None, tuple[ToolCall, ...]]:
+    """The reasoning and the calls that deltas add up to."""
+    reasoning, calls = list[str](), list[ToolCall]()
+    for delta in deltas:
+        if isinstance(delta, ReasoningDelta):
+            reasoning.append(delta.text)
+        elif delta.index == len(calls):
+            calls.append(ToolCall(delta.id or "", delta.name or "", delta.arguments))
+        else:
+            last = calls[-1]
+            calls[-1] = ToolCall(last.id, last.name, last.arguments + delta.arguments)
+    return "".join(reasoning) or None, tuple(calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +216,15 @@ class GenerationResult:
     def num_samples(self) -> int:
         """How many tokens were sampled."""
         return len(self.token_ids)
+
+    def to_message(self) -> dict[str, Any]:
+        """The answer as a message of the conversation, in OpenAI's form."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [call.to_json() for call in self.tool_calls]
+        return message
 
     def __repr__(self) -> str:
         """One line; `text` and `timing` have the whole."""

@@ -10,12 +10,12 @@ from typing import Any, final
 from infer import ops
 from infer.checkpoint.pooling import Pooling
 from infer.engine.async_stream import AsyncAnswers, Check
+from infer.engine.conversation import Conversation, TemplateProbes
 from infer.engine.engine import Engine
 from infer.engine.prompt_ids import (
     Message,
     Prompt,
     PromptIds,
-    encode_conversation,
     fitted,
     is_conversation,
     prompt_ids,
@@ -26,7 +26,8 @@ from infer.engine.sequence import Sequence
 from infer.engine.service import Service
 from infer.engine.stream import OnPrefill, Stream
 from infer.errors import InvalidRequestError
-from infer.grammar import grammar_of, make_compiler
+from infer.grammar import Constraint, Grammar, grammar_of, make_compiler
+from infer.grammar.budget import Budget, BudgetConstraint
 from infer.kvcache.settings import CacheSettings
 from infer.model.transformer import Transformer
 from infer.operands.limits import MAX_STEP_LOGITS
@@ -38,6 +39,8 @@ from infer.sampling.keywords import Params, params_of, refuse_sampling, split_ke
 from infer.sampling_params import SamplingParams
 from infer.system.locks import long_lock
 from infer.tokenizer import Tokenizer
+from infer.toolcalls.answer_format import AnswerFormat
+from infer.toolcalls.lark import answer_lark
 
 Encode = Callable[[Prompt], list[int]]
 OnError = Callable[[int, InvalidRequestError], None]
@@ -78,6 +81,7 @@ class Host:
         self.open = OpenAnswers()
         self.hidden_states_lock = long_lock()
         self._compiler = make_compiler(tokenizer, self.vocab_size, backend=settings.grammar_backend)
+        self._probes = TemplateProbes(tokenizer)
 
     def close(self) -> None:
         self.open.close()
@@ -130,6 +134,17 @@ class Host:
         """A conversation has other neutral values than a text."""
         return params_of(params, keywords, self.settings.sampling_defaults, is_chat=is_conversation(prompt))
 
+    def conversation(
+        self, prompt: Prompt, options: RequestOptions, variables: Mapping[str, Any] | None = None
+    ) -> Conversation | None:
+        """Of messages; None of a text or ids. Raises InvalidRequestError for options that need messages."""
+        if variables is not None or is_conversation(prompt):
+            return Conversation(self.tokenizer, self._probes, options, variables or {})
+        for name in ("tools", "tool_choice", "reasoning_budget"):
+            if getattr(options, name):
+                raise InvalidRequestError(f"{name} belongs to a conversation: give a list of messages, to chat()")
+        return None
+
     def fit(self, prompt: Prompt, params: SamplingParams, options: RequestOptions, encode: Encode | None) -> PromptIds:
         """`encode` None is `self.encode`."""
         bos, most = self.tokenizer.bos_token_id, self.model.max_seq_len
@@ -138,16 +153,23 @@ class Host:
             encode = partial(prompt_ids, tokenizer=self.tokenizer, max_seq_len=longest)
         return fitted(prompt, encode, bos, most, params, options.overflow)
 
-    def request(self, prompt: PromptIds, params: SamplingParams, options: RequestOptions) -> Request:
-        """Raises InvalidRequestError for parameters or a grammar that cannot be served."""
-        grammar, make_constraint = grammar_of(params), None
-        if grammar is not None:
-            make_constraint = partial(self._compiler.compile, grammar)
+    def request(
+        self,
+        prompt: PromptIds,
+        params: SamplingParams,
+        options: RequestOptions,
+        conversation: Conversation | None = None,
+    ) -> Request:
+        """Raises InvalidRequestError for parameters, tools or a grammar that cannot be served."""
+        answer_format = None if conversation is None else conversation.answer_format(prompt.token_ids)
+        make_constraint = self._constraint_maker(grammar_of(params), answer_format)
+        if make_constraint is not None:
             make_constraint()  # what cannot be compiled is refused here
         check_ids("answer_prefix", options.answer_prefix, self.vocab_size)
         return replace(
             make_request(self.model, self.tokenizer, prompt.token_ids, params),
             make_constraint=make_constraint,
+            answer_format=answer_format,
             num_draft_tokens=options.num_draft_tokens if options.speculation else 0,
             prefill_chunk=options.prefill_chunk,
             cancel=options.cancel,
@@ -170,7 +192,9 @@ class Host:
         for index, (prompt, params) in enumerate(prompts):
             try:
                 asked = self.sampled_by(prompt, params, keywords)
-                request = self.request(self.fit(prompt, asked, options, None), asked, options)
+                conversation = self.conversation(prompt, options)
+                fitting = self.fit(prompt, asked, options, None if conversation is None else conversation.encode)
+                request = self.request(fitting, asked, options, conversation)
             except InvalidRequestError as error:
                 if on_error is None:
                     raise type(error)(f"prompt {index}: {error}") from error
@@ -186,13 +210,16 @@ class Host:
         keywords: Mapping[str, Any],
         check: Check = lambda: None,
         *,
-        encode: Encode | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> Sequence:
-        """What answers a prompt, made in stages; `check`, called between them, may raise."""
+        """What answers a prompt, made in stages; `check`, called between them, may raise. `variables` are of the
+        template, of a prompt that is to be messages.
+        """
         asked = self.sampled_by(prompt, params, keywords)
-        fitting = self.fit(prompt, asked, options, encode)
+        conversation = self.conversation(prompt, options, variables)
+        fitting = self.fit(prompt, asked, options, None if conversation is None else conversation.encode)
         check()
-        request = self.request(fitting, asked, options)
+        request = self.request(fitting, asked, options, conversation)
         check()
         return Sequence(request)
 
@@ -206,8 +233,7 @@ class Host:
     ) -> Sequence:
         """The same for a conversation; `keywords` may also be variables of the template."""
         sampling, variables = split_keywords(keywords, self.tokenizer.chat_templates)
-        encode = partial(encode_conversation, self.tokenizer, variables)
-        return self.sequence(messages, params, options, sampling, check, encode=encode)
+        return self.sequence(messages, params, options, sampling, check, variables=variables)
 
     def choices(
         self,
@@ -219,14 +245,38 @@ class Host:
     ) -> list[Sequence]:
         """An answer for each of `params` to a prompt that is read once; `variables` are of the template of messages."""
         refuse_sampling(variables, self.tokenizer.chat_templates)
-        is_chat = is_conversation(prompt)
-        encode = partial(encode_conversation, self.tokenizer, variables) if is_chat else None
-        fitting = self.fit(prompt, params[0], options, encode)
+        conversation = self.conversation(prompt, options, variables if is_conversation(prompt) else None)
+        fitting = self.fit(prompt, params[0], options, None if conversation is None else conversation.encode)
         sequences = list[Sequence]()
         for each in params:
             check()
-            sequences.append(Sequence(self.request(fitting, each, options)))
+            sequences.append(Sequence(self.request(fitting, each, options, conversation)))
         return sequences
+
+    def _constraint_maker(self, grammar: Grammar | None, form: AnswerFormat | None) -> Callable[[], Constraint] | None:
+        """Of the user's grammar, with what may stand around it."""
+        compiler = self._compiler
+        lark = None if form is None else answer_lark(form, compiler.json_rule, is_held=grammar is not None)
+        if form is None or lark is None:
+            return None if grammar is None else partial(compiler.compile, grammar)
+        make = partial(compiler.compile_around, lark, grammar)
+        budget = self._budget(form)
+        return make if budget is None else lambda: BudgetConstraint(make(), budget)
+
+    def _budget(self, form: AnswerFormat) -> Budget | None:
+        reasoning = form.reasoning
+        if reasoning is None or form.budget is None:
+            return None
+        closing_ids = {mark: token_id for token_id, mark in form.marks.items()}.get(reasoning.closing)
+        ids = self._compiler.spell(reasoning.closing) if closing_ids is None else [closing_ids]
+        opening, closing = (text.encode(errors="surrogatepass") for text in (reasoning.opening, reasoning.closing))
+        spelling = self.tokenizer.token_bytes
+
+        def bytes_of(token_id: int) -> bytes:
+            mark = form.marks.get(token_id)
+            return spelling[token_id] if mark is None else mark.encode(errors="surrogatepass")
+
+        return Budget(form.budget, opening, closing, tuple(ids), bytes_of, form.is_open)
 
     def stream(self, sequence: Sequence, on_prefill: OnPrefill | None = None) -> Stream:
         """An answer at a slot of its own."""

@@ -9,11 +9,12 @@ from hashlib import blake2b
 from typing import SupportsIndex, final
 
 from infer.errors import ContextLengthError, InvalidRequestError
-from infer.grammar import Constraint
+from infer.grammar import Constraint, grammar_of
 from infer.model.transformer import Transformer
 from infer.operands.limits import MAX_STEP_TOKENS
 from infer.sampling_params import SEED_BITS, SamplingParams
 from infer.tokenizer import Tokenizer
+from infer.toolcalls.answer_format import AnswerFormat
 
 
 @final
@@ -36,10 +37,21 @@ class Request:
     timeout: float | None = None  # seconds, from when it is submitted until it is ended
     cache_salt: str = ""  # prefixes are shared with those of the same salt
     answer_prefix: tuple[int, ...] = ()  # ids with which the answer begins
+    answer_format: AnswerFormat | None = None  # what it is made of besides text
+
+    @property
+    def is_held(self) -> bool:
+        """Whether its text is to follow a grammar of the user's."""
+        return grammar_of(self.params) is not None
 
     @cached_property
     def salt(self) -> bytes:
         return blake2b(self.cache_salt.encode(), digest_size=16).digest() if self.cache_salt else b""
+
+    @cached_property
+    def call_salt(self) -> bytes:
+        """What the ids of tool calls are made of: the same for the same prompt and seed."""
+        return blake2b(repr((self.prompt_token_ids, self.params.seed)).encode(), digest_size=16).digest()
 
 
 def make_request(

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import inf
-from typing import Any, final, get_args, no_type_check
+from typing import Any, Literal, final, get_args, no_type_check
 
 from infer.engine.admission import MAX_PRIORITY
 from infer.engine.model_settings import Overflow, Speculation
@@ -12,6 +12,11 @@ from infer.errors import InvalidRequestError
 from infer.operands.limits import MAX_STEP_TOKENS
 from infer.sampling.keywords import SamplingKeywords
 from infer.speculation.ngram import MAX_DRAFT_TOKENS, NUM_DRAFT_TOKENS
+from infer.toolcalls.formats import FORMATS
+from infer.toolcalls.tools import ToolLike
+
+ReasoningPlace = Literal["auto", "none"]
+MAX_BUDGET = 1 << 20
 
 
 # Its own checks name the rule: those of the tests' hook come too early.
@@ -26,6 +31,10 @@ class RequestOptions:
     answer ends with what it has, finish_reason "abort", also while it waits. With `reuse_prefixes` the beginnings of
     prompts are shared only among requests of the same `cache_salt`. An answer begins with the ids of
     `answer_prefix` and goes on as if these had been sampled.
+
+    The others are of conversations. `tools` are functions or schemas; `tool_choice` and `parallel_tool_calls` are
+    OpenAI's; `tool_format` names how calls are written, where the chat template does not tell. Reasoning is the
+    result's `reasoning`, or left in its text with `reasoning_format` "none"; it ends after `reasoning_budget` tokens.
     """
 
     cancel: threading.Event | None = None
@@ -38,6 +47,12 @@ class RequestOptions:
     timeout: float | None = None
     cache_salt: str = ""
     answer_prefix: Sequence[int] = ()
+    tools: Sequence[ToolLike] | None = None
+    tool_choice: Any = None  # "auto", "none", "required", a name, or as OpenAI has it
+    parallel_tool_calls: bool = True
+    tool_format: str | None = None
+    reasoning_format: ReasoningPlace = "auto"
+    reasoning_budget: int | None = None
 
     def __post_init__(self) -> None:
         if self.cancel is not None and not isinstance(self.cancel, threading.Event):
@@ -55,6 +70,15 @@ class RequestOptions:
             raise InvalidRequestError(f"answer_prefix must be a list of token ids, got {self.answer_prefix!r:.80}")
         if self.timeout is not None:
             check_seconds("timeout", self.timeout)
+        if not isinstance(self.parallel_tool_calls, bool):
+            raise InvalidRequestError(
+                f"parallel_tool_calls must be True or False, got {self.parallel_tool_calls!r:.80}"
+            )
+        if self.tool_format is not None:
+            check_choice("tool_format", self.tool_format, tuple(FORMATS), " or None")
+        check_choice("reasoning_format", self.reasoning_format, get_args(ReasoningPlace))
+        if self.reasoning_budget is not None:
+            check_count("reasoning_budget", self.reasoning_budget, 0, MAX_BUDGET)
 
 
 _NAMES = frozenset(field.name for field in fields(RequestOptions))
@@ -73,6 +97,12 @@ class RequestKeywords(SamplingKeywords, total=False):
     timeout: float | None
     cache_salt: str
     answer_prefix: Sequence[int]
+    tools: Sequence[ToolLike] | None
+    tool_choice: Any
+    parallel_tool_calls: bool
+    tool_format: str | None
+    reasoning_format: ReasoningPlace
+    reasoning_budget: int | None
 
 
 def split_options(options: RequestOptions | None, keywords: Mapping[str, Any]) -> tuple[RequestOptions, dict[str, Any]]:

@@ -7,6 +7,7 @@ interrupted or cut goes on as if nothing had happened.
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from functools import partial
+from itertools import chain
 from typing import TypeVar, final
 
 from infer.engine.lease import Lease
@@ -18,12 +19,13 @@ from infer.engine.timing import AnswerTimer
 from infer.errors import ConstraintError, InvalidRequestError
 from infer.grammar.base import Mask
 from infer.operands.step import Chunk, Clock
-from infer.outputs import FinishReason, GenerationResult, GenerationStats, Piece, TokenLogprob
+from infer.outputs import FinishReason, GenerationResult, GenerationStats, Piece, TokenLogprob, assembled
 from infer.runner.verify import SampledTokens
 from infer.sampling.sampler import message_of
 from infer.sampling_params import SamplingParams
 from infer.speculation.ngram import NgramDraft
 from infer.speculation.policy import DraftPolicy, StepTimes
+from infer.toolcalls.parser import AnswerParser, Parsed
 
 _STOP_STRING_STEPS = 8  # without a return to Python, where a stop string may end the answer
 NO_SLOT = -1
@@ -60,7 +62,7 @@ class Sequence:
         self.error: str | None = None
         self._is_cancelled = False
         self._is_forcing = False
-        self._tail: str | None = None  # what was held back of an answer that was cut
+        self._tail: Parsed | None = None  # what was held back of an answer that was cut
         self._policy: DraftPolicy = DraftPolicy(request.num_draft_tokens)
         self._draft: NgramDraft | None = None  # while it has a slot
         self._proposed: Items[int] = ()  # by it for the next step
@@ -205,7 +207,10 @@ class Sequence:
 
     def _begin_text(self) -> TextOutput:
         room = self.request.max_total_tokens - self.num_prompt_tokens
-        return TextOutput(self.request.tokenizer, self.params, room)
+        form, parser = self.request.answer_format, None
+        if form is not None:
+            parser = AnswerParser(form, partial(form.call_id, self.request.call_salt))
+        return TextOutput(self.request.tokenizer, self.params, room, parser)
 
     def _replay(self, num_tokens: int) -> None:
         text, grammar = self._begin_text(), self.grammar
@@ -351,17 +356,22 @@ class Sequence:
     def result(self) -> GenerationResult:
         """Of the answer as it is: "abort" where it goes on."""
         if self._tail is None and self.finish_reason in ("abort", "error"):
-            self._tail = self.attempt(self._text.flush, "")
+            self._tail = self.attempt(self._text.flush, Parsed(""))
+        tail = self._tail or Parsed("")
+        reasoning, tool_calls = assembled(chain(*(piece.deltas for piece in self.pieces if piece.deltas), tail.deltas))
         return GenerationResult(
             token_ids=self.generated,
-            text="".join(piece.text for piece in self.pieces) + (self._tail or ""),
+            text="".join(piece.text for piece in self.pieces) + tail.text,
+            reasoning=reasoning,
+            tool_calls=tool_calls,
+            reasoning_tokens=self._text.num_reasoning_tokens,
             finish_reason=self.finish_reason or "abort",
             error=self.error,
             stop_reason=self._text.stop_reason,
             prompt_tokens=self.num_prompt_tokens,
             generated_tokens=len(self.pieces),
             seed=self.params.seed,
-            grammar_complete=None if self.grammar is None else self.grammar.is_complete,
+            grammar_complete=None if self.grammar is None or not self.request.is_held else self.grammar.is_complete,
             reused_tokens=self.num_reused,
             dropped_tokens=self.num_dropped,
             truncated_tokens=self.request.num_truncated,

@@ -87,6 +87,14 @@ class Constraint(ABC):
         return True
 
 
+def keep_only(mask: Mask, token_ids: Sequence[int]) -> None:
+    """Allow these ids alone."""
+    mask[:] = 0
+    words = mask.view("uint32")
+    for token_id in token_ids:
+        words[token_id // 32] |= 1 << token_id % 32
+
+
 def grammar_of(params: SamplingParams) -> Grammar | None:
     """What `json_schema`, `regex`, `grammar` or `choice` ask for; None if nothing is asked."""
     if params.json_schema is not None:

@@ -68,6 +68,11 @@ class Compiler:
         """
         return self._constraint(grammar, lambda backend: backend.compile(backend.source(self._tried(backend, grammar))))
 
+    def spell(self, text: str) -> list[int]:
+        """The tokenizer's own ids for a text."""
+        with self._lock:
+            return self._load()[1].spell(text)
+
     def json_rule(self, schema: Mapping[str, Any]) -> str:
         """A schema, checked and tried, as an expression of Lark for `compile_around`. Raises InvalidRequestError."""
         grammar = Grammar("json_schema", json.dumps(schema))
@@ -111,8 +116,8 @@ class Compiler:
         """Of a grammar of several parts, as llguidance has them."""
         if backend.name != "llguidance":
             raise InvalidRequestError(f"tools and reasoning need grammar_backend 'llguidance', got {backend.name!r}")
-        (part,) = json.loads(backend.source(self._tried(backend, grammar)).text)["grammars"]
-        found: dict[str, Any] = part
+        text = backend.source(self._tried(backend, grammar)).text
+        found: dict[str, Any] = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
         return found
 
     def _load(self) -> tuple[Backend, Vocabulary]:

@@ -142,6 +142,8 @@ class _Spelling:
         self.eos_token_id = eos_token_id
         padding = [b""] * (eos_token_id + 1 - len(vocabulary.token_bytes))
         self.tokens = [*vocabulary.token_bytes, *padding]
+        for token_id in vocabulary.control_ids:  # tokens of the same bytes are allowed together
+            self.tokens[token_id] = b"[%d]" % token_id
         self.special_token_ids = vocabulary.control_ids
 
     def __call__(self, text: str | bytes) -> list[int]:

@@ -6,7 +6,7 @@ from threading import Lock
 from typing import final
 
 from infer.errors import ConstraintError
-from infer.grammar.base import Constraint, Mask
+from infer.grammar.base import Constraint, Mask, keep_only
 from infer.grammar.vocabulary import Vocabulary
 
 MAX_FORCED = 64  # tokens in one plan; what follows them is planned when they are written
@@ -71,9 +71,9 @@ class StepwiseConstraint(Constraint):
     def fill(self, mask: Mask) -> None:
         with self._lock:
             if self._has_ended:
-                _only(mask, self._end_ids)
+                keep_only(mask, self._end_ids)
             elif self._plans[-1]:
-                _only(mask, self._plans[-1][:1])
+                keep_only(mask, self._plans[-1][:1])
             else:
                 self._matcher.fill(mask)
 
@@ -139,10 +139,3 @@ class StepwiseConstraint(Constraint):
 
     def _plan(self) -> tuple[int, ...]:
         return tuple(self._matcher.forced()[:MAX_FORCED])
-
-
-def _only(mask: Mask, token_ids: Sequence[int]) -> None:
-    mask[:] = 0
-    words = mask.view("uint32")
-    for token_id in token_ids:
-        words[token_id // 32] |= 1 << token_id % 32

@@ -10,11 +10,12 @@ where a change of it was left midway, and a call has ended as soon as its `final
 import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, NoReturn, ParamSpec, Self, SupportsIndex, TypeVar, Unpack, final
 
+from infer.engine.conversation import Conversation
 from infer.engine.host import Host
 from infer.engine.lease import common_length
 from infer.engine.prompt_ids import Message, prompt_ids
@@ -32,6 +33,7 @@ from infer.session.session_file import read_session, write_session
 from infer.session.spelling import keep_spelling
 from infer.session.transcript import Transcript, copied
 from infer.system.locks import long_lock
+from infer.toolcalls.tools import ToolLike, read_tools
 
 _Arguments = ParamSpec("_Arguments")
 _Found = TypeVar("_Found")
@@ -259,10 +261,9 @@ class Session:
         self._transcript = transcript
         return note
 
-    def _render(self, messages: Any) -> list[int]:
+    def _render(self, conversation: Conversation, messages: Any) -> list[int]:
         """What the template makes of them, in the spelling that was said and that the cache holds."""
-        tokenizer = self._host.tokenizer
-        rendered = tokenizer.encode_chat(messages, **self._transcript.template)
+        tokenizer, rendered = self._host.tokenizer, conversation.encode(messages)
         return keep_spelling(self._transcript.token_ids, rendered, tokenizer.token_bytes, tokenizer.special_token_ids)
 
     def _enter(self, caller: object) -> None:
@@ -317,12 +318,18 @@ class Session:
 
     def _prepare(self, messages: Messages | None, params: SamplingParams, options: RequestOptions) -> "_Answer":
         host = self._host
+        conversation = None
         if messages is None:
             fitting = host.fit(self._transcript.token_ids, params, options, _unchanged)
         else:
-            fitting = host.fit(messages, params, options, self._render)
+            variables = dict(self._transcript.template)
+            tools = variables.pop("tools", None)
+            options = options if options.tools is not None else replace(options, tools=tools)
+            conversation = host.conversation(messages, options, variables)
+            assert conversation is not None
+            fitting = host.fit(messages, params, options, partial(self._render, conversation))
             messages = [dict(message) for message in fitting.messages]
-        return _Answer(Answering(host.request(fitting, params, options)), messages)
+        return _Answer(Answering(host.request(fitting, params, options, conversation)), messages)
 
     def _settle(self, answer: "_Answer") -> None:
         """However the answer ended: what the cache holds, and whether it counts as said. Again does nothing."""
@@ -341,19 +348,19 @@ class Session:
             return self._transcript
         if messages is None:
             return self._transcript.with_tokens(token_ids)
-        if result.finish_reason == "abort" and not result.text:
+        if result.finish_reason == "abort" and not (result.text or result.reasoning or result.tool_calls):
             return self._transcript
-        return self._transcript.answered(token_ids, [*messages, {"role": "assistant", "content": result.text}])
+        return self._transcript.answered(token_ids, [*messages, result.to_message()])
 
 
 def begin_session(
-    host: Host, system: str | None, tools: Sequence[Message] | None, variables: Mapping[str, Any]
+    host: Host, system: str | None, tools: Sequence[ToolLike] | None, variables: Mapping[str, Any]
 ) -> Session:
     """`variables` are the chat template's. Raises InvalidRequestError."""
     tokenizer = host.tokenizer
     refuse_sampling(variables, tokenizer.chat_templates)
     messages = [] if system is None else [{"role": "system", "content": system}]
-    template = {**variables, **({} if tools is None else {"tools": list(tools)})}
+    template = {**variables, **({} if tools is None else {"tools": [tool.to_json() for tool in read_tools(tools)]})}
     if (messages or template) and tokenizer.chat_template is None:
         raise InvalidRequestError("the model has no chat template: use append() and generate() with plain text")
     return Session(host, Transcript(messages=messages, template=template, num_given=len(messages)))

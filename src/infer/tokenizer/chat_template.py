@@ -17,6 +17,10 @@ _PRIVATE_USE_CHARACTERS = range(0xE000, 0xF8FF)
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # Hugging Face's: it tells where the template put the message's end
 _TAKEN_APART = "a message holds the text of a special token where the chat template takes it apart; remove it"
 _PROBE = ({"role": "user", "content": "Hello"},)
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": "probe", "description": "A probe.", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 class ChatTemplate:
@@ -27,11 +31,22 @@ class ChatTemplate:
         self._variables = dict(variables)
 
     def check(self) -> None:
-        """Renders a short conversation. Raises InvalidRequestError for a template that can answer none."""
+        """Renders a short conversation, with tools where it works with these alone. Raises InvalidRequestError for a
+        template that can answer none.
+        """
         try:
             self.render(_PROBE)
         except TemplateRefusalError:  # it may want a system message: that is no fault
             return
+        except InvalidRequestError:
+            try:
+                self.render(_PROBE, tools=[_PROBE_TOOL])
+                return
+            except TemplateRefusalError:
+                return
+            except InvalidRequestError:
+                pass
+            raise
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, continue_final_message: bool = False, **variables: Any

@@ -165,6 +165,15 @@ class Tokenizer:
         """The source of the template for a plain conversation."""
         return self._chat_templates.get("default")
 
+    def template_source(self, chosen: str | None, *, has_tools: bool) -> str:
+        """Of the template of this name or text, or that the model brings for this kind of conversation."""
+        return self._template(chosen, () if has_tools else None).source
+
+    def special_ids_in(self, texts: Iterable[str]) -> dict[str, int]:
+        """The special tokens that are written in these texts."""
+        found = {name for text in texts for name in self._special_texts.found_in(text)}
+        return {name: token_id for name in found if (token_id := self._id_of(name)) is not None}
+
     def replace_chat_template(self, source: str) -> None:
         """Takes this one in place of the model's own. Raises InvalidRequestError if it is broken."""
         ChatTemplate(source, self._named_tokens).check()

@@ -69,7 +69,8 @@ class _Builder:
             return text
         rest = self._calls(calls)
         if calls.kind == "required":
-            return f"SPACES? {self._literal(calls.form.start)} {rest}"
+            spaces = "SPACES?" if self._form.reasoning is not None else ""
+            return f"{spaces} {self._literal(calls.form.start)} {rest}"
         if self._is_held:
             return f"{text} | SPACES? {self._literal(calls.form.start)} {rest}"
         if calls.form.trigger:
@@ -140,6 +141,9 @@ class _Builder:
         name = f"arguments_{calls.tools.index(tool)}"
         required = tool.parameters.get("required", [])
         is_python = calls.form.syntax == "python"
+        for key in tool.parameters.get("properties", {}):
+            if not key.isidentifier():
+                raise InvalidRequestError(f"the tool format {calls.form.name} cannot name {key!r:.80}: rename it")
         each = [
             (self._keyword(key, schema) if is_python else self._parameter(key, schema), key in required)
             for key, schema in _properties_of(tool, calls.form.name).items()

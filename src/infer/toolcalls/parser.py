@@ -28,6 +28,7 @@ class AnswerParser:
 
     def __init__(self, form: AnswerFormat, id_of: Callable[[int], str]) -> None:
         self._form, self._id_of = form, id_of
+        self.mark_by_id = form.marks
         self._held = self._text = ""
         self._deltas: list[Delta] = []
         self._arguments: Arguments = JsonArguments()
@@ -42,10 +43,6 @@ class AnswerParser:
     @property
     def is_reasoning(self) -> bool:
         return self._state == self._reasoning
-
-    @property
-    def has_calls(self) -> bool:
-        return self._num_calls > 0
 
     def push(self, text: str) -> Parsed:
         self._held += text

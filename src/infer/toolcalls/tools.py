@@ -40,7 +40,7 @@ class ToolChoice:
     names: tuple[str, ...] | None = None
 
 
-def read_tools(given: Sequence[ToolLike]) -> tuple[Tool, ...]:
+def read_tools(given: Any) -> tuple[Tool, ...]:
     """Functions, or schemas as OpenAI's or the function alone. Raises InvalidRequestError."""
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence):
         raise InvalidRequestError(f"tools must be a list of functions or schemas, got {given!r:.80}")

@@ -1,0 +1,118 @@
+"""How the messages of a request become a prompt, and what its answer is read and held by."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, final
+
+from infer.engine.prompt_ids import Prompt, encode_conversation
+from infer.engine.request_options import RequestOptions
+from infer.errors import InvalidRequestError
+from infer.tokenizer import Tokenizer
+from infer.toolcalls.answer_format import AnswerFormat, Calls
+from infer.toolcalls.formats import in_vocabulary, literals_of, marks_of
+from infer.toolcalls.messages import shown_messages
+from infer.toolcalls.template_formats import TemplateFormats, probe_template, reasoning_of
+from infer.toolcalls.tools import Tool, ToolChoice, read_tool_choice, read_tools
+
+_END_LENGTH = 32  # ids in which a prompt may open the reasoning
+
+
+@final
+class TemplateProbes:
+    """What was found of each template of a tokenizer. For any thread."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._found: dict[tuple[str | None, str | None], TemplateFormats] = {}
+
+    def of(self, chat_template: str | None, tool_format: str | None) -> TemplateFormats:
+        """Raises InvalidRequestError."""
+        key = chat_template, tool_format
+        if key not in self._found:
+            tokenizer = self._tokenizer
+
+            def render(messages: Sequence[Mapping[str, Any]], tools: Any) -> str:
+                variables = {"chat_template": chat_template, "tools": tools, "add_generation_prompt": False}
+                return tokenizer.render_chat_template(messages, **variables)
+
+            found = probe_template(render, tokenizer.template_source(chat_template, has_tools=True), tool_format)
+            if len(self._found) >= 64:  # templates that requests bring
+                self._found.clear()
+            self._found[key] = found
+        return self._found[key]
+
+
+@final
+@dataclass(frozen=True)
+class Conversation:
+    """Of one request: its options, and the variables of its template."""
+
+    tokenizer: Tokenizer
+    probes: TemplateProbes
+    options: RequestOptions
+    variables: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        """Raises InvalidRequestError for tools that are none, or cannot be chosen so."""
+        self.choice  # noqa: B018
+
+    @cached_property
+    def tools(self) -> tuple[Tool, ...]:
+        return read_tools(self.options.tools or ())
+
+    @cached_property
+    def choice(self) -> ToolChoice:
+        return read_tool_choice(self.options.tool_choice, self.tools)
+
+    @cached_property
+    def formats(self) -> TemplateFormats:
+        return self.probes.of(self.variables.get("chat_template"), self.options.tool_format)
+
+    def encode(self, messages: Prompt) -> list[int]:
+        """The prompt's ids. Raises InvalidRequestError."""
+        tools = {"tools": [tool.to_json() for tool in self.tools]} if self.tools else {}
+        if not tools and not _has_calls(messages):
+            return encode_conversation(self.tokenizer, self.variables, messages)
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise InvalidRequestError(f"a conversation must be a list of messages, got {messages!r:.60}")
+        is_offered = self.choice.kind != "none" or self.formats.shows_tools
+        given: list[Any] = list(messages)
+        shown: Any = shown_messages(given, self.tools if is_offered else (), self.formats)
+        return encode_conversation(self.tokenizer, {**self.variables, **tools}, shown)
+
+    def answer_format(self, prompt_ids: Sequence[int]) -> AnswerFormat | None:
+        """What the answer to this prompt is made of; None where it is text alone."""
+        options = self.options
+        source = self.tokenizer.template_source(self.variables.get("chat_template"), has_tools=bool(self.tools))
+        reasoning = reasoning_of(source)
+        forms = [form for form in (reasoning, self.formats.calls if self.tools else None) if form is not None]
+        if not forms:
+            if options.reasoning_budget is not None:
+                raise InvalidRequestError("reasoning_budget: the chat template knows no reasoning: leave it out")
+            return None
+        ids = self.tokenizer.special_ids_in([text for form in forms for text in literals_of(form)])
+        marks = marks_of(ids)
+        calls = None
+        if self.tools:
+            names = self.choice.names
+            tools = tuple(tool for tool in self.tools if names is None or tool.name in names)
+            form = in_vocabulary(self.formats.calls, marks)
+            calls = Calls(form, tools, self.choice.kind, is_parallel=options.parallel_tool_calls)
+        is_open = reasoning is not None and self._ends_with(prompt_ids, reasoning.opening)
+        return AnswerFormat(
+            calls,
+            None if reasoning is None else in_vocabulary(reasoning, marks),
+            is_open=is_open,
+            is_apart=options.reasoning_format == "auto",
+            budget=options.reasoning_budget,
+            marks={ids[text]: mark for text, mark in marks.items()},
+        )
+
+    def _ends_with(self, prompt_ids: Sequence[int], text: str) -> bool:
+        return self.tokenizer.decode(prompt_ids[-_END_LENGTH:], skip_special_tokens=False).rstrip().endswith(text)
+
+
+def _has_calls(messages: Prompt) -> bool:
+    given = messages if isinstance(messages, list | tuple) else ()
+    return any(isinstance(each, Mapping) and (each.get("tool_calls") or each.get("role") == "tool") for each in given)

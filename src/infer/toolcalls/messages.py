@@ -1,0 +1,94 @@
+"""Messages with tools, calls and results, as a chat template can show them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from infer.toolcalls.answer_format import written_arguments
+from infer.toolcalls.formats import ToolCallFormat
+from infer.toolcalls.template_formats import TemplateFormats
+from infer.toolcalls.tools import Tool
+
+Message = Mapping[str, Any]
+_SYSTEM_ROLES = ("system", "developer")
+
+
+def shown_messages(messages: Sequence[Message], tools: Sequence[Tool], formats: TemplateFormats) -> list[Message]:
+    """What the template does not show is written into the texts."""
+    names = _names_by_id(messages)
+    found = list[Message]()
+    for message in messages:
+        shown = _with_values(message) if isinstance(message, Mapping) else message
+        if isinstance(shown, Mapping) and shown.get("tool_calls") and not formats.shows_calls:
+            shown = _call_as_text(shown, tools, formats.calls)
+        elif isinstance(shown, Mapping) and shown.get("role") == "tool" and not formats.shows_results:
+            text = _result_as_text(shown, names)
+            if found and found[-1].get("role") == "user" and messages[len(found) - 1].get("role") == "tool":
+                found[-1] = {"role": "user", "content": f"{found[-1]['content']}\n{text}"}
+                continue
+            shown = {"role": "user", "content": text}
+        found.append(shown)
+    return found if not tools or formats.shows_tools else _with_tools(found, tools, formats)
+
+
+def _with_values(message: Message) -> Message:
+    """Arguments as values, which templates write themselves."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list | tuple):
+        return message
+    return {**message, "tool_calls": [_call_with_values(call) for call in calls]}
+
+
+def _call_with_values(call: Any) -> Any:
+    match call:
+        case {"function": {"arguments": str(arguments)} as function}:
+            try:
+                return {**call, "function": {**function, "arguments": json.loads(arguments)}}
+            except ValueError:  # cut where its answer was
+                return call
+    return call
+
+
+def _call_as_text(message: Message, tools: Sequence[Tool], form: ToolCallFormat) -> Message:
+    by_name = {tool.name: tool for tool in tools}
+    functions = [call["function"] for call in message["tool_calls"]]
+    calls = [
+        (each["name"], written_arguments(form, by_name.get(each["name"]), each["arguments"])) for each in functions
+    ]
+    text, written = message.get("content") or "", form.written(calls)
+    others = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**others, "content": f"{text}\n{written}" if text else written}
+
+
+def _names_by_id(messages: Sequence[Message]) -> dict[str, str]:
+    calls = [call for message in messages if isinstance(message, Mapping) for call in message.get("tool_calls") or ()]
+    return {call["id"]: call["function"]["name"] for call in calls if isinstance(call, Mapping) and "id" in call}
+
+
+def _result_as_text(message: Message, names: Mapping[str, str]) -> str:
+    name = message.get("name") or names.get(str(message.get("tool_call_id")), "the function")
+    return f"Result of {name}: {message.get('content')}"
+
+
+def _with_tools(messages: Sequence[Message], tools: Sequence[Tool], formats: TemplateFormats) -> list[Message]:
+    has_system = bool(messages) and messages[0].get("role") in _SYSTEM_ROLES
+    system: Message = messages[0] if has_system else {"role": "system", "content": ""}
+    if formats.takes_tools_in_system:
+        functions = [tool.to_json()["function"] for tool in tools]
+        system = {**system, "tools": json.dumps(functions, ensure_ascii=False)}
+    else:
+        text = "\n\n".join(part for part in (system.get("content"), _tools_as_text(tools, formats.calls)) if part)
+        system = {**system, "content": text}
+    return [system, *messages[has_system:]]
+
+
+def _tools_as_text(tools: Sequence[Tool], form: ToolCallFormat) -> str:
+    lines = [json.dumps(tool.to_json()["function"], ensure_ascii=False) for tool in tools]
+    call = form.written([("NAME", '{"ARGUMENT": "VALUE"}')])
+    return "\n".join(
+        [
+            "You can call these functions, each with its JSON schema:",
+            *lines,
+            f"To call one, answer with {call} and nothing else.",
+        ]
+    )

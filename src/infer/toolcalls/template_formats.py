@@ -1,0 +1,113 @@
+"""What a chat template writes, found by rendering it: how calls are spelled, and what of tools it shows at all."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from infer.errors import InvalidRequestError
+from infer.toolcalls.answer_format import written_arguments
+from infer.toolcalls.formats import FORMATS, GENERIC, REASONING_FORMATS, ReasoningFormat, ToolCallFormat
+from infer.toolcalls.tools import Tool
+
+Message = Mapping[str, Any]
+Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]] | None], str]  # messages and tools; it may refuse
+_PROPERTIES = {"probed_city": {"type": "string"}}
+_TOOL = Tool("probed_weather", "", {"type": "object", "properties": _PROPERTIES, "required": ["probed_city"]})
+_ARGUMENTS = {"probed_city": "Paris"}
+_RESULT = "probed result"
+_USER = {"role": "user", "content": "Hello"}
+_ID = "abcdefghi"  # what Mistral's templates take
+_PHI_TOOLS = "<|tool|>"  # a template with it reads the tools of a system message
+
+
+@final
+@dataclass(frozen=True)
+class TemplateFormats:
+    """`shows_…`: whether the template writes tools, past calls and their results; where it does not, messages of ours
+    do. `takes_tools_in_system`: as a system message's `tools`.
+    """
+
+    calls: ToolCallFormat
+    shows_tools: bool = True
+    shows_calls: bool = True
+    shows_results: bool = True
+    takes_tools_in_system: bool = False
+
+
+def reasoning_of(source: str) -> ReasoningFormat | None:
+    """Of a template that reads or opens it."""
+    return next((each for each in REASONING_FORMATS if each.closing in source), None)
+
+
+def probe_template(render: Render, source: str, name: str | None) -> TemplateFormats:
+    """With the format of this name, or the one that the template writes. Raises InvalidRequestError."""
+    if name is not None and name not in FORMATS:
+        raise InvalidRequestError(f"tool_format must be one of {', '.join(FORMATS)}, got {name!r:.80}")
+    in_system = _PHI_TOOLS in source
+    shows_tools = _TOOL.name in _tried(render, [_USER], [_TOOL.to_json()])
+    past_calls = list(_past_calls(render))
+    found = FORMATS[name] if name is not None else _written_format(past_calls) or _named_format(source)
+    if found is None and any(_TOOL.name in text for text in past_calls) and shows_tools:
+        known = ", ".join(FORMATS)
+        raise InvalidRequestError(
+            f"the chat template writes tool calls in its own way: give tool_format, one of {known}"
+        )
+    found = found if found is not None and (shows_tools or in_system or name) else GENERIC
+    shows_calls = any(_is_written(found, text) for text in past_calls)
+    shows_results = (shows_tools or in_system) and _shows_results(render, shows_calls)
+    return TemplateFormats(found, shows_tools, shows_calls, shows_results, in_system)
+
+
+def _past_calls(render: Render) -> Iterator[str]:
+    """A conversation with a call, as templates want it: an empty content or none, arguments as values or as text."""
+    for content in ({"content": ""}, {}):
+        for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)):
+            yield _tried(render, [_USER, _call_message(arguments) | content], [_TOOL.to_json()])
+
+
+def _call_message(arguments: Any) -> dict[str, Any]:
+    call = {"id": _ID, "type": "function", "function": {"name": _TOOL.name, "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
+def _tried(render: Render, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
+    """ "" where it refuses."""
+    try:
+        return render(messages, tools)
+    except InvalidRequestError:
+        return ""
+
+
+def _written_format(past_calls: Sequence[str]) -> ToolCallFormat | None:
+    """By what is spelled exactly so, else by what differs in spaces."""
+    for squeeze in (str, _squeezed):
+        for form in FORMATS.values():
+            if any(_is_written(form, text, squeeze) for text in past_calls):
+                return form
+    return None
+
+
+def _is_written(form: ToolCallFormat, text: str, squeeze: Callable[[str], str] | None = None) -> bool:
+    squeeze = squeeze or _squeezed
+    written = form.start + _TOOL.name + form.before_arguments + written_arguments(form, _TOOL, _ARGUMENTS)
+    return squeeze(written) in squeeze(text)
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def _named_format(source: str) -> ToolCallFormat | None:
+    """Of a template that tells the model how to call, and leaves past calls to the caller."""
+    if _PHI_TOOLS in source:
+        return FORMATS["phi-4-mini"]
+    forms = [form for form in FORMATS.values() if form.trigger and form.name != "phi-4-mini"]
+    return next((form for form in forms if form.trigger in source), None)
+
+
+def _shows_results(render: Render, shows_calls: bool) -> bool:
+    call = _call_message(_ARGUMENTS) if shows_calls else {"role": "assistant", "content": "probed call"}
+    result = {"role": "tool", "tool_call_id": _ID, "name": _TOOL.name, "content": _RESULT}
+    tools = [_TOOL.to_json()]
+    return any(_RESULT in _tried(render, [_USER, call | content, result], tools) for content in ({}, {"content": ""}))

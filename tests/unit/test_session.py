@@ -32,7 +32,7 @@ TEMPLATE = (
 )
 
 
-def make_model(folder: Path, *, num_layers: int = 2, **tokenizer: Any) -> Path:
+def make_model(folder: Path, *, num_layers: int = 2, context: int = CONTEXT, **tokenizer: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     config = LlamaConfig(
         vocab_size=NUM_TOKENS + 4,
@@ -41,7 +41,7 @@ def make_model(folder: Path, *, num_layers: int = 2, **tokenizer: Any) -> Path:
         num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=context,
         bos_token_id=None,
         eos_token_id=NUM_TOKENS - 2,
     )

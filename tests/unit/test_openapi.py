@@ -74,9 +74,9 @@ def test_bodies_and_answers_are_as_described(served: Served, path: str) -> None:
 
 
 def test_what_is_not_served_is_described_by_the_values_that_ask_for_nothing() -> None:
-    tools = document()["components"]["schemas"]["ChatBody"]["properties"]["tools"]
-    assert tools["enum"] == [[], None]
-    assert "not supported yet" in tools["description"]
+    functions = document()["components"]["schemas"]["ChatBody"]["properties"]["functions"]
+    assert functions["enum"] == [[], None]
+    assert "use tools" in functions["description"]
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/health", "/ready"])

@@ -10,7 +10,19 @@ from infer.batch_file.row import ENDPOINTS, Row
 from infer.batch_file.settings import Line
 from infer.outputs import GenerationResult
 
-FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "abort": "length"}  # aborted: its time was over
+
+
+def finish_reason_of(result: GenerationResult) -> str:
+    """As OpenAI has it."""
+    reason = FINISH_REASONS[result.finish_reason]
+    return "tool_calls" if reason == "stop" and result.tool_calls else reason
+
+
+def message_of(result: GenerationResult) -> dict[str, Any]:
+    """The answer as OpenAI's message: without content where it is calls alone."""
+    message = result.to_message() | {"refusal": None}
+    return message | {"content": None} if result.tool_calls and not result.text else message
 
 
 def result_line(row: Row, result: GenerationResult, model: str, spelling: Spelling) -> Line:
@@ -18,7 +30,7 @@ def result_line(row: Row, result: GenerationResult, model: str, spelling: Spelli
         return error_line(row, str(result.stop_reason), str(result.error), model)
     if row.endpoint is None:
         return Line(row.id, _json(_plain(row, result, model)), has_failed=False)
-    finish_reason = FINISH_REASONS[result.finish_reason]
+    finish_reason = finish_reason_of(result)
     body = {
         "id": _named("cmpl", row.id),
         "object": "chat.completion" if row.endpoint == ENDPOINTS[0] else "text_completion",
@@ -69,8 +81,10 @@ def _content(row: Row, result: GenerationResult, spelling: Spelling) -> dict[str
         return {"text": result.text, "logprobs": None if logprobs is None else completion_columns(logprobs, spelling)}
     if logprobs is not None:
         entries = chat_entries(without_end(logprobs, result.finish_reason), spelling)
-    message = {"role": "assistant", "content": result.text, "refusal": None}
-    return {"message": message, "logprobs": None if logprobs is None else {"content": entries, "refusal": None}}
+    return {
+        "message": message_of(result),
+        "logprobs": None if logprobs is None else {"content": entries, "refusal": None},
+    }
 
 
 def _finite(value: float) -> float | None:

@@ -84,7 +84,10 @@ def run_replay(llm: "infer.LLM", link: Permalink, body: ChatBody | CompletionBod
 def _asked(llm: "infer.LLM", body: ChatBody | CompletionBody) -> Asked:
     defaults = llm.sampling_defaults
     try:
-        asked = ask_chat(body, defaults) if isinstance(body, ChatBody) else ask_completion(body, defaults)
+        if isinstance(body, ChatBody):
+            asked = ask_chat(body, defaults, llm.tokenizer.chat_template)
+        else:
+            asked = ask_completion(body, defaults)
     except ApiError as error:
         raise InvalidRequestError(f"the permalink's body: {error.message}") from error
     count = len(asked.prompts) * asked.num_choices if asked.is_answered else 0

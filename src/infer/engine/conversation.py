@@ -88,7 +88,7 @@ class Conversation:
         reasoning = reasoning_of(source)
         forms = [form for form in (reasoning, self.formats.calls if self.tools else None) if form is not None]
         if not forms:
-            if options.reasoning_budget is not None:
+            if options.reasoning_budget:
                 raise InvalidRequestError("reasoning_budget: the chat template knows no reasoning: leave it out")
             return None
         ids = self.tokenizer.special_ids_in([text for form in forms for text in literals_of(form)])

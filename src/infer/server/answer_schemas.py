@@ -35,6 +35,31 @@ def ref(name: str) -> Schema:
 
 
 _FINISH = constant("stop", "length")
+_CALL_STATUS = constant("completed", "incomplete")
+_TOOL_CALL = record(id=TEXT, type=constant("function"), function=record(name=TEXT, arguments=TEXT))
+_CHAT_MESSAGE = record(
+    {"reasoning_content": TEXT, "tool_calls": listed(_TOOL_CALL)},
+    role=constant("assistant"),
+    content=nullable(TEXT),
+    refusal={"type": "null"},
+)
+_OUTPUT_ITEMS: list[Schema] = [
+    record(
+        id=TEXT,
+        type=constant("message"),
+        role=constant("assistant"),
+        status=_CALL_STATUS,
+        content=listed(record(type=constant("output_text"), text=TEXT, annotations=listed({}))),
+    ),
+    record(id=TEXT, type=constant("function_call"), call_id=TEXT, name=TEXT, arguments=TEXT, status=_CALL_STATUS),
+    record(
+        id=TEXT,
+        type=constant("reasoning"),
+        summary=listed({}),
+        content=listed(record(type=constant("reasoning_text"), text=TEXT)),
+        status=_CALL_STATUS,
+    ),
+]
 _ENDED: dict[str, Schema] = {
     "finish_reason": _FINISH,
     "stop_reason": nullable({"type": ["string", "integer"]}),
@@ -77,11 +102,11 @@ ANSWER_SCHEMAS: dict[str, Schema] = {
         choices=listed(
             record(
                 index=COUNT,
-                message=record(role=constant("assistant"), content=nullable(TEXT), refusal={"type": "null"}),
+                message=_CHAT_MESSAGE,
                 logprobs=nullable(
                     record(content=listed(record(**_TOKEN_LOGPROB, top_logprobs=listed(record(**_TOKEN_LOGPROB)))))
                 ),
-                finish_reason=_FINISH,
+                finish_reason=constant("stop", "length", "tool_calls"),
             )
         ),
         usage=ref("Usage"),
@@ -114,15 +139,7 @@ ANSWER_SCHEMAS: dict[str, Schema] = {
         status=constant("completed", "incomplete"),
         incomplete_details=nullable(record(reason=constant("max_output_tokens"))),
         error={"type": "null"},
-        output=listed(
-            record(
-                id=TEXT,
-                type=constant("message"),
-                role=constant("assistant"),
-                status=constant("completed", "incomplete"),
-                content=listed(record(type=constant("output_text"), text=TEXT, annotations=listed({}))),
-            )
-        ),
+        output=listed({"anyOf": _OUTPUT_ITEMS}),
         store={"const": False},
         usage=record(
             input_tokens=COUNT,

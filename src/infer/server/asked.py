@@ -15,6 +15,7 @@ from infer.sampling.defaults import default_params
 from infer.sampling_params import ALIASES, PARAMETER_NAMES, SEED_BITS, SamplingParams
 from infer.server.errors import ApiError
 from infer.server.refusals import refuse, shown
+from infer.server.response_items import OutputRefusal
 from infer.server.schema import (
     AssistantMessage,
     CompletingBody,
@@ -26,7 +27,6 @@ from infer.server.schema import (
     JsonSchemaFormat,
     Message,
     NamedSchemaFormat,
-    OutputRefusal,
     RefusalPart,
     ToolMessage,
 )
@@ -46,8 +46,15 @@ _SAME = (
 )
 _OPTIONS = ("cache_salt", "priority", "overflow", "speculation", "num_draft_tokens")
 _SHOWN = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "answer_prefix": "answer_token_ids"}
+_OF_TOOLS = {name: name for name in ("tools", "tool_choice", "tool_format")} | {
+    "reasoning_budget": "thinking_token_budget"
+}
 # How a message of the library begins, and what of a body it is about; of /v1/responses, where that differs.
-_PLACES = _SHOWN | {"json_schema": "response_format.json_schema.schema", "unknown keyword": "chat_template_kwargs"}
+_PLACES = (
+    _SHOWN
+    | _OF_TOOLS
+    | {"json_schema": "response_format.json_schema.schema", "unknown keyword": "chat_template_kwargs"}
+)
 _PLACES_OF_RESPONSES = {"max_new_tokens": "max_output_tokens", "json_schema": "text.format.schema"}
 _NOT_FOR_TEMPLATES = frozenset(
     {"messages", "chat_template", "allow_special", "tools", "add_generation_prompt", "continue_final_message"}
@@ -123,7 +130,7 @@ def refusal(error: InvalidRequestError, prompt_name: str) -> ApiError:
     name = (found[1] or found[2]) if found else ""
     places = _PLACES | _PLACES_OF_RESPONSES if prompt_name == "input" else _PLACES
     param = places.get(name, name if name in (*_SAME, "logit_bias") else prompt_name)
-    for theirs, ours in _SHOWN.items():
+    for theirs, ours in (_SHOWN | _OF_TOOLS).items():
         message = message.replace(theirs, ours)
     return refuse(message, param)
 
@@ -150,21 +157,28 @@ def _message(index: int, message: Message) -> dict[str, Any]:
             raise refuse(f"{param} is missing: it is required", param, "missing_required_parameter")
         if message.content is None:
             found["content"] = message.refusal or ""
+        if (reasoning := message.reasoning_content or message.reasoning) is not None:
+            found["reasoning_content"] = reasoning
         if message.tool_calls:
             found["tool_calls"] = [
-                _call(f"messages[{index}].tool_calls[{i}]", c) for i, c in enumerate(message.tool_calls)
+                call_of_message(
+                    call.id,
+                    call.function.name,
+                    call.function.arguments,
+                    f"messages[{index}].tool_calls[{number}].function.arguments",
+                )
+                for number, call in enumerate(message.tool_calls)
             ]
     return found
 
 
-def _call(path: str, call: Any) -> dict[str, Any]:
-    """Templates write the arguments themselves."""
+def call_of_message(call_id: str, name: str, arguments: str, param: str) -> dict[str, Any]:
+    """A past call, with its arguments as values: templates write them themselves. Raises ApiError."""
     try:
-        arguments = msgspec.json.decode(call.function.arguments, type=dict[str, Any])
+        values = msgspec.json.decode(arguments, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError) as error:
-        param = f"{path}.function.arguments"
         raise refuse(f"{param} must be an object of JSON: {error}", param) from None
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": values}}
 
 
 def text_of(content: Any) -> str:

@@ -11,6 +11,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
+from infer.batch_file.result_line import FINISH_REASONS
 from infer.outputs import GenerationResult
 from infer.server.choices import Part, accept
 from infer.server.endpoint import ApiRoute
@@ -19,7 +20,7 @@ from infer.server.one_answer import OneAnswerBody, ask_one
 from infer.server.read_body import read_body
 from infer.server.refusals import refuse
 from infer.server.replies import make_head, reply
-from infer.server.shapes import FINISH_REASONS, Head, Json, usage_of_choices
+from infer.server.shapes import Head, Json, usage_of_choices
 from infer.server.state import ServerState
 from infer.server.tokens import TokenId
 

@@ -1,18 +1,22 @@
 """`/v1/chat/completions`: conversations answered, whole or in chunks."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from infer.batch_file.openai_logprobs import Spelling, chat_entries, without_end
+from infer.batch_file.result_line import finish_reason_of, message_of
+from infer.errors import InvalidRequestError
 from infer.outputs import FinishReason, GenerationResult, TokenLogprob
 from infer.server.asked import (
     check_template_variables,
     make_options,
     make_params,
     messages_of,
+    refusal,
     sampling_values,
     seeds_of,
 )
@@ -24,7 +28,6 @@ from infer.server.refusals import refuse
 from infer.server.replies import Scores, check_stream_options, make_head, reply, score_prompts
 from infer.server.schema import ChatBody
 from infer.server.shapes import (
-    FINISH_REASONS,
     Head,
     Json,
     extension,
@@ -33,6 +36,7 @@ from infer.server.shapes import (
     usage_of_choices,
 )
 from infer.server.state import ServerState
+from infer.server.tool_fields import delta_fields, effort_variables, tool_options
 
 
 async def chat(request: Request, state: ServerState) -> Response:
@@ -40,15 +44,15 @@ async def chat(request: Request, state: ServerState) -> Response:
     body = read_body(await request.body(), ChatBody)
     check_model(request, state, body.model)
     includes_usage = check_stream_options(body)
-    choices = await accept(request, state, ask(body, llm.sampling_defaults))
+    choices = await accept(request, state, ask(body, llm.sampling_defaults, llm.tokenizer.chat_template))
     scores = await score_prompts(request, state, choices.prompt_ids, body.prompt_logprobs)
     head = make_head("chatcmpl-", request, state)
     shape = ChatShape(head, body, Spelling.of(llm.tokenizer), choices.prompt_ids[0], scores[0], includes_usage)
     return await reply(request, state, choices, shape, is_streamed=bool(body.stream))
 
 
-def ask(body: ChatBody, defaults: Mapping[str, Any]) -> Asked:
-    """Over the model's own `defaults`. Raises ApiError."""
+def ask(body: ChatBody, defaults: Mapping[str, Any], template: str | None) -> Asked:
+    """Over the model's own `defaults`, for its chat template. Raises ApiError."""
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         message = f"max_tokens is {body.max_tokens} and max_completion_tokens {body.max_completion_tokens}: give one"
         raise refuse(message, "max_tokens")
@@ -63,7 +67,12 @@ def ask(body: ChatBody, defaults: Mapping[str, Any]) -> Asked:
         if (value := getattr(body, name)) is not None:
             variables[name] = value
     params = make_params(values, defaults, seeds_of(body.seed, body.n or 1), "messages")
-    return Asked([messages_of(body.messages)], params, make_options(body), "messages", variables)
+    try:
+        options = replace(make_options(body), **tool_options(body, body.reasoning_effort))
+    except InvalidRequestError as error:
+        raise refusal(error, "messages") from error
+    variables = effort_variables(body.reasoning_effort, template, "reasoning_effort") | variables
+    return Asked([messages_of(body.messages)], params, options, "messages", variables)
 
 
 @final
@@ -86,9 +95,9 @@ class ChatShape:
         choices = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": result.text, "refusal": None},
+                "message": message_of(result),
                 "logprobs": self._logprobs(result.logprobs or (), result.finish_reason),
-                "finish_reason": FINISH_REASONS[result.finish_reason],
+                "finish_reason": finish_reason_of(result),
                 **self._token_ids(result.token_ids),
             }
             for index, result in enumerate(results)
@@ -102,14 +111,14 @@ class ChatShape:
         }
 
     def opening(self) -> list[Json]:
-        delta = {"role": "assistant", "content": ""}
+        delta = {"role": "assistant", "content": None if self._body.tools else ""}
         first, *others = [self._chunk([self._choice(index, delta)]) for index in range(self._body.n or 1)]
         return [first | self._of_prompt, *others]
 
     def chunk(self, part: Part) -> Json | None:
-        delta = {"content": part.text} if part.text else {}
+        delta = delta_fields(part.deltas) | ({"content": part.text} if part.text else {})
         if part.result is not None:
-            reason = FINISH_REASONS[part.result.finish_reason]
+            reason = finish_reason_of(part.result)
             choice = self._choice(part.choice, delta, finish_reason=reason)
             return self._chunk([choice]) | {"infer": extension({part.choice: part.result})}
         logprobs = self._logprobs(logprobs_of(part.pieces), part.pieces[-1].finish_reason)

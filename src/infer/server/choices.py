@@ -15,7 +15,7 @@ from starlette.requests import Request
 import infer
 from infer.engine.request_options import RequestOptions
 from infer.errors import ClosedError, InvalidRequestError
-from infer.outputs import GenerationResult, GenerationTiming, Piece
+from infer.outputs import GenerationResult, GenerationTiming, Piece, ReasoningDelta, ToolCallDelta, assembled
 from infer.sampling_params import SamplingParams
 from infer.server.asked import refusal
 from infer.server.asking import check_result, of_tenant, while_connected
@@ -44,16 +44,21 @@ class Asked:
 
 
 class Part(NamedTuple):
-    """Of a choice, by its index: its next pieces; or its end, with the `tail` of its text that was held back."""
+    """Of a choice, by its index: its next pieces; or its end, with what was held back of its text and reasoning."""
 
     choice: int
     pieces: Sequence[Piece]
     result: GenerationResult | None = None
     tail: str = ""
+    tail_deltas: tuple[ReasoningDelta, ...] = ()
 
     @property
     def text(self) -> str:
         return "".join(piece.text for piece in self.pieces) + self.tail
+
+    @property
+    def deltas(self) -> list[ReasoningDelta | ToolCallDelta]:
+        return [*(delta for piece in self.pieces for delta in piece.deltas), *self.tail_deltas]
 
 
 @final
@@ -139,7 +144,11 @@ class Choices:
         stream = self._streams[index]
         result = await stream.result()
         check_result(result, self._state)
-        return Part(index, (), result, result.text[sum(len(piece.text) for piece in stream.sequence.pieces) :])
+        pieces = stream.sequence.pieces
+        tail = result.text[sum(len(piece.text) for piece in pieces) :]
+        known, _ = assembled(delta for piece in pieces for delta in piece.deltas)
+        rest = (result.reasoning or "")[len(known or "") :]
+        return Part(index, (), result, tail, (ReasoningDelta(rest),) if rest else ())
 
     def cancel(self) -> None:
         """What goes on ends; what has ended stays."""

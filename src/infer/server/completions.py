@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 import infer
 from infer.batch_file.openai_logprobs import Spelling, completion_columns
+from infer.batch_file.result_line import FINISH_REASONS
 from infer.outputs import GenerationResult, TokenLogprob
 from infer.server.asked import make_options, make_params, sampling_values, seeds_of
 from infer.server.choices import Asked, Part, accept
@@ -18,7 +19,7 @@ from infer.server.read_body import read_body
 from infer.server.refusals import refuse, shown
 from infer.server.replies import Scores, check_stream_options, make_head, reply, score_prompts
 from infer.server.schema import CompletionBody
-from infer.server.shapes import FINISH_REASONS, Head, Json, extension, logprobs_of, prompt_logprobs_of, usage_of_choices
+from infer.server.shapes import Head, Json, extension, logprobs_of, prompt_logprobs_of, usage_of_choices
 from infer.server.state import ServerState
 
 _MAX_TOKENS = 16

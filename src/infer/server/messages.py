@@ -1,26 +1,33 @@
-"""`/v1/messages` and `/v1/messages/count_tokens`: Anthropic's Messages, text alone, with its events and its errors."""
+"""`/v1/messages` and `/v1/messages/count_tokens`: Anthropic's Messages, with its events and its errors."""
 
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, final
 
-import msgspec
 from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
 from infer.engine.request_options import RequestOptions
-from infer.outputs import GenerationResult
-from infer.server.asked import make_params, seeds_of
+from infer.errors import InvalidRequestError
+from infer.server.asked import make_params, refusal, seeds_of
 from infer.server.asking import while_connected
-from infer.server.choices import Asked, Choices, accept
+from infer.server.choices import Asked, accept
 from infer.server.endpoint import ApiRoute
 from infer.server.errors import ApiError, api_error
+from infer.server.message_blocks import (
+    CacheControl,
+    Choice,
+    MessagesTools,
+    TextBlock,
+    Thinking,
+    ThinkingOff,
+    Turn,
+    messages_of,
+    tool_fields,
+)
+from infer.server.message_events import Message, MessageEvents
 from infer.server.models import check_model
 from infer.server.read_body import read_body
 from infer.server.replies import json_response, make_head
-from infer.server.shapes import Head
 from infer.server.sse import EventStream, event
 from infer.server.state import ServerState
 from infer.server.tokens import prepared
@@ -33,7 +40,6 @@ _TYPE_BY_STATUS = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-_STOP_REASONS = {"eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens", "abort": "max_tokens"}
 
 
 class _Part(Struct, forbid_unknown_fields=True):
@@ -41,35 +47,8 @@ class _Part(Struct, forbid_unknown_fields=True):
 
 
 @final
-class CacheControl(_Part, kw_only=True):
-    """A hint that is not needed: what prompts begin with is kept anyway."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-
-
-@final
-class TextBlock(_Part, kw_only=True):
-    type: Literal["text"]
-    text: str
-    cache_control: CacheControl | None = None
-    citations: None = None
-
-
-@final
-class Turn(_Part, kw_only=True):
-    role: Literal["user", "assistant"]
-    content: str | list[TextBlock]
-
-
-@final
 class Metadata(_Part, kw_only=True):
     user_id: str | None = None
-
-
-@final
-class ThinkingOff(_Part):
-    type: Literal["disabled"]
 
 
 @final
@@ -89,11 +68,11 @@ class PromptBody(_Part, kw_only=True):
     model: str | None = None
     messages: Annotated[list[Turn], Meta(min_length=1)]
     system: str | list[TextBlock] | None = None
-    thinking: ThinkingOff | None = None
+    thinking: Thinking | None = None
     cache_control: CacheControl | None = None
     output_config: OutputConfig | None = None
-    tools: Any = None
-    tool_choice: Any = None
+    tools: MessagesTools | None = None
+    tool_choice: Choice | None = None
 
 
 @final
@@ -136,40 +115,43 @@ async def create_message(request: Request, state: ServerState) -> Response:
     body = read_body(await request.body(), MessagesBody)
     check_model(request, state, body.model)
     params = make_params(sampling_of(body), state.llm().llm.sampling_defaults, seeds_of(body.seed, 1), "messages")
-    messages = turns_of(body)
-    asked = Asked([messages], params, RequestOptions(), "messages", variables_of(messages))
+    messages = messages_of(body.messages, body.system)
+    asked = Asked([messages], params, options_of(body), "messages", variables_of(body, messages))
     choices = await accept(request, state, asked)
-    answer = Message(make_head("msg_", request, state))
+    answer = Message(make_head("msg_", request, state), frozenset(body.stop_sequences or ()))
     if body.stream:
         seconds = state.settings.comment_seconds
-        return EventStream(events_of(answer, choices), comment_seconds=seconds, fail=failure_event)
+        return EventStream(MessageEvents(answer).of(choices), comment_seconds=seconds, fail=failure_event)
     (result,) = await while_connected(request, choices.results())
     return json_response(answer.whole(result))
 
 
 async def count_tokens(request: Request, state: ServerState) -> Response:
-    body, tokenizer = read_body(await request.body(), CountTokensBody), state.llm().host.tokenizer
+    body, host = read_body(await request.body(), CountTokensBody), state.llm().host
     check_model(request, state, body.model)
-    messages = turns_of(body)
-    encode = tokenizer.encode_chat
-    ids = await prepared(request, state, lambda: encode(messages, **variables_of(messages)), "messages")
+    messages, options = messages_of(body.messages, body.system), options_of(body)
+
+    def encode() -> list[int]:
+        conversation = host.conversation(messages, options, variables_of(body, messages))
+        assert conversation is not None
+        return conversation.encode(messages)
+
+    ids = await prepared(request, state, encode, "messages")
     return json_response({"input_tokens": len(ids)})
 
 
-def turns_of(body: PromptBody) -> list[dict[str, str]]:
-    """As templates take them: the system first, turns of one role after another as one."""
-    found = [] if body.system is None else [{"role": "system", "content": _text_of(body.system)}]
-    for turn in body.messages:
-        if found and found[-1]["role"] == turn.role:
-            found[-1] = {"role": turn.role, "content": f"{found[-1]['content']}\n{_text_of(turn.content)}"}
-        else:
-            found.append({"role": turn.role, "content": _text_of(turn.content)})
-    return found
+def options_of(body: PromptBody) -> RequestOptions:
+    """Raises ApiError."""
+    try:
+        return RequestOptions(**tool_fields(body.tools, body.tool_choice, body.thinking))
+    except InvalidRequestError as error:
+        raise refusal(error, "messages") from error
 
 
-def variables_of(messages: list[dict[str, str]]) -> dict[str, Any]:
+def variables_of(body: PromptBody, messages: list[dict[str, Any]]) -> dict[str, Any]:
     """Of the template: a last turn of the assistant is gone on with."""
-    return {"continue_final_message": True} if messages[-1]["role"] == "assistant" else {}
+    found: dict[str, Any] = {"continue_final_message": True} if messages[-1]["role"] == "assistant" else {}
+    return found if body.thinking is None else found | {"enable_thinking": not isinstance(body.thinking, ThinkingOff)}
 
 
 def sampling_of(body: MessagesBody) -> dict[str, Any]:
@@ -180,69 +162,6 @@ def sampling_of(body: MessagesBody) -> dict[str, Any]:
     if body.output_config is not None and body.output_config.format is not None:
         values["json_schema"] = body.output_config.format.schema
     return values
-
-
-@final
-@dataclass(frozen=True)
-class Message:
-    """The answer, whole or as the objects of its events."""
-
-    head: Head
-
-    def whole(self, result: GenerationResult) -> dict[str, Any]:
-        content = [{"type": "text", "text": result.text, "citations": None}]
-        return self._object(content, _usage(result), _stop(result))
-
-    def start(self, num_prompt_tokens: int) -> dict[str, Any]:
-        usage = {"input_tokens": num_prompt_tokens, "output_tokens": 0}
-        stop = {"stop_reason": None, "stop_sequence": None}
-        return {"type": "message_start", "message": self._object([], usage, stop)}
-
-    def end(self, result: GenerationResult) -> dict[str, Any]:
-        return {"type": "message_delta", "delta": _stop(result), "usage": _usage(result)}
-
-    def _object(self, content: list[Any], usage: Mapping[str, int], stop: Mapping[str, Any]) -> dict[str, Any]:
-        named = {"id": self.head.id, "type": "message", "role": "assistant", "model": self.head.model}
-        return {**named, "content": content, **stop, "usage": usage}
-
-
-async def events_of(answer: Message, choices: Choices) -> AsyncGenerator[bytes, None]:
-    yield _event(answer.start(len(choices.prompt_ids[0])))
-    block = {"type": "text", "text": "", "citations": None}
-    yield _event({"type": "content_block_start", "index": 0, "content_block": block}) + _event({"type": "ping"})
-    async with aclosing(choices.parts()) as parts:
-        async for part in parts:
-            if part.text:
-                delta = {"type": "text_delta", "text": part.text}
-                yield _event({"type": "content_block_delta", "index": 0, "delta": delta})
-            if part.result is not None:
-                yield _event({"type": "content_block_stop", "index": 0}) + _event(answer.end(part.result))
-    yield _event({"type": "message_stop"})
-
-
-def _stop(result: GenerationResult) -> dict[str, Any]:
-    sequence = result.stop_reason if result.finish_reason == "stop" else None
-    is_full = result.finish_reason == "length" and result.stop_reason == "context"
-    reason = "model_context_window_exceeded" if is_full else _STOP_REASONS[result.finish_reason]
-    return {"stop_reason": reason, "stop_sequence": sequence}
-
-
-def _usage(result: GenerationResult) -> dict[str, int]:
-    """Tokens that were in the cache count apart from the other ones of the prompt."""
-    return {
-        "input_tokens": result.prompt_tokens - result.reused_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": result.reused_tokens,
-        "output_tokens": result.generated_tokens,
-    }
-
-
-def _text_of(content: str | list[TextBlock]) -> str:
-    return content if isinstance(content, str) else "".join(block.text for block in content)
-
-
-def _event(found: dict[str, Any]) -> bytes:
-    return event(msgspec.json.encode(found), found["type"])
 
 
 def failure_event(error: ApiError) -> bytes:

@@ -10,7 +10,6 @@ class Neutral(NamedTuple):
     instead: str = "leave it out"
 
 
-_NO_TOOLS = "tool calls are not supported yet: leave it out"
 _TEXT_ALONE = "only text is served: leave it out"
 
 NEUTRAL = {
@@ -19,31 +18,26 @@ NEUTRAL = {
     "best_of": Neutral((1,), "ask for n answers with logprobs and choose yourself"),
     "context_management": Neutral(([],), "nothing is compacted: leave it out"),
     "conversation": Neutral((), "conversations are not kept: send the earlier messages as input"),
-    "function_call": Neutral(("none", "auto"), _NO_TOOLS),
-    "functions": Neutral(([],), _NO_TOOLS),
-    "max_tool_calls": Neutral((), _NO_TOOLS),
+    "function_call": Neutral(("none", "auto"), "use tool_choice"),
+    "functions": Neutral(([],), "use tools"),
+    "max_tool_calls": Neutral((), "no tools are run here: leave it out"),
     "modalities": Neutral((["text"],), _TEXT_ALONE),
     "moderation": Neutral((), "nothing is moderated: leave it out"),
-    "parallel_tool_calls": Neutral((True, False), _NO_TOOLS),
     "prediction": Neutral((), 'give speculation: "ngram", which guesses by itself'),
     "previous_response_id": Neutral((), "answers are not kept: send the earlier messages as input"),
     "prompt": Neutral((), "prompts are not kept: send the text as input"),
     "prompt_cache_options": Neutral((), "leave it out"),
     "prompt_cache_retention": Neutral(("in_memory", "in-memory"), "prompts are kept in memory while there is room"),
-    "reasoning": Neutral(({}, {"effort": None}, {"effort": "none"}), "reasoning is not supported yet: leave it out"),
-    "reasoning_effort": Neutral(("none",), "reasoning is not supported yet: leave it out"),
     "service_tier": Neutral(("auto", "default"), "there is one tier: leave it out, or see priority"),
     "store": Neutral((False,), "answers are not kept: leave it out"),
     "suffix": Neutral(("",), "the model does not fill in text: leave it out"),
-    "tool_choice": Neutral(("none", "auto"), _NO_TOOLS),
-    "tools": Neutral(([],), _NO_TOOLS),
     "verbosity": Neutral(("medium",), "leave it out and say it in a message"),
     "web_search_options": Neutral((), "nothing is searched: leave it out"),
 }
 
 # Names of other routes and of other servers: what to do instead.
 _SCHEMA = 'use response_format: {"type": "json_schema", "json_schema": {"name": …, "schema": …}}'
-_THINKING = 'use chat_template_kwargs: {"enable_thinking": …}'
+_THINKING = "use reasoning_effort, or thinking_token_budget"
 ELSEWHERE = {
     "best_of": "it is of /v1/completions",
     "echo": "it is of /v1/completions",

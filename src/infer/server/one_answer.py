@@ -40,7 +40,7 @@ def ask_one(body: OneAnswerBody, defaults: Mapping[str, Any], answer_prefix: Seq
             raise refuse(f"{name} must not be {shown(value)} here: leave it out", name, "unsupported_value")
     values = {"max_new_tokens": MAX_TOKENS} | sampling_values(body)
     (params,) = make_params(values, defaults, seeds_of(body.seed, 1), "prompt" if body.messages is None else "messages")
-    options = replace(make_options(body), answer_prefix=tuple(answer_prefix))
+    options = replace(make_options(body), answer_prefix=tuple(answer_prefix), reasoning_format="none")
     variables = template_variables(body.chat_template_kwargs, body.add_generation_prompt, body.continue_final_message)
     if (body.prompt is None) == (body.messages is None):
         code = "missing_required_parameter" if body.prompt is None else "invalid_value"

@@ -100,6 +100,7 @@ def document() -> Json:
             if field.type is Any and field.name in NEUTRAL:
                 properties[field.name] = _neutral(field.name)
         properties.update(_REFINED.get(body.__name__, {}))
+    components["InputMessage"]["required"].remove("type")  # `with_types`
     paths: dict[str, Json] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation)

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, TypeVar
 
@@ -26,14 +26,15 @@ _BOUNDS = {" of length >= ": " with at least ", " of length <= ": " with at most
            " <= ": " of at most ", " > ": " above ", " < ": " below ", " matching regex ": " like "}  # fmt: skip
 
 
-def read_body(content: bytes, kind: type[_Body]) -> _Body:
-    """Raises ApiError 400."""
+def read_body(content: bytes, kind: type[_Body], complete: Callable[[Any], Any] = lambda given: given) -> _Body:
+    """`complete` may add to what is given. Raises ApiError 400."""
     try:
         given = msgspec.json.decode(content)
     except RecursionError:
         raise refuse("the body is nested too deep", None, "invalid_json") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise refuse(f"the body is not JSON: {error}", None, "invalid_json") from None
+    given = complete(given)
     try:
         body = msgspec.convert(given, kind)
     except msgspec.ValidationError as error:

@@ -8,8 +8,11 @@ from msgspec import Meta, Struct
 
 from infer.engine.admission import MAX_PRIORITY
 from infer.engine.model_settings import Overflow, Speculation
+from infer.engine.request_options import MAX_BUDGET, ReasoningPlace
 from infer.sampling_params import MAX_LOGPROBS
+from infer.server.response_items import InputItem, ReasoningSettings, ResponseToolChoice, ResponseTools
 from infer.speculation.ngram import MAX_DRAFT_TOKENS
+from infer.toolcalls.tools import MAX_TOOLS
 
 _Text = Annotated[str, Meta(min_length=1)]
 _Count = Annotated[int, Meta(ge=1)]
@@ -91,6 +94,8 @@ class AssistantMessage(_Message, tag="assistant", kw_only=True):
 
     content: str | Annotated[list[AnswerText | RefusalPart], Meta(min_length=1)] | None = None
     refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[ToolCall] | None = None
     annotations: list[Any] | None = None
     audio: None = None
@@ -139,6 +144,53 @@ class JsonSchemaFormat(_Format, tag="json_schema"):
 
 
 Format = TextFormat | JsonObjectFormat | JsonSchemaFormat
+
+
+# Tools
+
+
+@final
+class Function(Struct, forbid_unknown_fields=True, kw_only=True):
+    """`strict` or not, a call is held to the schema."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+@final
+class FunctionTool(Struct, forbid_unknown_fields=True, tag_field="type", tag="function"):
+    function: Function
+
+
+class _Choice(Struct, forbid_unknown_fields=True, tag_field="type"):
+    pass
+
+
+@final
+class FunctionName(Struct, forbid_unknown_fields=True):
+    name: str
+
+
+@final
+class NamedFunction(_Choice, tag="function"):
+    function: FunctionName
+
+
+@final
+class Allowed(Struct, forbid_unknown_fields=True):
+    mode: Literal["auto", "required"]
+    tools: list[NamedFunction]
+
+
+@final
+class AllowedTools(_Choice, tag="allowed_tools"):
+    allowed_tools: Allowed
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Tools = Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)]
 
 
 # What is generated
@@ -204,20 +256,23 @@ class ChatBody(CompletingBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedTools | None = None
+    parallel_tool_calls: bool | None = None
+    tool_format: str | None = None
+    reasoning_effort: Effort | None = None
+    reasoning_format: ReasoningPlace | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=0, le=MAX_BUDGET)] | None = None
     audio: Any = None
     function_call: Any = None
     functions: Any = None
     modalities: Any = None
     moderation: Any = None
-    parallel_tool_calls: Any = None
     prediction: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
-    reasoning_effort: Any = None
     service_tier: Any = None
     store: Any = None
-    tool_choice: Any = None
-    tools: Any = None
     verbosity: Any = None
     web_search_options: Any = None
 
@@ -235,39 +290,6 @@ class CompletionBody(CompletingBody, kw_only=True):
 
 
 # Responses
-
-
-class _InputPart(Struct, forbid_unknown_fields=True, tag_field="type", kw_only=True):
-    pass
-
-
-@final
-class InputText(_InputPart, tag="input_text"):
-    text: str
-
-
-@final
-class OutputText(_InputPart, tag="output_text", kw_only=True):
-    """As an answer has it, so that it can be sent back."""
-
-    text: str
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
-
-
-@final
-class OutputRefusal(_InputPart, tag="refusal"):
-    refusal: str
-
-
-@final
-class InputMessage(Struct, forbid_unknown_fields=True, kw_only=True):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[InputText | OutputText | OutputRefusal], Meta(min_length=1)]
-    type: Literal["message"] | None = None
-    id: str | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
-    phase: str | None = None
 
 
 @final
@@ -297,7 +319,7 @@ class ResponseBody(GeneratingBody, kw_only=True):
     that no answer has.
     """
 
-    input: str | Annotated[list[InputMessage], Meta(min_length=1)]
+    input: str | Annotated[list[InputItem], Meta(min_length=1)]
     instructions: str | None = None
     max_output_tokens: _Count | None = None
     text: TextSettings | None = None
@@ -307,6 +329,13 @@ class ResponseBody(GeneratingBody, kw_only=True):
     metadata: dict[str, str] | None = None
     stream_options: ResponseStreamOptions | None = None
     store: bool | None = None
+    tools: ResponseTools | None = None
+    tool_choice: ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    tool_format: str | None = None
+    reasoning: ReasoningSettings | None = None
+    reasoning_format: ReasoningPlace | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=0, le=MAX_BUDGET)] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     background: Any = None
@@ -314,12 +343,8 @@ class ResponseBody(GeneratingBody, kw_only=True):
     conversation: Any = None
     max_tool_calls: Any = None
     moderation: Any = None
-    parallel_tool_calls: Any = None
     previous_response_id: Any = None
     prompt: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
-    reasoning: Any = None
     service_tier: Any = None
-    tool_choice: Any = None
-    tools: Any = None

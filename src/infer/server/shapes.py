@@ -3,11 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from infer.batch_file import result_line
 from infer.batch_file.openai_logprobs import Spelling
 from infer.outputs import GenerationResult, Piece, TokenLogprob
 
-FINISH_REASONS = result_line.FINISH_REASONS | {"abort": "length"}  # its time was over
 Json = dict[str, Any]
 
 
@@ -34,7 +32,7 @@ def usage_of(num_prompt_tokens: int, results: Sequence[GenerationResult], num_ca
         "total_tokens": num_prompt_tokens + num_completion,
         "prompt_tokens_details": {"cached_tokens": num_cached},
         "completion_tokens_details": {
-            "reasoning_tokens": 0,
+            "reasoning_tokens": sum(result.reasoning_tokens for result in results),
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": proposed - accepted,
         },

@@ -7,6 +7,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
+from infer.batch_file.result_line import FINISH_REASONS
 from infer.outputs import GenerationResult, SampleTrace
 from infer.server.asking import while_connected
 from infer.server.call import call_of
@@ -17,7 +18,7 @@ from infer.server.one_answer import OneAnswerBody, ask_one
 from infer.server.read_body import read_body
 from infer.server.refusals import refuse
 from infer.server.replies import json_response
-from infer.server.shapes import FINISH_REASONS, Json, usage_of_choices
+from infer.server.shapes import Json, usage_of_choices
 from infer.server.state import ServerState
 
 _MAX_TOKENS, _MAX_CANDIDATES = 256, 64

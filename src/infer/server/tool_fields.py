@@ -1,0 +1,78 @@
+"""Tools and reasoning: what bodies ask of them, as options of the library, and what answers show of them."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from infer.outputs import ReasoningDelta, ToolCallDelta
+from infer.server.refusals import refuse
+from infer.server.schema import ChatBody, ResponseBody
+from infer.server.shapes import Json
+from infer.toolcalls.template_formats import reasoning_of
+
+Delta = ReasoningDelta | ToolCallDelta
+
+
+def tool_options(body: ChatBody | ResponseBody, effort: str | None) -> dict[str, Any]:
+    """Fields of RequestOptions."""
+    given = {
+        "tools": None if not body.tools else _plain(body.tools),
+        "tool_choice": None if body.tool_choice is None else _plain(body.tool_choice),
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "tool_format": body.tool_format,
+        "reasoning_format": body.reasoning_format,
+        "reasoning_budget": budget_of(body.thinking_token_budget, effort),
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def budget_of(budget: int | None, effort: str | None) -> int | None:
+    """No effort is a budget of 0. Raises ApiError where both are asked for and differ."""
+    if effort != "none":
+        return budget
+    if budget:
+        name = "thinking_token_budget"
+        raise refuse(f"{name} is {budget} and the effort of reasoning none: give one", name)
+    return 0
+
+
+def effort_variables(effort: str | None, template: str | None, name: str) -> dict[str, Any]:
+    """What templates know of it: a switch, or the effort itself. Raises ApiError for a template without reasoning."""
+    if effort is None:
+        return {}
+    if effort != "none" and reasoning_of(template or "") is None:
+        raise refuse(f"{name} must not be {effort!r}: the model's chat template knows no reasoning", name)
+    return {"enable_thinking": effort != "none", "reasoning_effort": effort}
+
+
+def delta_fields(deltas: Iterable[Delta]) -> Json:
+    """Of a chunk's delta: an entry for each call, which has its id and name where it begins."""
+    reasoning, calls = "", dict[int, Json]()
+    for delta in deltas:
+        if isinstance(delta, ReasoningDelta):
+            reasoning += delta.text
+            continue
+        call = calls.setdefault(delta.index, {"index": delta.index, "function": {"arguments": ""}})
+        if delta.id is not None:
+            call |= {"id": delta.id, "type": "function"}
+            call["function"] = {"name": delta.name, "arguments": ""}
+        call["function"]["arguments"] += delta.arguments
+    fields: Json = {"reasoning_content": reasoning} if reasoning else {}
+    return fields | ({"tool_calls": list(calls.values())} if calls else {})
+
+
+def _plain(value: Any) -> Any:
+    """Null is absent."""
+    return _without_nulls(msgspec.to_builtins(value))
+
+
+def _without_nulls(value: Any) -> Any:
+    """Of the fields of a tool, not of its schema."""
+    if isinstance(value, list):
+        return [_without_nulls(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        key: each if key == "parameters" else _without_nulls(each) for key, each in value.items() if each is not None
+    }

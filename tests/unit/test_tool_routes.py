@@ -1,0 +1,222 @@
+"""Tools and reasoning over HTTP: the calls of `LLM.chat`, in the shapes of each API, whole and streamed."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from infer import LLM
+from openai_shapes import check, events, named_events
+from served import Served, serving
+from test_session import TEXT_IDS, make_model
+from test_tool_calls import THINKING
+
+ASKED = [{"role": "user", "content": "weather?"}]
+CHAT = "/v1/chat/completions"
+FUNCTION: dict[str, Any] = {
+    "name": "is_on",
+    "description": "Whether it is on.",
+    "parameters": {"type": "object", "properties": {"flag": {"type": "boolean"}}, "required": ["flag"]},
+}
+NOW: dict[str, Any] = {"name": "now"}
+TOOLS = [{"type": "function", "function": FUNCTION}, {"type": "function", "function": NOW | {"strict": None}}]
+SAMPLED: dict[str, Any] = {"seed": 3, "max_tokens": 200, "temperature": 1.5}
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    folder = make_model(tmp_path_factory.mktemp("model"), context=1_500)
+    return LLM(folder, chat_template=THINKING, reuse_prefixes=True)
+
+
+@pytest.fixture(scope="module")
+def served(llm: LLM) -> Iterator[Served]:
+    with serving(llm, model="tiny") as served:
+        yield served
+
+
+def post(served: Served, path: str, **body: Any) -> Any:
+    answer = served.client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def joined(chunks: list[dict[str, Any]], index: int) -> tuple[dict[str, Any], str]:
+    """A message and its finish reason, as clients put chunks together."""
+    message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
+    reason = ""
+    for choice in (choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index):
+        delta = choice["delta"]
+        for name in ("content", "reasoning_content"):
+            message[name] += delta.get(name) or ""
+        entries = delta.get("tool_calls", [])
+        assert len({entry["index"] for entry in entries}) == len(entries)
+        for entry in entries:
+            if "id" in entry:
+                assert entry["index"] == len(message["tool_calls"])
+                call = {"id": entry["id"], "type": entry["type"], "function": entry["function"]}
+                message["tool_calls"].append(call)
+            else:
+                message["tool_calls"][entry["index"]]["function"]["arguments"] += entry["function"]["arguments"]
+        reason = choice["finish_reason"] or reason
+    return message, reason
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
+def test_a_call_over_http_is_that_of_the_library(served: Served, llm: LLM, choice: Any) -> None:
+    body = {"messages": ASKED, "tools": TOOLS, "tool_choice": choice, "n": 2, **SAMPLED}
+    expected = llm.chat(ASKED, tools=[FUNCTION, NOW], tool_choice=choice, seed=3, max_new_tokens=200, temperature=1.5)
+    whole = post(served, CHAT, **body)
+    check("CreateChatCompletionResponse", whole)
+    message = whole["choices"][0]["message"]
+    assert message["content"] is None
+    assert message["tool_calls"] == [call.to_json() for call in expected.tool_calls]
+    ids = [call["id"] for choice in whole["choices"] for call in choice["message"]["tool_calls"]]
+    assert len(set(ids)) == len(ids)
+    chunks = list(events(served.client.post(CHAT, json={"stream": True, **body}).text))
+    for chunk in chunks:
+        check("CreateChatCompletionStreamResponse", chunk)
+    for index, choice in enumerate(whole["choices"]):
+        found, reason = joined(chunks, index)
+        assert found["tool_calls"] == choice["message"]["tool_calls"]
+        assert (found["content"], reason) == ("", choice["finish_reason"])
+        assert reason in ("tool_calls", "length")
+
+
+def test_a_conversation_with_calls_and_results_goes_on(served: Served) -> None:
+    body = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, **SAMPLED}
+    answer = post(served, CHAT, messages=ASKED, **body)["choices"][0]
+    assert answer["finish_reason"] == "tool_calls"
+    (call,) = answer["message"]["tool_calls"]
+    result = {"role": "tool", "tool_call_id": call["id"], "content": [{"type": "text", "text": "yes"}]}
+    messages = [*ASKED, answer["message"], result]
+    after = post(served, CHAT, messages=messages, tools=TOOLS, seed=1, max_tokens=5, allowed_token_ids=TEXT_IDS)
+    assert after["choices"][0]["message"]["content"]
+    prompt = post(served, "/apply-template", messages=messages)["prompt"]
+    assert call["function"]["name"] in prompt
+
+
+def test_reasoning_is_a_field_of_its_own_counted_and_switched_off(served: Served) -> None:
+    body = {"messages": ASKED, "chat_template_kwargs": {"open": True}, "thinking_token_budget": 6, **SAMPLED}
+    letters = [*range(97, 123), 256, *b"</>"]
+    whole = post(served, CHAT, **body, allowed_token_ids=letters)
+    message = whole["choices"][0]["message"]
+    assert len(message["reasoning_content"]) <= 6
+    assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == 6 + len("</think>")
+    chunks = list(events(served.client.post(CHAT, json={"stream": True, "allowed_token_ids": letters, **body}).text))
+    found, _ = joined(chunks, 0)
+    assert found["reasoning_content"] == message["reasoning_content"]
+    assert found["content"] == message["content"]
+    raw = post(served, CHAT, **body, allowed_token_ids=letters, reasoning_format="none")["choices"][0]["message"]
+    assert "reasoning_content" not in raw
+    assert raw["content"].startswith(f"{message['reasoning_content']}</think>")
+    del body["thinking_token_budget"]
+    off = post(served, CHAT, **body, reasoning_effort="none", allowed_token_ids=letters)
+    assert "reasoning_content" not in off["choices"][0]["message"]
+    for name in ("reasoning", "reasoning_content"):
+        past = {"role": "assistant", "content": "a", name: "because"}
+        assert "because" in post(served, "/apply-template", messages=[*ASKED, past])["prompt"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_format": "x"}, "tool_format"),
+        ({"thinking_token_budget": 3, "reasoning_effort": "none"}, "thinking_token_budget"),
+        ({"thinking_token_budget": -3}, "thinking_token_budget"),
+    ],
+)
+def test_what_is_wrong_with_tools_is_named(served: Served, body: dict[str, Any], param: str) -> None:
+    answer = served.client.post(CHAT, json={"messages": ASKED, **body})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert "\n" not in error["message"]
+    check("ErrorResponse", answer.json())
+
+
+def test_an_answer_cut_in_a_call_says_length(served: Served) -> None:
+    body = {"messages": ASKED, "tools": TOOLS, "tool_choice": "required", "seed": 1, "max_tokens": 40}
+    (choice,) = post(served, CHAT, **body)["choices"]
+    assert choice["finish_reason"] == "length"
+    (call,) = choice["message"]["tool_calls"]
+    assert not call["function"]["arguments"].endswith("}")
+    assert json.dumps(call)
+
+
+# /v1/responses
+
+
+FLAT = [{"type": "function", **FUNCTION}, {"type": "function", **NOW}]
+RESPONSES = "/v1/responses"
+
+
+def streamed(served: Served, **body: Any) -> list[dict[str, Any]]:
+    answer = served.client.post(RESPONSES, json=body | {"stream": True})
+    assert answer.status_code == 200, answer.text
+    found = list(named_events(answer.text))
+    for each in found:
+        check("ResponseStreamEvent", each)
+    return found
+
+
+def test_a_response_has_its_calls_as_items_whole_and_in_events(served: Served, llm: LLM) -> None:
+    sampled = {"seed": 3, "max_output_tokens": 200, "temperature": 1.5}
+    body = {"input": "weather?", "tools": FLAT, "tool_choice": "required", **sampled}
+    expected = llm.chat(
+        ASKED, tools=[FUNCTION, NOW], tool_choice="required", seed=3, max_new_tokens=200, temperature=1.5
+    )
+    whole = post(served, RESPONSES, **body)
+    check("Response", whole)
+    found = [(item["call_id"], item["name"], item["arguments"]) for item in whole["output"]]
+    assert found == [(call.id, call.name, call.arguments) for call in expected.tool_calls]
+    events_found = streamed(served, **body)
+    items = [each["item"] for each in events_found if each["type"] == "response.output_item.done"]
+    assert [{**item, "id": ""} for item in items] == [{**item, "id": ""} for item in whole["output"]]
+    for index, item in enumerate(items):
+        own = [each for each in events_found if each.get("output_index") == index]
+        kinds = [each["type"] for each in own]
+        assert (kinds[0], kinds[-1]) == ("response.output_item.added", "response.output_item.done")
+        deltas = [each["delta"] for each in own if each["type"] == "response.function_call_arguments.delta"]
+        assert "".join(deltas) == item["arguments"]
+    past = [{"role": "user", "content": "weather?"}, *items]
+    results = [{"type": "function_call_output", "call_id": item["call_id"], "output": "yes"} for item in items]
+    answer = post(served, RESPONSES, input=[*past, *results], tools=FLAT, tool_choice="none", max_output_tokens=3)
+    assert answer["output"][-1]["type"] == "message"
+
+
+def test_a_response_has_its_reasoning_before_its_message(served: Served, llm: LLM) -> None:
+    begun = [{"role": "user", "content": "a"}]
+    body: dict[str, Any] = {"input": begun, "thinking_token_budget": 5, "seed": 2, "max_output_tokens": 60}
+    body |= {
+        "logit_bias": None,
+        "allowed_token_ids": [*range(97, 123), 256, *b"<>/"],
+        "regex": "<think>[a-z]*</think>[a-z]*",
+    }
+    del body["logit_bias"], body["regex"]
+    llm_result = llm.chat(
+        begun,
+        answer_prefix=[],
+        reasoning_budget=5,
+        seed=2,
+        max_new_tokens=60,
+        allowed_token_ids=body["allowed_token_ids"],
+    )
+    whole = post(served, RESPONSES, **body)
+    check("Response", whole)
+    kinds = [item["type"] for item in whole["output"]]
+    assert kinds == (["reasoning"] if llm_result.reasoning else []) + ["message"] * bool(
+        llm_result.text or not llm_result.reasoning
+    )
+    assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] == llm_result.reasoning_tokens
+    items = [each["item"] for each in streamed(served, **body) if each["type"] == "response.output_item.done"]
+    assert [item["content"] for item in items] == [item["content"] for item in whole["output"]]
+    assert streamed(served, **body | {"thinking_token_budget": 0})

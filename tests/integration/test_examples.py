@@ -22,6 +22,7 @@ PROMISES = {
     "chat.py": r"> What is the capital of France\?\n.*Paris",
     "logits.py": r"perplexity \d+\.\d\d over \d+ tokens",
     "custom_loop.py": r"Once upon a time\W+\w+",
+    "tools.py": r'calculate\(\{"operation": "\w+", "a": -?\d+, "b": -?\d+\}\) = -?\d+\n.+',
 }
 
 

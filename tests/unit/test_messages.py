@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from infer import LLM
-from infer.server.messages import MessagesBody, turns_of, variables_of
+from infer.server.message_blocks import messages_of
+from infer.server.messages import MessagesBody, variables_of
 from infer.server.read_body import read_body
 from served import Served
 
@@ -31,11 +32,11 @@ def test_a_system_is_a_string_or_blocks_and_turns_of_one_role_are_one() -> None:
         {"role": "user", "content": "ab\nc"},
         {"role": "assistant", "content": "d"},
     ]
-    assert turns_of(read(system=blocks, messages=turns)) == expected
-    assert turns_of(read(system="ab", messages=turns)) == expected
-    assert turns_of(read(messages=turns)) == expected[1:]
-    assert variables_of(expected) == {"continue_final_message": True}
-    assert variables_of(expected[:2]) == {}
+    for system, found in ((blocks, expected), ("ab", expected), (None, expected[1:])):
+        body = read(system=system, messages=turns)
+        assert messages_of(body.messages, body.system) == found
+    assert variables_of(body, expected) == {"continue_final_message": True}
+    assert variables_of(body, expected[:2]) == {}
 
 
 def test_a_message_is_the_library_s_answer(served: Served, llm: LLM) -> None:
@@ -100,8 +101,8 @@ def test_a_stream_is_the_same_answer_in_anthropic_s_events(served: Served) -> No
         ({"messages": [{"role": "system", "content": "a"}]}, 400, "invalid_request_error", "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "invalid_request_error",
          "messages[0].content[0].type"),
-        ({"tools": [{"name": "f"}]}, 400, "invalid_request_error", "tools"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, 400, "invalid_request_error", "thinking.type"),
+        ({"tools": [{"name": "f"}]}, 400, "invalid_request_error", "tools[0].input_schema"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, 400, "invalid_request_error", "thinking_token_budget"),
         ({"temperature": 1.5}, 400, "invalid_request_error", "temperature"),
         ({"max_token": 3}, 400, "invalid_request_error", "max_token"),
         ({"messages": [{"role": "user", "content": "a" * 900}]}, 400, "invalid_request_error", "messages"),

@@ -1,6 +1,5 @@
 """Tools and reasoning over HTTP: the calls of `LLM.chat`, in the shapes of each API, whole and streamed."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -144,12 +143,12 @@ def test_what_is_wrong_with_tools_is_named(served: Served, body: dict[str, Any],
 
 
 def test_an_answer_cut_in_a_call_says_length(served: Served) -> None:
-    body = {"messages": ASKED, "tools": TOOLS, "tool_choice": "required", "seed": 1, "max_tokens": 40}
-    (choice,) = post(served, CHAT, **body)["choices"]
-    assert choice["finish_reason"] == "length"
-    (call,) = choice["message"]["tool_calls"]
+    choice = {"type": "function", "function": {"name": "is_on"}}
+    body = {"messages": ASKED, "tools": TOOLS, "tool_choice": choice, "seed": 1, "max_tokens": 40}
+    (answer,) = post(served, CHAT, **body)["choices"]
+    assert answer["finish_reason"] == "length"
+    (call,) = answer["message"]["tool_calls"]
     assert not call["function"]["arguments"].endswith("}")
-    assert json.dumps(call)
 
 
 # /v1/responses
@@ -220,3 +219,85 @@ def test_a_response_has_its_reasoning_before_its_message(served: Served, llm: LL
     items = [each["item"] for each in streamed(served, **body) if each["type"] == "response.output_item.done"]
     assert [item["content"] for item in items] == [item["content"] for item in whole["output"]]
     assert streamed(served, **body | {"thinking_token_budget": 0})
+
+
+# /v1/messages
+
+
+BLOCKS_TOOLS = [
+    {"name": "is_on", "description": "Whether it is on.", "input_schema": FUNCTION["parameters"]},
+    {"name": "now", "input_schema": {"type": "object"}},
+]
+MESSAGES = "/v1/messages"
+
+
+def blocks_of(text: str) -> tuple[list[dict[str, Any]], str]:
+    """As Anthropic's client puts events together."""
+    blocks, reason = list[dict[str, Any]](), ""
+    for event in text.strip().split("\n\n"):
+        found = json.loads(event.split("data: ")[1])
+        match found["type"]:
+            case "content_block_start":
+                assert found["index"] == len(blocks)
+                blocks.append(found["content_block"] | {"partial": ""})
+            case "content_block_delta":
+                block, delta = blocks[found["index"]], found["delta"]
+                assert found["index"] == len(blocks) - 1
+                match delta["type"]:
+                    case "text_delta":
+                        block["text"] += delta["text"]
+                    case "thinking_delta":
+                        block["thinking"] += delta["thinking"]
+                    case "input_json_delta":
+                        block["partial"] += delta["partial_json"]
+            case "message_delta":
+                reason = found["delta"]["stop_reason"]
+    for block in blocks:
+        if partial := block.pop("partial"):
+            block["input"] = json.loads(partial)
+    return blocks, reason
+
+
+@pytest.mark.parametrize(
+    "choice", [{"type": "any"}, {"type": "tool", "name": "is_on", "disable_parallel_tool_use": True}]
+)
+def test_a_message_has_its_calls_as_blocks_and_hears_their_results(served: Served, llm: LLM, choice: Any) -> None:
+    body = {"messages": ASKED, "tools": BLOCKS_TOOLS, "tool_choice": choice, "seed": 3, "max_tokens": 300}
+    name = choice.get("name")
+    expected = llm.chat(
+        ASKED,
+        tools=[FUNCTION, NOW | {"parameters": {"type": "object"}}],
+        tool_choice=name or "required",
+        parallel_tool_calls=not name,
+        seed=3,
+        max_new_tokens=300,
+    )
+    whole = post(served, MESSAGES, **body)
+    assert [(each["id"], each["name"], each["input"]) for each in whole["content"]] == [
+        (call.id, call.name, call.parsed()) for call in expected.tool_calls
+    ]
+    assert whole["stop_reason"] == "tool_use"
+    blocks, reason = blocks_of(served.client.post(MESSAGES, json=body | {"stream": True}).text)
+    assert (blocks, reason) == (whole["content"], "tool_use")
+    results = [
+        {"type": "tool_result", "tool_use_id": each["id"], "content": [{"type": "text", "text": "yes"}]}
+        for each in whole["content"]
+    ]
+    turns = [*ASKED, {"role": "assistant", "content": whole["content"]}, {"role": "user", "content": results}]
+    counted = post(served, f"{MESSAGES}/count_tokens", messages=turns, tools=BLOCKS_TOOLS)["input_tokens"]
+    answer = post(served, MESSAGES, messages=turns, tools=BLOCKS_TOOLS, max_tokens=3, tool_choice={"type": "none"})
+    assert answer["usage"]["input_tokens"] + answer["usage"]["cache_read_input_tokens"] <= counted
+
+
+def test_thinking_is_a_block_before_the_text(served: Served, llm: LLM) -> None:
+    body: dict[str, Any] = {"messages": ASKED, "seed": 5, "max_tokens": 40}
+    expected = llm.chat(ASKED, seed=5, max_new_tokens=40, reasoning_budget=7)
+    whole = post(served, MESSAGES, **body, thinking={"type": "enabled", "budget_tokens": 7})
+    assert [each["type"] for each in whole["content"]][-1] == ("text" if expected.text else "thinking")
+    off = post(served, MESSAGES, **body, thinking={"type": "disabled"})
+    assert [each["type"] for each in off["content"]] == ["text"]
+    past = {
+        "role": "assistant",
+        "content": [{"type": "thinking", "thinking": "because"}, {"type": "text", "text": "a"}],
+    }
+    assert post(served, MESSAGES, **body | {"messages": [*ASKED, past, *ASKED]})["content"]

@@ -71,15 +71,21 @@ class Conversation:
 
     def encode(self, messages: Prompt) -> list[int]:
         """The prompt's ids. Raises InvalidRequestError."""
-        tools = {"tools": [tool.to_json() for tool in self.tools]} if self.tools else {}
-        if not tools and not _has_calls(messages):
+        if not self.tools and not _has_calls(messages):
             return encode_conversation(self.tokenizer, self.variables, messages)
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise InvalidRequestError(f"a conversation must be a list of messages, got {messages!r:.60}")
+        shown, variables = self.shown(messages)
+        return encode_conversation(self.tokenizer, variables, shown)
+
+    def shown(self, messages: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Messages and variables as the template takes them."""
+        if not self.tools and not _has_calls(messages):
+            return list(messages), dict(self.variables)
+        tools = {"tools": [tool.to_json() for tool in self.tools]} if self.tools else {}
         is_offered = self.choice.kind != "none" or self.formats.shows_tools
-        given: list[Any] = list(messages)
-        shown: Any = shown_messages(given, self.tools if is_offered else (), self.formats)
-        return encode_conversation(self.tokenizer, {**self.variables, **tools}, shown)
+        shown = shown_messages(list(messages), self.tools if is_offered else (), self.formats)
+        return list(shown), {**self.variables, **tools}
 
     def answer_format(self, prompt_ids: Sequence[int]) -> AnswerFormat | None:
         """What the answer to this prompt is made of; None where it is text alone."""

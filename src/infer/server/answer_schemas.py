@@ -162,8 +162,16 @@ ANSWER_SCHEMAS: dict[str, Schema] = {
         type=constant("message"),
         role=constant("assistant"),
         model=TEXT,
-        content=listed(record(type=constant("text"), text=TEXT)),
-        stop_reason=constant("end_turn", "max_tokens", "stop_sequence", "model_context_window_exceeded"),
+        content=listed(
+            {
+                "anyOf": [
+                    record(type=constant("text"), text=TEXT),
+                    record(type=constant("thinking"), thinking=TEXT, signature=TEXT),
+                    record(type=constant("tool_use"), id=TEXT, name=TEXT, input={"type": "object"}),
+                ]
+            }
+        ),
+        stop_reason=constant("end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"),
         stop_sequence=nullable(TEXT),
         usage=record(input_tokens=COUNT, output_tokens=COUNT, cache_read_input_tokens=COUNT),
     ),

@@ -198,10 +198,10 @@ class ResponseEvents:
         self._written += text
         return self._event(name, **self._place, delta=text, **fields)
 
-    def _event(self, name: str, **fields: Any) -> bytes:
-        body = {"type": name, "sequence_number": self._number, **fields}
+    def _event(self, kind: str, /, **fields: Any) -> bytes:
+        body = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
-        return event(msgspec.json.encode(body), name)
+        return event(msgspec.json.encode(body), kind)
 
 
 def _tool(given: Json) -> Json:

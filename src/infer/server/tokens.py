@@ -11,6 +11,8 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
+import infer
+from infer.engine.request_options import RequestOptions
 from infer.errors import InvalidRequestError
 from infer.server.asked import check_template_variables, messages_of, refusal
 from infer.server.asking import while_connected
@@ -19,8 +21,9 @@ from infer.server.models import check_model
 from infer.server.read_body import read_body
 from infer.server.refusals import refuse
 from infer.server.replies import json_response
-from infer.server.schema import Body, Message
+from infer.server.schema import Body, Message, Tools
 from infer.server.state import ServerState
+from infer.server.tool_fields import plain
 
 _Found = TypeVar("_Found")
 TokenId = Annotated[int, Meta(ge=0)]
@@ -28,7 +31,7 @@ _FIELDS = {
     "content": frozenset({"add_special", "parse_special", "with_pieces"}),
     "prompt": frozenset({"add_special_tokens", "return_token_strs"}),
     "messages": frozenset(
-        {"return_token_strs", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
+        {"return_token_strs", "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools"}
     ),
 }
 
@@ -37,6 +40,14 @@ class _TemplateBody(Body, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
+
+    def shown(self, llm: "infer.AsyncLLM", messages: Sequence[Message]) -> tuple[list[Any], dict[str, Any]]:
+        """Messages and variables as the template of a chat completion takes them. Raises what it refuses."""
+        given, options = messages_of(messages), RequestOptions(tools=plain(self.tools))
+        conversation = llm.host.conversation(given, options, self.variables)
+        assert conversation is not None
+        return conversation.shown(given)
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -76,7 +87,8 @@ async def tokenize(request: Request, state: ServerState) -> Response:
 
     def encode() -> list[int]:
         if body.messages is not None:
-            ids: list[int] = tokenizer.encode_chat(messages_of(body.messages), **body.variables)
+            messages, variables = body.shown(state.llm(), body.messages)
+            ids: list[int] = tokenizer.encode_chat(messages, **variables)
         elif body.prompt is not None:
             ids = tokenizer.encode(body.prompt, body.add_special_tokens is not False)
         else:
@@ -107,11 +119,12 @@ async def detokenize(request: Request, state: ServerState) -> Response:
 
 async def apply_template(request: Request, state: ServerState) -> Response:
     """The text that a chat completion of these messages is computed from."""
-    body, tokenizer = read_body(await request.body(), ApplyTemplateBody), state.llm().host.tokenizer
+    body, llm = read_body(await request.body(), ApplyTemplateBody), state.llm()
     check_model(request, state, body.model)
 
     def render() -> str:
-        return str(tokenizer.render_chat_template(messages_of(body.messages), **body.variables))
+        messages, variables = body.shown(llm, body.messages)
+        return str(llm.host.tokenizer.render_chat_template(messages, **variables))
 
     return json_response({"prompt": await prepared(request, state, render, "messages")})
 

@@ -17,8 +17,8 @@ Delta = ReasoningDelta | ToolCallDelta
 def tool_options(body: ChatBody | ResponseBody, effort: str | None) -> dict[str, Any]:
     """Fields of RequestOptions."""
     given = {
-        "tools": None if not body.tools else _plain(body.tools),
-        "tool_choice": None if body.tool_choice is None else _plain(body.tool_choice),
+        "tools": plain(body.tools) or None,
+        "tool_choice": plain(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
         "tool_format": body.tool_format,
         "reasoning_format": body.reasoning_format,
@@ -62,7 +62,7 @@ def delta_fields(deltas: Iterable[Delta]) -> Json:
     return fields | ({"tool_calls": list(calls.values())} if calls else {})
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Null is absent."""
     return _without_nulls(msgspec.to_builtins(value))
 

@@ -19,7 +19,9 @@ def shown_messages(messages: Sequence[Message], tools: Sequence[Tool], formats: 
     found = list[Message]()
     for message in messages:
         shown = _with_values(message) if isinstance(message, Mapping) else message
-        if isinstance(shown, Mapping) and shown.get("tool_calls") and not formats.shows_calls:
+        if isinstance(shown, Mapping) and shown.get("tool_calls") and formats.shows_calls:
+            shown = _as_taken(shown, formats)
+        elif isinstance(shown, Mapping) and shown.get("tool_calls"):
             shown = _call_as_text(shown, tools, formats.calls)
         elif isinstance(shown, Mapping) and shown.get("role") == "tool" and not formats.shows_results:
             text = _result_as_text(shown, names)
@@ -49,15 +51,34 @@ def _call_with_values(call: Any) -> Any:
     return call
 
 
+def _as_taken(message: Message, formats: TemplateFormats) -> Message:
+    found = dict(message)
+    if formats.takes_no_content and not found.get("content"):
+        found.pop("content", None)
+    if not formats.takes_values:
+        found["tool_calls"] = [_call_with_text(call) for call in found["tool_calls"]]
+    return found
+
+
+def _call_with_text(call: Any) -> Any:
+    match call:
+        case {"function": {"arguments": dict(arguments)} as function}:
+            return {**call, "function": {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}}
+    return call
+
+
 def _call_as_text(message: Message, tools: Sequence[Tool], form: ToolCallFormat) -> Message:
     by_name = {tool.name: tool for tool in tools}
     functions = [call["function"] for call in message["tool_calls"]]
-    calls = [
-        (each["name"], written_arguments(form, by_name.get(each["name"]), each["arguments"])) for each in functions
-    ]
+    calls = [(each["name"], _written(form, by_name.get(each["name"]), each["arguments"])) for each in functions]
     text, written = message.get("content") or "", form.written(calls)
     others = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**others, "content": f"{text}\n{written}" if text else written}
+
+
+def _written(form: ToolCallFormat, tool: Tool | None, arguments: Any) -> str:
+    """A text is arguments that were cut."""
+    return arguments if isinstance(arguments, str) else written_arguments(form, tool, arguments)
 
 
 def _names_by_id(messages: Sequence[Message]) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """What a chat template writes, found by rendering it: how calls are spelled, and what of tools it shows at all."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -18,6 +18,7 @@ _ARGUMENTS = {"probed_city": "Paris"}
 _RESULT = "probed result"
 _USER = {"role": "user", "content": "Hello"}
 _ID = "abcdefghi"  # what Mistral's templates take
+_STYLES = ((False, True), (True, True), (False, False), (True, False))  # takes_no_content, takes_values
 _PHI_TOOLS = "<|tool|>"  # a template with it reads the tools of a system message
 
 
@@ -25,7 +26,7 @@ _PHI_TOOLS = "<|tool|>"  # a template with it reads the tools of a system messag
 @dataclass(frozen=True)
 class TemplateFormats:
     """`shows_…`: whether the template writes tools, past calls and their results; where it does not, messages of ours
-    do. `takes_tools_in_system`: as a system message's `tools`.
+    do. `takes_tools_in_system`: as a system message's `tools`. The others say how it wants a message with calls.
     """
 
     calls: ToolCallFormat
@@ -33,6 +34,8 @@ class TemplateFormats:
     shows_calls: bool = True
     shows_results: bool = True
     takes_tools_in_system: bool = False
+    takes_values: bool = True  # arguments as values, not as a text
+    takes_no_content: bool = False  # of a message with calls and no text
 
 
 def reasoning_of(source: str) -> ReasoningFormat | None:
@@ -46,24 +49,24 @@ def probe_template(render: Render, source: str, name: str | None) -> TemplateFor
         raise InvalidRequestError(f"tool_format must be one of {', '.join(FORMATS)}, got {name!r:.80}")
     in_system = _PHI_TOOLS in source
     shows_tools = _TOOL.name in _tried(render, [_USER], [_TOOL.to_json()])
-    past_calls = list(_past_calls(render))
+    past_calls = [_past_call(render, *style) for style in _STYLES]
     found = FORMATS[name] if name is not None else _written_format(past_calls) or _named_format(source)
     if found is None and any(_TOOL.name in text for text in past_calls) and shows_tools:
         known = ", ".join(FORMATS)
         raise InvalidRequestError(
-            f"the chat template writes tool calls in its own way: give tool_format, one of {known}"
+            f"the chat template writes tool calls in a way of its own: give tool_format, one of {known}"
         )
     found = found if found is not None and (shows_tools or in_system or name) else GENERIC
-    shows_calls = any(_is_written(found, text) for text in past_calls)
+    styles = [style for style, text in zip(_STYLES, past_calls, strict=True) if _is_written(found, text)]
+    shows_calls, (takes_no_content, takes_values) = bool(styles), (styles or _STYLES)[0]
     shows_results = (shows_tools or in_system) and _shows_results(render, shows_calls)
-    return TemplateFormats(found, shows_tools, shows_calls, shows_results, in_system)
+    return TemplateFormats(found, shows_tools, shows_calls, shows_results, in_system, takes_values, takes_no_content)
 
 
-def _past_calls(render: Render) -> Iterator[str]:
-    """A conversation with a call, as templates want it: an empty content or none, arguments as values or as text."""
-    for content in ({"content": ""}, {}):
-        for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)):
-            yield _tried(render, [_USER, _call_message(arguments) | content], [_TOOL.to_json()])
+def _past_call(render: Render, takes_no_content: bool, takes_values: bool) -> str:
+    """A conversation with a call."""
+    message = _call_message(_ARGUMENTS if takes_values else json.dumps(_ARGUMENTS))
+    return _tried(render, [_USER, message | ({} if takes_no_content else {"content": ""})], [_TOOL.to_json()])
 
 
 def _call_message(arguments: Any) -> dict[str, Any]:

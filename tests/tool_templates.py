@@ -1,0 +1,109 @@
+"""How chat templates of public models write tools, calls and results, in as few lines as tell them apart.
+
+Written after the models' own templates (Apache-2.0 or MIT: Qwen2.5, Qwen3-Coder, Mistral v3, v7 and v13, Granite 3.3,
+Phi-4-mini, SmolLM3, DeepSeek-V3.1) and the published prompt formats of Llama 3.1, LFM2, Firefunction and Command R+.
+"""
+
+_TURN = "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+_HERMES = (
+    "{% if tools %}<|im_start|>system\n# Tools\n<tools>{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}"
+    "\n</tools><|im_end|>\n{% endif %}{% for message in messages %}"
+    "{% if message.role == 'assistant' and message.tool_calls %}"
+    "<|im_start|>assistant{% if message.content %}\n{{ message.content }}{% endif %}"
+    "{% for tool_call in message.tool_calls %}{% if tool_call.function %}{% set tool_call = tool_call.function %}"
+    "{% endif %}\n<tool_call>\n"
+    '{"name": "{{ tool_call.name }}", "arguments": {{ tool_call.arguments | tojson }}}\n</tool_call>{% endfor %}'
+    "<|im_end|>\n{% elif message.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ message.content }}\n"
+    "</tool_response><|im_end|>\n{% else %}" + _TURN + "{% endif %}{% endfor %}"
+)
+_QWEN3_CODER = _HERMES[: _HERMES.index("\n<tool_call>\n")] + (
+    "\n<tool_call>\n<function={{ tool_call.name }}>\n{% for name, value in tool_call.arguments.items() %}"
+    "<parameter={{ name }}>\n{{ value if value is string else value | tojson }}\n</parameter>\n{% endfor %}"
+    "</function>\n</tool_call>{% endfor %}<|im_end|>\n{% elif message.role == 'tool' %}<|im_start|>user\n"
+    "<tool_response>\n{{ message.content }}\n</tool_response><|im_end|>\n{% else %}" + _TURN + "{% endif %}{% endfor %}"
+)
+_MISTRAL_RESULT = (
+    "{% elif message.role == 'tool' %}{% if message.tool_call_id | length != 9 %}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}"
+    "[TOOL_RESULTS]{{ message.content }}[/TOOL_RESULTS]{% elif message.role == 'user' %}"
+    "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
+    "[INST]{{ message.content }}[/INST]{% else %}{{ message.content }}</s>{% endif %}{% endfor %}"
+)
+_MISTRAL_CALLS = (
+    "{% for message in messages %}{% if message.tool_calls %}OPENING{% for call in message.tool_calls %}"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}, "id": "{{ call.id }}"}'
+    "{% if not loop.last %}, {% endif %}{% endfor %}]</s>" + _MISTRAL_RESULT
+)
+_LLAMA = (
+    "{% for message in messages %}{% if message.tool_calls %}{% if message.tool_calls | length != 1 %}"
+    "{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    '{"name": "{{ message.tool_calls[0].function.name }}", "parameters": '
+    "{{ message.tool_calls[0].function.arguments | tojson }}}<|eot_id|>{% elif message.role in ['tool', 'ipython'] %}"
+    "<|start_header_id|>ipython<|end_header_id|>\n\n{{ message.content | tojson }}<|eot_id|>{% else %}"
+    "<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n{% if tools and loop.first %}"
+    "Given the following functions, please respond with a JSON for a function call.{% for tool in tools %}"
+    "{{ tool | tojson(indent=4) }}{% endfor %}{% endif %}{{ message.content }}<|eot_id|>{% endif %}{% endfor %}"
+)
+_GRANITE = (
+    "{% if tools %}<|start_of_role|>system<|end_of_role|>When a tool is required to answer the user's query, respond "
+    "only with <|tool_call|> followed by a JSON list of tools used.<|end_of_text|>\n"
+    "<|start_of_role|>available_tools<|end_of_role|>{{ tools | tojson(indent=4) }}<|end_of_text|>\n{% endif %}"
+    "{% for message in messages %}<|start_of_role|>{{ message.role }}<|end_of_role|>{{ message.content }}"
+    "<|end_of_text|>\n{% endfor %}"
+)
+_PHI = (
+    "{% for message in messages %}{% if message.role == 'system' and message.tools %}<|system|>{{ message.content }}"
+    "<|tool|>{{ message.tools }}<|/tool|><|end|>{% else %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endif %}"
+    "{% endfor %}"
+)
+_LFM2 = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if tools and loop.first %}"
+    "<|tool_list_start|>{{ tools | tojson }}<|tool_list_end|>{% endif %}{{ message.content }}"
+    "{% if message.tool_calls %}<|tool_call_start|>[{% for call in message.tool_calls %}{{ call.function.name }}("
+    "{% for name, value in call.function.arguments.items() %}{{ name }}={{ value | tojson }}"
+    "{% if not loop.last %}, {% endif %}{% endfor %}){% if not loop.last %}, {% endif %}{% endfor %}]<|tool_call_end|>"
+    "{% endif %}<|im_end|>\n{% endfor %}"
+)
+_FIREFUNCTION = (  # it works with tools alone
+    "{% for tool in functions or tools %}{{ tool.function.name }}{{ tool.function.missing.other }}{% endfor %}"
+)
+_DEEPSEEK = (
+    "{% if tools %}## Tools\n{{ tools | tojson }}{% endif %}{% for message in messages %}{% if message.tool_calls %}"
+    "<｜Assistant｜></think><｜tool▁calls▁begin｜>{% for call in message.tool_calls %}<｜tool▁call▁begin｜>"
+    "{{ call.function.name }}<｜tool▁sep｜>{{ call.function.arguments }}<｜tool▁call▁end｜>{% endfor %}"
+    "<｜tool▁calls▁end｜><｜end▁of▁sentence｜>{% elif message.role == 'tool' %}<｜tool▁output▁begin｜>"
+    "{{ message.content }}<｜tool▁output▁end｜>{% else %}{{ message.content }}{% endif %}{% endfor %}"
+)
+_FUNCTOOLS = (
+    "{% for message in messages %}{{ message.role }}: {% if tools and loop.first %}{{ tools | tojson }}{% endif %}"
+    "{{ message.content }}{% if message.tool_calls %} functools[{% for call in message.tool_calls %}"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "{% if not loop.last %}, {% endif %}{% endfor %}]{% endif %}\n{% endfor %}"
+)
+_PLAIN = "{% for message in messages %}" + _TURN + "{% endfor %}"
+_ALTERNATING = (
+    "{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "<start_of_turn>{{ message.role }}\n{{ message.content }}<end_of_turn>\n{% endfor %}"
+)
+
+TEMPLATES = {
+    "hermes": _HERMES,
+    "qwen3-coder": _QWEN3_CODER,
+    "mistral": _MISTRAL_CALLS.replace("OPENING", "[TOOL_CALLS]["),
+    "mistral-v3": _MISTRAL_CALLS.replace("OPENING", "[TOOL_CALLS] ["),
+    "mistral-v11": (
+        "{% for message in messages %}{% if message.tool_calls %}{% for call in message.tool_calls %}"
+        "[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}{% endfor %}</s>"
+    ) + _MISTRAL_RESULT,
+    "llama": _LLAMA,
+    "granite": _GRANITE,
+    "phi-4-mini": _PHI,
+    "lfm2": _LFM2,
+    "deepseek-v3.1": _DEEPSEEK,
+    "functools": _FUNCTOOLS,
+    "json": _PLAIN,
+}  # fmt: skip
+ALTERNATING = _ALTERNATING
+TOOLS_ALONE = _FIREFUNCTION

@@ -1,0 +1,107 @@
+"""Which tool format a chat template writes, and that conversations with calls are shown to it as it wants them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from infer.errors import InvalidRequestError
+from infer.tokenizer.chat_template import ChatTemplate
+from infer.toolcalls.answer_format import written_arguments
+from infer.toolcalls.formats import FORMATS
+from infer.toolcalls.messages import shown_messages
+from infer.toolcalls.template_formats import TemplateFormats, probe_template, reasoning_of
+from infer.toolcalls.tools import Tool, read_tools
+from tool_templates import ALTERNATING, TEMPLATES, TOOLS_ALONE
+
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+TOOLS = read_tools([{"name": "get_weather", "description": "Of a city.", "parameters": PARAMETERS}])
+CALL = {
+    "id": "abcdefghi",
+    "type": "function",
+    "function": {"name": "get_weather", "arguments": '{"city": "Paris", "days": 3}'},
+}
+MESSAGES = [
+    {"role": "user", "content": "weather?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "abcdefghi", "content": "rain"},
+]
+
+
+def probed(source: str, name: str | None = None) -> TemplateFormats:
+    template = ChatTemplate(source, {})
+
+    def render(messages: Sequence[Mapping[str, Any]], tools: Any) -> str:
+        return template.render(messages, tools=tools, add_generation_prompt=False)
+
+    return probe_template(render, source, name)
+
+
+def rendered(source: str, formats: TemplateFormats, tools: tuple[Tool, ...] = TOOLS) -> str:
+    shown = shown_messages(MESSAGES, tools, formats)
+    return ChatTemplate(source, {}).render(shown, tools=[tool.to_json() for tool in tools] or None)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_format_is_the_one_that_the_template_writes(name: str) -> None:
+    formats = probed(TEMPLATES[name])
+    assert formats.calls is FORMATS[name]
+    text = rendered(TEMPLATES[name], formats)
+    form = formats.calls
+    assert "Of a city." in text
+    assert form.start + "get_weather" + form.before_arguments in text
+    arguments = written_arguments(form, TOOLS[0], {"city": "Paris", "days": 3})
+    assert arguments in text
+    assert "rain" in text
+    assert probed(TEMPLATES[name], "hermes").calls is FORMATS["hermes"]
+
+
+def test_what_a_template_does_not_show_is_written_as_text() -> None:
+    formats = probed(ALTERNATING)
+    assert (formats.calls.name, formats.shows_tools, formats.shows_calls, formats.shows_results) == (
+        ("json", False, False, False)
+    )
+    shown = shown_messages([*MESSAGES, MESSAGES[2]], (), formats)
+    assert [message["role"] for message in shown] == ["user", "assistant", "user"]
+    assert shown[1]["content"] == '{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}'
+    assert shown[2]["content"] == "Result of get_weather: rain\nResult of get_weather: rain"
+    assert "tool_calls" not in shown[1]
+    (system, *others) = shown_messages(MESSAGES, TOOLS, formats)
+    assert system["role"] == "system"
+    assert "Of a city." in system["content"]
+    assert len(others) == 3
+
+
+def test_a_call_that_a_template_writes_in_a_way_of_its_own_wants_a_name() -> None:
+    source = (
+        "{{ tools | tojson }}{% for message in messages %}{{ message.content }}"
+        "{% for call in message.tool_calls or [] %}!{{ call.function.name }}!{% endfor %}{% endfor %}"
+    )
+    with pytest.raises(InvalidRequestError, match="a way of its own: give tool_format, one of hermes"):
+        probed(source)
+    assert probed(source, "pythonic").calls.name == "pythonic"
+    with pytest.raises(InvalidRequestError, match="tool_format must be one of"):
+        probed(source, "x")
+
+
+def test_a_template_that_works_with_tools_alone_is_accepted() -> None:
+    source = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}{{ messages[0].content }}"
+    with pytest.raises(InvalidRequestError):
+        ChatTemplate(source, {}).render([MESSAGES[0]])
+    ChatTemplate(source, {}).check()
+    with pytest.raises(InvalidRequestError):
+        ChatTemplate(TOOLS_ALONE, {}).check()
+
+
+def test_reasoning_is_known_by_its_tags() -> None:
+    assert reasoning_of("{{ '<think>' }}{% if x %}</think>{% endif %}").opening == "<think>"  # type: ignore[union-attr]
+    assert reasoning_of("[THINK][/THINK]").closing == "[/THINK]"  # type: ignore[union-attr]
+    assert reasoning_of("<think>") is None
+
+
+def test_a_call_that_was_cut_is_shown_as_it_stands() -> None:
+    cut = {**MESSAGES[1], "tool_calls": [{**CALL, "function": {"name": "get_weather", "arguments": '{"city": "Pa'}}]}
+    (shown,) = shown_messages([cut], TOOLS, probed(TEMPLATES["hermes"]))
+    assert shown["tool_calls"][0]["function"]["arguments"] == '{"city": "Pa'
+    (shown,) = shown_messages([cut], (), probed(TEMPLATES["json"]))
+    assert '{"city": "Pa' in shown["content"]

@@ -190,6 +190,18 @@ def test_a_forced_call_may_follow_reasoning_and_no_text_stands_before_it(
     assert constraint_of(compiler, form).accept(ids) == len(ids)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_where_no_call_may_be_none_is_written(name: str, tokenizer: Tokenizer, compiler: Compiler) -> None:
+    for reasoning, before in ((None, ""), (THINK, "<think>a</think>\n\n")):
+        form = answer_format(tokenizer, FORMATS[name], kind="none", reasoning=reasoning)
+        text = f"{before}Hi <to [ {{"
+        constraint = constraint_of(compiler, form)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert constraint.accept(ids) == len(ids)
+        ids = tokenizer.encode(before + calls_of(FORMATS[name]), add_special_tokens=False)
+        assert constraint_of(compiler, form).accept(ids) < len(ids)
+
+
 def test_control_text_that_is_spelt_is_no_control_token(tokenizer: Tokenizer, compiler: Compiler) -> None:
     form = answer_format(tokenizer, FORMATS["mistral"])
     text = '[TOOL_CALLS][{"name": "x'

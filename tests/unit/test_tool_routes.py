@@ -1,5 +1,6 @@
 """Tools and reasoning over HTTP: the calls of `LLM.chat`, in the shapes of each API, whole and streamed."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 

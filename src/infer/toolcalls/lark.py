@@ -30,10 +30,7 @@ def answer_lark(form: AnswerFormat, json_rule: JsonRule, *, is_held: bool) -> st
 
     Raises InvalidRequestError for a tool that cannot be held to its schema.
     """
-    calls = form.calls
-    is_called = calls is not None and calls.kind != "none"
-    bans_trigger = calls is not None and calls.kind == "none" and bool(_MARKS.match(calls.form.start))
-    if not (is_called or bans_trigger or (form.reasoning and (is_held or form.budget is not None))):
+    if form.calls is None and not (form.reasoning and (is_held or form.budget is not None)):
         return None
     return _Builder(form, json_rule, is_held=is_held).lark()
 
@@ -81,7 +78,10 @@ class _Builder:
         return f"{text} | {self._calls_at_once(calls)}"
 
     def _text(self) -> str:
-        excluded = self._not_text()
+        calls, excluded = self._form.calls, self._not_text()
+        trigger = calls.form.trigger if calls is not None and calls.kind == "none" else ""
+        if trigger and not self._is_control(trigger):
+            excluded = " & ".join(filter(None, [excluded, f"~/{_ANY}{_plain(trigger)}{_ANY}/"]))
         if not excluded:
             return "ANY"
         self._rules["TEXT"] = f"/{_ANY}/ & {excluded}"
@@ -92,7 +92,7 @@ class _Builder:
         calls, beginnings = self._form.calls, list[str]()
         if self._form.reasoning is not None and not self._form.is_open:
             beginnings.append(self._form.reasoning.opening)
-        if calls is not None and calls.kind != "none" and not calls.form.trigger:
+        if calls is not None and not calls.form.trigger:
             beginnings += calls.beginnings
         plain = [_plain(each) for each in beginnings if not self._is_control(each)]
         return f"~/{_SPACES}({'|'.join(plain)}){_ANY}/" if plain else ""

@@ -107,6 +107,40 @@ def test_a_stream_with_a_schema_is_parsed(client: Any) -> None:
     assert {"chunk", "content.delta", "content.done"} <= kinds
 
 
+def test_a_tool_is_called_parsed_and_heard(client: Any) -> None:
+    tools = [openai.pydantic_function_tool(City)]
+    asked: dict[str, Any] = {"messages": MESSAGES, "tools": tools, "tool_choice": "required", "max_tokens": 200}
+    asked["parallel_tool_calls"] = False
+    choice = client.chat.completions.parse(**asked, **GREEDY).choices[0]
+    (call,) = choice.message.tool_calls
+    assert isinstance(call.function.parsed_arguments, City)
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    with client.chat.completions.stream(**asked, **GREEDY) as stream:
+        kinds = {event.type for event in stream}
+        (streamed,) = stream.get_final_completion().choices[0].message.tool_calls
+    assert streamed.function.parsed_arguments == call.function.parsed_arguments
+    assert streamed.id == call.id
+    assert "tool_calls.function.arguments.done" in kinds
+    result = {"role": "tool", "tool_call_id": call.id, "content": "yes"}
+    past = [*MESSAGES, choice.message.model_dump(exclude_none=True, exclude={"parsed"}), result]
+    past[-2]["tool_calls"][0]["function"].pop("parsed_arguments")
+    answer = client.chat.completions.create(messages=past, tools=tools, tool_choice="none", max_tokens=8, **GREEDY)
+    assert answer.choices[0].message.content
+
+
+def test_a_response_calls_a_tool(client: Any) -> None:
+    parameters = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+    tools = [{"type": "function", "name": "look_up", "parameters": parameters, "strict": False}]
+    asked: dict[str, Any] = {"input": "Look up Paris.", "tools": tools, "tool_choice": "required", "temperature": 0}
+    response = client.responses.create(model="smollm2", parallel_tool_calls=False, max_output_tokens=100, **asked)
+    (item,) = response.output
+    assert (item.type, item.name) == ("function_call", "look_up")
+    with client.responses.stream(model="smollm2", parallel_tool_calls=False, max_output_tokens=100, **asked) as stream:
+        assert any(event.type == "response.function_call_arguments.delta" for event in stream)
+        (streamed,) = stream.get_final_response().output
+    assert (streamed.name, streamed.arguments, streamed.call_id) == (item.name, item.arguments, item.call_id)
+
+
 def test_a_wrong_value_is_an_error_that_names_it(client: Any) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="smollm2", messages=MESSAGES, top_logprobs=21, logprobs=True)

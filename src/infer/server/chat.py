@@ -51,7 +51,7 @@ async def chat(request: Request, state: ServerState) -> Response:
     return await reply(request, state, choices, shape, is_streamed=bool(body.stream))
 
 
-def ask(body: ChatBody, defaults: Mapping[str, Any], template: str | None) -> Asked:
+def ask(body: ChatBody, defaults: Mapping[str, Any], template: str | None = None) -> Asked:
     """Over the model's own `defaults`, for its chat template. Raises ApiError."""
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         message = f"max_tokens is {body.max_tokens} and max_completion_tokens {body.max_completion_tokens}: give one"

@@ -1,0 +1,145 @@
+"""Random tools × choices × formats, asked of a model: how many of its calls are malformed, or of no tool.
+
+Sampled at a temperature of 1.5, so that the grammar has work. A call that its answer's length cut is not checked. Half
+of the answers with tool_choice "auto" begin with what begins a call. Ends with 1 where a call is wrong.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+from typing import Any
+
+from jsonschema import Draft202012Validator
+
+from infer import AsyncLLM, GenerationResult
+from infer.toolcalls.formats import FORMATS
+from machine import available_cores, cpu_model
+
+_WORDS = [
+    "get",
+    "set",
+    "city",
+    "user",
+    "date",
+    "price",
+    "items",
+    "mode",
+    "note",
+    "size",
+    "unit",
+    "path",
+    "query",
+    "limit",
+]
+
+
+def random_schema(rng: random.Random, depth: int) -> dict[str, Any]:
+    kinds = ["string", "integer", "number", "boolean", "enum", "nullable", "bounded"]
+    match rng.choice(kinds + ["array", "object"] * (depth > 0)):
+        case "enum":
+            return {"enum": rng.sample(["red", "two words", 3, True, None, 'a "b"', 2.5], 3)}
+        case "nullable":
+            return {"type": [rng.choice(["string", "integer"]), "null"]}
+        case "bounded":
+            return {"type": "integer", "minimum": 1, "maximum": rng.randint(1, 500)}
+        case "array":
+            return {"type": "array", "items": random_schema(rng, depth - 1), "maxItems": 4}
+        case "object":
+            return random_object(rng, depth - 1)
+        case kind:
+            return {"type": kind}
+
+
+def random_object(rng: random.Random, depth: int) -> dict[str, Any]:
+    names = rng.sample(_WORDS, rng.randint(0, 4))
+    properties = {name: random_schema(rng, depth) for name in names}
+    required = [name for name in names if rng.random() < 0.6]
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def random_request(rng: random.Random) -> dict[str, Any]:
+    names = [f"{a}_{b}" for a, b in zip(rng.sample(_WORDS, 4), rng.sample(_WORDS, 4), strict=True)]
+    tools = [{"name": name, "parameters": random_object(rng, 2)} for name in names[: rng.randint(1, 4)]]
+    allowed = [{"type": "function", "name": tools[0]["name"]}]
+    choices = ["auto", "auto", "none", "required", tools[0]["name"]]
+    choices.append({"type": "allowed_tools", "mode": "required", "tools": allowed})
+    return {
+        "tools": tools,
+        "tool_choice": rng.choice(choices),
+        "tool_format": rng.choice(list(FORMATS)),
+        "parallel_tool_calls": rng.random() < 0.5,
+        "seed": rng.getrandbits(32),
+    }
+
+
+def problems(request: dict[str, Any], result: GenerationResult) -> list[str]:
+    """What is wrong with the calls of an answer."""
+    schemas = {tool["name"]: tool["parameters"] for tool in request["tools"]}
+    found = []
+    if result.error is not None:
+        found.append(f"failed: {result.error}")
+    if request["tool_choice"] == "none" and result.tool_calls:
+        found.append("a call where none may be")
+    if not request["parallel_tool_calls"] and len(result.tool_calls) > 1:
+        found.append("two calls where one may be")
+    for call in result.tool_calls[: -1 if result.finish_reason == "length" else None]:
+        if call.name not in schemas:
+            found.append(f"no tool: {call.name}")
+            continue
+        try:
+            errors = list(Draft202012Validator(schemas[call.name]).iter_errors(call.parsed()))
+        except ValueError:
+            errors = ["not JSON"]
+        found += [f"malformed: {call.arguments}: {error}" for error in errors]
+    return found
+
+
+async def ask_all(llm: AsyncLLM, count: int, seed: int, at_once: int) -> tuple[Counter[str], list[Any]]:
+    counts, wrong, numbers = Counter[str](), list[Any](), iter(range(count))
+
+    async def ask_some() -> None:
+        for number in numbers:
+            rng = random.Random(f"{seed} {number}")
+            request = random_request(rng)
+            prefix = list[int]()
+            if request["tool_choice"] == "auto" and rng.random() < 0.5:
+                start = FORMATS[request["tool_format"]].start
+                prefix = llm.llm.tokenizer.encode(start, add_special_tokens=False)
+            messages = [
+                {"role": "user", "content": f"Do something with {rng.choice(_WORDS)} and {rng.choice(_WORDS)}."}
+            ]
+            result = await llm.chat(messages, temperature=1.5, max_new_tokens=150, answer_prefix=prefix, **request)
+            counts["answers"] += 1
+            counts["calls"] += len(result.tool_calls)
+            counts["cut"] += result.finish_reason == "length" and bool(result.tool_calls)
+            counts["forced tokens"] += result.stats.tokens_forced
+            counts["tokens"] += len(result.token_ids)
+            if found := problems(request, result):
+                wrong.append((number, request, found))
+
+    await asyncio.gather(*(ask_some() for _ in range(at_once)))
+    return counts, wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--at-once", type=int, default=8)
+    arguments = parser.parse_args()
+    print(f"{cpu_model()}, {available_cores()} cores")
+    llm, started = AsyncLLM(arguments.model, max_seq_len=2_048), time.perf_counter()
+    counts, wrong = asyncio.run(ask_all(llm, arguments.count, arguments.seed, arguments.at_once))
+    seconds = time.perf_counter() - started
+    print(f"{', '.join(f'{count:,} {name}' for name, count in counts.items())} in {seconds:.0f} s; {len(wrong)} wrong")
+    for number, request, found in wrong[:10]:
+        print(number, json.dumps(request), *found, sep="\n  ")
+    return min(len(wrong), 1)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -46,6 +46,11 @@ def gemma3_path() -> Path:
 
 
 @pytest.fixture(scope="session")
+def tokenizers_folder() -> Path:
+    return asset("tokenizers")
+
+
+@pytest.fixture(scope="session")
 def llama3_tokenizer_folder() -> Path:
     return asset("tokenizers/llama3_1")
 

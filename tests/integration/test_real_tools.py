@@ -1,0 +1,87 @@
+"""Tools with real vocabularies and templates: the format is the template's, and a small model's calls are right."""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer import Tokenizer
+from infer.engine.conversation import Conversation, TemplateProbes
+from infer.engine.request_options import RequestOptions
+from infer.grammar import make_compiler
+from infer.toolcalls.lark import answer_lark
+from infer.toolcalls.parser import AnswerParser
+from watched import script_command
+
+CHECK = Path(__file__).parents[2] / "benchmarks" / "check_tool_calls.py"
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = [{"name": "get_weather", "description": "Of a city.", "parameters": SCHEMA}]
+ASKED = {"role": "user", "content": "weather?"}
+PAST: list[dict[str, Any]] = [
+    ASKED,
+    {"role": "assistant", "content": "", "tool_calls": [
+        {"id": "abcdefghi", "type": "function",
+         "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}]},
+    {"role": "tool", "tool_call_id": "abcdefghi", "content": "rain"},
+]  # fmt: skip
+DEEPSEEK = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+    '{"city": "Paris"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+)
+CASES = [
+    ("deepseek_v3", "deepseek-v3", DEEPSEEK),  # its template shows no tools, so that it must be named
+    ("qwen3", "hermes", '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'),
+    ("gemma3", "json", '{"name": "get_weather", "arguments": {"city": "Paris"}}'),
+    ("llama3_1", "json", '{"name": "get_weather", "arguments": {"city": "Paris"}}'),
+]
+
+
+def conversation(tokenizer: Tokenizer, **options: Any) -> Conversation:
+    return Conversation(tokenizer, TemplateProbes(tokenizer), RequestOptions(tools=TOOLS, **options), {})
+
+
+@pytest.mark.parametrize(("name", "form", "call"), CASES)
+def test_a_real_template_shows_a_call_as_its_grammar_writes_it(
+    name: str, form: str, call: str, tokenizers_folder: Path
+) -> None:
+    tokenizer = Tokenizer.from_folder(tokenizers_folder / name)
+    named = {"tool_format": form} if name == "deepseek_v3" else {}
+    found = conversation(tokenizer, tool_choice="required", **named)
+    assert found.formats.calls.name == form
+    prompt = tokenizer.decode(found.encode(PAST), skip_special_tokens=False)
+    assert call in prompt
+    assert "rain" in prompt
+    assert "Of a city." in prompt
+    answer = found.answer_format(found.encode([ASKED]))
+    assert answer is not None
+    compiler = make_compiler(tokenizer)
+    lark = answer_lark(answer, compiler.json_rule, is_held=False)
+    assert lark is not None
+    constraint, parser = compiler.compile_around(lark, None), AnswerParser(answer, str)
+    ids = tokenizer.encode(call, add_special_tokens=False)
+    assert constraint.accept(ids) == len(ids)
+    detokenizer = tokenizer.make_detokenizer()
+    texts = (answer.marks.get(token_id) or detokenizer.push(token_id) for token_id in ids)
+    deltas = [delta for text in texts for delta in parser.push(text).deltas]
+    assert "".join(getattr(delta, "arguments", "") for delta in deltas) == '{"city": "Paris"}'
+
+
+def test_reasoning_of_qwen3_is_opened_by_the_model_and_switched_off_by_its_template(
+    qwen3_tokenizer_folder: Path,
+) -> None:
+    tokenizer = Tokenizer.from_folder(qwen3_tokenizer_folder)
+    on = conversation(tokenizer)
+    answer = on.answer_format(on.encode([ASKED]))
+    assert answer is not None
+    assert answer.reasoning is not None
+    assert (answer.reasoning.opening, answer.is_open) == ("<think>", False)
+    off = Conversation(tokenizer, on.probes, RequestOptions(), {"enable_thinking": False})
+    assert tokenizer.decode(off.encode([ASKED]), skip_special_tokens=False).endswith("<think>\n\n</think>\n\n")
+
+
+def test_a_small_model_makes_no_malformed_call(smollm2_path: Path) -> None:
+    command = script_command(CHECK, "--model", smollm2_path, "--count", 30)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 wrong" in done.stdout

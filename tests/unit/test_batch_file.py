@@ -14,7 +14,7 @@ from infer.batch_file.result_line import error_line, result_line
 from infer.batch_file.row import Row, read_rows, seed_of
 from infer.cli import main
 from infer.errors import InvalidRequestError
-from infer.outputs import GenerationResult, GenerationTiming, TokenLogprob
+from infer.outputs import GenerationResult, GenerationTiming, TokenLogprob, ToolCall
 
 CHAT = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions"}
 SPELLING = Spelling([str(number).encode() for number in range(6)] + [b"\xc3"], {2})
@@ -48,6 +48,20 @@ def test_plain_rows_and_openai_rows() -> None:
     assert row_of(CHAT | {"body": body}) == Row("c", "/v1/chat/completions", HI, values)
 
 
+def test_a_row_may_have_tools() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    asked = {"messages": HI, "tools": tools, "tool_choice": "required"}
+    options = {"tools": tools, "tool_choice": "required"}
+    assert row_of({"id": "a", **asked, "reasoning_budget": 3}).options == options | {"reasoning_budget": 3}
+    row = row_of(CHAT | {"body": asked | {"reasoning_effort": "none", "parallel_tool_calls": None}})
+    assert row.options == options | {"reasoning_budget": 0}
+    called = result(text="", tool_calls=(ToolCall("call_1", "f", "{}"),), reasoning="Hm")
+    (choice,) = json.loads(result_line(row, called, "m", SPELLING).text)["response"]["body"]["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert (choice["message"]["content"], choice["message"]["reasoning_content"]) == (None, "Hm")
+    assert choice["message"]["tool_calls"] == [called.tool_calls[0].to_json()]
+
+
 @pytest.mark.parametrize(
     ("record", "problem"),
     [
@@ -60,7 +74,7 @@ def test_plain_rows_and_openai_rows() -> None:
         (CHAT | {"body": 5}, "body must be an object, got 5"),
         (CHAT | {"body": {"prompt": "a"}}, "prompt belongs to another url"),
         (CHAT | {"body": {"messages": HI, "n": 2}}, "n 2 is not served here: leave it out"),
-        (CHAT | {"body": {"messages": HI, "tools": [{"type": "function"}]}}, "is not served here: leave it out"),
+        (CHAT | {"body": {"messages": HI, "reasoning_effort": "high"}}, "is not served here: leave it out"),
         (CHAT | {"body": {"messages": HI, "temprature": 1}}, "temprature is not known here: did you mean temperature?"),
         (CHAT | {"body": {"messages": HI, "top_logprobs": 2}}, "top_logprobs needs logprobs: true"),
         (CHAT | {"body": {"messages": HI, "response_format": "json"}}, "response_format must be text, json_object or"),

@@ -166,6 +166,13 @@ def test_a_required_call_is_made_streamed_and_the_same_in_a_batch(llm: LLM, name
         assert (each.token_ids, each.tool_calls) == (result.token_ids, result.tool_calls)
 
 
+def test_prompts_of_a_batch_may_have_tools_of_their_own(llm: LLM) -> None:
+    asked: dict[str, Any] = {"tools": [is_on], "tool_choice": "required", "parallel_tool_calls": False} | SAMPLED
+    first, second = llm.generate_all([ASKED, ASKED], [asked, SAMPLED])
+    assert first.tool_calls == llm.chat(ASKED, **asked).tool_calls
+    assert second.tool_calls == ()
+
+
 def test_ids_differ_with_the_prompt_the_seed_and_the_call(llm: LLM) -> None:
     asked: dict[str, Any] = {"tools": TOOLS, "tool_choice": "now", "max_new_tokens": 60, "parallel_tool_calls": False}
     prompts = [ASKED, [*ASKED, {"role": "assistant", "content": "a"}, *ASKED]]

@@ -23,7 +23,7 @@ def answer_rows(llm: LLM, rows: Iterable[Row], settings: BatchSettings, write: W
     def params() -> Iterator[Mapping[str, Any]]:
         for number, row in enumerate(rows_of_params):
             under_way[number] = row
-            yield row.values
+            yield {**row.values, **row.options}
 
     def refuse(number: int, error: InvalidRequestError) -> None:
         row = under_way.pop(number)

@@ -11,11 +11,13 @@ from infer.sampling_params import ALIASES, PARAMETER_NAMES
 _ANYTHING = frozenset({"model", "user", "metadata", "safety_identifier", "prompt_cache_key"})
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "n": (1,), "best_of": (1,), "stream": (False,), "stream_options": (), "store": (False,), "echo": (False,),
-    "service_tier": ("auto", "default"), "tools": ([],), "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False), "modalities": (["text"],),
+    "service_tier": ("auto", "default"), "modalities": (["text"],),
 }  # fmt: skip
 _PROMPTS = ("messages", "prompt")
 _OWN = ("logprobs", "top_logprobs", "response_format")
+# Fields of RequestOptions, and what OpenAI and vLLM call what is one by another name.
+TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "tool_format", "reasoning_format", "reasoning_budget")
+_OPTIONS = (*TOOL_OPTIONS[:-1], "thinking_token_budget", "reasoning_effort")
 
 
 def prompt_of_body(body: Mapping[str, Any], *, is_chat: bool) -> str | Sequence[int] | Sequence[Mapping[str, Any]]:
@@ -36,7 +38,7 @@ def params_of_body(body: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any]:
     given = {name: value for name, value in body.items() if value is not None and name not in _PROMPTS}
     values = {}
     for name, value in given.items():
-        if name in _ANYTHING or name in _OWN:
+        if name in _ANYTHING or name in _OWN or (is_chat and name in _OPTIONS):
             continue
         if name in _NEUTRAL:
             if value not in _NEUTRAL[name]:
@@ -46,6 +48,18 @@ def params_of_body(body: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any]:
         else:
             raise InvalidRequestError(_unknown(name))
     return values | _log_probabilities(given, is_chat=is_chat) | _format(given.get("response_format"))
+
+
+def options_of_body(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of RequestOptions. Raises InvalidRequestError."""
+    given = {name: body[name] for name in _OPTIONS if body.get(name) is not None}
+    budget, effort = given.pop("thinking_token_budget", None), given.pop("reasoning_effort", None)
+    if effort not in (None, "none"):
+        raise InvalidRequestError(f"reasoning_effort {effort!r:.60} is not served here: leave it out")
+    if not given.get("tools"):
+        given.pop("tools", None)
+    budget = 0 if effort == "none" else budget
+    return given if budget is None else given | {"reasoning_budget": budget}
 
 
 def _message(message: object) -> Mapping[str, Any]:
@@ -80,6 +94,6 @@ def _format(asked: Any) -> dict[str, Any]:
 
 
 def _unknown(name: str) -> str:
-    known = [*PARAMETER_NAMES, *ALIASES, *_ANYTHING, *_NEUTRAL, *_OWN]
+    known = [*PARAMETER_NAMES, *ALIASES, *_ANYTHING, *_NEUTRAL, *_OWN, *_OPTIONS]
     near = difflib.get_close_matches(name, known, n=1)
     return f"{name} is not known here" + (f": did you mean {near[0]}?" if near else "; leave it out")

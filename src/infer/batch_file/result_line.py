@@ -66,6 +66,10 @@ def _plain(row: Row, result: GenerationResult, model: str) -> dict[str, Any]:
         "generated_tokens": result.generated_tokens,
         "seed": result.seed,
     }
+    if result.reasoning is not None:
+        record["reasoning"] = result.reasoning
+    if result.tool_calls:
+        record["tool_calls"] = [call.to_json() for call in result.tool_calls]
     if result.logprobs is not None:
         record["logprobs"] = [
             {"token_id": each.token_id, "logprob": _finite(each.logprob), "rank": each.rank,

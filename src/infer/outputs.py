@@ -9,6 +9,7 @@ from itertools import pairwise, zip_longest
 from typing import Any, Literal
 
 FinishReason = Literal["eos", "stop", "length", "abort", "error"]
+Origin = Literal["sampled", "draft", "forced", "given"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class Piece:
     logprob: "TokenLogprob | None" = None  # where log-probabilities are asked for
     finish_reason: FinishReason | None = None  # of the last one: why the answer ended
     deltas: "tuple[ReasoningDelta | ToolCallDelta, ...]" = ()
+    origin: Origin = "sampled"  # or guessed and found right, forced by the grammar, given with the request
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,12 @@ def llama3_tokenizer_folder() -> Path:
 
 
 @pytest.fixture(scope="session")
+def axe_path() -> Path:
+    """A script that finds what a page keeps from people with disabilities."""
+    return asset("axe/axe.min.js")
+
+
+@pytest.fixture(scope="session")
 def qwen3_tokenizer_folder() -> Path:
     return asset("tokenizers/qwen3")
 

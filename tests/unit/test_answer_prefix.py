@@ -78,8 +78,10 @@ def test_the_trace_of_an_answer_is_that_of_each_of_its_tokens(llm: LLM, params: 
     assert rest == traces[3:]
 
 
-def test_an_answer_held_to_a_grammar_is_not_traced(llm: LLM) -> None:
-    with pytest.raises(InvalidRequestError, match="leave regex out"):
-        asyncio.run(AsyncLLM(llm).trace("hello", SamplingParams(regex="a+", seed=1)))
-    with pytest.raises(InvalidRequestError, match="leave choice out"):
-        llm.sample_trace("hello", choice=["a", "b"])
+@pytest.mark.parametrize("grammar", [{"regex": "[ab]{3}c"}, {"choice": ["aab", "bba"]}])
+def test_an_answer_held_to_a_grammar_is_traced_too(llm: LLM, grammar: Any) -> None:
+    params = SamplingParams(**grammar, seed=1, max_new_tokens=8)
+    result, traces = asyncio.run(AsyncLLM(llm).trace("hello", params, num_candidates=5))
+    assert result.token_ids == llm.generate("hello", params).token_ids == [each.token_id for each in traces]
+    assert traces[1] == replace(llm.sample_trace("hello", params, step=2, num_candidates=5), text_before="")
+    assert {stage.name for stage in traces[0].stages} >= {"raw", "allowed"}

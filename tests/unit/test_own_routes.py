@@ -4,6 +4,7 @@ import base64
 import json
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,6 +179,64 @@ def test_a_trace_is_the_answer_with_the_funnel_of_each_token(served: Served, llm
     assert b"".join(map(bytes, found["prompt_bytes"])).endswith(b"hello" if "prompt" in prompt else b"[assistant]")
 
 
+def test_a_given_answer_is_traced_from_any_place(served: Served) -> None:
+    asked = {"prompt": "hello", **SAMPLED, "num_candidates": 3}
+    answer = ask(served, "/v1/trace", **asked)
+    ids = answer["token_ids"]
+    part = ask(served, "/v1/trace", **asked, answer_token_ids=ids, position=4, num_tokens=3)
+    assert part["tokens"] == answer["tokens"][4:7]
+    assert part["prompt_token_ids"] == answer["prompt_token_ids"]
+    other = [*ids[:4], ids[4] ^ 1, *ids[5:]]
+    first, second = ask(served, "/v1/trace", **asked, answer_token_ids=other, position=4, num_tokens=2)["tokens"]
+    assert first["token_id"] == ids[4]
+    assert {ids[4], other[4]} <= {each["token_id"] for each in first["candidates"]}
+    assert second["stages"] != answer["tokens"][5]["stages"]
+
+
+def test_what_a_grammar_forbids_is_a_stage(served: Served, llm: LLM) -> None:
+    asked = {"prompt": "hello", **SAMPLED, "regex": "abc[d-f]{5}"}
+    answer = ask(served, "/v1/trace", **asked)
+    assert answer["text"] == llm.generate("hello", temperature=0.9, seed=5, frequency_penalty=0.7, max_new_tokens=12,
+                                          regex="abc[d-f]{5}").text  # fmt: skip
+    kept = [[stage["num_kept"] for stage in each["stages"] if stage["name"] == "allowed"] for each in answer["tokens"]]
+    assert kept[0] == [1]
+    assert all(1 <= each[0] < 260 for each in kept)
+
+
+def test_where_a_token_came_from_is_told(served: Served, llm: LLM) -> None:
+    body = {"prompt": "hello", "regex": "abc[d-f]{3}xyz", "max_tokens": 40, "seed": 1, "return_token_ids": True}
+    streamed = served.client.post("/v1/completions", json={**body, "stream": True}).text
+    *chunks, _ = [json.loads(line.removeprefix("data: ")) for line in streamed.splitlines() if line[6:7] == "{"]
+    told = [each for chunk in chunks for each in zip(*_columns(chunk["choices"][0]), strict=True)]
+    text = bytes(byte for spelt, _ in told for byte in spelt)
+    assert text.startswith(b"abc")
+    assert {origin for spelt, origin in told if bytes(spelt) in b"xyz"} == {"forced"}
+    assert {origin for spelt, origin in told if bytes(spelt) in (b"d", b"e", b"f")} == {"sampled"}
+
+
+def _columns(choice: Any) -> tuple[list[Any], list[Any]]:
+    return choice.get("token_bytes", []), choice.get("token_origins", [])
+
+
+def test_right_drafts_and_given_tokens_are_told_apart(llm: LLM) -> None:
+    prompt = "abcabcabcabcabcabc"
+    stream = llm.stream(prompt, temperature=0, max_new_tokens=40, speculation="ngram", answer_prefix=[97, 98])
+    origins = [piece.origin for piece in stream]
+    assert origins[:2] == ["given", "given"]
+    assert origins.count("draft") == stream.result.stats.drafts_accepted > 0
+
+
+def test_the_fingerprint_is_that_of_what_answers_depend_on(served: Served, llm: LLM, folder: Path) -> None:
+    found = ask(served, "/v1/completions", prompt="a", max_tokens=1)["system_fingerprint"]
+    facts = served.client.get("/props").json()
+    assert found == facts["system_fingerprint"]
+    assert (facts["max_model_len"], facts["can_chat"], facts["num_layers"]) == (400, True, 2)
+    assert facts["default_sampling"]["chat"]["top_p"] == 0.95
+    with LLM(folder) as same, LLM(folder, kv_type="f32") as other:
+        assert same.system_fingerprint == llm.system_fingerprint
+        assert other.system_fingerprint != found
+
+
 def test_a_branch_has_the_bits_of_its_answer_up_to_the_other_token(served: Served) -> None:
     asked = {"prompt": "hello", **SAMPLED}
     answer = ask(served, "/v1/trace", **asked)
@@ -204,7 +263,14 @@ def test_a_branch_has_the_bits_of_its_answer_up_to_the_other_token(served: Serve
     [
         ("trace", {"prompt": "a", "max_tokens": 257}, "max_tokens", "at most 256"),
         ("trace", {"prompt": "a", "num_candidates": 65}, "num_candidates", "at most 64"),
-        ("trace", {"prompt": "a", "regex": "a+"}, "regex", "grammar forbids"),
+        ("trace", {"prompt": "a", "position": 1}, "position", "belongs to answer_token_ids"),
+        ("trace", {"prompt": "a", "answer_token_ids": [97], "position": 1}, "position", "below 1"),
+        ("trace", {"prompt": "a", "answer_token_ids": [97] * 300}, "num_tokens", "at most 256 tokens"),
+        ("trace", {"prompt": "a", "answer_token_ids": [97] * 400}, "num_tokens", "at most 256 tokens"),
+        ("trace", {"prompt": "a", "answer_token_ids": [97] * 400, "num_tokens": 1}, "answer_token_ids", "exceed 400"),
+        ("trace", {"prompt": "a", "answer_token_ids": [97, 9999]}, "answer_token_ids[1]", "from 0 to"),
+        ("trace", {"prompt": "a", "answer_token_ids": [98, 97], "position": 1, "regex": "a+"}, "answer_token_ids",
+         "the grammar does not allow token 98"),
         ("trace", {"prompt": "a", "stream": True}, "stream", "whole"),
         ("trace", {"prompt": "a", "n": 2}, "n", "must not be 2"),
         ("trace", {}, "prompt", "one of prompt and messages"),

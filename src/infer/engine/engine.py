@@ -269,7 +269,7 @@ class Engine:
         """Accept the tokens that the grammar leaves no choice about."""
         forced, forcing = list[int](), sequence.force()
         while (token_id := sequence.attempt(partial(next, forcing, None), None)) is not None:
-            if sequence.attempt(partial(sequence.accept, token_id), None) is None:
+            if sequence.attempt(partial(sequence.accept, token_id, origin="forced"), None) is None:
                 break
             forced.append(token_id)
         self._slot_params.extend(sequence, forced)
@@ -373,7 +373,8 @@ class Engine:
     def _settle(self, work: _Work, sampled: SampledTokens, clock: Clock, *, is_multi_step: bool) -> None:
         sequence, chunk = work
         num_before = len(sequence.pieces)
-        sequence.attempt(partial(sequence.accept_all, sampled), None)
+        num_drafts = 0 if is_multi_step else len(sampled.token_ids) - 1  # right ones
+        sequence.attempt(partial(sequence.accept_all, sampled, num_drafts), None)
         num_accepted = len(sequence.pieces) - num_before
         self.runner.commit(chunk.slot, len(chunk.token_ids) - chunk.num_drafts + max(0, num_accepted - 1))
         sequence.stepped(chunk, sampled, num_accepted, clock, is_multi_step=is_multi_step)

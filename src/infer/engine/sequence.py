@@ -6,6 +6,7 @@ interrupted or cut goes on as if nothing had happened.
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import TypeVar, final
@@ -19,7 +20,7 @@ from infer.engine.timing import AnswerTimer
 from infer.errors import ConstraintError, InvalidRequestError
 from infer.grammar.base import Mask
 from infer.operands.step import Chunk, Clock
-from infer.outputs import FinishReason, GenerationResult, GenerationStats, Piece, TokenLogprob, assembled
+from infer.outputs import FinishReason, GenerationResult, GenerationStats, Origin, Piece, TokenLogprob, assembled
 from infer.runner.verify import SampledTokens
 from infer.sampling.sampler import message_of
 from infer.sampling_params import SamplingParams
@@ -61,7 +62,6 @@ class Sequence:
         self.num_reused, self.num_dropped = 0, 0
         self.error: str | None = None
         self._is_cancelled = False
-        self._is_forcing = False
         self._tail: Parsed | None = None  # what was held back of an answer that was cut
         self._policy: DraftPolicy = DraftPolicy(request.num_draft_tokens)
         self._draft: NgramDraft | None = None  # while it has a slot
@@ -198,7 +198,7 @@ class Sequence:
     def _begin_with(self, token_ids: Items[int]) -> None:
         """Raises InvalidRequestError where the answer ends with these, or the grammar does not allow them."""
         for index, token_id in enumerate(token_ids):
-            self.accept(token_id)
+            self.accept(token_id, origin="given")
             if self.grammar is not None and self.grammar.constraint.num_accepted != index + 1:
                 raise InvalidRequestError(f"answer_prefix[{index}]: the grammar does not allow token {token_id} there")
             if self.is_finished:
@@ -241,11 +241,7 @@ class Sequence:
                 if self._text.finish_reason is not None:
                     return
                 self.stats.tokens_forced += 1
-                self._is_forcing = True
-                try:
-                    yield token_id
-                finally:
-                    self._is_forcing = False
+                yield token_id
 
     @property
     def is_drafted(self) -> bool:
@@ -303,15 +299,15 @@ class Sequence:
         self.timer.waited(seconds)
         self.stats.prefill_steps += count > 0
 
-    def accept_all(self, sampled: SampledTokens) -> None:
-        """Until it is finished."""
+    def accept_all(self, sampled: SampledTokens, num_drafts: int) -> None:
+        """Until it is finished. The first `num_drafts` of them were guessed before."""
         logprobs = iter(sampled.logprobs)
-        for token_id in sampled.token_ids:
-            self.accept(token_id, next(logprobs, None))
+        for index, token_id in enumerate(sampled.token_ids):
+            self.accept(token_id, next(logprobs, None), "draft" if index < num_drafts else "sampled")
             if self.is_finished:
                 return
 
-    def accept(self, token_id: int, logprob: TokenLogprob | None = None) -> Piece | None:
+    def accept(self, token_id: int, logprob: TokenLogprob | None = None, origin: Origin = "sampled") -> Piece | None:
         """What a token adds to the text; None for the code of a failed sample, which ends the sequence."""
         if self.has_fault:
             return None
@@ -331,9 +327,10 @@ class Sequence:
         self.token_ids.append(token_id)
         if self._draft is not None:
             guess = self._draft.follow(token_id)
-            if not self._is_forcing:
+            if origin != "forced":
                 self._policy.observe(*guess)
-        self.pieces.append(self._text.push(token_id, is_complete=is_complete, logprob=logprob))
+        piece = self._text.push(token_id, is_complete=is_complete, logprob=logprob)
+        self.pieces.append(piece if origin == "sampled" else replace(piece, origin=origin))
         self.timer.arrived()
         return self.pieces[-1]
 

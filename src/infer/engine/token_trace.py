@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import final
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from infer import ops
@@ -12,15 +14,15 @@ from infer.engine.async_stream import Check
 from infer.engine.embedding import step_tokens
 from infer.engine.host import Host
 from infer.engine.lease import Lease
-from infer.engine.prompt_ids import Prompt
+from infer.engine.prompt_ids import Prompt, PromptIds
 from infer.engine.request import check_prompt
 from infer.engine.request_options import RequestOptions, check_count
 from infer.errors import InferError, InvalidRequestError
-from infer.grammar import grammar_of
 from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
 from infer.operands.step import Step
-from infer.outputs import GenerationResult, SampleTrace, TokenLogprob
+from infer.outputs import SampleTrace, TokenLogprob
 from infer.runner.caches import make_cache
+from infer.sampling.masks import num_mask_words
 from infer.sampling.sampler import Sampled, log_probabilities
 from infer.sampling.trace import sample_trace
 from infer.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -95,7 +97,7 @@ def trace_token(host: Host, prompt: Prompt, params: SamplingParams, step: int, n
     check_count("step", step, 1, host.model.max_seq_len)
     check_count("num_candidates", num_candidates, 1, host.vocab_size)
     token_ids = check_prompt(host.model, host.tokenizer, host.encode(prompt), room=1)
-    check_traceable(host, params)
+    check_traceable(host)
     asked = replace(params, max_new_tokens=step, min_new_tokens=min(params.min_new_tokens, step))
     result = host.stream(host.sequence(token_ids, asked, RequestOptions(), {})).run()
     if result.error is not None:
@@ -105,17 +107,16 @@ def trace_token(host: Host, prompt: Prompt, params: SamplingParams, step: int, n
         raise InvalidRequestError(
             f"step must be at most {len(result.token_ids)}, where the answer ends ({why}), got {step}"
         )
-    (found,) = trace_answer(host, token_ids, params, result, first=step, num_candidates=num_candidates)
+    asked = replace(params, seed=result.seed)
+    (found,) = trace_answer(host, token_ids, asked, result.token_ids, first=step, num_candidates=num_candidates)
     context = token_ids + result.token_ids[: step - 1]
     return replace(found, text_before=host.tokenizer.decode(context, skip_special_tokens=False))
 
 
-def check_traceable(host: Host, params: SamplingParams) -> None:
-    """Raises InvalidRequestError where the cache keeps a part of a prompt, or a grammar decides, too."""
+def check_traceable(host: Host) -> None:
+    """Raises InvalidRequestError where the cache keeps a part of a prompt."""
     if host.settings.cache.keeps_whole_prompts:
         raise InvalidRequestError("a trace has logits of the whole text, of which snapkv keeps a part: load without it")
-    if (grammar := grammar_of(params)) is not None:
-        raise InvalidRequestError(f"a trace does not show what a grammar forbids: leave {grammar.kind} out")
 
 
 @torch.inference_mode()
@@ -123,17 +124,21 @@ def trace_answer(
     host: Host,
     prompt: list[int],
     params: SamplingParams,
-    result: GenerationResult,
+    answer: Sequence[int],
     *,
     first: int = 1,
+    last: int | None = None,
     num_candidates: int,
+    is_given: bool = False,
     check: Check = lambda: None,
 ) -> list[SampleTrace]:
-    """How each token of an answer was sampled, from the one of step `first` on. `check` is called between them and may
-    raise.
+    """How each token of an answer was sampled, from the one of step `first` to `last`, by default the last one.
+
+    `params` with its seed. Where it `is_given`, tokens may be others than the sampler's. `check` is called between them
+    and may raise.
     """
-    context, place = prompt + result.token_ids, len(prompt) + first - 1
-    params, found = replace(params, seed=result.seed), list[SampleTrace]()
+    context, place = [*prompt, *answer[:last]], len(prompt) + first - 1
+    found, masks = list[SampleTrace](), _Masks(host, prompt, params, answer[: first - 1])
     with ops.backend_of(host.model.device).threads():
         for logits in logits_beside(host, context[:-1], place - 1, check):
             for row in logits:
@@ -145,12 +150,38 @@ def trace_answer(
                     num_prompt_tokens=len(prompt),
                     eos_token_ids=host.tokenizer.eos_token_ids,
                     num_candidates=num_candidates,
+                    allowed=masks.next(context[place]),
+                    shown_id=context[place],
                 )
-                if trace.token_id != context[place]:
+                if trace.token_id != context[place] and not is_given:
                     raise InferError(f"the trace ends in token {trace.token_id}, the answer in {context[place]}")
                 found.append(_spelled(trace, host.tokenizer.token_bytes))
                 place += 1
     return found
+
+
+@final
+class _Masks:
+    """What a request's grammar allows, token after token."""
+
+    def __init__(self, host: Host, prompt: list[int], params: SamplingParams, before: Sequence[int]) -> None:
+        """Raises InvalidRequestError where the grammar does not allow the tokens `before`."""
+        make = host.request(PromptIds(prompt), params, RequestOptions()).make_constraint
+        self._constraint = None if make is None else make()
+        self._has_ended = False
+        self._words, self._device = num_mask_words(host.vocab_size), host.model.device
+        if self._constraint is not None and (count := self._constraint.accept(before)) < len(before):
+            raise InvalidRequestError(f"the grammar does not allow token {before[count]}, number {count} of the answer")
+
+    def next(self, token_id: int) -> Int[Tensor, "words"] | None:
+        """At the next place, where this token stands. All ones after what the grammar ends with, or does not allow."""
+        if self._constraint is None:
+            return None
+        mask = np.full(self._words, -1, np.int32)
+        if not self._has_ended:
+            self._constraint.fill(mask)
+            self._has_ended = self._constraint.accept([token_id]) == 0
+        return torch.from_numpy(mask).to(self._device)
 
 
 def _spelled(trace: SampleTrace, token_bytes: Sequence[bytes]) -> SampleTrace:

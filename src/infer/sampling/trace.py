@@ -31,11 +31,14 @@ def sample_trace(
     num_prompt_tokens: int | None = None,
     eos_token_ids: Collection[int] = frozenset(),
     num_candidates: int = 10,
+    allowed: Int[Tensor, "words"] | None = None,
+    shown_id: int | None = None,
 ) -> SampleTrace:
     """How the token after `context_token_ids` is sampled from these logits; the prompt is all of them by default.
 
-    The candidates are those with the largest probability after any stage. Raises LogitsError where nothing can be
-    sampled and InvalidRequestError for what `SamplingColumns.of` and `History.begin` refuse.
+    The candidates are those with the largest probability after any stage, and `shown_id`. `allowed` is a grammar's
+    mask. Raises LogitsError where nothing can be sampled and InvalidRequestError for what `SamplingColumns.of` and
+    `History.begin` refuse.
     """
     if num_candidates < 1:
         raise InvalidRequestError(f"num_candidates must be at least 1, got {num_candidates}")
@@ -49,12 +52,17 @@ def sample_trace(
         history = History(1, len(context_token_ids), vocab_size, device)
         history.begin(0, context_token_ids, num_prompt_tokens)
     positions = torch.tensor([len(context_token_ids)], device=device)
-    token_id = check(int(sample(logits[None], columns, history, positions).token_ids[0]))
+    masks = None if allowed is None else allowed[None]
+    token_id = check(int(sample(logits[None], columns, history, positions, masks).token_ids[0]))
     passed = [
-        (name, x[0]) for name, x in stages(logits[None], columns, history, positions) if not _is_off(name, params)
+        (name, x[0])
+        for name, x in stages(logits[None], columns, history, positions, masks)
+        if not _is_off(name, params)
     ]
     probabilities = torch.stack([x.double().softmax(-1) for _, x in passed])
-    ids, ranks = _candidates(passed[0][1], probabilities, token_id, num_candidates)
+    ids, ranks = _candidates(
+        passed[0][1], probabilities, [token_id, token_id if shown_id is None else shown_id], num_candidates
+    )
     return SampleTrace(
         stages=tuple(_stages(passed, probabilities, ids, params)),
         candidates=tuple(_follow(passed, probabilities, ids, ranks, params, len(context_token_ids))),
@@ -98,16 +106,17 @@ def _value(name: str, params: SamplingParams) -> int | float | None:
 
 
 def _candidates(
-    raw: Float[Tensor, "vocab"], probabilities: Float[Tensor, "stages vocab"], token_id: int, count: int
+    raw: Float[Tensor, "vocab"], probabilities: Float[Tensor, "stages vocab"], shown_ids: Sequence[int], count: int
 ) -> tuple[Int[Tensor, "candidates"], Int[Tensor, "candidates"]]:
-    """The ids that were likeliest at their best, the chosen one among them, in the order of raw logits; their ranks."""
+    """The ids that were likeliest at their best, those of `shown_ids` among them, in the order of raw logits; their
+    ranks.
+    """
     order = raw.sort(descending=True, stable=True).indices
     peaks = probabilities.max(0).values[order]
     places = peaks.sort(descending=True, stable=True).indices[:count]
-    chosen = (order == token_id).nonzero()[:, 0]
-    if not bool((places == chosen).any()):
-        places = torch.cat([places[:-1], chosen])
-    places = places.sort().values
+    shown = torch.isin(order, torch.tensor(shown_ids, device=order.device)).nonzero()[:, 0]
+    others = places[~torch.isin(places, shown)][: max(count - len(shown), 0)]
+    places = torch.cat([others, shown]).sort().values
     return order[places], places + 1
 
 

@@ -175,6 +175,20 @@ ANSWER_SCHEMAS: dict[str, Schema] = {
         stop_sequence=nullable(TEXT),
         usage=record(input_tokens=COUNT, output_tokens=COUNT, cache_read_input_tokens=COUNT),
     ),
+    "Props": record(
+        model=TEXT,
+        description=TEXT,
+        version=TEXT,
+        system_fingerprint=TEXT,
+        can_chat={"type": "boolean"},
+        max_model_len=COUNT,
+        vocab_size=COUNT,
+        num_layers=COUNT,
+        total_slots=COUNT,
+        kv_type=TEXT,
+        cache_bytes=COUNT,
+        default_sampling=record(chat={"type": "object"}, text={"type": "object"}),
+    ),
     "InputTokens": record(input_tokens=COUNT),
     "Tokenized": {
         "anyOf": [
@@ -185,11 +199,11 @@ ANSWER_SCHEMAS: dict[str, Schema] = {
     "Detokenized": record(content=TEXT, prompt=TEXT),
     "Template": record(prompt=TEXT),
     "Trace": record(
+        {"text": TEXT, "finish_reason": _FINISH, "stop_reason": _ENDED["stop_reason"], "usage": ref("Usage")},
         object=constant("trace"),
         model=TEXT,
         prompt_token_ids=listed(COUNT),
         prompt_bytes=listed(_BYTES),
-        text=TEXT,
         token_ids=listed(COUNT),
         tokens=listed(
             record(
@@ -202,9 +216,15 @@ ANSWER_SCHEMAS: dict[str, Schema] = {
                 seed=nullable(COUNT),
             )
         ),
-        **_ENDED,
+        seed=COUNT,
     ),
     "Branch": record(
-        **_HEAD, object=constant("branch"), text=TEXT, token_ids=listed(COUNT), num_given=COUNT, **_ENDED
+        **_HEAD,
+        object=constant("branch"),
+        text=TEXT,
+        token_ids=listed(COUNT),
+        token_bytes=listed(_BYTES),
+        num_given=COUNT,
+        **_ENDED,
     ),
 }  # fmt: skip

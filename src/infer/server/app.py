@@ -20,6 +20,8 @@ from infer.server import (
     metrics_page,
     models,
     openapi,
+    page,
+    props,
     responses,
     tokens,
     trace,
@@ -35,7 +37,7 @@ from infer.server.state import ServerState
 
 _MODULES = (
     *(health, metrics_page, models, chat, completions, responses, embeddings, messages),
-    *(tokens, trace, branch, events, openapi),
+    *(tokens, trace, branch, events, props, openapi, page),
 )
 ROUTES = [route for module in _MODULES for route in module.ROUTES]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
+from starlette.routing import compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from infer.errors import InvalidRequestError
@@ -48,7 +49,7 @@ def read_keys(path: Path) -> dict[str, str]:
 def with_keys(app: ASGIApp, names: Mapping[str, str], table: Iterable[ApiRoute]) -> ASGIApp:
     """`names` by key; empty: anybody may ask. The name of a request's key is that of its call."""
     route_by_path = {route.path: route for route in table}
-    open_paths = {route.path for route in route_by_path.values() if route.is_open}
+    open_paths = [compile_path(route.path)[0] for route in route_by_path.values() if route.is_open]
     name_by_digest = {_digest(key): name for key, name in names.items()}
 
     def name_of(given: str) -> str | None:
@@ -58,7 +59,7 @@ def with_keys(app: ASGIApp, names: Mapping[str, str], table: Iterable[ApiRoute])
         return found[0] if found else None
 
     async def call_app(scope: Scope, receive: Receive, send: Send) -> None:
-        if name_by_digest and scope["type"] == "http" and scope["path"] not in open_paths:
+        if name_by_digest and scope["type"] == "http" and not any(each.match(scope["path"]) for each in open_paths):
             name = name_of(_key_of(Headers(scope=scope)))
             call = call_of(HTTPConnection(scope))
             if name is None:

@@ -20,7 +20,7 @@ from infer.server.one_answer import OneAnswerBody, ask_one
 from infer.server.read_body import read_body
 from infer.server.refusals import refuse
 from infer.server.replies import make_head, reply
-from infer.server.shapes import Head, Json, usage_of_choices
+from infer.server.shapes import Head, Json, token_columns, usage_of_choices
 from infer.server.state import ServerState
 from infer.server.tokens import TokenId
 
@@ -39,7 +39,7 @@ async def branch(request: Request, state: ServerState) -> Response:
     check_model(request, state, body.model)
     prefix = prefix_of(body)
     choices = await accept(request, state, ask_one(body, llm.sampling_defaults, prefix))
-    shape = BranchShape(make_head("branch-", request, state), len(prefix))
+    shape = BranchShape(make_head("branch-", request, state), len(prefix), llm.tokenizer.token_bytes)
     return await reply(request, state, choices, shape, is_streamed=bool(body.stream))
 
 
@@ -55,8 +55,8 @@ def prefix_of(body: BranchBody) -> list[int]:
 class BranchShape:
     """The text and the tokens of the whole branch; `num_given` of its tokens were not sampled."""
 
-    def __init__(self, head: Head, num_given: int) -> None:
-        self._head, self._num_given = head, num_given
+    def __init__(self, head: Head, num_given: int, spelling: Sequence[bytes]) -> None:
+        self._head, self._num_given, self._spelling = head, num_given, spelling
 
     def whole(self, results: Sequence[GenerationResult]) -> Json:
         (result,) = results
@@ -64,6 +64,7 @@ class BranchShape:
             **self._head.to_json("branch"),
             "text": result.text,
             "token_ids": result.token_ids,
+            "token_bytes": [list(self._spelling[each]) for each in result.token_ids],
             "num_given": self._num_given,
             **_end(result),
         }
@@ -75,7 +76,7 @@ class BranchShape:
         chunk = {
             **self._head.to_json("branch.chunk"),
             "text": part.text,
-            "token_ids": [piece.token_id for piece in part.pieces],
+            **token_columns(part.pieces, self._spelling),
             "num_given": self._num_given,
         }
         return chunk | ({"finish_reason": None} if part.result is None else _end(part.result))

@@ -33,6 +33,7 @@ from infer.server.shapes import (
     extension,
     logprobs_of,
     prompt_logprobs_of,
+    token_columns,
     usage_of_choices,
 )
 from infer.server.state import ServerState
@@ -122,7 +123,7 @@ class ChatShape:
             choice = self._choice(part.choice, delta, finish_reason=reason)
             return self._chunk([choice]) | {"infer": extension({part.choice: part.result})}
         logprobs = self._logprobs(logprobs_of(part.pieces), part.pieces[-1].finish_reason)
-        ids = self._token_ids([piece.token_id for piece in part.pieces])
+        ids = token_columns(part.pieces, self._spelling.token_bytes) if self._body.return_token_ids else {}
         if not (delta or ids or (logprobs and logprobs["content"])):
             return None
         return self._chunk([self._choice(part.choice, delta, logprobs) | ids])

@@ -19,7 +19,15 @@ from infer.server.read_body import read_body
 from infer.server.refusals import refuse, shown
 from infer.server.replies import Scores, check_stream_options, make_head, reply, score_prompts
 from infer.server.schema import CompletionBody
-from infer.server.shapes import Head, Json, extension, logprobs_of, prompt_logprobs_of, usage_of_choices
+from infer.server.shapes import (
+    Head,
+    Json,
+    extension,
+    logprobs_of,
+    prompt_logprobs_of,
+    token_columns,
+    usage_of_choices,
+)
 from infer.server.state import ServerState
 
 _MAX_TOKENS = 16
@@ -134,7 +142,8 @@ class CompletionShape:
             return self._chunk([choice]) | {"infer": extension({part.choice: part.result})}
         ids = [piece.token_id for piece in part.pieces]
         choice["logprobs"] = self._columns(part.choice, ids, logprobs_of(part.pieces))
-        choice |= self._token_ids(ids)
+        if self._body.return_token_ids:
+            choice |= token_columns(part.pieces, self._spelling.token_bytes)
         return self._chunk([choice]) if part.text or choice["logprobs"] or "token_ids" in choice else None
 
     def closing(self, results: Sequence[GenerationResult]) -> list[Json]:

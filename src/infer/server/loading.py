@@ -31,6 +31,7 @@ async def load_model(state: ServerState, load: Load) -> None:
             llm = load(count)
             llm.host.engine.max_running = state.settings.slots
             llm.host.engine.scheduler.gap_seconds = state.settings.step_ms / 1000
+            log.debug("fingerprint %s", llm.host.system_fingerprint)  # which takes some time to find
         except Exception as error:
             if not isinstance(error, InferError):
                 log.exception("the model cannot be loaded")

@@ -77,7 +77,11 @@ OPERATIONS = (
     Operation("GET", "/metrics", "What was counted, for Prometheus", "text/plain"),
     Operation("GET", "/openapi.json", "This description", "application/json"),
     Operation("GET", "/docs", "It as a page", "text/html"),
-    Operation("GET", "/", "The same page", "text/html"),
+    Operation("GET", "/props", "What the model is, and how it is sampled by default", "Props"),
+    Operation("GET", "/", "A page to talk with the model and to see how its tokens are chosen", "text/html",
+              is_open=True),
+    Operation("GET", "/page/{name}", "What the page is made of", "text/javascript", is_open=True,
+              parameters=[{"name": "name", "in": "path", "required": True, "schema": TEXT}]),
 )  # fmt: skip
 
 _EVENTS: Schema = {
@@ -171,4 +175,4 @@ def _page() -> str:
     return docs_page(document())
 
 
-ROUTES = [ApiRoute("GET", "/openapi.json", openapi), ApiRoute("GET", "/docs", docs), ApiRoute("GET", "/", docs)]
+ROUTES = [ApiRoute("GET", "/openapi.json", openapi), ApiRoute("GET", "/docs", docs)]

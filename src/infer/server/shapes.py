@@ -62,6 +62,15 @@ def extension(results: Mapping[int, GenerationResult]) -> Json:
     }
 
 
+def token_columns(pieces: Sequence[Piece], token_bytes: Sequence[bytes]) -> Json:
+    """Of the tokens of a chunk, for who asks for their ids."""
+    return {
+        "token_ids": [piece.token_id for piece in pieces],
+        "token_bytes": [list(token_bytes[piece.token_id]) for piece in pieces],
+        "token_origins": [piece.origin for piece in pieces],
+    }
+
+
 def logprobs_of(pieces: Sequence[Piece]) -> list[TokenLogprob]:
     return [piece.logprob for piece in pieces if piece.logprob is not None]
 

@@ -1,6 +1,7 @@
-"""`/v1/trace`: an answer, and how each of its tokens was sampled, stage by stage."""
+"""`/v1/trace`: an answer, and how each of its tokens was sampled, stage by stage. The answer is generated, or given."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, final
 
 from msgspec import Meta
@@ -8,10 +9,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from infer.batch_file.result_line import FINISH_REASONS
+from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult, SampleTrace
+from infer.server.asked import refusal
 from infer.server.asking import while_connected
 from infer.server.call import call_of
-from infer.server.choices import accept
+from infer.server.choices import Asked, accept
 from infer.server.endpoint import ApiRoute
 from infer.server.models import check_model
 from infer.server.one_answer import OneAnswerBody, ask_one
@@ -20,41 +23,94 @@ from infer.server.refusals import refuse
 from infer.server.replies import json_response
 from infer.server.shapes import Json, usage_of_choices
 from infer.server.state import ServerState
+from infer.server.tokens import TokenId
 
 _MAX_TOKENS, _MAX_CANDIDATES = 256, 64
-_GRAMMARS = ("response_format", "regex", "grammar", "choice")
+_NUM_CANDIDATES = 10  # unless asked for others
 
 
 @final
 class TraceBody(OneAnswerBody, kw_only=True):
-    max_tokens: Annotated[int, Meta(ge=1, le=_MAX_TOKENS)] | None = None
+    """`answer_token_ids`: an answer that is there already, of which `num_tokens` from `position` on are traced. It need
+    not be what the sampler gives.
+    """
+
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
     num_candidates: Annotated[int, Meta(ge=1, le=_MAX_CANDIDATES)] | None = None  # 10 unless given
+    answer_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
+    position: Annotated[int, Meta(ge=0)] | None = None  # 0 unless given
+    num_tokens: Annotated[int, Meta(ge=1, le=_MAX_TOKENS)] | None = None  # all unless given
 
 
 async def trace(request: Request, state: ServerState) -> Response:
     body, llm = read_body(await request.body(), TraceBody), state.llm()
     check_model(request, state, body.model)
-    for name in _GRAMMARS:
-        if getattr(body, name) is not None:
-            message = f"{name}: a trace does not show what a grammar forbids: leave it out"
-            raise refuse(message, name, "unsupported_parameter")
     if body.stream:
         raise refuse("stream must not be true: a trace is answered whole", "stream", "unsupported_value")
     asked = ask_one(body, llm.llm.sampling_defaults)
-    choices = await accept(request, state, asked)
+    if body.answer_token_ids is None:
+        return await _trace_generated(request, state, asked, body)
+    return await _trace_given(request, state, asked, body, body.answer_token_ids)
+
+
+async def _trace_generated(request: Request, state: ServerState, asked: Asked, body: TraceBody) -> Response:
+    for name in ("position", "num_tokens"):
+        if getattr(body, name) is not None:
+            raise refuse(f"{name} belongs to answer_token_ids: leave it out", name)
+    if (body.max_tokens or 0) > _MAX_TOKENS:
+        raise refuse(f"max_tokens must be at most {_MAX_TOKENS}, got {body.max_tokens}", "max_tokens")
+    llm, choices = state.llm(), await accept(request, state, asked)
     (result,), (prompt_ids,) = await while_connected(request, choices.results()), choices.prompt_ids
-    tracing = llm.trace_result(prompt_ids, asked.params[0], result, num_candidates=body.num_candidates or 10)
+    num, params = body.num_candidates or _NUM_CANDIDATES, replace(asked.params[0], seed=result.seed)
+    tracing = llm.trace_answer(prompt_ids, params, result.token_ids, num_candidates=num)
     traces = await while_connected(request, tracing)
-    spell = llm.llm.tokenizer.token_bytes
-    return json_response(trace_object(call_of(request).model, prompt_ids, result, traces, spell))
+    found = trace_object(call_of(request).model, prompt_ids, traces, llm.llm.tokenizer.token_bytes)
+    return json_response(found | _ended(result))
+
+
+async def _trace_given(
+    request: Request, state: ServerState, asked: Asked, body: TraceBody, answer: Sequence[int]
+) -> Response:
+    llm, position = state.llm(), body.position or 0
+    if position >= len(answer):
+        rule = f"below {len(answer)}, the length of answer_token_ids"
+        raise refuse(f"position must be {rule}, got {position}", "position")
+    last = min(position + (body.num_tokens or len(answer)), len(answer))
+    if last - position > _MAX_TOKENS:
+        raise refuse(f"at most {_MAX_TOKENS} tokens are traced at once: give num_tokens", "num_tokens")
+    choices = await accept(request, state, replace(asked, is_answered=False))
+    (prompt_ids,) = choices.prompt_ids
+    _check_answer(answer, len(prompt_ids), llm.host.vocab_size, llm.host.model.max_seq_len)
+    tracing = llm.trace_answer(
+        prompt_ids,
+        asked.params[0],
+        answer,
+        first=position + 1,
+        last=last,
+        num_candidates=body.num_candidates or _NUM_CANDIDATES,
+        is_given=True,
+    )
+    try:
+        traces = await while_connected(request, tracing)
+    except InvalidRequestError as error:
+        raise refusal(error, "answer_token_ids") from error
+    found = trace_object(call_of(request).model, prompt_ids, traces, llm.llm.tokenizer.token_bytes)
+    return json_response(found | {"token_ids": list(answer), "seed": asked.params[0].seed})
+
+
+def _check_answer(answer: Sequence[int], num_prompt_tokens: int, vocab_size: int, max_seq_len: int) -> None:
+    """Raises ApiError."""
+    for index, token_id in enumerate(answer):
+        if token_id >= vocab_size:
+            param = f"answer_token_ids[{index}]"
+            raise refuse(f"{param} must be an id from 0 to {vocab_size - 1}, got {token_id}", param)
+    if num_prompt_tokens + len(answer) > max_seq_len:
+        message = f"the prompt's {num_prompt_tokens} tokens and the answer's {len(answer)} exceed {max_seq_len}"
+        raise refuse(message, "answer_token_ids", "context_length_exceeded")
 
 
 def trace_object(
-    model: str,
-    prompt_ids: Sequence[int],
-    result: GenerationResult,
-    traces: Sequence[SampleTrace],
-    spelling: Sequence[bytes],
+    model: str, prompt_ids: Sequence[int], traces: Sequence[SampleTrace], spelling: Sequence[bytes]
 ) -> Json:
     """`prompt_bytes` and `bytes` are those of the tokens: a character may lie in several."""
     tokens = [
@@ -67,12 +123,17 @@ def trace_object(
         "model": model,
         "prompt_token_ids": list(prompt_ids),
         "prompt_bytes": [list(spelling[each]) for each in prompt_ids],
+        "tokens": tokens,
+    }
+
+
+def _ended(result: GenerationResult) -> Json:
+    return {
         "text": result.text,
         "token_ids": result.token_ids,
         "seed": result.seed,
         "finish_reason": FINISH_REASONS[result.finish_reason],
         "stop_reason": result.stop_reason,
-        "tokens": tokens,
         "usage": usage_of_choices([result], 1),
     }
 

@@ -1,0 +1,156 @@
+// The tokens of an answer as spans: in its rendered Markdown, or one after the other as the model wrote them.
+
+import { h } from "./dom.js";
+import { markdownBlocks } from "./markdown.js";
+
+// Where each token's text begins: bytes to characters, a character that lies in several tokens counts with the first.
+export class TokenText {
+  constructor() {
+    this.text = "";
+    this.starts = [];
+    this.decoder = new TextDecoder();
+  }
+
+  push(bytes) {
+    this.starts.push(this.text.length);
+    this.text += this.decoder.decode(Uint8Array.from(bytes), { stream: true });
+  }
+
+  of(index) {
+    return this.text.slice(this.starts[index], this.starts[index + 1] ?? this.text.length);
+  }
+
+  // The token that holds this character.
+  at(offset) {
+    let [low, high] = [0, this.starts.length - 1];
+    while (low < high) {
+      const middle = (low + high + 1) >> 1;
+      if (this.starts[middle] <= offset) low = middle;
+      else high = middle - 1;
+    }
+    return low;
+  }
+}
+
+// Keeps `element` as the answer is: what is there already stays as it is.
+export class TokenView {
+  constructor(answer, isRaw) {
+    this.answer = answer;
+    this.isRaw = isRaw;
+    this.element = h("div", { class: isRaw ? "tokens raw" : "tokens prose" });
+    this.blocks = [];
+    this.num = 0;
+    this.before = "";
+  }
+
+  update() {
+    if (this.isRaw) this.updateRaw();
+    else this.updateProse();
+  }
+
+  updateRaw() {
+    const { tokens, tokenText } = this.answer;
+    if (tokens.length < this.num) this.clear();
+    if (this.num) this.element.lastChild.textContent = shownRaw(tokenText.of(this.num - 1));
+    for (; this.num < tokens.length; this.num++) this.element.append(this.span(this.num, shownRaw(tokenText.of(this.num))));
+  }
+
+  updateProse() {
+    const { content, tokenText } = this.answer;
+    if (content === this.before) return;
+    if (!content.startsWith(this.before)) this.clear();
+    const base = tokenText.text.startsWith(content) ? 0 : tokenText.text.indexOf(content);
+    const last = this.blocks.pop();
+    last?.node.remove();
+    const text = (start, end) =>
+      base < 0 ? document.createTextNode(content.slice(start, end)) : this.spans(base + start, base + end);
+    for (const block of markdownBlocks(content, last?.start ?? 0, text)) {
+      this.blocks.push(block);
+      this.element.append(block.node);
+    }
+    this.before = content;
+  }
+
+  clear() {
+    this.element.replaceChildren();
+    Object.assign(this, { blocks: [], num: 0, before: "" });
+  }
+
+  spans(start, end) {
+    const { tokenText } = this.answer;
+    const fragment = document.createDocumentFragment();
+    if (start >= end) return fragment;
+    for (let index = tokenText.at(start); index < tokenText.starts.length && tokenText.starts[index] < end; index++) {
+      const until = tokenText.starts[index + 1] ?? tokenText.text.length;
+      const piece = tokenText.text.slice(Math.max(start, tokenText.starts[index]), Math.min(end, until));
+      if (piece) fragment.append(this.span(index, piece));
+    }
+    return fragment;
+  }
+
+  span(index, text) {
+    const span = document.createElement("span");
+    span.className = classOf(this.answer, index);
+    span.dataset.i = index;
+    span.textContent = text;
+    return span;
+  }
+
+  // Whose marks have changed.
+  remark() {
+    for (const span of this.element.querySelectorAll("[data-i]")) {
+      const name = classOf(this.answer, Number(span.dataset.i));
+      if (span.className !== name) span.className = name;
+    }
+  }
+}
+
+function classOf({ tokens, differsAt, branchedAt, otherwise }, index) {
+  const { origin, logprob } = tokens[index];
+  const names = ["t", origin];
+  if (logprob !== null) names.push(`p${Math.min(9, Math.floor(10 * Math.exp(logprob)))}`);
+  if (index === differsAt) names.push("differs");
+  if (index === branchedAt?.position) names.push("branched");
+  if (otherwise?.has(index)) names.push(otherwise.get(index));
+  return names.join(" ");
+}
+
+const shownRaw = (text) => (text === "" ? "␀" : text.replace(/\n/g, "↵\n"));
+
+// ←, → and Enter over the tokens of one answer; the pointer over all. `choose(answer, index, isPinned)`.
+export function listenToTokens(root, answerOf, choose) {
+  const of = (event) => {
+    const span = event.target.closest?.("[data-i]");
+    return span ? [answerOf(span), Number(span.dataset.i), span] : null;
+  };
+  root.addEventListener("pointerover", (event) => {
+    const found = event.pointerType === "touch" ? null : of(event);
+    if (found) choose(found[0], found[1], false);
+  });
+  root.addEventListener("click", (event) => {
+    const found = of(event);
+    if (!found || String(getSelection()) !== "") return;
+    focusToken(found[2]);
+    choose(found[0], found[1], true);
+  });
+  root.addEventListener("keydown", (event) => {
+    const view = event.target.closest?.(".tokens");
+    if (!view || event.altKey || event.ctrlKey || event.metaKey) return;
+    const spans = Array.from(view.querySelectorAll("[data-i]"));
+    const here = spans.indexOf(event.target);
+    const to = { ArrowRight: here + 1, ArrowLeft: Math.max(here - 1, 0), Home: 0, End: spans.length - 1 }[event.key];
+    const isChosen = event.key === "Enter" && here >= 0;
+    if (to === undefined && !isChosen) return;
+    event.preventDefault();
+    const span = spans[Math.min(isChosen ? here : to, spans.length - 1)];
+    if (!span) return;
+    focusToken(span);
+    choose(answerOf(span), Number(span.dataset.i), isChosen);
+  });
+}
+
+function focusToken(span) {
+  for (const other of span.closest(".tokens").querySelectorAll("[tabindex]:not(pre,.table)")) other.removeAttribute("tabindex");
+  span.tabIndex = 0;
+  span.focus();
+}

@@ -6,15 +6,15 @@ The same prompt of ids, in turns; medians of seconds a token, without the first,
 `auto` may call and does not; `call` must, and the grammar forces most of its tokens.
 """
 
-import argparse
 from statistics import median
 from typing import Any
 
+from command_line import make_parser
 from infer import LLM, RequestOptions
 from infer.engine.conversation import Conversation
 from infer.engine.sequence import Sequence
 from infer.sampling_params import SamplingParams
-from machine import available_cores, cpu_model
+from machine import cpu_model
 
 SCHEMA = {
     "type": "object",
@@ -46,17 +46,15 @@ def seconds_of(llm: LLM, name: str, tool_format: str, params: SamplingParams) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", default="smollm2")
+    parser = make_parser(__doc__, model="smollm2", threads=True, rounds=20)
     parser.add_argument("--format", default="hermes")
-    parser.add_argument("--rounds", type=int, default=20)
     arguments = parser.parse_args()
-    llm = LLM(arguments.model, max_seq_len=2_048)
+    llm = LLM(arguments.model, threads=arguments.threads, max_seq_len=2_048)
     params = SamplingParams(temperature=0, max_new_tokens=NEW_TOKENS, stop_token_ids=[], ignore_eos=False)
     rounds = [
         {name: seconds_of(llm, name, arguments.format, params) for name in CASES} for _ in range(arguments.rounds + 1)
     ][1:]
-    print(f"{cpu_model()}, {available_cores()} cores, {arguments.model}, {arguments.format}")
+    print(f"{cpu_model()}, {arguments.threads} threads, {arguments.model}, {arguments.format}")
     for name in CASES:
         seconds, ratio = (
             median(each[name][0] for each in rounds),

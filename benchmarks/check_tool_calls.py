@@ -4,20 +4,23 @@ Sampled at a temperature of 1.5, so that the grammar has work. A call that its a
 of the answers with tool_choice "auto" begin with what begins a call. Ends with 1 where a call is wrong.
 """
 
-import argparse
-import asyncio
 import json
 import random
 import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from jsonschema import Draft202012Validator
 
-from infer import AsyncLLM, GenerationResult
+from command_line import make_parser
+from infer import LLM, GenerationResult, RequestOptions, SamplingParams
+from infer.engine.batch import answer_all
+from infer.engine.sequence import Sequence
 from infer.toolcalls.formats import FORMATS
-from machine import available_cores, cpu_model
+from machine import cpu_model
 
+BATCH_SIZE, MAX_TOKENS = 16, 120
 _WORDS = [
     "get",
     "set",
@@ -71,7 +74,6 @@ def random_request(rng: random.Random) -> dict[str, Any]:
         "tool_choice": rng.choice(choices),
         "tool_format": rng.choice(list(FORMATS)),
         "parallel_tool_calls": rng.random() < 0.5,
-        "seed": rng.getrandbits(32),
     }
 
 
@@ -97,48 +99,46 @@ def problems(request: dict[str, Any], result: GenerationResult) -> list[str]:
     return found
 
 
-async def ask_all(llm: AsyncLLM, count: int, seed: int, at_once: int) -> tuple[Counter[str], list[Any]]:
-    counts, wrong, numbers = Counter[str](), list[Any](), iter(range(count))
-
-    async def ask_some() -> None:
-        for number in numbers:
-            rng = random.Random(f"{seed} {number}")
-            request = random_request(rng)
-            prefix = list[int]()
-            if request["tool_choice"] == "auto" and rng.random() < 0.5:
-                start = FORMATS[request["tool_format"]].start
-                prefix = llm.llm.tokenizer.encode(start, add_special_tokens=False)
-            messages = [
-                {"role": "user", "content": f"Do something with {rng.choice(_WORDS)} and {rng.choice(_WORDS)}."}
-            ]
-            result = await llm.chat(messages, temperature=1.5, max_new_tokens=150, answer_prefix=prefix, **request)
-            counts["answers"] += 1
-            counts["calls"] += len(result.tool_calls)
-            counts["cut"] += result.finish_reason == "length" and bool(result.tool_calls)
-            counts["forced tokens"] += result.stats.tokens_forced
-            counts["tokens"] += len(result.token_ids)
-            if found := problems(request, result):
-                wrong.append((number, request, found))
-
-    await asyncio.gather(*(ask_some() for _ in range(at_once)))
-    return counts, wrong
+def sequences(llm: LLM, count: int, seed: int, asked: dict[int, dict[str, Any]]) -> Iterator[tuple[int, Sequence]]:
+    """Each with its number. The prompt is the question alone: what holds the calls knows the tools all the same."""
+    host = llm._opened
+    for number in range(count):
+        rng = random.Random(f"{seed} {number}")
+        asked[number] = request = random_request(rng)
+        prefix = list[int]()
+        if request["tool_choice"] == "auto" and rng.random() < 0.5:
+            prefix = llm.tokenizer.encode(FORMATS[request["tool_format"]].start, add_special_tokens=False)
+        params = SamplingParams(temperature=1.5, max_new_tokens=MAX_TOKENS, seed=rng.getrandbits(32))
+        options = RequestOptions(answer_prefix=prefix, **request)
+        question = f"Do something with {rng.choice(_WORDS)} and {rng.choice(_WORDS)}."
+        messages = [{"role": "user", "content": question}]
+        conversation = host.conversation(messages, options)
+        prompt = host.fit(messages, params, options, host.encode)
+        yield number, Sequence(host.request(prompt, params, options, conversation))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", default="smollm2")
+    parser = make_parser(__doc__, model="smollm2", threads=True)
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--at-once", type=int, default=8)
     arguments = parser.parse_args()
-    print(f"{cpu_model()}, {available_cores()} cores")
-    llm, started = AsyncLLM(arguments.model, max_seq_len=2_048), time.perf_counter()
-    counts, wrong = asyncio.run(ask_all(llm, arguments.count, arguments.seed, arguments.at_once))
+    print(f"{cpu_model()}, {arguments.threads} threads, {arguments.model}", flush=True)
+    llm, started = LLM(arguments.model, threads=arguments.threads, max_seq_len=1_024), time.perf_counter()
+    counts, num_wrong, asked = Counter[str](), 0, dict[int, dict[str, Any]]()
+    found = sequences(llm, arguments.count, arguments.seed, asked)
+    for number, result in answer_all(llm._opened.engine, found, BATCH_SIZE):
+        request = asked.pop(number)
+        counts["answers"] += 1
+        counts["calls"] += len(result.tool_calls)
+        counts["cut in a call"] += result.finish_reason == "length" and bool(result.tool_calls)
+        counts["tokens"] += len(result.token_ids)
+        counts["of them forced"] += result.stats.tokens_forced
+        if wrong := problems(request, result):
+            num_wrong += 1
+            print(number, json.dumps(request), *wrong, sep="\n  ")
     seconds = time.perf_counter() - started
-    print(f"{', '.join(f'{count:,} {name}' for name, count in counts.items())} in {seconds:.0f} s; {len(wrong)} wrong")
-    for number, request, found in wrong[:10]:
-        print(number, json.dumps(request), *found, sep="\n  ")
-    return min(len(wrong), 1)
+    print(f"{', '.join(f'{count:,} {name}' for name, count in counts.items())}, {seconds:.0f} s; {num_wrong} wrong")
+    return min(num_wrong, 1)
 
 
 if __name__ == "__main__":

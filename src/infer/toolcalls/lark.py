@@ -100,7 +100,7 @@ class _Builder:
     def _until(self, name: str, literal: str, excluded: str = "") -> str:
         """Any text, up to and with the first of this literal."""
         if self._is_control(literal):
-            return f"ANY? {self._literal(literal)}"
+            return f"{'TEXT' if excluded else 'ANY'}? {self._literal(literal)}"
         self._rules[f"{name}[lazy]"] = f"/{_ANY}{_plain(literal)}/{' & ' + excluded if excluded else ''}"
         return name
 
@@ -129,16 +129,15 @@ class _Builder:
         name, tool = f"arguments_{index}", calls.tools[index]
         if name not in self._rules:
             try:
-                self._rules[name] = self._arguments(calls, tool)
+                self._rules[name] = self._arguments(calls, tool, name)
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"tools[{index}] ({tool.name}): {error}") from error
         return f"{name} {self._literal(calls.form.after_arguments)}"
 
-    def _arguments(self, calls: Calls, tool: Tool) -> str:
+    def _arguments(self, calls: Calls, tool: Tool, name: str) -> str:
         if calls.form.syntax == "json":
             is_simple = not set(tool.parameters) - _OBJECT_KEYS
             return self._json_rule({"additionalProperties": False, **tool.parameters} if is_simple else tool.parameters)
-        name = f"arguments_{calls.tools.index(tool)}"
         required = tool.parameters.get("required", [])
         is_python = calls.form.syntax == "python"
         for key in tool.parameters.get("properties", {}):

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,15 @@ from infer.__main__ import run
 from infer.cli import commands
 from infer.cli.model import OnProgress, OnResult, OnToken, Prompt
 from infer.errors import ContextLengthError
-from infer.outputs import GenerationResult, GenerationStats, GenerationTiming, SampleTrace, TraceCandidate, TraceStage
+from infer.outputs import (
+    GenerationResult,
+    GenerationStats,
+    GenerationTiming,
+    SampleTrace,
+    ToolCall,
+    TraceCandidate,
+    TraceStage,
+)
 from infer.sampling.defaults import SamplingDefaults
 from infer.sampling_params import SamplingParams
 
@@ -64,6 +73,9 @@ class FakeModel:
             raise ContextLengthError("the prompt has 101 tokens and the context holds 100")
         if "broken" in prompt:
             raise RuntimeError("the model fell over")
+        if "think" in prompt and on_token is not None:
+            for token_id in range(3):
+                on_token(token_id, "")
         answer = str(params) if "params" in prompt else f"echo: {prompt}"
         is_slow = "slow" in prompt
         words = [word + " " for word in answer.split(" ")] * (1000 if is_slow else 1)
@@ -89,6 +101,8 @@ class FakeModel:
             stop_reason="cancelled" if stopped else "max_new_tokens",
             seed=7,
             stats=GenerationStats(1, 2, 3, 18, 8, 4, 5, 6),
+            reasoning="first this, then that" if "think" in prompt else None,
+            reasoning_tokens=3 if "think" in prompt else 0,
         )
 
     def generate_all(
@@ -169,7 +183,12 @@ class FakeSession:
         self.model, self.messages, self.token_ids = model, list[dict[str, Any]](), list[int]()
 
     def answer(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams, **others: Any) -> GenerationResult:
+        tools = others.pop("tools", ())
         result = self.model.chat(messages, params, **others)
+        if tools and messages[-1]["role"] == "user":
+            names = [tool["function"]["name"] for tool in tools]
+            calls = tuple(ToolCall(f"id{i}", name, '{"a":\n 1}') for i, name in enumerate(names))
+            result = replace(result, text="", tool_calls=calls)
         self.token_ids = [*self.model.encode_chat(messages), *result.token_ids]
         return result
 

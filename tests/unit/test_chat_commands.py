@@ -1,5 +1,6 @@
 """Claims about the chat's commands: answering again, leaving, what is shown of a conversation, and its files."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from infer.cli.chat_commands import (
     Leave,
     Question,
     Table,
+    calls_shown,
     completions,
     is_command,
     run_command,
@@ -128,6 +130,58 @@ def test_link_holds_the_messages_or_the_ids_where_these_are_spelt_otherwise(sess
     session.last = session.last_answer()._replace(prompt_ids=[4, 5])
     link = read_permalink(shown_lines(run_command(session, "/link"))[0])
     assert (link.route, link.body["prompt"]) == ("/v1/completions", [4, 5])
+
+
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("add", "mul")]
+
+
+def test_calls_wait_for_results_and_nothing_is_run(session: ChatSession, tmp_path: Path) -> None:
+    (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
+    assert run_command(session, "/tools") == "(no tools; /tools FILE.json gives some)"
+    with pytest.raises(InvalidRequestError, match="no call that waits"):
+        run_command(session, "/result 3")
+    assert run_command(session, f"/tools {tmp_path}/tools.json") == "(the model may call add, mul)"
+    ask(session, "one")
+    shown = ['call add {"a": 1}', 'call mul {"a": 1}', "(/result TEXT answers the first, a message goes on without)"]
+    assert calls_shown(session) == "\n".join(shown)
+    assert run_command(session, "/history") == "\n".join(["> one", *shown[:2]])
+    assert run_command(session, "/result 3") == "\n".join(shown[1:])
+    asked = run_command(session, "/result 4")
+    assert isinstance(asked, Question)
+    assert asked.messages[2:] == [
+        {"role": "tool", "tool_call_id": "id0", "name": "add", "content": "3"},
+        {"role": "tool", "tool_call_id": "id1", "name": "mul", "content": "4"},
+    ]
+    session.ask(asked.messages, lambda text: None)
+    assert (session.messages[-1]["content"], calls_shown(session)) == ("echo: 4 4 ", "")
+    run_command(session, f"/save {tmp_path}/talk.json")
+    messages, tools = session.messages, session.tools
+    run_command(session, "/reset")
+    assert run_command(session, "/tools off") == "(no tools; /tools FILE.json gives some)"
+    run_command(session, f"/load {tmp_path}/talk.json")
+    assert (session.messages, session.tools) == (messages, tools)
+
+
+@pytest.mark.parametrize("content", ["", "{}", '"add"', "[1]", '[{"type": "function", "function": {"name": "a b"}}]'])
+def test_a_file_that_holds_no_tools_is_named(session: ChatSession, tmp_path: Path, content: str) -> None:
+    (tmp_path / "tools.json").write_text(content)
+    with pytest.raises(InvalidRequestError, match=r"tools\.json must hold a JSON list of functions"):
+        run_command(session, f"/tools {tmp_path}/tools.json")
+    with pytest.raises(InvalidRequestError, match="cannot be read"):
+        run_command(session, f"/tools {tmp_path}/none")
+
+
+def test_a_link_of_an_answer_with_tools_holds_them(session: ChatSession) -> None:
+    session.tools = TOOLS
+    ask(session, "one")
+    assert read_permalink(shown_lines(run_command(session, "/link"))[0]).body["tools"] == TOOLS
+
+
+def test_reasoning_is_folded(session: ChatSession) -> None:
+    ask(session, "one")
+    assert run_command(session, "/reasoning") == "(the last answer has no reasoning)"
+    ask(session, "think")
+    assert run_command(session, "/reasoning") == "first this, then that"
 
 
 def test_another_model_goes_on_with_what_was_said_and_set() -> None:

@@ -269,6 +269,34 @@ def test_the_last_question_is_edited_at_the_prompt_or_in_an_editor(tmp_path: Pat
         screen.leave()
 
 
+def test_the_result_of_a_call_is_typed_where_the_prompt_begins_so(tmp_path: Path) -> None:
+    (tmp_path / "tools.json").write_text('[{"type": "function", "function": {"name": "add"}}]')
+    with terminal(CHAT) as screen:
+        screen.until("> ")
+        screen.type(f"/tools {tmp_path}/tools.json\r".encode())
+        screen.until("(the model may call add)")
+        screen.until("> ")
+        screen.type(b"one\r")
+        screen.until('call add {"a": 1}')
+        screen.until("> /result ")
+        screen.type(b"7\r")
+        screen.until("echo: 3 7")
+        screen.leave()
+
+
+def test_reasoning_is_a_sign_while_it_comes_and_a_line_afterwards() -> None:
+    with terminal(CHAT) as screen:
+        screen.until("> ")
+        screen.type(b"think\r")
+        screen.until("\x1b[2m… 3 tokens\x1b[22m\x1b[K")
+        screen.until("echo: 1 think")
+        screen.until("(thought for 3 tokens: /reasoning shows it)")
+        screen.until("> ")
+        screen.type(b"/reasoning\r")
+        screen.until("first this, then that")
+        screen.leave()
+
+
 def test_without_a_terminal_the_new_words_are_given() -> None:
     text = "one\n/edit\n/edit two\n/regenerate 5\n"
     done = subprocess.run(CHAT, input=text, capture_output=True, text=True, timeout=60, check=False)

@@ -9,7 +9,7 @@ import sys
 
 import click
 
-from infer.cli.chat_commands import Edit, Leave, Question, Table, completions, is_command, run_command
+from infer.cli.chat_commands import Edit, Leave, Question, Table, calls_shown, completions, is_command, run_command
 from infer.cli.chat_session import ChatSession
 from infer.cli.keyboard import keys_unseen
 from infer.cli.lines import Lines
@@ -26,7 +26,7 @@ def converse(session: ChatSession, *, quiet: bool = False, plain: bool = False) 
     with Lines(completions) as lines:
         if lines.interactive and not quiet:
             note(f"{session.name}, context {session.model.max_seq_len} tokens. /help lists commands, Ctrl-D leaves.")
-        while (message := lines.read()) is not None:
+        while (message := lines.read("/result " * bool(session.open_calls()))) is not None:
             try:
                 _turn(session, message, lines, quiet=quiet, plain=plain)
             except Leave:
@@ -48,6 +48,7 @@ def _turn(session: ChatSession, message: str, lines: Lines, *, quiet: bool, plai
     else:
         note(asked.remark)
         result = _answer(session, asked, interactive=lines.interactive, quiet=quiet, plain=plain)
+        note(calls_shown(session))
         if not quiet:
             _tell_end(result, interactive=lines.interactive)
 
@@ -83,6 +84,8 @@ def _tell_end(result: GenerationResult, *, interactive: bool) -> None:
         note("(the context is full: /reset begins a new conversation)")
     elif result.finish_reason == "length":
         note("(cut at max_new_tokens: /set max_new_tokens N)")
+    if result.reasoning:
+        note(f"(thought for {result.reasoning_tokens} tokens: /reasoning shows it)")
     if interactive:
         timing = result.timing
         rate = "" if timing.decode_tokens_per_second is None else f", {rate_text(timing)}"
@@ -99,6 +102,8 @@ def _answer(session: ChatSession, asked: Question, *, interactive: bool, quiet: 
         if text:
             sign.close()
             writer.write(text)
+        else:
+            sign.count_token()
 
     with keys_unseen(interactive), cancel_on_signal() as cancellation:
         try:

@@ -1,25 +1,30 @@
 """What can be typed in a chat beside messages: commands that begin with a slash."""
 
 import difflib
+import json
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from infer.cli.chat_completion import (
     complete_file,
+    complete_json,
     complete_model,
     complete_parameter,
     complete_saved_chat,
     complete_system,
 )
 from infer.cli.chat_session import OFF, ChatSession, Messages, is_json_name, params_to_json
+from infer.cli.option_files import MAX_GRAMMAR_BYTES, read_text
 from infer.cli.report import rate_text
 from infer.cli.terminal import columns_of
 from infer.cli.trace import check_plot, trace_lines, write_picture
 from infer.cli.words import shortened
 from infer.errors import InvalidRequestError
 from infer.sampling_params import SamplingParams
+from infer.toolcalls.tools import read_tools
 
 TURNS_AFTER_LOAD = 2
 SHORT = 160  # columns of a message that is shown as a reminder
@@ -160,6 +165,39 @@ def _model(session: ChatSession, argument: str) -> str:
     return f"({session.name}, context {session.model.max_seq_len} tokens)"
 
 
+def _tools(session: ChatSession, argument: str) -> str:
+    if argument.lower() in OFF:
+        session.tools = []
+    elif argument:
+        session.tools = _tools_in(_path(argument, "/tools"))
+    names = [tool["function"]["name"] for tool in session.tools]
+    return f"(the model may call {', '.join(names)})" if names else "(no tools; /tools FILE.json gives some)"
+
+
+def _tools_in(path: Path) -> list[dict[str, Any]]:
+    """A list of schemas, as OpenAI's requests have them. Raises InvalidRequestError."""
+    text = read_text(path, "the file of tools", MAX_GRAMMAR_BYTES)
+    try:
+        return [tool.to_json() for tool in read_tools(json.loads(text))]
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{path} must hold a JSON list of functions: {error}") from error
+
+
+def _result(session: ChatSession, argument: str) -> str | Question:
+    session.add_result(argument)
+    return calls_shown(session) if session.open_calls() else Question(session.messages)
+
+
+def calls_shown(session: ChatSession) -> str:
+    """The calls that wait for results, one line each."""
+    lines = [shortened(f"call {_call(each)}", SHORT) for each in session.open_calls()]
+    return "\n".join([*lines, "(/result TEXT answers the first, a message goes on without)"] if lines else [])
+
+
+def _reasoning(session: ChatSession, argument: str) -> str:
+    return session.last_answer().result.reasoning or "(the last answer has no reasoning)"
+
+
 def _trace(session: ChatSession, argument: str) -> Table:
     """The table of `infer sample-trace`; with a file's name its picture as well."""
     number, _, name = argument.partition(" ")
@@ -213,10 +251,15 @@ def _quit(session: ChatSession, argument: str) -> str:
     raise Leave
 
 
-def _shown(message: dict[str, str]) -> str:
+def _shown(message: dict[str, Any]) -> str:
     """As it looked when it was typed or answered."""
     sign = {"user": "> ", "assistant": ""}.get(message["role"], f"[{message['role']}] ")
-    return sign + message["content"]
+    calls = [f"call {_call(each)}" for each in message.get("tool_calls", [])]
+    return "\n".join([sign + message["content"]] * bool(message["content"] or not calls) + calls)
+
+
+def _call(call: dict[str, Any]) -> str:
+    return f"{call['function']['name']} {' '.join(call['function']['arguments'].split())}"
 
 
 def _whole_number(text: str, usage: str) -> int:
@@ -247,6 +290,10 @@ COMMANDS = (
     Command("/set NAME VALUE", "change a sampling parameter, as in /set temperature 0.7; /set lists", _set,
             complete=complete_parameter),
     Command("/model NAME", "go on with another model; /model lists those at hand", _model, complete=complete_model),
+    Command("/tools FILE.json", "functions that the model may call, as OpenAI's; off takes them away", _tools,
+            complete=complete_json),
+    Command("/result TEXT", "answer a call: nothing is run", _result),
+    Command("/reasoning", "show what the model thought before the last answer", _reasoning),
     Command("/trace [N] [FILE.svg]", "how the N-th token of the last answer was chosen", _trace),
     Command("/link", "a permalink of the last answer, for infer replay and the server's page", _link),
     Command("/save FILE", "write the conversation and the model's cache; FILE.json: the messages only", _save,

@@ -18,12 +18,14 @@ from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult
 from infer.sampling_params import ALIASES, PARAMETER_NAMES, SamplingParams, unknown_parameter
 from infer.system.atomic import replacing
+from infer.toolcalls.tools import read_tools
 
 FORMAT = "infer-chat"
 MAX_FILE_BYTES = 64 << 20
 ROLES = ("system", "user", "assistant", "tool")
 OFF = ("none", "off", "null")
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
+_FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")  # of a message in a file
 
 
 @dataclass
@@ -55,6 +57,7 @@ class Answered(NamedTuple):
     messages: Messages
     prompt_ids: list[int]
     params: SamplingParams  # with its seed
+    tools: list[dict[str, Any]]
     result: GenerationResult
 
 
@@ -77,6 +80,7 @@ class ChatSession:
         self.params = params
         self.statistics = Statistics()
         self.last: Answered | None = None
+        self.tools: list[dict[str, Any]] = []  # what the model may call; nothing is ever run
         self._open_model = open_model
         self._set: dict[str, Any] = {}  # the parameters that another model keeps
         self.messages: Messages = []
@@ -150,14 +154,19 @@ class ChatSession:
         """
         params = self.params if params is None else params
         result = self.memory.answer(
-            asked, params, on_token=lambda token_id, piece: on_text(piece), cancel=cancel, on_prefill=on_prefill
+            asked,
+            params,
+            on_token=lambda token_id, piece: on_text(piece),
+            cancel=cancel,
+            on_prefill=on_prefill,
+            tools=self.tools,
         )
         if result.error is not None:
             raise InvalidRequestError(f"the answer ended early: {result.error}")
         if result.text or result.finish_reason != "abort":
-            self.messages = [*asked, {"role": "assistant", "content": result.text}]
+            self.messages = [*asked, result.to_message()]
             prompt_ids = self.memory.token_ids[: result.prompt_tokens]
-            self.last = Answered(asked, prompt_ids, replace(params, seed=result.seed), result)
+            self.last = Answered(asked, prompt_ids, replace(params, seed=result.seed), self.tools, result)
         self.statistics.add(result)
         return result
 
@@ -179,10 +188,26 @@ class ChatSession:
         last = self.last_answer()
         if last.result.finish_reason == "abort":
             raise InvalidRequestError("the last answer was stopped: /regenerate gives one that has a permalink")
-        is_same = self.model.tokenizer.encode_chat(last.messages) == last.prompt_ids
+        is_same = bool(last.tools) or self.model.tokenizer.encode_chat(last.messages) == last.prompt_ids
         prompt = last.messages if is_same else last.prompt_ids
         body = body_of(prompt, last.params, self.name, self.model.max_seq_len)
+        body |= {"tools": last.tools} if last.tools else {}
         return Permalink.of(body, last.result, self.model.system_fingerprint)
+
+    def open_calls(self) -> list[dict[str, Any]]:
+        """The functions that the last answer calls and whose results are not there, in OpenAI's form."""
+        for num_results, message in enumerate(reversed(self.messages)):
+            if message["role"] != "tool":
+                calls: list[dict[str, Any]] = message.get("tool_calls", [])
+                return calls[num_results:]
+        return []
+
+    def add_result(self, text: str) -> None:
+        """The result of the first open call. Raises InvalidRequestError where there is none."""
+        if not (calls := self.open_calls()):
+            raise InvalidRequestError("there is no call that waits for a result")
+        result = {"role": "tool", "tool_call_id": calls[0]["id"], "name": calls[0]["function"]["name"]}
+        self.messages = [*self.messages, result | {"content": text}]
 
     def save(self, path: Path) -> None:
         """Write the conversation, its parameters and what the model holds of it, or as JSON without the latter. The
@@ -217,16 +242,19 @@ class ChatSession:
         if not isinstance(params, dict):
             raise InvalidRequestError(f"{path}: params must be an object")
         try:
+            tools = [tool.to_json() for tool in read_tools(record.get("tools", []))]
             self.params = SamplingParams.from_mapping(params)
         except InvalidRequestError as error:
             raise InvalidRequestError(f"{path}: {error}") from error
-        self.messages = [{"role": message["role"], "content": message["content"]} for message in messages]
+        self.messages = [{name: message[name] for name in _FIELDS if name in message} for message in messages]
+        self.tools = tools
         self._set, self.last = dict(params), None
         self.statistics.context_tokens = 0
 
     def _record(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
         params = params_to_json(self.params)
-        return {"format": FORMAT, "version": 1, "model": self.name, "messages": messages, "params": params}
+        tools = {"tools": self.tools} if self.tools else {}
+        return {"format": FORMAT, "version": 1, "model": self.name, "messages": messages, "params": params, **tools}
 
 
 def is_json_name(path: Path) -> bool:
@@ -265,7 +293,17 @@ def params_to_json(params: SamplingParams) -> dict[str, Any]:
 
 
 def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and message.get("role") in ROLES and isinstance(message.get("content"), str)
+    if not isinstance(message, dict) or message.get("role") not in ROLES or not isinstance(message.get("content"), str):
+        return False
+    calls = message.get("tool_calls", [])
+    return isinstance(calls, list) and all(map(_is_call, calls))
+
+
+def _is_call(call: Any) -> bool:
+    match call:
+        case {"id": str(), "function": {"name": str(), "arguments": str()}}:
+            return True
+    return False
 
 
 def _read_json(path: Path) -> dict[str, Any]:

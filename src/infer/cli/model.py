@@ -36,6 +36,7 @@ class Conversation(Protocol):
         on_token: OnToken | None = None,
         cancel: threading.Event | None = None,
         on_prefill: OnProgress | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> GenerationResult: ...
 
     def save(self, path: str | Path, *, note: Mapping[str, Any] | None = None) -> None: ...

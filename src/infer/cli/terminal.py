@@ -74,9 +74,10 @@ class TextWriter:
 @final
 class WaitingSign:
     """A dim sign on stderr from a question to the first word of its answer, with the share of a long prompt that is
-    read; gone without a trace, and nothing where stderr is no terminal."""
+    read and the tokens of reasoning; gone without a trace, and nothing where stderr is no terminal."""
 
     def __init__(self, *, shown: bool = True) -> None:
+        self._num_tokens = 0
         self._line = StatusLine() if shown and has_cursor(sys.stderr) else None
         self._show("…")
 
@@ -84,6 +85,12 @@ class WaitingSign:
         if 0 < done < total:
             share = done / total
             self._show(f"… {bar(share, PROGRESS_WIDTH):<{PROGRESS_WIDTH}} {int(100 * share)} %")
+
+    def count_token(self) -> None:
+        """One that adds nothing to the text."""
+        self._num_tokens += 1
+        if self._num_tokens > 1:
+            self._show(f"… {self._num_tokens} tokens")
 
     def close(self) -> None:
         if self._line is not None:

@@ -216,7 +216,8 @@ def test_the_line_may_become(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(bytes(8) if name == "talk" else b"some text")
     assert completions("hello") == []
-    assert completions("/re") == ["/regenerate", "/reset", "/retry"]
+    assert completions("/ret") == ["/retry"]
+    assert completions("/re") == ["/reasoning", "/regenerate", "/reset", "/result", "/retry"]
     assert completions("/none x") == []
     assert completions("/set top") == ["/set top_k ", "/set top_p "]
     assert completions("/set seed o") == ["/set seed off"]

@@ -145,6 +145,8 @@ def test_calls_wait_for_results_and_nothing_is_run(session: ChatSession, tmp_pat
     shown = ['call add {"a": 1}', 'call mul {"a": 1}', "(/result TEXT answers the first, a message goes on without)"]
     assert calls_shown(session) == "\n".join(shown)
     assert run_command(session, "/history") == "\n".join(["> one", *shown[:2]])
+    with pytest.raises(InvalidRequestError, match="/result needs a text"):
+        run_command(session, "/result")
     assert run_command(session, "/result 3") == "\n".join(shown[1:])
     asked = run_command(session, "/result 4")
     assert isinstance(asked, Question)

@@ -184,6 +184,8 @@ def _tools_in(path: Path) -> list[dict[str, Any]]:
 
 
 def _result(session: ChatSession, argument: str) -> str | Question:
+    if not argument:
+        raise InvalidRequestError("/result needs a text: what the call gave; a message goes on without")
     session.add_result(argument)
     return calls_shown(session) if session.open_calls() else Question(session.messages)
 

@@ -3,6 +3,7 @@
 The body is read as the server's routes read it.
 """
 
+import json
 import sys
 from dataclasses import replace
 
@@ -69,6 +70,9 @@ def run_replay(llm: "infer.LLM", link: Permalink, body: ChatBody | CompletionBod
             result = host.stream(sequence, line.show).run(on_token)
         finally:
             line.close()
+    for call in result.tool_calls:
+        writer.end_line()
+        writer.write(json.dumps(call.to_json(), ensure_ascii=False))
     writer.end_line()
     if result.error is not None:
         raise InvalidRequestError(f"the answer ended early: {result.error}")

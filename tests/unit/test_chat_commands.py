@@ -177,6 +177,8 @@ def test_a_link_of_an_answer_with_tools_holds_them(session: ChatSession) -> None
     session.tools = TOOLS
     ask(session, "one")
     assert read_permalink(shown_lines(run_command(session, "/link"))[0]).body["tools"] == TOOLS
+    with pytest.raises(InvalidRequestError, match="/tools off, then /regenerate"):
+        run_command(session, "/trace")
 
 
 def test_reasoning_is_folded(session: ChatSession) -> None:

@@ -208,6 +208,8 @@ def _trace(session: ChatSession, argument: str) -> Table:
     path = _path(name.strip(), "/trace") if name.strip() else None
     check_plot(path, "/trace")
     last = session.last_answer()
+    if last.tools:
+        raise InvalidRequestError("/trace does not show what tools hold an answer to: /tools off, then /regenerate")
     step = _whole_number(number, "/trace N") if number else 1
     trace = session.model.sample_trace(last.prompt_ids, last.params, step=step)
     if path is not None:

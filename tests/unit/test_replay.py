@@ -2,6 +2,7 @@
 
 import base64
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -183,6 +184,15 @@ def test_a_body_means_the_parameters_that_it_was_made_of(given: dict[str, Any], 
 def test_what_no_route_takes_is_refused(given: dict[str, Any], told: str) -> None:
     with pytest.raises(InvalidRequestError, match=told):
         body_of("hello", SamplingParams(**given), "tiny", 100)
+
+
+def test_without_the_packages_of_the_server_a_line_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "infer.cli.replay", raising=False)
+    monkeypatch.setitem(sys.modules, "msgspec", None)
+    link = link_of({"v": 1, "route": CHAT, "body": {"messages": MESSAGES}})
+    assert replayed(capsys, link) == (2, "", "infer: msgspec is not installed: pip install 'infer-engine[serve]'\n")
 
 
 def test_links_need_one_prompt(capsys: pytest.CaptureFixture[str]) -> None:

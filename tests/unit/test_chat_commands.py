@@ -22,6 +22,7 @@ from infer.cli.chat_commands import (
 )
 from infer.cli.chat_session import ChatSession, Opened
 from infer.cli.permalink import read_permalink
+from infer.cli.typed_history import history_path, read_history
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult
 from infer.sampling_params import SamplingParams
@@ -318,3 +319,33 @@ def test_a_file_that_cannot_be_loaded_is_named_once(session: ChatSession, tmp_pa
 def test_a_home_that_nobody_has_is_an_error(session: ChatSession) -> None:
     with pytest.raises(InvalidRequestError, match="~nobody-here/x"):
         run_command(session, "/save ~nobody-here/x")
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"INFER_HISTORY": ""}, None),
+        ({"INFER_HISTORY": "~/typed"}, "/home/me/typed"),
+        ({"INFER_HISTORY": "~nobody-here/x"}, None),
+        ({"XDG_STATE_HOME": "/state"}, "/state/infer/history"),
+        ({}, "/home/me/.local/state/infer/history"),
+    ],
+)
+def test_what_is_typed_is_kept_in(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: str | None
+) -> None:
+    for name in ("INFER_HISTORY", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"HOME": "/home/me", **environment}.items():
+        monkeypatch.setenv(name, value)
+    assert history_path() == (None if expected is None else Path(expected))
+
+
+def test_a_history_of_another_s_making_is_read_as_far_as_it_is_one(tmp_path: Path) -> None:
+    path = tmp_path / "history"
+    path.write_bytes(b'"one"\n{"a": 1}\n\xff\n"half\n"two\\nlines"\n')
+    assert read_history(path) == ["one", "two\nlines"]
+    path.write_text("".join(f"{json.dumps(f'message {i}')}\n" for i in range(2001)))
+    assert read_history(path)[0] == "message 1001"
+    assert len(path.read_bytes().splitlines()) == 1000
+    assert read_history(tmp_path) == []

@@ -13,11 +13,11 @@ VARIABLE = "INFER_HISTORY"
 
 def history_path() -> Path | None:
     """$INFER_HISTORY, of which an empty one keeps nothing; else in the folder for what programs remember."""
-    if (named := os.environ.get(VARIABLE)) is not None:
-        return Path(named).expanduser() if named else None
-    state = os.environ.get("XDG_STATE_HOME")
-    with suppress(RuntimeError):  # nobody's home is known
-        return (Path(state) if state else Path.home() / ".local" / "state") / "infer" / "history"
+    named, state = os.environ.get(VARIABLE), os.environ.get("XDG_STATE_HOME")
+    if named == "":
+        return None
+    with suppress(RuntimeError):  # whose home is not known
+        return Path(named or Path(state or "~/.local/state") / "infer" / "history").expanduser()
     return None
 
 

@@ -89,6 +89,17 @@ def test_an_answer_over_http_is_replayed_to_the_byte(
     )
 
 
+def test_calls_are_replayed(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
+    tools = [{"type": "function", "function": {"name": "light", "parameters": flags | {"additionalProperties": False}}}]
+    asked = {"messages": MESSAGES, "seed": 5, "tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    body = {**asked, "max_tokens": 100}
+    message = served.client.post(CHAT, json=body).json()["choices"][0]["message"]
+    status, out, _ = replayed(capsys, link_of({"v": 1, "route": CHAT, "body": body, "sha256": sha256_of("")}))
+    assert status == 0
+    assert [json.loads(line) for line in out.splitlines()] == message["tool_calls"] != []
+
+
 def test_another_answer_is_told_by_its_hash_and_another_model_by_its_fingerprint(
     capsys: pytest.CaptureFixture[str], llm: LLM
 ) -> None:

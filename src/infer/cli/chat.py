@@ -6,19 +6,47 @@ SIGTERM ends it always. Ctrl-C stops an answer at a terminal, and ends the chat 
 import os
 import signal
 import sys
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import click
 
 from infer.cli.chat_commands import Edit, Leave, Question, Table, calls_shown, completions, is_command, run_command
-from infer.cli.chat_session import ChatSession
+from infer.cli.chat_session import ChatSession, Opened
+from infer.cli.checks import check_options
 from infer.cli.keyboard import keys_unseen
 from infer.cli.lines import Lines
 from infer.cli.markdown import MarkdownStyle
+from infer.cli.model import Model
 from infer.cli.report import rate_text
+from infer.cli.sampling_options import merge_params, model_defaults
 from infer.cli.terminal import Terminated, TextWriter, WaitingSign, cancel_on_signal, columns_of, has_cursor, note
 from infer.cli.wrapping import WordWrap
 from infer.errors import ContextLengthError, InferError, InvalidRequestError
 from infer.outputs import GenerationResult
+from infer.sampling.defaults import neutral_values
+from infer.sampling_params import SamplingParams
+
+
+def run_chat(options: Mapping[str, Any], given: Mapping[str, Any], load: Callable[[Mapping[str, Any]], Model]) -> int:
+    """The exit status. `given` are the parameters of the command line."""
+    quiet = options["quiet"]
+
+    def open_model(name: str) -> Opened:
+        own = {**options, "model": name}
+        check_options(own, [SamplingParams.from_mapping({**neutral_values(is_chat=True), **given})])
+        model = load(own)
+        if not model.can_chat:
+            model.close()
+            raise InvalidRequestError(
+                f"the model {name} has no chat template: continue plain text with infer generate, or take an instruct "
+                "version of the model"
+            )
+        return Opened(model, merge_params(model_defaults(model, own), given, is_chat=True, quiet=quiet))
+
+    model, params = open_model(options["model"])
+    session = ChatSession(model, options["model"], params, system=options["system"], open_model=open_model)
+    return converse(session, quiet=quiet, plain=options["plain"])
 
 
 def converse(session: ChatSession, *, quiet: bool = False, plain: bool = False) -> int:

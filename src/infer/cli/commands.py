@@ -41,7 +41,6 @@ from infer.cli.serve_options import serve_options
 from infer.cli.spelling import Command, Device, what_to_type
 from infer.cli.terminal import Spinner, exit_on_signal
 from infer.engine.model_settings import GrammarBackend
-from infer.errors import InvalidRequestError
 from infer.sampling.defaults import neutral_values
 from infer.sampling_params import SamplingParams
 from infer.system.status_line import silence
@@ -227,25 +226,9 @@ def batch(context: click.Context, /, **options: Any) -> None:
 def chat(context: click.Context, /, **options: Any) -> None:
     """Talk to a model. /help lists what can be said besides; lines may also come from a pipe."""
     invocation = _invocation(context, options)
-    given, quiet = given_values(context, options), options["quiet"]
-    from infer.cli.chat import converse
-    from infer.cli.chat_session import ChatSession, Opened
+    from infer.cli.chat import run_chat
 
-    def open_model(name: str) -> Opened:
-        own = {**options, "model": name}
-        check_options(own, [SamplingParams.from_mapping({**neutral_values(is_chat=True), **given})])
-        model = load_model(context, own)
-        if not model.can_chat:
-            model.close()
-            raise InvalidRequestError(
-                f"the model {name} has no chat template: continue plain text with infer generate, or take an instruct "
-                "version of the model"
-            )
-        return Opened(model, merge_params(model_defaults(model, own), given, is_chat=True, quiet=quiet))
-
-    model, params = open_model(options["model"])
-    session = ChatSession(model, options["model"], params, system=options["system"], open_model=open_model)
-    invocation.exit_status = converse(session, quiet=quiet, plain=options["plain"])
+    invocation.exit_status = run_chat(options, given_values(context, options), partial(load_model, context))
 
 
 @infer.command()

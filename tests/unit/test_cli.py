@@ -376,7 +376,8 @@ def test_the_model_is_loaded_as_the_options_say(
     command: str, loaded_with: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    monkeypatch.setattr("infer.cli.commands.check_options", lambda options, params: None)
+    for module in ("commands", "chat"):
+        monkeypatch.setattr(f"infer.cli.{module}.check_options", lambda options, params: None)
     prompt = ["-p", "a"] if command == "generate" else []
     assert main([command, "-q", *prompt]) == 0
     assert loaded_with == {

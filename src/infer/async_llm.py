@@ -12,6 +12,7 @@ from torch import Tensor
 
 from infer.checkpoint.pooling import Pooling
 from infer.engine.async_stream import AsyncStream, Check
+from infer.engine.batch import BATCH_SIZE, OnResult
 from infer.engine.embedding import embed, texts_to_embed
 from infer.engine.host import Host
 from infer.engine.prompt_ids import Message, Prompt, is_list_of_texts, pairs_of
@@ -19,7 +20,7 @@ from infer.engine.request import Request, check_prompt
 from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback, check_count, split_options
 from infer.engine.sequence import Sequence as Answering
 from infer.engine.token_trace import check_traceable, score_prompt, trace_answer
-from infer.llm import BATCH_SIZE, LLM, OnResult
+from infer.llm import LLM
 from infer.operands.limits import MAX_STEP_LOGITS
 from infer.outputs import GenerationResult, SampleTrace, TokenLogprob
 from infer.sampling.keywords import Params

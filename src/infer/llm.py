@@ -16,7 +16,7 @@ from infer.checkpoint import open_checkpoint
 from infer.checkpoint.generation_config import defaults_of
 from infer.checkpoint.pooling import Pooling
 from infer.engine.async_stream import AsyncStream
-from infer.engine.batch import Ended, answer_all, begun, results_of
+from infer.engine.batch import BATCH_SIZE, Ended, OnResult, answer_all, begun, results_of
 from infer.engine.embedding import embed, texts_to_embed
 from infer.engine.host import Host, HostSettings, OnError
 from infer.engine.model_settings import (
@@ -59,9 +59,6 @@ from infer.tokenizer.template_process import start_rendering
 from infer.toolcalls.tools import ToolLike
 
 __all__ = ["LLM", "load_model", "load_tokenizer", "set_num_threads"]
-
-OnResult = Callable[[int, GenerationResult], None]
-BATCH_SIZE = 8  # prompts in one step
 
 
 @final

@@ -9,6 +9,9 @@ from infer.engine.request import Request
 from infer.engine.sequence import Sequence
 from infer.outputs import GenerationResult
 
+OnResult = Callable[[int, GenerationResult], None]
+BATCH_SIZE = 8  # prompts in one step
+
 
 class Ended(NamedTuple):
     """The answer to prompt number `number`."""
@@ -27,7 +30,7 @@ def results_of(
     requests: list[tuple[int, Request]],
     batch_size: int,
     on_progress: Callable[[int, int], None],
-    on_result: Callable[[int, GenerationResult], None] | None,
+    on_result: OnResult | None,
 ) -> list[GenerationResult]:
     """All answers, in the order of their prompts."""
     results: dict[int, GenerationResult] = {}

@@ -1,0 +1,346 @@
+"""The page in headless Chromium: what a person does with it, over one server with a real model."""
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self, final
+
+import pytest
+
+from browser import Browser, Page, browsing
+from infer import LLM
+from served import Served, serving
+
+QUESTION = "What is the capital of France?"
+STORY = "Tell me a long story about a fox."
+XSS = "<img src=x onerror=alert(1)><script>alert(2)</script>[a](javascript:alert(3)) `</code><b>`"
+
+SERIOUS = """axe.run(document, {resultTypes: ['violations']}).then((found) => found.violations
+    .filter((each) => ['serious', 'critical'].includes(each.impact))
+    .map((each) => [each.id, each.nodes.map((node) => node.html).slice(0, 3)]))"""
+
+MARKDOWN = r"""import('/page/markdown.js').then(({ markdownBlocks }) => {
+  const signs = ['#', '*', '_', '`', '~', '[', ']', '(http://a)', '>', '- ', '|', '\n', ' ', '\\', 'word', '1. ', '<b>',
+    '```', '**'];
+  const tags = new Set();
+  let seed = 1;
+  const random = (count) => (seed = (seed * 1103515245 + 12345) % 2147483648) % count;
+  for (let round = 0; round < 1500; round++) {
+    const source = Array.from({ length: 1 + random(60) }, () => signs[random(signs.length)]).join('');
+    const root = document.createElement('div');
+    root.append(...markdownBlocks(source, 0, (start, end) => source.slice(start, end)).map((block) => block.node));
+    const count = (text) => text.split('word').length;
+    if (count(root.textContent) !== count(source)) throw new Error('words are lost of ' + JSON.stringify(source));
+    for (const each of root.querySelectorAll('*')) tags.add(each.tagName);
+  }
+  return [...tags];
+})"""
+
+
+@final
+class Wire:
+    """What lies between a browser and the server, and can be cut."""
+
+    def __init__(self, target: int) -> None:
+        self._target = target
+        self.port = 0
+        self._ends: list[socket.socket] = []
+        self.mend()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.cut()
+
+    def mend(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", self.port))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    def cut(self) -> None:
+        for end in (self._listener, *self._ends):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+        self._ends.clear()
+
+    def _accept(self, listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = listener.accept()
+                far = socket.create_connection(("127.0.0.1", self._target))
+                self._ends += [near, far]
+                for pair in ((near, far), (far, near)):
+                    threading.Thread(target=_pass_on, args=pair, daemon=True).start()
+
+
+def _pass_on(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):
+        while found := source.recv(1 << 16):
+            target.sendall(found)
+        target.shutdown(socket.SHUT_WR)
+
+
+@pytest.fixture(scope="module")
+def served(smollm2_path: Path) -> Iterator[Served]:
+    with LLM(smollm2_path, max_seq_len=1024) as llm, serving(llm, model="smollm2", slots=4) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with browsing() as browser:
+        yield browser
+
+
+@pytest.fixture
+def page(browser: Browser, served: Served) -> Iterator[Page]:
+    page = browser.page()
+    page.open(served.url + "/")
+    page.run("localStorage.clear(); sessionStorage.clear()")
+    keep_settings(page, seed=7, max_tokens=24)
+    ready(page, served)
+    yield page
+    assert page.faults == []
+    assert {url.split("/")[2] for url in page.requests if url.startswith("http")} == {served.url.split("/")[2]}
+    page.close()
+
+
+def keep_settings(page: Page, **values: Any) -> None:
+    """For the next time that the page is opened."""
+    page.run(f"localStorage.setItem('infer.settings', {json.dumps(json.dumps({'a': values}))})")
+
+
+def ready(page: Page, served: Served, fragment: str = "") -> None:
+    page.open(f"{served.url}/{fragment}")
+    page.until("document.getElementById('status').dataset.state === 'ready'")
+
+
+def ask(page: Page, text: str = QUESTION) -> str:
+    """The text of the answer."""
+    count = page.run("document.querySelectorAll('.answer').length")
+    page.run("document.getElementById('composer-text').focus()")
+    page.type(text)
+    page.key("Enter")
+    page.until(f"document.querySelectorAll('.answer').length > {count}")
+    ended(page)
+    return str(page.run("[...document.querySelectorAll('.answer .tokens')].at(-1).textContent"))
+
+
+def slide(page: Page, name: str, value: float) -> None:
+    page.run(f"(e => {{ e.value = {value}; e.dispatchEvent(new Event('input')); }})(document.getElementById('{name}'))")
+
+
+def ended(page: Page) -> None:
+    page.until(
+        "!document.querySelector('.answer.running')"
+        " && document.querySelector('.answer .facts')?.textContent.includes('tok')"
+    )
+
+
+# A conversation
+
+
+def test_an_answer_streams_and_each_token_shows_its_funnel(page: Page, served: Served) -> None:
+    text = ask(page)
+    messages = [{"role": "user", "content": QUESTION}]
+    llm = served.state.llm().llm
+    assert text == llm.chat(messages, seed=7, max_new_tokens=24).text
+    assert "tok/s" in page.run("document.querySelector('.answer .facts').textContent")
+    page.hover('.answer [data-i="2"]')
+    page.until("document.querySelector('#token .candidates')")
+    page.click('.answer [data-i="2"]')
+    page.until("document.querySelector('#token .funnel')")
+    stages = page.texts("#token .funnel .left")
+    trace = llm.sample_trace(messages, seed=7, step=3, num_candidates=12)
+    assert stages == [f"{stage.num_kept:,} left" for stage in trace.stages]
+    shown = page.texts("#token tbody .name")
+    assert shown == [each.text.replace(" ", "·") for each in trace.candidates]
+    noise = page.run(
+        f"import('/page/noise.js').then((m) => {json.dumps([c.token_id for c in trace.candidates])}"
+        f".map((id) => new m.Noise({trace.seed}, {trace.position}).at(id)))"
+    )
+    given = [(found, each.noise) for found, each in zip(noise, trace.candidates, strict=True) if each.noise is not None]
+    assert given
+    assert all(found == expected for found, expected in given)
+
+
+def test_another_token_begins_a_branch_beside_the_answer(page: Page, served: Served) -> None:
+    ask(page)
+    page.click('.answer [data-i="1"]')
+    page.until("document.querySelector('#token .branch')")
+    page.click("#token .branch")
+    page.until("document.querySelectorAll('.pair .answer').length === 2")
+    ended(page)
+    first, second = (page.texts(f".pair :nth-child({n}) > .tokens [data-i='0']") for n in (1, 2))
+    assert first == second
+    assert page.run("[...document.querySelectorAll('.tokens .differs')].map((x) => x.dataset.i)") == ["1", "1"]
+    assert page.run("document.querySelectorAll('.tokens .branched').length") == 1
+
+
+def test_other_settings_are_tried_on_the_same_logits(page: Page, served: Served) -> None:
+    ask(page)
+    page.run("document.getElementById('tab-whatif').click()")
+    page.until("document.querySelector('#whatif .result')?.textContent.includes('would be the same')")
+    llm, messages = served.state.llm().llm, [{"role": "user", "content": QUESTION}]
+    answer = llm.chat(messages, seed=7, max_new_tokens=24).token_ids
+    for values in ({"temperature": 0.1}, {"temperature": 1.6, "top_k": 20}, {"min_p": 0.3}):
+        for name, value in ({"temperature": 0.2, "top_k": 0, "min_p": 0} | values).items():
+            slide(page, f"what-{name}", value)
+        other = llm.chat(messages, seed=7, max_new_tokens=24, **values).token_ids
+        differs = next((i for i, (a, b) in enumerate(zip(answer, other, strict=False)) if a != b), None)
+        said = f"Token {differs + 1} would have been another one" if differs is not None else "would be the same"
+        page.until(f"document.querySelector('#whatif .result').textContent.includes({json.dumps(said)})")
+
+
+def test_a_link_gives_the_same_answer_again(page: Page, served: Served) -> None:
+    text = ask(page)
+    page.key("l", alt=True)
+    fragment = page.until("location.hash")
+    page.run("localStorage.clear()")
+    ready(page, served, fragment)
+    page.until("document.querySelector('.notice.good')?.textContent.includes('bit for bit')")
+    assert page.run("document.querySelector('.answer .tokens').textContent") == text
+    assert page.run("document.querySelector('.message.user .text').textContent") == QUESTION
+
+
+def test_an_answer_goes_on_when_the_server_is_back(browser: Browser, served: Served) -> None:
+    with Wire(served.port) as wire:
+        page = browser.page()
+        page.open(f"http://127.0.0.1:{wire.port}/")
+        keep_settings(page, seed=7, max_tokens=80, min_p=0.02)
+        page.open(f"http://127.0.0.1:{wire.port}/?again")
+        page.until("document.getElementById('status').dataset.state === 'ready'")
+        page.run("document.getElementById('composer-text').focus()")
+        page.type(STORY)
+        page.key("Enter")
+        page.until("document.querySelectorAll('.answer [data-i]').length > 20")
+        wire.cut()
+        page.until("document.getElementById('status').dataset.state === 'lost'")
+        assert "goes on when it is back" in page.run("document.querySelector('.answer .fault').textContent")
+        wire.mend()
+        page.until("document.getElementById('status').dataset.state === 'ready'")
+        ended(page)
+        messages = [{"role": "user", "content": STORY}]
+        expected = served.state.llm().llm.chat(messages, seed=7, max_new_tokens=80, min_p=0.02)
+        answer = page.run(
+            "JSON.parse(localStorage.getItem('infer.conversations'))[0].root.children[0].children[0].answer"
+        )
+        assert [each[0] for each in answer["tokens"]] == expected.token_ids
+        assert answer["content"] == expected.text
+        page.close()
+
+
+def test_a_text_of_a_megabyte_is_refused_in_a_line(page: Page) -> None:
+    page.run("document.getElementById('composer-text').focus()")
+    page.type("word " * 200_000)
+    page.key("Enter")
+    page.until("document.querySelector('.answer .fault:not([hidden])')?.textContent.includes('tokens')")
+    assert page.run("document.querySelector('.message.user .text').textContent.length") == 1_000_000
+
+
+def test_nothing_that_is_shown_becomes_html(page: Page, served: Served) -> None:
+    scripts = page.run("document.scripts.length")
+    keep_settings(page, seed=7, format="choice", format_text=XSS)
+    ready(page, served)
+    ask(page, XSS)
+    assert XSS.replace("`", "").startswith(page.run("document.querySelector('.answer .tokens').textContent")[:20])
+    call = {"id": "a", "type": "function", "function": {"name": XSS, "arguments": json.dumps({"x": XSS})}}
+    messages = [{"role": "user", "content": XSS}, {"role": "assistant", "content": XSS, "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "a", "content": XSS}]  # fmt: skip
+    schema = {"title": XSS, "type": XSS}
+    body = {"messages": messages, "max_tokens": 4, "model": XSS}
+    body["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    link = {"v": 1, "route": "/v1/chat/completions", "fingerprint": XSS, "sha256": "x", "body": body}
+    fragment = page.run(
+        f"btoa({json.dumps(json.dumps(link))}).replace(/[+]/g, '-').replace(/[/]/g, '_').replace(/=+$/, '')"
+    )
+    ready(page, served, "#r=" + fragment)
+    page.until("document.querySelectorAll('.message').length === 4 && !document.querySelector('.answer.running')")
+    for tab in ("token", "prompt", "settings", "engine"):
+        page.run(f"document.getElementById('tab-{tab}').click()")
+    assert page.run(
+        "[document.images.length, document.scripts.length, document.querySelectorAll('a[href^=javascript]').length]"
+    ) == [0, scripts, 0]
+
+
+def test_any_markdown_becomes_few_kinds_of_elements_and_keeps_its_words(page: Page) -> None:
+    tags = page.run(MARKDOWN)
+    assert set(tags) <= {
+        *(
+            "A",
+            "BLOCKQUOTE",
+            "BUTTON",
+            "CODE",
+            "DEL",
+            "DIV",
+            "EM",
+            "H3",
+            "H4",
+            "H5",
+            "H6",
+            "HR",
+            "LI",
+            "OL",
+            "P",
+            "PRE",
+        ),
+        *("SPAN", "STRONG", "TABLE", "TBODY", "TD", "TH", "THEAD", "TR", "UL"),
+    }
+    assert {"A", "CODE", "EM", "LI", "STRONG"} <= set(tags)
+
+
+def test_the_keyboard_is_enough(page: Page) -> None:
+    ask(page)
+    page.key("t", alt=True)
+    page.key("ArrowRight")
+    page.key("ArrowRight")
+    page.key("Enter")
+    page.until("document.querySelector('#token .funnel')")
+    assert page.run("document.activeElement.dataset.i") == "2"
+    page.key("?", text="?")
+    assert page.run("document.getElementById('help-dialog').open")
+    page.key("Escape")
+    page.until("!document.getElementById('help-dialog').open")
+    page.key("4", alt=True)
+    assert page.run("document.getElementById('tab-settings').getAttribute('aria-selected')") == "true"
+    page.key("/", text="/")
+    assert page.run("document.activeElement.id") == "composer-text"
+
+
+def test_a_fault_of_a_field_stands_at_the_field(page: Page, served: Served) -> None:
+    schema = '{\n  "type": "object",\n  "properties": {"a": {"type": "strng"}}\n}'
+    keep_settings(page, format="json_schema", schema=schema)
+    ready(page, served)
+    page.run("document.getElementById('composer-text').focus()")
+    page.type("x")
+    page.key("Enter")
+    fault = page.until("document.querySelector('.json .fault:not([hidden])')?.textContent")
+    assert fault.startswith("Line 3, column 24: json_schema at /properties/a: 'type' must be one of")
+    assert page.run("document.querySelector('.backdrop mark').textContent") == '"type": "strng"'
+
+
+# How it looks
+
+
+def test_it_fits_three_widths_and_has_no_serious_fault(page: Page, axe_path: Path) -> None:
+    folder = Path(os.environ.get("INFER_ARTIFACTS") or "/tmp/infer-page")
+    axe = axe_path.read_text(encoding="utf-8")
+    ask(page, "Name three colours as a Markdown list, then write one line of Python in a code block.")
+    page.click('.answer [data-i="3"]')
+    page.until("document.querySelector('#token .funnel')")
+    page.run(axe)
+    for width, height, is_dark in ((1440, 900, False), (900, 1000, True), (390, 844, False)):
+        page.resize(width, height, is_dark=is_dark)
+        for tab in ("token", "whatif", "settings", "engine"):
+            page.run(f"document.getElementById('tab-{tab}').click()")
+            assert page.run("document.documentElement.scrollWidth <= innerWidth"), (width, tab)
+            if (width, tab) in ((1440, "token"), (900, "settings"), (390, "token")):
+                assert page.run(SERIOUS) == [], (width, tab)
+        page.run("document.getElementById('tab-token').click()")
+        page.picture(folder / f"page-{width}.png")

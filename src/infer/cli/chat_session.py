@@ -91,7 +91,7 @@ class ChatSession:
         self.messages = [{"role": "system", "content": text}, *spoken] if text else spoken
 
     def reset(self) -> None:
-        """Forget what was said; the system message stays."""
+        """Forget the conversation; the system message stays."""
         self.messages = [message for message in self.messages if message["role"] == "system"]
         self.statistics.context_tokens = 0
 
@@ -181,7 +181,7 @@ class ChatSession:
         return self.last
 
     def permalink(self) -> Permalink:
-        """Of the last answer; by ids where the tokenizer spells the conversation otherwise than it was said.
+        """Of the last answer; by ids where the tokenizer spells the conversation in another way.
 
         Raises InvalidRequestError for an answer that was stopped, and for what no route of the server takes.
         """

@@ -224,7 +224,7 @@ def batch(context: click.Context, /, **options: Any) -> None:
 @model_options
 @click.pass_context
 def chat(context: click.Context, /, **options: Any) -> None:
-    """Talk to a model. /help lists what can be said besides; lines may also come from a pipe."""
+    """Talk to a model. /help lists the commands; lines may also come from a pipe."""
     invocation = _invocation(context, options)
     from infer.cli.chat import run_chat
 

@@ -77,7 +77,7 @@ def _group(group: LayerGroup) -> tuple[str, str]:
 
 
 def _layer(values: Mapping[str, Any], *, is_common: bool) -> Iterator[str]:
-    """What is absent is said only where other layers have it."""
+    """What is absent is told only where other layers have it."""
     for name, value in values.items():
         plain = name.removeprefix("has_").replace("_", " ")
         if name == "rope" and value is not None:

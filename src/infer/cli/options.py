@@ -145,7 +145,7 @@ def cache_values(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_constraints(context: click.Context) -> None:
-    """Two constraints are a mistake in the command, to be said with the names it was given in."""
+    """Two constraints are a mistake in the command, to be refused by the names it was given in."""
     given = [f"--{name.replace('_', '-')}" for name in CONSTRAINTS if context.params.get(name) is not None]
     if len(given) > 1:
         raise click.UsageError(f"{' and '.join(given)} are both given: give one")

@@ -89,7 +89,7 @@ def model_defaults(model: Model, options: Mapping[str, Any]) -> SamplingDefaults
 def merge_params(
     from_model: SamplingDefaults, given: Mapping[str, Any], *, is_chat: bool, quiet: bool
 ) -> SamplingParams:
-    """The parameters, and one line on stderr that says which of them the model brought."""
+    """The parameters, and one line on stderr that says which of them are the model's own."""
     params = SamplingParams.from_mapping({**neutral_values(is_chat=is_chat), **from_model, **given})
     skipped = {*given, *(_FILTERS if params.is_greedy else ())}
     sources = {"from the model": from_model.from_files, "from the model's card": from_model.from_card}

@@ -20,7 +20,7 @@ from infer.outputs import SampleTrace, TraceCandidate
 from infer.sampling_params import SamplingParams
 
 LABEL_WIDTH = 18  # of a token's text
-BLUE, ORANGE = 25, 166  # of xterm's 256 colours: bars behind the numbers, and those of the chosen token
+BLUE, ORANGE = 25, 166  # of xterm's 256 colours: bars under the numbers, and those of the chosen token
 DROPPED = "×"
 
 

@@ -24,7 +24,7 @@ def heading(stage: str) -> str:
 
 
 def percent(share: float) -> str:
-    """Two digits after the point; what would round to nothing is said to be less."""
+    """Two digits after the point; what would round to nothing is shown as less."""
     return "<0.01%" if 0 < share < 0.00005 else f"{share:.2%}"
 
 

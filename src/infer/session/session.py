@@ -1,9 +1,9 @@
 """`Session`: many turns over one cache, of which only what is new is run.
 
-Two lists of ids: what was said, and what the cache holds; a turn keeps what its prompt and the cache share. So
+Two lists of ids: the conversation's, and what the cache holds; a turn keeps what its prompt and the cache share. So
 whatever was done before, an answer is the one that a fresh model gives for the same ids.
 
-A signal's exception may come between any two lines. What was said is replaced whole, what the cache holds is dropped
+A signal's exception may come between any two lines. The conversation is replaced whole, what the cache holds is dropped
 where a change of it was left midway, and a call has ended as soon as its `finally` begins: the next call works.
 """
 
@@ -63,8 +63,8 @@ def _exclusively(
 class Session:
     """Made by `LLM.session`. One answer at a time: while a stream is open, every other call is refused.
 
-    A turn that fails, or is stopped before its first word, leaves what was said as it was. `close()`, `with` and being
-    dropped give back what the cache holds.
+    A turn that fails, or is stopped before its first word, leaves the conversation as it was. `close()`, `with` and
+    being dropped give back what the cache holds.
     """
 
     def __init__(self, host: Host, transcript: Transcript) -> None:
@@ -110,7 +110,7 @@ class Session:
 
     @property
     def token_ids(self) -> list[int]:
-        """All that was said, in the template's own form."""
+        """All messages, in the template's own form."""
         return list(self._transcript.token_ids)
 
     @property
@@ -135,7 +135,7 @@ class Session:
         """The answer to a further message; a text is the user's. Both are messages of the session from then on.
 
         `result.reused_tokens` of the prompt were in the cache, `result.dropped_tokens` of the cache are not in the
-        prompt: where the template writes the past in another way than it was said, what follows is run again. With
+        prompt: where the template writes the past in another way than the ids have it, what follows is run again. With
         `overflow="truncate_left"` the session forgets its oldest turns where they leave no room for the answer.
         """
         check_callback("on_token", on_token)
@@ -153,7 +153,7 @@ class Session:
         options: RequestOptions | None = None,
         **keywords: Unpack[RequestKeywords],
     ) -> Stream:
-        """`send`, piece by piece. A stream that is closed early keeps what was said, as a cancelled answer does."""
+        """`send`, piece by piece. A stream that is closed early keeps what it gave, as a cancelled answer does."""
         check_callback("on_prefill", on_prefill)
         options, sampling = split_options(options, keywords)
         return self._begin(partial(Transcript.asked, message=message), params, sampling, options, on_prefill)
@@ -187,7 +187,7 @@ class Session:
         options: RequestOptions | None = None,
         **keywords: Unpack[RequestKeywords],
     ) -> GenerationResult:
-        """Go on from the ids as they stand, without a template; what is said is part of them, but of no message."""
+        """Go on from the ids as they stand, without a template; the answer is part of them, but of no message."""
         check_callback("on_token", on_token)
         check_callback("on_prefill", on_prefill)
         options, sampling = split_options(options, keywords)
@@ -262,7 +262,7 @@ class Session:
         return note
 
     def _render(self, conversation: Conversation, messages: Any) -> list[int]:
-        """What the template makes of them, in the spelling that was said and that the cache holds."""
+        """What the template makes of them, in the spelling of the conversation's ids, which the cache holds."""
         tokenizer, rendered = self._host.tokenizer, conversation.encode(messages)
         return keep_spelling(self._transcript.token_ids, rendered, tokenizer.token_bytes, tokenizer.special_token_ids)
 
@@ -299,7 +299,7 @@ class Session:
         options: RequestOptions,
         on_prefill: OnPrefill | None = None,
     ) -> Stream:
-        """The answer to the messages that `ask` makes of what was said, or None: to the ids as they stand."""
+        """The answer to the messages that `ask` makes of the conversation, or None: to the ids as they stand."""
         caller = object()
         try:
             self._enter(caller)
@@ -332,7 +332,7 @@ class Session:
         return _Answer(Answering(host.request(fitting, params, options, conversation)), messages)
 
     def _settle(self, answer: "_Answer") -> None:
-        """However the answer ended: what the cache holds, and whether it counts as said. Again does nothing."""
+        """However the answer ended: what the cache holds, and whether the conversation has it. Again does nothing."""
         transcript = self._transcript
         try:
             if self._caller is answer:

@@ -39,9 +39,28 @@ def read_body(content: bytes, kind: type[_Body], complete: Callable[[Any], Any] 
         body = msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
         raise _refusal(str(error), given, kind) from None
+    _check_tags(given, body, [])
     for field in _neutral_fields(kind):
         check_neutral(field, getattr(body, field))
     return body
+
+
+def _check_tags(given: Any, found: Any, steps: list[_Step]) -> None:
+    """msgspec asks for a tag only where several types may stand. Raises ApiError 400."""
+    if isinstance(found, msgspec.Struct) and isinstance(given, dict):
+        config = found.__struct_config__
+        if config.tag is not None and config.tag_field not in given:
+            raise _missing([*steps, str(config.tag_field)])
+        for name in found.__struct_fields__:
+            _check_tags(given.get(name), getattr(found, name), [*steps, name])
+    elif isinstance(found, list) and found and isinstance(found[0], msgspec.Struct):
+        for index, each in enumerate(found):
+            _check_tags(given[index], each, [*steps, index])
+
+
+def _missing(steps: list[_Step]) -> ApiError:
+    name = _shown_path(steps)
+    return refuse(f"{name} is missing: it is required", name, "missing_required_parameter")
 
 
 @cache
@@ -58,8 +77,7 @@ def _refusal(said: str, given: Any, kind: type) -> ApiError:
     if unknown := _UNKNOWN.fullmatch(problem):
         return _unknown([*steps, unknown[1]], _fields_at(kind, steps, given))
     if missing := _MISSING.fullmatch(problem):
-        name = _shown_path([*steps, missing[1]])
-        return refuse(f"{name} is missing: it is required", name, "missing_required_parameter")
+        return _missing([*steps, missing[1]])
     name, is_inside = _shown_path(steps), path.endswith("[...]")  # of a value inside an object msgspec tells no name
     whose = f"a value of {name}" if is_inside else name or "the body"
     found = "" if is_inside else f", got {shown(_value_at(given, steps))}"

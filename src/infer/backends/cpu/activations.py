@@ -35,12 +35,12 @@ from infer.backends.cpu.simd import (
     splat_f32,
     splat_i32,
     store,
-    store_f32,
     store_i8,
     store_i32,
     store_scalar_f32,
     sum_f32,
 )
+from infer.backends.cpu.tails import load_upto, store_upto
 
 _HALF = LANES // 2
 _SMALLEST = np.float32(1e-33)  # a block below this counts as this, so that its scale is a normal number
@@ -211,15 +211,12 @@ def make_add_normalized() -> Callable[..., None]:
 
     def add_normalized(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
-        whole = args.features // 16 * 16
         for token in range(thread, state.num_tokens, num_threads):
             y, residual = args.y + 4 * args.features * token, args.residual + 4 * args.features * token
-            factor = inverse_rms(y, args.features, args.eps)
-            for i in range(0, whole, 16):
-                normed = load_f32(y + 4 * i) * splat_f32(factor) * load_f32(args.weight + 4 * i)
-                store_f32(residual + 4 * i, load_f32(residual + 4 * i) + normed)
-            for i in range(whole, args.features):
-                value = load_scalar_f32(y + 4 * i) * factor * load_scalar_f32(args.weight + 4 * i)
-                store_scalar_f32(residual + 4 * i, load_scalar_f32(residual + 4 * i) + value)
+            factor = splat_f32(inverse_rms(y, args.features, args.eps))
+            for i in range(0, args.features, LANES):
+                at, room = residual + 4 * i, args.features - i
+                normed = load_upto(y + 4 * i, room) * factor * load_upto(args.weight + 4 * i, room)
+                store_upto(at, room, load_upto(at, room) + normed)
 
     return add_normalized

@@ -18,7 +18,8 @@ from infer.backends.cpu.isa import BY_NAME, InstructionSet
 from infer.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, PANEL, Layout
 from infer.backends.cpu.matrix_tiles import SCRATCH_BYTES, configure, matrix_tile, release, unpack
 from infer.backends.cpu.panels import TILE_BYTES, multiply_panel
-from infer.backends.cpu.simd import load_f32, load_i64, load_scalar_f32, splat_f32, store_f32, store_scalar_f32
+from infer.backends.cpu.simd import load_f32, load_i64, store_f32
+from infer.backends.cpu.tails import load_upto, store_upto
 from infer.backends.cpu.units import begin_units, take_units
 
 _FEWEST_UNPACKED = 2 * PANEL  # tokens for which weights are unpacked before all of them
@@ -71,54 +72,63 @@ def _make_matrices(layout: Layout, form: int, isa: InstructionSet) -> tuple[Any,
     return unpack_unit, compute
 
 
+def _make_unit(layout: Layout, form: int, isa: InstructionSet) -> Any:
+    """A unit × the panels of the tokens [first, end), of which there are `num_tokens`."""
+    record_bytes, has_matrices = layout.activation_bytes(form), isa.may_use_matrices(layout)
+    compute = _make_panel(layout, form, isa)
+    if has_matrices:
+        unpack_unit, compute_matrices = _make_matrices(layout, form, isa)
+
+    @njit(inline="always")
+    def multiply_unit(args, state, unit, first, end, num_tokens, activations, unpacked, buffer, scratch):  # type: ignore[no-untyped-def]
+        groups = min(args.groups_per_unit, args.num_groups - unit * args.groups_per_unit)
+        num_tiles = groups * (1 if args.second_weights == 0 else 2)
+        even_tiles = num_tiles if num_tiles % 2 == 0 and end - first >= _FEWEST_UNPACKED else 0
+        if has_matrices:
+            unpack_unit(args, unit, groups, even_tiles, unpacked)
+        for panel in range(first, end, PANEL):
+            width = min(PANEL, num_tokens - panel)
+            at, stride = activations + panel * args.num_records * record_bytes, width * record_bytes
+            on_matrices = even_tiles if has_matrices and width == PANEL else 0
+            if has_matrices:  # a constant: what follows is not compiled elsewhere
+                compute_matrices(args, on_matrices, unpacked, at, stride, buffer + _HEADER, scratch)
+            if on_matrices == 0:
+                compute(args, unit, groups, num_tiles, at, width, buffer + _HEADER, scratch)
+            simd.store_i64(buffer, panel)
+            simd.store_i64(buffer + 8, width)
+            simd.store_i64(buffer + 16, groups)
+            row = unit * args.groups_per_unit * LANES
+            control.call_command(args.epilogue, args.epilogue_arguments, state, buffer, row)
+
+    return multiply_unit
+
+
 def make_matmul(type_: str, planes: int, isa: str) -> Callable[..., None]:
     """`isa` names the instruction set."""
     layout, instructions = LAYOUTS[type_], BY_NAME[isa]
-    form = instructions.form(layout, planes)
-    record_bytes, has_matrices = layout.activation_bytes(form), instructions.may_use_matrices(layout)
-    compute = _make_panel(layout, form, instructions)
+    form, has_matrices = instructions.form(layout, planes), instructions.may_use_matrices(layout)
+    multiply_unit = _make_unit(layout, form, instructions)
     on_matrices = [shape.fewest for shape in instructions.shapes(layout, form, 2) if shape.on_matrices]
     fewest = min([*on_matrices, _FEWEST_UNPACKED])
-    if has_matrices:
-        unpack_unit, compute_matrices = _make_matrices(layout, form, instructions)
 
     def matmul(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
-        args, state, state_address = carray(args_at, 1)[0], carray(state_at, 1)[0], simd.address_of(state_at)
-        num_tokens = state.num_logits if args.of_logits else state.num_tokens
+        args, step, state = carray(args_at, 1)[0], carray(state_at, 1)[0], simd.address_of(state_at)
+        num_tokens = step.num_logits if args.of_logits else step.num_tokens
         activations = args.activations + (thread * args.private_bytes if num_tokens == 1 else 0)
         num_units = (args.num_groups + args.groups_per_unit - 1) // args.groups_per_unit
         buffer, scratch = simd.stack(_BUFFER_BYTES), simd.stack(SCRATCH_BYTES)
         unpacked = args.unpacked + thread * args.unpacked_bytes
-        is_long = has_matrices and num_tokens >= _FEWEST_UNPACKED
         if has_matrices:
             configure(type_, num_tokens >= fewest, scratch)
-        for block in range(0, num_tokens, args.tokens_per_block):
-            block_end = min(num_tokens, block + args.tokens_per_block)
-            begin_units(state_address, thread)
-            unit, end = take_units(state_address, thread, num_threads, num_units)
+        for first in range(0, num_tokens, args.tokens_per_block):
+            last = min(num_tokens, first + args.tokens_per_block)
+            begin_units(state, thread)
+            unit, end = take_units(state, thread, num_threads, num_units)
             while unit < end:
-                groups = min(args.groups_per_unit, args.num_groups - unit * args.groups_per_unit)
-                num_tiles = groups * (1 if args.second_weights == 0 else 2)
-                is_worth_it = is_long and num_tiles % 2 == 0 and block_end - block >= _FEWEST_UNPACKED
-                even_tiles = num_tiles if is_worth_it else 0
-                if has_matrices:
-                    unpack_unit(args, unit, groups, even_tiles, unpacked)
-                for panel in range(block, block_end, PANEL):
-                    width = min(PANEL, num_tokens - panel)
-                    at, stride = activations + panel * args.num_records * record_bytes, width * record_bytes
-                    on_matrices = even_tiles if width == PANEL else 0
-                    if has_matrices:  # a constant: what follows is not compiled elsewhere
-                        compute_matrices(args, on_matrices, unpacked, at, stride, buffer + _HEADER, scratch)
-                    if on_matrices == 0:
-                        compute(args, unit, groups, num_tiles, at, width, buffer + _HEADER, scratch)
-                    simd.store_i64(buffer, panel)
-                    simd.store_i64(buffer + 8, width)
-                    simd.store_i64(buffer + 16, groups)
-                    row = unit * args.groups_per_unit * LANES
-                    control.call_command(args.epilogue, args.epilogue_arguments, state_address, buffer, row)
+                multiply_unit(args, state, unit, first, last, num_tokens, activations, unpacked, buffer, scratch)
                 unit += 1
                 if unit == end:
-                    unit, end = take_units(state_address, thread, num_threads, num_units)
+                    unit, end = take_units(state, thread, num_threads, num_units)
         if has_matrices:
             release(num_tokens >= fewest)
 
@@ -150,28 +160,17 @@ def _make_store(*, adding: bool, capping: bool = False) -> Callable[..., None]:
         panel, width, groups = load_i64(buffer), load_i64(buffer + 8), load_i64(buffer + 16)
         for index in range(groups):
             row = first_row + index * LANES
+            room = args.num_columns - row
             for token in range(width):
-                y = _tile_row(buffer, index, token)
                 out = args.out + 4 * ((panel + token) * args.row_stride + args.first_column + row)
-                if row + LANES <= args.num_columns:
-                    value = load_f32(y)
-                    if args.bias != 0:
-                        value = value + load_f32(args.bias + 4 * row)
-                    if adding:
-                        value = load_f32(out) + value
-                    if capping:
-                        value = softcapped(value, args.softcap)
-                    store_f32(out, value)
-                else:
-                    for lane in range(args.num_columns - row):
-                        single = load_scalar_f32(y + 4 * lane)
-                        if args.bias != 0:
-                            single += load_scalar_f32(args.bias + 4 * (row + lane))
-                        if adding:
-                            single = load_scalar_f32(out + 4 * lane) + single
-                        if capping:
-                            single = simd.first_lane(softcapped(splat_f32(single), args.softcap))
-                        store_scalar_f32(out + 4 * lane, single)
+                value = load_f32(_tile_row(buffer, index, token))
+                if args.bias != 0:
+                    value = value + load_upto(args.bias + 4 * row, room)
+                if adding:
+                    value = load_upto(out, room) + value
+                if capping:
+                    value = softcapped(value, args.softcap)
+                store_upto(out, room, value)
 
     return store
 
@@ -195,11 +194,7 @@ def make_gate(activation: str) -> Callable[..., None]:
                 store_f32(at, value)
                 if args.out != 0:
                     out = args.out + 4 * ((panel + token) * args.row_stride + row)
-                    if row + LANES <= args.num_columns:
-                        store_f32(out, value)
-                    else:
-                        for lane in range(args.num_columns - row):
-                            store_scalar_f32(out + 4 * lane, load_scalar_f32(at + 4 * lane))
+                    store_upto(out, args.num_columns - row, value)
             if args.quantized != 0:
                 record, num_records = first_row // BLOCK, args.num_columns // BLOCK
                 size = quantized_size(args.form)
@@ -217,13 +212,10 @@ def make_gate_rows(activation: str) -> Callable[..., None]:
     def gate_rows(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
         columns = args.num_columns
-        both = args.row_stride
         for token in range(thread, state.num_tokens, num_threads):
-            for i in range(columns):
-                left = load_scalar_f32(both + 4 * (2 * columns * token + i))
-                right = load_scalar_f32(both + 4 * (2 * columns * token + columns + i))
-                vector = splat_f32(left)
-                value = simd.first_lane(activate(vector)) * right
-                store_scalar_f32(args.out + 4 * (columns * token + i), value)
+            both, out = args.row_stride + 8 * columns * token, args.out + 4 * columns * token
+            for i in range(0, columns, LANES):
+                left, right = load_upto(both + 4 * i, columns - i), load_upto(both + 4 * (columns + i), columns - i)
+                store_upto(out + 4 * i, columns - i, activate(left) * right)
 
     return gate_rows

@@ -18,6 +18,7 @@ from infer.backends.cpu.curves import exp_scalar, exp_up_to_0, softcapped
 from infer.backends.cpu.layouts import LANES
 from infer.backends.cpu.records import CHUNK, SCORE_BYTES
 from infer.backends.cpu.simd import load_f32, load_scalar_f32, splat_f32, store_f32, store_scalar_f32
+from infer.backends.cpu.tails import load_upto, store_upto
 
 _NEVER = np.float32(-np.inf)
 
@@ -133,11 +134,8 @@ def make_chunk_partials(kv_type: str, is_wide: bool) -> Any:
 
 @njit
 def clear(partial, dim):  # type: ignore[no-untyped-def]
-    whole = 4 * (dim // LANES * LANES)
-    for i in range(0, whole, 64):
-        store_f32(partial + i, splat_f32(np.float32(0)))
-    for i in range(whole, 4 * dim, 4):
-        store_scalar_f32(partial + i, np.float32(0))
+    for i in range(0, dim, LANES):
+        store_upto(partial + 4 * i, dim - i, splat_f32(np.float32(0)))
     store_scalar_f32(partial + 4 * dim, _NEVER)
     store_scalar_f32(partial + 4 * dim + 4, np.float32(0))
 
@@ -155,17 +153,11 @@ def merge(into, partial, dim):  # type: ignore[no-untyped-def]
         right, m = exp_scalar(m_right - m_left), m_left
     else:
         left = exp_scalar(m_left - m_right)
-    whole = dim // LANES * LANES
-    for i in range(0, 4 * whole, 64):
-        merged = load_f32(partial + i) * splat_f32(right)
+    for i in range(0, dim, LANES):
+        merged = load_upto(partial + 4 * i, dim - i) * splat_f32(right)
         if not is_first:
-            merged = load_f32(into + i) * splat_f32(left) + merged
-        store_f32(into + i, merged)
-    for i in range(4 * whole, 4 * dim, 4):
-        single = load_scalar_f32(partial + i) * right
-        if not is_first:
-            single += load_scalar_f32(into + i) * left
-        store_scalar_f32(into + i, single)
+            merged = load_upto(into + 4 * i, dim - i) * splat_f32(left) + merged
+        store_upto(into + 4 * i, dim - i, merged)
     l_left, l_right = load_scalar_f32(into + 4 * dim + 4), load_scalar_f32(partial + 4 * dim + 4)
     store_scalar_f32(into + 4 * dim, m)
     store_scalar_f32(into + 4 * dim + 4, l_left * left + l_right * right)
@@ -174,9 +166,6 @@ def merge(into, partial, dim):  # type: ignore[no-untyped-def]
 @njit
 def divide(partial, dim, out):  # type: ignore[no-untyped-def]
     """A softmax's share of the values: what attention gives."""
-    total = load_scalar_f32(partial + 4 * dim + 4)
-    whole = dim // LANES * LANES
-    for i in range(0, 4 * whole, 64):
-        store_f32(out + i, load_f32(partial + i) / splat_f32(total))
-    for i in range(4 * whole, 4 * dim, 4):
-        store_scalar_f32(out + i, load_scalar_f32(partial + i) / total)
+    total = splat_f32(load_scalar_f32(partial + 4 * dim + 4))
+    for i in range(0, dim, LANES):
+        store_upto(out + 4 * i, dim - i, load_upto(partial + 4 * i, dim - i) / total)

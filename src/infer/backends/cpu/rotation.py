@@ -13,7 +13,8 @@ from infer.backends.cpu.cache_slots import block_at, slot_of
 from infer.backends.cpu.layouts import LANES
 from infer.backends.cpu.records import MAX_HEAD_DIM
 from infer.backends.cpu.shares import is_split
-from infer.backends.cpu.simd import load_f32, load_i64, load_scalar_f32, splat_f32, store_f32, store_scalar_f32
+from infer.backends.cpu.simd import load_i64, splat_f32
+from infer.backends.cpu.tails import load_upto, store_upto
 from infer.backends.cpu.units import begin_units, take_share
 
 _HEAD_BYTES = 4 * MAX_HEAD_DIM
@@ -40,35 +41,19 @@ def _norm_of_head(args, which, x, head, of_all):  # type: ignore[no-untyped-def]
 @njit
 def _rotate_head(x, weight, factor, cos, sin, half, dim, scale, out):  # type: ignore[no-untyped-def]
     """out = scale × rotate(x × factor × weight)"""
-    whole = 4 * (dim // LANES * LANES)
-    for i in range(0, whole, 64):
-        vector = load_f32(x + i)
+    for i in range(0, dim, LANES):
+        vector = load_upto(x + 4 * i, dim - i)
         if weight != 0:
-            vector = vector * splat_f32(factor) * load_f32(weight + i)
-        store_f32(out + i, vector)
-    for i in range(whole, 4 * dim, 4):
-        value = load_scalar_f32(x + i)
-        if weight != 0:
-            value = value * factor * load_scalar_f32(weight + i)
-        store_scalar_f32(out + i, value)
-    if cos != 0:
-        if half % LANES == 0:
-            for i in range(0, 4 * half, 64):
-                first, second = load_f32(out + i), load_f32(out + 4 * half + i)
-                c, s = load_f32(cos + i), load_f32(sin + i)
-                store_f32(out + i, first * c - second * s)
-                store_f32(out + 4 * half + i, second * c + first * s)
-        else:
-            for i in range(0, 4 * half, 4):
-                left, right = load_scalar_f32(out + i), load_scalar_f32(out + 4 * half + i)
-                cosine, sine = load_scalar_f32(cos + i), load_scalar_f32(sin + i)
-                store_scalar_f32(out + i, left * cosine - right * sine)
-                store_scalar_f32(out + 4 * half + i, right * cosine + left * sine)
-    if scale != np.float32(1):
-        for i in range(0, whole, 64):
-            store_f32(out + i, load_f32(out + i) * splat_f32(scale))
-        for i in range(whole, 4 * dim, 4):
-            store_scalar_f32(out + i, load_scalar_f32(out + i) * scale)
+            vector = vector * splat_f32(factor) * load_upto(weight + 4 * i, dim - i)
+        store_upto(out + 4 * i, dim - i, vector)
+    for i in range(0, half if cos != 0 else 0, LANES):
+        left, right, room = out + 4 * i, out + 4 * (half + i), half - i
+        first, second = load_upto(left, room), load_upto(right, room)
+        c, s = load_upto(cos + 4 * i, room), load_upto(sin + 4 * i, room)
+        store_upto(left, room, first * c - second * s)
+        store_upto(right, room, second * c + first * s)
+    for i in range(0, dim if scale != np.float32(1) else 0, LANES):
+        store_upto(out + 4 * i, dim - i, load_upto(out + 4 * i, dim - i) * splat_f32(scale))
 
 
 @njit(forceinline=True)

@@ -6,7 +6,6 @@ Nothing is fused or reassociated, and the constants are theirs. Masks are the lo
 from llvmlite import ir
 from llvmlite.ir import IRBuilder as Builder
 from numba import types
-from numba.core import cgutils
 
 from infer.backends.cpu.layouts import LANES
 from infer.backends.cpu.simd import (
@@ -32,16 +31,6 @@ from infer.sampling import noise_constants, weight_constants
 F64X16, I64X16 = ir.VectorType(ir.DoubleType(), LANES), ir.VectorType(I64, LANES)
 i64x16 = Vector("i64x16", I64X16)
 _IOTA = ir.Constant(I32X16, list(range(LANES)))
-
-
-@operation(f32x16, address, types.int64)
-def load_f32_upto(b: Builder, where: Value, count: Value) -> Value:
-    """The first `count` floats, −inf in the lanes beyond: nothing after them is read."""
-    lanes = b.icmp_signed("<", _IOTA, splat(b, b.trunc(count, I32)))
-    pointer = b.inttoptr(where, F32X16.as_pointer())
-    masked_load = ir.FunctionType(F32X16, [pointer.type, I32, ir.VectorType(ir.IntType(1), LANES), F32X16])
-    function = cgutils.get_or_insert_function(b.module, masked_load, "llvm.masked.load.v16f32.p0")
-    return b.call(function, [pointer, constant(I32, 4), lanes, constant(F32X16, float("-inf"))])
 
 
 @operation(i32x16, types.int32)

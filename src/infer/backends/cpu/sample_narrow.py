@@ -25,7 +25,6 @@ from infer.backends.cpu.sample_math import (
     ids_from,
     keep_bits,
     keep_finite,
-    load_f32_upto,
     load_f64,
     lowest_bit,
     splat_i64,
@@ -49,6 +48,7 @@ from infer.backends.cpu.simd import (
     store_i64,
     store_scalar_f32,
 )
+from infer.backends.cpu.tails import load_upto
 from infer.sampling import noise_constants
 
 _MAX_NOISE = np.float32(noise_constants.MAX_NOISE)
@@ -60,7 +60,7 @@ def row_largest(args, row):  # type: ignore[no-untyped-def]
     maxima = args.maxima + 4 * args.num_groups * row
     most = splat_f32(NOTHING)
     for group in range(0, args.num_groups, LANES):
-        most = maximum(most, load_f32_upto(maxima + 4 * group, args.num_groups - group))
+        most = maximum(most, load_upto(maxima + 4 * group, args.num_groups - group))
     return max_f32(most)
 
 
@@ -111,7 +111,7 @@ def load_logits(args, logits, token, masks):  # type: ignore[no-untyped-def]
     room = args.vocab - token
     if room >= LANES:
         return load_f32(logits + 4 * token)
-    x = load_f32_upto(logits + 4 * token, room)
+    x = load_upto(logits + 4 * token, room)
     if masks[0] != 0 or masks[1] != 0:
         x = keep_bits(x, masked_bits(masks, token))
     return x
@@ -248,7 +248,7 @@ def _lightest(args, row, scale, peak, top_p):  # type: ignore[no-untyped-def]
     maxima = args.maxima + 4 * args.num_groups * row
     total = splat_i64(np.int64(0))
     for group in range(0, args.num_groups, LANES):
-        x = load_f32_upto(maxima + 4 * group, args.num_groups - group)
+        x = load_upto(maxima + 4 * group, args.num_groups - group)
         total = add_i64(total, weights(scaled(x, scale), peak))
     dropped = (1.0 - top_p) * np.float64(sum_i64(total))
     return np.int64(0.999 * dropped / np.float64(args.vocab))

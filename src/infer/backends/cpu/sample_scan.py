@@ -12,9 +12,8 @@ from numba import carray, njit
 
 from infer.backends.cpu.layouts import LANES
 from infer.backends.cpu.records import MAX_THREADS
-from infer.backends.cpu.sample_math import keep_bits, load_f32_upto, load_f64, load_i32
+from infer.backends.cpu.sample_math import keep_bits, load_f64, load_i32
 from infer.backends.cpu.simd import (
-    load_f32,
     load_i64,
     load_scalar_f32,
     load_u8,
@@ -24,6 +23,7 @@ from infer.backends.cpu.simd import (
     store_f32,
     store_scalar_f32,
 )
+from infer.backends.cpu.tails import load_upto
 
 LARGEST = np.float32(np.finfo(np.float32).max)
 NOTHING = np.float32(-np.inf)
@@ -60,7 +60,7 @@ def _keep_raw(args, row, logits, first, end, thread):  # type: ignore[no-untyped
     most = splat_f32(NOTHING)
     for token in range(group_size * first, group_size * end, LANES):
         at, room = logits + 4 * token, args.vocab - token
-        x = load_f32(at) if room >= LANES else load_f32_upto(at, room)
+        x = load_upto(at, room)
         store_f32(scored + 4 * token, x)
         most = maximum(most, x)
     store_scalar_f32(args.peaks + 4 * (MAX_THREADS * row + thread), max_f32(most))
@@ -186,7 +186,7 @@ def make_scan() -> Callable[..., None]:
                 raw = splat_f32(NOTHING)
                 for token in range(group_size * group, min(group_size * (group + 1), args.vocab), LANES):
                     at, room = logits + 4 * token, args.vocab - token
-                    x = load_f32(at) if room >= LANES else load_f32_upto(at, room)
+                    x = load_upto(at, room)
                     if masks[0] != 0 or masks[1] != 0:
                         raw = maximum(raw, x)
                         bits = masked_bits(masks, token) & np.int32(0xFFFF)

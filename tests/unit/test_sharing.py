@@ -16,7 +16,7 @@ from infer.backends.cpu.records import SAMPLE
 from infer.backends.cpu.state import STATE
 from infer.backends.cpu.table import BARRIER, Command, DispatchTable, Walk
 from infer.backends.cpu.threads import Team, aligned, publisher
-from infer.backends.cpu.units import begin_units, take_units
+from infer.backends.cpu.units import begin_units, take_share, take_units
 
 WORK = np.dtype(
     [
@@ -52,6 +52,22 @@ def make_do_units() -> Callable[..., None]:
                     unit, end = take_units(state, thread, num_threads, args.num_units << round_)
 
     return do_units
+
+
+def make_do_shares() -> Callable[..., None]:
+    """Three rounds of parts of 7 units or more."""
+
+    def do_shares(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
+        args, state = carray(args_at, 1)[0], simd.address_of(state_at)
+        for _ in range(3):
+            begin_units(state, thread)
+            begin, stop = take_share(state, thread, num_threads, args.num_units, 7)
+            while begin < stop:
+                for unit in range(begin, stop):
+                    control.atomic_add(args.done + 8 * unit, 1)
+                begin, stop = take_share(state, thread, num_threads, args.num_units, 7)
+
+    return do_shares
 
 
 def make_check_visits() -> Callable[..., None]:
@@ -103,9 +119,10 @@ def many() -> Iterator[Team]:
     team.close()
 
 
+@pytest.mark.parametrize("maker", ["do_units", "do_shares"])
 @pytest.mark.parametrize("num_units", [1, 7, 50, 1000])
-def test_each_unit_is_done_once_whatever_the_number_of_threads(many: Team, num_units: int) -> None:
-    work = Work("do_units", num_units)
+def test_each_unit_is_done_once_whatever_the_number_of_threads(many: Team, num_units: int, maker: str) -> None:
+    work = Work(maker, num_units)
     for num_threads in (1, 2, 3, 16, 17, 64, 5):
         work.run(many, num_threads)
         assert work.is_right()

@@ -343,6 +343,21 @@ def test_what_a_format_cannot_hold_names_the_tool(tokenizer: Tokenizer, compiler
             constraint_of(compiler, answer_format(tokenizer, FORMATS[name], tools))
 
 
+@pytest.mark.parametrize("name", ["pythonic", "lfm2"])
+def test_an_object_in_an_object_has_rules_of_its_own(name: str, tokenizer: Tokenizer, compiler: Compiler) -> None:
+    inner = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
+    outer = {"type": "object", "properties": {"color": {"enum": ["red", None]}, "inner": inner}, "required": ["color"]}
+    tools = read_tools([{"name": "f", "parameters": {"properties": {"a": outer, "b": outer}, "required": ["a"]}}])
+    form = answer_format(tokenizer, FORMATS[name], tools, "required")
+    for value, is_allowed in (
+        ({"color": "red", "inner": {"on": True}}, True),
+        ({"color": None, "inner": {"color": "red"}}, False),
+    ):
+        text = FORMATS[name].written([("f", written_arguments(FORMATS[name], tools[0], {"a": value, "b": value}))])
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert (constraint_of(compiler, form).accept(ids) == len(ids)) == is_allowed
+
+
 def test_reasoning_that_is_left_in_the_text_is_all_of_it() -> None:
     whole = "\n<think>\n Hm \n</think>\n\nHi "
     assert parsed(AnswerFormat(None, THINK, is_apart=False), whole) == (whole, None, ())

@@ -7,6 +7,7 @@ tokens stand in it by their ids: only this grammar can name them, never a reques
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
 from typing import Any, final
 
 from infer.errors import InvalidRequestError
@@ -41,6 +42,7 @@ class _Builder:
         self._form, self._json_rule, self._is_held = form, json_rule, is_held
         self._id_by_mark = {mark: token_id for token_id, mark in form.marks.items()}
         self._rules: dict[str, str] = {}
+        self._numbers = count()  # of rules that are made while another one is
 
     def lark(self) -> str:
         thought = self._thought(self._form.reasoning) if self._form.reasoning is not None else ""
@@ -163,7 +165,7 @@ class _Builder:
                 f"{others[0]} of the text {name} cannot be held in this tool format: leave it out"
             )
         number = f"{schema.get('minLength', 0)},{schema.get('maxLength', '')}"
-        rule = f"text_{len(self._rules)}"
+        rule = f"text_{next(self._numbers)}"
         length = "" if number == "0," else f" & /(.|\\n){{{number}}}{_plain(closed)}/"
         self._rules[f"{rule}[lazy]"] = f"/{_ANY}{_plain(closed)}/{length}"
         return f"{opened} {rule}"
@@ -187,7 +189,7 @@ class _Builder:
                 item = self._python(schema["items"])
                 return f'"[" ({item} (", " {item})*)? "]"'
             case "object" if schema.get("properties") and not schema.get("additionalProperties"):
-                name, required = f"object_{len(self._rules)}", schema.get("required", [])
+                name, required = f"object_{next(self._numbers)}", schema.get("required", [])
                 each = [
                     (f"{json.dumps(json.dumps(key) + ': ')} {self._python(inner)}", key in required)
                     for key, inner in schema["properties"].items()

@@ -8,6 +8,10 @@ import { makeBody, routeOf, showFault } from "./settings.js";
 import { Message, saveConversations, settings } from "./state.js";
 import { listenToTokens, TokenView } from "./tokens.js";
 
+// Whether the end is in view: asked when it scrolls, for asking lays everything out.
+let isAtEnd = true;
+$("messages").addEventListener("scroll", ({ target }) => (isAtEnd = target.scrollHeight - target.scrollTop - target.clientHeight < 60));
+
 export class ConversationView {
   // `choose(answer, index, isPinned)` shows a token.
   constructor(conversation, { choose, changed }) {
@@ -190,8 +194,6 @@ class AnswerPane {
 
   update() {
     const { answer } = this;
-    const scroller = $("messages");
-    const isAtEnd = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 60;
     this.element.setAttribute("aria-busy", String(answer.isRunning));
     this.element.classList.toggle("running", answer.isRunning);
     this.view.update();
@@ -207,7 +209,7 @@ class AnswerPane {
       answer.state === "lost" ? "The server was lost. The answer goes on when it is back." : (answer.error?.message ?? "");
     if (this.shownState !== answer.state) this.updateActions();
     this.afterUpdate();
-    if (isAtEnd && answer.isRunning) scroller.scrollTop = scroller.scrollHeight;
+    if (isAtEnd && answer.isRunning) $("messages").scrollTop = 1e9;
   }
 
   updateCalls() {

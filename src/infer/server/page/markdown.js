@@ -91,6 +91,7 @@ function codeBlock(language, lines, text) {
     h("pre", { tabIndex: 0, role: "region", "aria-label": "Code" }, code));
 }
 
+// After an empty line another list begins, with its own number: so the last block of a text stays short.
 function list(source, lines, i, text, depth) {
   const at = (line) => source.slice(line.start, line.end);
   const isOrdered = (match) => /\d/.test(match[2]);
@@ -111,9 +112,6 @@ function list(source, lines, i, text, depth) {
     }
     const nodes = nodesOf(source, inner, text, depth + 1);
     items.push(h("li", {}, nodes[0]?.tagName === "P" ? [...nodes[0].childNodes, ...nodes.slice(1)] : nodes));
-    let next = i;
-    while (next < lines.length && at(lines[next]).trim() === "") next++;
-    if (next > i && next < lines.length && ITEM.test(at(lines[next]))) i = next;
   }
   const start = isOrdered(first) ? { start: parseInt(first[2], 10) } : {};
   return [h(isOrdered(first) ? "ol" : "ul", start, items), i];

@@ -159,7 +159,7 @@ def test_anthropic_s_client_calls_a_tool_and_gives_its_result(claude: Any) -> No
     assert isinstance(block.input["city"], str)
     with claude.messages.stream(**asked, tool_choice=choice) as stream:
         (streamed,) = stream.get_final_message().content
-    assert (streamed.id, streamed.input) == (block.id, block.input)
+    assert (streamed.name, streamed.input) == (block.name, block.input)
     result = {"type": "tool_result", "tool_use_id": block.id, "content": "rain"}
     asked["messages"] = [
         *MESSAGES,

@@ -8,7 +8,7 @@ const NAMES = { raw: "raw", allowed: "grammar", logit_bias: "bias", min_new_toke
   temperature_last: "temperature" };
 const ORIGINS = { sampled: "sampled", draft: "drafted: guessed from the text before, and right", forced: "forced: the grammar leaves no other",
   given: "given: the branch begins with it" };
-const [LEFT, WIDTH, BAR, GAP] = [108, 242, 18, 26];
+const [LEFT, WIDTH, BAR, GAP] = [124, 226, 18, 26];
 const AHEAD = 6; // tokens traced together, so that the next ones are there
 
 let current = { answer: null, index: -1, isPinned: false };

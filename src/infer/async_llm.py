@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, Unpack, final, overload
@@ -16,7 +15,7 @@ from infer.engine.batch import BATCH_SIZE, OnResult
 from infer.engine.embedding import embed, texts_to_embed
 from infer.engine.host import Host
 from infer.engine.prompt_ids import Message, Prompt, is_list_of_texts, pairs_of
-from infer.engine.request import Request, check_prompt
+from infer.engine.request import Request
 from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback, check_count, split_options
 from infer.engine.sequence import Sequence as Answering
 from infer.engine.token_trace import check_traceable, score_prompt, trace_answer
@@ -215,20 +214,16 @@ class AsyncLLM:
         """An answer, and of each of its tokens what `LLM.sample_trace` gives, without the text before it."""
         host, (options, sampling) = self.host, split_options(options, keywords)
         check_count("num_candidates", num_candidates, 1, host.vocab_size)
-        params = host.sampled_by(prompt, params, sampling)
         check_traceable(host)
-        token_ids = await host.answers.prepare(
-            lambda check: check_prompt(host.model, host.tokenizer, host.encode(prompt), room=1)
-        )
-        result = await self.generate(token_ids, params, options=options)
+        sequence = await host.answers.prepare(partial(host.sequence, prompt, params, options, sampling))
+        result = await host.answers.answer(sequence)
         first = 1 + len(options.answer_prefix)
-        params, ids = replace(params, seed=result.seed), result.token_ids
-        return result, await self.trace_answer(token_ids, params, ids, first=first, num_candidates=num_candidates)
+        traces = await self.trace_answer(sequence.request, result.token_ids, first=first, num_candidates=num_candidates)
+        return result, traces
 
     async def trace_answer(
         self,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
+        request: Request,
         answer: Sequence[int],
         *,
         first: int = 1,
@@ -236,13 +231,13 @@ class AsyncLLM:
         num_candidates: int = 10,
         is_given: bool = False,
     ) -> list[SampleTrace]:
-        """How each token of an answer to these ids was sampled, from the one of step `first` to `last`.
+        """How each token of an answer to this request was sampled, from the one of step `first` to `last`.
 
-        `params` are the answer's own, with its seed. Where it `is_given`, tokens may be others than those sampled.
+        Where it `is_given`, tokens may be others than those sampled.
         """
-        host, prompt = self.host, list(prompt_ids)
+        host = self.host
         check_traceable(host)
-        trace = partial(trace_answer, host, prompt, params, answer, first=first, last=last, is_given=is_given)
+        trace = partial(trace_answer, host, request, answer, first=first, last=last, is_given=is_given)
         return await host.answers.compute(lambda check: trace(num_candidates=num_candidates, check=check))
 
     @property

@@ -50,7 +50,7 @@ from infer.operands.limits import MAX_STEP_LOGITS
 from infer.outputs import GenerationResult, SampleTrace, TokenLogprob
 from infer.runner.closing import closed
 from infer.sampling.defaults import default_params
-from infer.sampling.keywords import Params, SamplingKeywords
+from infer.sampling.keywords import Params
 from infer.sampling_params import SamplingParams
 from infer.session.session import Session, begin_session
 from infer.system.available_memory import give_back_freed
@@ -375,14 +375,15 @@ class LLM:
         *,
         step: int = 1,
         num_candidates: int = 10,
-        **sampling: Unpack[SamplingKeywords],
+        options: RequestOptions | None = None,
+        **keywords: Unpack[RequestKeywords],
     ) -> SampleTrace:
         """How the token of this step (1 follows the prompt) is sampled, stage by stage: the one `generate` gives.
 
         A prompt of messages is rendered as `chat` does. Raises InvalidRequestError where the answer ends before.
         """
-        host = self._opened
-        return trace_token(host, prompt, host.sampled_by(prompt, params, sampling), step, num_candidates)
+        host, (options, sampling) = self._opened, split_options(options, keywords)
+        return trace_token(host, prompt, host.sampled_by(prompt, params, sampling), options, step, num_candidates)
 
     def embed(
         self, texts: Sequence[Prompt], pooling: Pooling | None = None, *, normalize: bool = True

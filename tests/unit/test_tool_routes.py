@@ -119,6 +119,41 @@ def test_reasoning_is_a_field_of_its_own_counted_and_switched_off(served: Served
         assert "because" in post(served, "/apply-template", messages=[*ASKED, past])["prompt"]
 
 
+def test_an_answer_with_tools_is_traced_and_branched_with_its_own_grammar(served: Served, llm: LLM) -> None:
+    thinking = {"chat_template_kwargs": {"open": True}, "thinking_token_budget": 6}
+    body = {"messages": ASKED, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, **SAMPLED}
+    answer = post(served, CHAT, **body, **thinking, return_token_ids=True)["choices"][0]
+    ids, message = answer["token_ids"], answer["message"]
+    traced = post(served, "/v1/trace", **body, **thinking, num_candidates=3)
+    assert [each["token_id"] for each in traced["tokens"]] == traced["token_ids"] == ids
+    assert (traced["reasoning_content"], traced["tool_calls"]) == (message["reasoning_content"], message["tool_calls"])
+    assert traced["finish_reason"] == answer["finish_reason"] == "tool_calls"
+    assert min(stage["num_kept"] for each in traced["tokens"] for stage in each["stages"]) == 1
+    given = {"answer_token_ids": ids, "position": 9}
+    part = post(served, "/v1/trace", **body, **thinking, **given, num_tokens=4, num_candidates=3)
+    assert part["tokens"] == traced["tokens"][9:13]
+    branch = post(served, "/v1/branch", **body, **thinking, **given)
+    assert (branch["token_ids"], branch["tool_calls"]) == (ids, message["tool_calls"])
+    assert (branch["reasoning_content"], branch["finish_reason"]) == (message["reasoning_content"], "tool_calls")
+    streamed = served.client.post("/v1/branch", json={**body, **thinking, **given, "stream": True}).text
+    choices = [{"index": 0, "delta": chunk, "finish_reason": chunk["finish_reason"]} for chunk in events(streamed)]
+    found, reason = joined([{"choices": choices}], 0)
+    assert (found["reasoning_content"], found["tool_calls"]) == (message["reasoning_content"], message["tool_calls"])
+    assert reason == "tool_calls"
+    expected = llm.sample_trace(ASKED, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, seed=3, step=5,
+                                temperature=1.5, num_candidates=3).to_json()  # fmt: skip
+    fifth = post(served, "/v1/trace", **body, num_candidates=3)["tokens"][4]
+    del fifth["bytes"], expected["text_before"]
+    assert fifth == json.loads(json.dumps(expected))
+
+
+@pytest.mark.parametrize("name", ["tools", "thinking_token_budget", "reasoning_effort"])
+def test_what_belongs_to_messages_is_refused_beside_a_text(served: Served, name: str) -> None:
+    value = {"tools": TOOLS, "thinking_token_budget": 1, "reasoning_effort": "low"}[name]
+    answer = served.client.post("/v1/trace", json={"prompt": "a", name: value})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

@@ -14,8 +14,8 @@ from infer.engine.async_stream import Check
 from infer.engine.embedding import step_tokens
 from infer.engine.host import Host
 from infer.engine.lease import Lease
-from infer.engine.prompt_ids import Prompt, PromptIds
-from infer.engine.request import check_prompt
+from infer.engine.prompt_ids import Prompt
+from infer.engine.request import Request, check_prompt
 from infer.engine.request_options import RequestOptions, check_count
 from infer.errors import InferError, InvalidRequestError
 from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
@@ -92,14 +92,16 @@ def score_prompt(host: Host, prompt: Prompt, num_top: int, check: Check = lambda
     return found
 
 
-def trace_token(host: Host, prompt: Prompt, params: SamplingParams, step: int, num_candidates: int) -> SampleTrace:
+def trace_token(
+    host: Host, prompt: Prompt, params: SamplingParams, options: RequestOptions, step: int, num_candidates: int
+) -> SampleTrace:
     """Raises InvalidRequestError where the answer ends before `step`, and as `check_traceable` does."""
     check_count("step", step, 1, host.model.max_seq_len)
     check_count("num_candidates", num_candidates, 1, host.vocab_size)
-    token_ids = check_prompt(host.model, host.tokenizer, host.encode(prompt), room=1)
     check_traceable(host)
     asked = replace(params, max_new_tokens=step, min_new_tokens=min(params.min_new_tokens, step))
-    result = host.stream(host.sequence(token_ids, asked, RequestOptions(), {})).run()
+    sequence = host.sequence(prompt, asked, options, {})
+    result = host.stream(sequence).run()
     if result.error is not None:
         raise InvalidRequestError(f"the generation ended early: {result.error}")
     if len(result.token_ids) < step:
@@ -107,9 +109,9 @@ def trace_token(host: Host, prompt: Prompt, params: SamplingParams, step: int, n
         raise InvalidRequestError(
             f"step must be at most {len(result.token_ids)}, where the answer ends ({why}), got {step}"
         )
-    asked = replace(params, seed=result.seed)
-    (found,) = trace_answer(host, token_ids, asked, result.token_ids, first=step, num_candidates=num_candidates)
-    context = token_ids + result.token_ids[: step - 1]
+    request = replace(sequence.request, params=replace(params, seed=result.seed))
+    (found,) = trace_answer(host, request, result.token_ids, first=step, num_candidates=num_candidates)
+    context = [*request.prompt_token_ids, *result.token_ids[: step - 1]]
     return replace(found, text_before=host.tokenizer.decode(context, skip_special_tokens=False))
 
 
@@ -122,8 +124,7 @@ def check_traceable(host: Host) -> None:
 @torch.inference_mode()
 def trace_answer(
     host: Host,
-    prompt: list[int],
-    params: SamplingParams,
+    request: Request,
     answer: Sequence[int],
     *,
     first: int = 1,
@@ -134,20 +135,20 @@ def trace_answer(
 ) -> list[SampleTrace]:
     """How each token of an answer was sampled, from the one of step `first` to `last`, by default the last one.
 
-    `params` with its seed. Where it `is_given`, tokens may be others than the sampler's. `check` is called between them
-    and may raise.
+    Where it `is_given`, tokens may be others than the sampler's. `check` is called between them and may raise.
     """
-    context, place = [*prompt, *answer[:last]], len(prompt) + first - 1
-    found, masks = list[SampleTrace](), _Masks(host, prompt, params, answer[: first - 1])
+    num_prompt_tokens = len(request.prompt_token_ids)
+    context, place = [*request.prompt_token_ids, *answer[:last]], num_prompt_tokens + first - 1
+    found, masks = list[SampleTrace](), _Masks(host, request, answer[: first - 1])
     with ops.backend_of(host.model.device).threads():
         for logits in logits_beside(host, context[:-1], place - 1, check):
             for row in logits:
                 check()
                 trace = sample_trace(
                     row[: host.vocab_size],
-                    params,
+                    request.params,
                     context[:place],
-                    num_prompt_tokens=len(prompt),
+                    num_prompt_tokens=num_prompt_tokens,
                     eos_token_ids=host.tokenizer.eos_token_ids,
                     num_candidates=num_candidates,
                     allowed=masks.next(context[place]),
@@ -164,10 +165,9 @@ def trace_answer(
 class _Masks:
     """What a request's grammar allows, token after token."""
 
-    def __init__(self, host: Host, prompt: list[int], params: SamplingParams, before: Sequence[int]) -> None:
+    def __init__(self, host: Host, request: Request, before: Sequence[int]) -> None:
         """Raises InvalidRequestError where the grammar does not allow the tokens `before`."""
-        make = host.request(PromptIds(prompt), params, RequestOptions()).make_constraint
-        self._constraint = None if make is None else make()
+        self._constraint = None if request.make_constraint is None else request.make_constraint()
         self._has_ended = False
         self._words, self._device = num_mask_words(host.vocab_size), host.model.device
         if self._constraint is not None and (count := self._constraint.accept(before)) < len(before):

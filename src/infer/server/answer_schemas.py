@@ -35,10 +35,12 @@ def ref(name: str) -> Schema:
 
 
 _FINISH = constant("stop", "length")
+_CHAT_FINISH = constant("stop", "length", "tool_calls")
 _CALL_STATUS = constant("completed", "incomplete")
 _TOOL_CALL = record(id=TEXT, type=constant("function"), function=record(name=TEXT, arguments=TEXT))
+_BESIDE_TEXT: dict[str, Schema] = {"reasoning_content": TEXT, "tool_calls": listed(_TOOL_CALL)}
 _CHAT_MESSAGE = record(
-    {"reasoning_content": TEXT, "tool_calls": listed(_TOOL_CALL)},
+    _BESIDE_TEXT,
     role=constant("assistant"),
     content=nullable(TEXT),
     refusal={"type": "null"},
@@ -106,7 +108,7 @@ ANSWER_SCHEMAS: dict[str, Schema] = {
                 logprobs=nullable(
                     record(content=listed(record(**_TOKEN_LOGPROB, top_logprobs=listed(record(**_TOKEN_LOGPROB)))))
                 ),
-                finish_reason=constant("stop", "length", "tool_calls"),
+                finish_reason=_CHAT_FINISH,
             )
         ),
         usage=ref("Usage"),
@@ -199,7 +201,8 @@ ANSWER_SCHEMAS: dict[str, Schema] = {
     "Detokenized": record(content=TEXT, prompt=TEXT),
     "Template": record(prompt=TEXT),
     "Trace": record(
-        {"text": TEXT, "finish_reason": _FINISH, "stop_reason": _ENDED["stop_reason"], "usage": ref("Usage")},
+        {"text": TEXT, **_BESIDE_TEXT, "finish_reason": _CHAT_FINISH, "stop_reason": _ENDED["stop_reason"],
+         "usage": ref("Usage")},
         object=constant("trace"),
         model=TEXT,
         prompt_token_ids=listed(COUNT),
@@ -219,12 +222,13 @@ ANSWER_SCHEMAS: dict[str, Schema] = {
         seed=COUNT,
     ),
     "Branch": record(
+        _BESIDE_TEXT,
         **_HEAD,
         object=constant("branch"),
         text=TEXT,
         token_ids=listed(COUNT),
         token_bytes=listed(_BYTES),
         num_given=COUNT,
-        **_ENDED,
+        **_ENDED | {"finish_reason": _CHAT_FINISH},
     ),
 }  # fmt: skip

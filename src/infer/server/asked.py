@@ -121,6 +121,15 @@ def check_template_variables(variables: Mapping[str, Any]) -> None:
             raise refuse(f"{param} says how an answer is sampled: give it beside chat_template_kwargs", param)
 
 
+def template_variables(
+    given: Mapping[str, Any] | None, add_generation_prompt: bool | None, continue_final_message: bool | None
+) -> dict[str, Any]:
+    """Raises ApiError for what is no variable of a template."""
+    check_template_variables(given or {})
+    own = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+    return {**(given or {}), **{name: value for name, value in own.items() if value is not None}}
+
+
 def refusal(error: InvalidRequestError, prompt_name: str) -> ApiError:
     """What the library refuses, by the names of a body, of which `prompt_name` has the prompt."""
     message = str(error)

@@ -11,7 +11,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from infer.batch_file.result_line import FINISH_REASONS
+from infer.batch_file.result_line import finish_reason_of
 from infer.outputs import GenerationResult
 from infer.server.choices import Part, accept
 from infer.server.endpoint import ApiRoute
@@ -23,6 +23,7 @@ from infer.server.replies import make_head, reply
 from infer.server.shapes import Head, Json, token_columns, usage_of_choices
 from infer.server.state import ServerState
 from infer.server.tokens import TokenId
+from infer.server.tool_fields import delta_fields, reasoning_and_calls
 
 
 @final
@@ -38,7 +39,8 @@ async def branch(request: Request, state: ServerState) -> Response:
     body, llm = read_body(await request.body(), BranchBody), state.llm().llm
     check_model(request, state, body.model)
     prefix = prefix_of(body)
-    choices = await accept(request, state, ask_one(body, llm.sampling_defaults, prefix))
+    asked = ask_one(body, llm.sampling_defaults, llm.tokenizer.chat_template, prefix)
+    choices = await accept(request, state, asked)
     shape = BranchShape(make_head("branch-", request, state), len(prefix), llm.tokenizer.token_bytes)
     return await reply(request, state, choices, shape, is_streamed=bool(body.stream))
 
@@ -63,6 +65,7 @@ class BranchShape:
         return {
             **self._head.to_json("branch"),
             "text": result.text,
+            **reasoning_and_calls(result),
             "token_ids": result.token_ids,
             "token_bytes": [list(self._spelling[each]) for each in result.token_ids],
             "num_given": self._num_given,
@@ -76,6 +79,7 @@ class BranchShape:
         chunk = {
             **self._head.to_json("branch.chunk"),
             "text": part.text,
+            **delta_fields(part.deltas),
             **token_columns(part.pieces, self._spelling),
             "num_given": self._num_given,
         }
@@ -87,7 +91,7 @@ class BranchShape:
 
 def _end(result: GenerationResult) -> Json:
     return {
-        "finish_reason": FINISH_REASONS[result.finish_reason],
+        "finish_reason": finish_reason_of(result),
         "stop_reason": result.stop_reason,
         "seed": result.seed,
         "usage": usage_of_choices([result], 1),

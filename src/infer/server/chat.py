@@ -1,7 +1,6 @@
 """`/v1/chat/completions`: conversations answered, whole or in chunks."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, final
 
 from starlette.requests import Request
@@ -9,17 +8,8 @@ from starlette.responses import Response
 
 from infer.batch_file.openai_logprobs import Spelling, chat_entries, without_end
 from infer.batch_file.result_line import finish_reason_of, message_of
-from infer.errors import InvalidRequestError
 from infer.outputs import FinishReason, GenerationResult, TokenLogprob
-from infer.server.asked import (
-    check_template_variables,
-    make_options,
-    make_params,
-    messages_of,
-    refusal,
-    sampling_values,
-    seeds_of,
-)
+from infer.server.asked import make_params, messages_of, sampling_values, seeds_of
 from infer.server.choices import Asked, Part, accept
 from infer.server.endpoint import ApiRoute
 from infer.server.models import check_model
@@ -37,7 +27,7 @@ from infer.server.shapes import (
     usage_of_choices,
 )
 from infer.server.state import ServerState
-from infer.server.tool_fields import delta_fields, effort_variables, tool_options
+from infer.server.tool_fields import conversation_options, conversation_variables, delta_fields
 
 
 async def chat(request: Request, state: ServerState) -> Response:
@@ -62,18 +52,9 @@ def ask(body: ChatBody, defaults: Mapping[str, Any], template: str | None = None
     values = sampling_values(body)
     if body.logprobs:
         values["logprobs"] = body.top_logprobs or 0
-    variables = dict(body.chat_template_kwargs or {})
-    check_template_variables(variables)
-    for name in ("add_generation_prompt", "continue_final_message"):
-        if (value := getattr(body, name)) is not None:
-            variables[name] = value
     params = make_params(values, defaults, seeds_of(body.seed, body.n or 1), "messages")
-    try:
-        options = replace(make_options(body), **tool_options(body, body.reasoning_effort))
-    except InvalidRequestError as error:
-        raise refusal(error, "messages") from error
-    variables = effort_variables(body.reasoning_effort, template, "reasoning_effort") | variables
-    return Asked([messages_of(body.messages)], params, options, "messages", variables)
+    variables = conversation_variables(body, template)
+    return Asked([messages_of(body.messages)], params, conversation_options(body), "messages", variables)
 
 
 @final

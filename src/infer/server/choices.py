@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, final
 from starlette.requests import Request
 
 import infer
+from infer.engine.request import Request as EngineRequest
 from infer.engine.request_options import RequestOptions
 from infer.errors import ClosedError, InvalidRequestError
 from infer.outputs import GenerationResult, GenerationTiming, Piece, ReasoningDelta, ToolCallDelta, assembled
@@ -68,6 +69,11 @@ class Choices:
     ) -> None:
         self._call, self._state, self._groups, self._is_answered = call, state, groups, is_answered
         self._streams = [stream for group in groups for stream in group]
+
+    @property
+    def first_request(self) -> EngineRequest:
+        """Of the first choice of the first prompt."""
+        return self._streams[0].sequence.request
 
     @property
     def prompt_ids(self) -> list[list[int]]:

@@ -6,11 +6,12 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from infer.server.asked import make_options, make_params, messages_of, sampling_values, seeds_of
+from infer.server.asked import make_params, messages_of, sampling_values, seeds_of
 from infer.server.choices import Asked
 from infer.server.refusals import refuse, shown
-from infer.server.schema import CompletingBody, Message
-from infer.server.tokens import TokenId, template_variables
+from infer.server.schema import CompletingBody, ConversationBody, Message
+from infer.server.tokens import TokenId
+from infer.server.tool_fields import conversation_options, conversation_variables
 
 MAX_TOKENS = 16  # unless asked for others
 # Fields of the completions that make no sense here, with the values that ask for nothing.
@@ -22,31 +23,34 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }
 
 
-class OneAnswerBody(CompletingBody, kw_only=True):
+_OF_MESSAGES = [name for name in ConversationBody.__struct_fields__ if name not in CompletingBody.__struct_fields__]
+
+
+class OneAnswerBody(ConversationBody, kw_only=True):
     """`prompt` or `messages`: one of the two, with what belongs to it."""
 
     prompt: str | list[TokenId] | None = None
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
-def ask_one(body: OneAnswerBody, defaults: Mapping[str, Any], answer_prefix: Sequence[int] = ()) -> Asked:
-    """Over the model's own `defaults`. Raises ApiError."""
+def ask_one(
+    body: OneAnswerBody, defaults: Mapping[str, Any], template: str | None, answer_prefix: Sequence[int] = ()
+) -> Asked:
+    """Over the model's own `defaults`, for its chat template. Raises ApiError."""
     for name, neutral in _NEUTRAL.items():
         if (value := getattr(body, name)) is not None and value not in neutral:
             raise refuse(f"{name} must not be {shown(value)} here: leave it out", name, "unsupported_value")
     values = {"max_new_tokens": MAX_TOKENS} | sampling_values(body)
     (params,) = make_params(values, defaults, seeds_of(body.seed, 1), "prompt" if body.messages is None else "messages")
-    options = replace(make_options(body), answer_prefix=tuple(answer_prefix), reasoning_format="none")
-    variables = template_variables(body.chat_template_kwargs, body.add_generation_prompt, body.continue_final_message)
+    options = replace(conversation_options(body), answer_prefix=tuple(answer_prefix))
     if (body.prompt is None) == (body.messages is None):
         code = "missing_required_parameter" if body.prompt is None else "invalid_value"
         raise refuse("give one of prompt and messages", "prompt", code)
     if body.messages is not None:
+        variables = conversation_variables(body, template)
         return Asked([messages_of(body.messages)], [params], options, "messages", variables)
-    for name in variables:
-        raise refuse(f"{name} belongs to messages: leave it out", name)
+    for name in _OF_MESSAGES:
+        if getattr(body, name) is not None:
+            raise refuse(f"{name} belongs to messages: leave it out", name)
     return Asked([body.prompt], [params], options, "prompt", {})

@@ -243,16 +243,9 @@ class CompletingBody(GeneratingBody, kw_only=True):
     return_token_ids: bool | None = None
 
 
-@final
-class ChatBody(CompletingBody, kw_only=True):
-    messages: Annotated[list[Message], Meta(min_length=1)]
-    max_tokens: _Count | None = None
-    max_completion_tokens: _Count | None = None
-    logprobs: bool | None = None
-    top_logprobs: _Alternatives | None = None
-    metadata: dict[str, str] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+class ConversationBody(CompletingBody, kw_only=True):
+    """What belongs to messages: variables of the template, tools and reasoning."""
+
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -263,6 +256,18 @@ class ChatBody(CompletingBody, kw_only=True):
     reasoning_effort: Effort | None = None
     reasoning_format: ReasoningPlace | None = None
     thinking_token_budget: Annotated[int, Meta(ge=0, le=MAX_BUDGET)] | None = None
+
+
+@final
+class ChatBody(ConversationBody, kw_only=True):
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_tokens: _Count | None = None
+    max_completion_tokens: _Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: _Alternatives | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     audio: Any = None
     function_call: Any = None
     functions: Any = None

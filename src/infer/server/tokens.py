@@ -4,7 +4,7 @@ A body with `content` is llama.cpp's, and so is its answer; one with `prompt` or
 field, the names say whose it is: `add_special` and `with_pieces`, `add_special_tokens` and `return_token_strs`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar, final
 
 from msgspec import Meta
@@ -14,7 +14,7 @@ from starlette.responses import Response
 import infer
 from infer.engine.request_options import RequestOptions
 from infer.errors import InvalidRequestError
-from infer.server.asked import check_template_variables, messages_of, refusal
+from infer.server.asked import messages_of, refusal, template_variables
 from infer.server.asking import while_connected
 from infer.server.endpoint import ApiRoute
 from infer.server.models import check_model
@@ -135,15 +135,6 @@ async def prepared(request: Request, state: ServerState, prepare: Callable[[], _
         return await while_connected(request, state.llm().host.answers.prepare(lambda check: prepare()))
     except InvalidRequestError as error:
         raise refusal(error, param) from error
-
-
-def template_variables(
-    given: Mapping[str, Any] | None, add_generation_prompt: bool | None, continue_final_message: bool | None
-) -> dict[str, Any]:
-    """Raises ApiError for what is no variable of a template."""
-    check_template_variables(given or {})
-    own = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-    return {**(given or {}), **{name: value for name, value in own.items() if value is not None}}
 
 
 def _kind_of(body: TokenizeBody) -> str:

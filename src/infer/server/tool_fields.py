@@ -1,20 +1,38 @@
 """Tools and reasoning: what bodies ask of them, as options of the library, and what answers show of them."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from infer.outputs import ReasoningDelta, ToolCallDelta
+from infer.engine.request_options import RequestOptions
+from infer.errors import InvalidRequestError
+from infer.outputs import GenerationResult, ReasoningDelta, ToolCallDelta
+from infer.server.asked import make_options, refusal, template_variables
 from infer.server.refusals import refuse
-from infer.server.schema import ChatBody, ResponseBody
+from infer.server.schema import ConversationBody, ResponseBody
 from infer.server.shapes import Json
 from infer.toolcalls.template_formats import reasoning_of
 
 Delta = ReasoningDelta | ToolCallDelta
 
 
-def tool_options(body: ChatBody | ResponseBody, effort: str | None) -> dict[str, Any]:
+def conversation_options(body: ConversationBody) -> RequestOptions:
+    """Raises ApiError."""
+    try:
+        return replace(make_options(body), **tool_options(body, body.reasoning_effort))
+    except InvalidRequestError as error:
+        raise refusal(error, "messages") from error
+
+
+def conversation_variables(body: ConversationBody, template: str | None) -> dict[str, Any]:
+    """Of the model's chat template. Raises ApiError."""
+    given = template_variables(body.chat_template_kwargs, body.add_generation_prompt, body.continue_final_message)
+    return effort_variables(body.reasoning_effort, template, "reasoning_effort") | given
+
+
+def tool_options(body: ConversationBody | ResponseBody, effort: str | None) -> dict[str, Any]:
     """Fields of RequestOptions."""
     given = {
         "tools": plain(body.tools) or None,
@@ -60,6 +78,12 @@ def delta_fields(deltas: Iterable[Delta]) -> Json:
         call["function"]["arguments"] += delta.arguments
     fields: Json = {"reasoning_content": reasoning} if reasoning else {}
     return fields | ({"tool_calls": list(calls.values())} if calls else {})
+
+
+def reasoning_and_calls(result: GenerationResult) -> Json:
+    """Fields of the answer's message, where it has them."""
+    message = result.to_message()
+    return {name: message[name] for name in ("reasoning_content", "tool_calls") if name in message}
 
 
 def plain(value: Any) -> Any:

@@ -8,7 +8,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from infer.batch_file.result_line import FINISH_REASONS
+from infer.batch_file.result_line import finish_reason_of
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult, SampleTrace
 from infer.server.asked import refusal
@@ -24,6 +24,7 @@ from infer.server.replies import json_response
 from infer.server.shapes import Json, usage_of_choices
 from infer.server.state import ServerState
 from infer.server.tokens import TokenId
+from infer.server.tool_fields import reasoning_and_calls
 
 _MAX_TOKENS, _MAX_CANDIDATES = 256, 64
 _NUM_CANDIDATES = 10  # unless asked for others
@@ -47,7 +48,7 @@ async def trace(request: Request, state: ServerState) -> Response:
     check_model(request, state, body.model)
     if body.stream:
         raise refuse("stream must not be true: a trace is answered whole", "stream", "unsupported_value")
-    asked = ask_one(body, llm.llm.sampling_defaults)
+    asked = ask_one(body, llm.llm.sampling_defaults, llm.llm.tokenizer.chat_template)
     if body.answer_token_ids is None:
         return await _trace_generated(request, state, asked, body)
     return await _trace_given(request, state, asked, body, body.answer_token_ids)
@@ -61,8 +62,8 @@ async def _trace_generated(request: Request, state: ServerState, asked: Asked, b
         raise refuse(f"max_tokens must be at most {_MAX_TOKENS}, got {body.max_tokens}", "max_tokens")
     llm, choices = state.llm(), await accept(request, state, asked)
     (result,), (prompt_ids,) = await while_connected(request, choices.results()), choices.prompt_ids
-    num, params = body.num_candidates or _NUM_CANDIDATES, replace(asked.params[0], seed=result.seed)
-    tracing = llm.trace_answer(prompt_ids, params, result.token_ids, num_candidates=num)
+    num = body.num_candidates or _NUM_CANDIDATES
+    tracing = llm.trace_answer(choices.first_request, result.token_ids, num_candidates=num)
     traces = await while_connected(request, tracing)
     found = trace_object(call_of(request).model, prompt_ids, traces, llm.llm.tokenizer.token_bytes)
     return json_response(found | _ended(result))
@@ -82,8 +83,7 @@ async def _trace_given(
     (prompt_ids,) = choices.prompt_ids
     _check_answer(answer, len(prompt_ids), llm.host.vocab_size, llm.host.model.max_seq_len)
     tracing = llm.trace_answer(
-        prompt_ids,
-        asked.params[0],
+        choices.first_request,
         answer,
         first=position + 1,
         last=last,
@@ -130,9 +130,10 @@ def trace_object(
 def _ended(result: GenerationResult) -> Json:
     return {
         "text": result.text,
+        **reasoning_and_calls(result),
         "token_ids": result.token_ids,
         "seed": result.seed,
-        "finish_reason": FINISH_REASONS[result.finish_reason],
+        "finish_reason": finish_reason_of(result),
         "stop_reason": result.stop_reason,
         "usage": usage_of_choices([result], 1),
     }

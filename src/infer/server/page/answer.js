@@ -1,6 +1,6 @@
 // One answer: asked with a seed, read as it streams, gone on with from any of its tokens with the same bits.
 
-import { ApiError, connection, LostError, post, stream } from "./api.js";
+import { ApiError, LostError, post, stream } from "./api.js";
 import { TokenText } from "./tokens.js";
 
 let count = 0;
@@ -10,7 +10,8 @@ export const randomSeed = () => Math.floor(Math.random() * 2 ** 53);
 const SHARED = ["messages", "prompt", "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty",
   "repetition_penalty", "repetition_window", "temperature_last", "logit_bias", "stop", "stop_token_ids", "min_tokens",
   "max_tokens", "ignore_eos", "allowed_token_ids", "regex", "grammar", "choice", "response_format", "chat_template_kwargs",
-  "add_generation_prompt", "continue_final_message", "include_stop_str_in_output", "overflow", "cache_salt", "speculation"];
+  "add_generation_prompt", "continue_final_message", "include_stop_str_in_output", "overflow", "cache_salt", "speculation",
+  "tools", "tool_choice", "parallel_tool_calls", "tool_format", "reasoning_effort", "reasoning_format", "thinking_token_budget"];
 
 export class Answer extends EventTarget {
   constructor(route, body) {
@@ -82,14 +83,9 @@ export class Answer extends EventTarget {
     await this.read("/v1/branch", { ...this.sharedBody(), answer_token_ids: ids, position: ids.length, stream: true });
   }
 
-  // What /v1/trace and /v1/branch must be told of it. A prompt with tools goes as its ids.
+  // What /v1/trace and /v1/branch must be told of it.
   sharedBody() {
-    const body = Object.fromEntries(SHARED.filter((name) => this.body[name] !== undefined).map((name) => [name, this.body[name]]));
-    if (!this.body.tools || !this.promptIds) return body;
-    const { max_new_tokens, ...defaults } = connection.model.default_sampling.chat;
-    delete body.messages;
-    const neutral = Object.fromEntries(Object.entries(defaults).filter(([, value]) => value !== null));
-    return { ...neutral, ...body, prompt: this.promptIds };
+    return Object.fromEntries(SHARED.filter((name) => this.body[name] !== undefined).map((name) => [name, this.body[name]]));
   }
 
   async read(path, body) {
@@ -128,7 +124,7 @@ export class Answer extends EventTarget {
     }
     const choice = chunk.choices ? chunk.choices[0] : chunk;
     if (!choice) return;
-    const delta = choice.delta ?? {};
+    const delta = choice.delta ?? choice;
     this.content += delta.content ?? choice.text ?? "";
     this.reasoning += delta.reasoning_content ?? "";
     for (const call of delta.tool_calls ?? []) this.takeCall(call);

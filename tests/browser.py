@@ -191,6 +191,21 @@ class Page:
         for kind in ("mousePressed", "mouseReleased"):
             self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
+    def choose_file(self, selector: str, path: Path) -> None:
+        """As the system's dialog gives a file to an input."""
+        found = self.send("Runtime.evaluate", expression=f"document.querySelector({json.dumps(selector)})")
+        self.send("DOM.setFileInputFiles", files=[str(path)], objectId=found["result"]["objectId"])
+
+    def download(self, selector: str, path: Path) -> None:
+        """The file that a click gives, by its own name in this path's folder."""
+        self._browser.send("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(path.parent))
+        self.click(selector)
+        ends = time.monotonic() + SECONDS
+        while not path.exists():
+            if time.monotonic() > ends:
+                raise PageError(f"{selector} gave no {path.name}")
+            time.sleep(0.02)
+
     def picture(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"]))

@@ -1,5 +1,6 @@
 """The page in headless Chromium: what a person does with it, over one server with a real model."""
 
+import base64
 import json
 import os
 import socket
@@ -18,6 +19,10 @@ from served import Served, serving
 QUESTION = "What is the capital of France?"
 STORY = "Tell me a long story about a fox."
 XSS = "<img src=x onerror=alert(1)><script>alert(2)</script>[a](javascript:alert(3)) `</code><b>`"
+
+CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Le Havre"]}}, "required": ["city"]}
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": CITY}}]
+ONE_CALL: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False}
 
 SERIOUS = """axe.run(document, {resultTypes: ['violations']}).then((found) => found.violations
     .filter((each) => ['serious', 'critical'].includes(each.impact))
@@ -132,8 +137,27 @@ def ask(page: Page, text: str = QUESTION) -> str:
     return str(page.run("[...document.querySelectorAll('.answer .tokens')].at(-1).textContent"))
 
 
+def fragment_of(fingerprint: str, body: dict[str, Any]) -> str:
+    """Of a link to an answer that no model gives."""
+    link = {"v": 1, "route": "/v1/chat/completions", "fingerprint": fingerprint, "sha256": "x", "body": body}
+    return "#r=" + base64.urlsafe_b64encode(json.dumps(link).encode()).decode().rstrip("=")
+
+
 def slide(page: Page, name: str, value: float) -> None:
     page.run(f"(e => {{ e.value = {value}; e.dispatchEvent(new Event('input')); }})(document.getElementById('{name}'))")
+
+
+def choose(page: Page, preset: str) -> None:
+    select = "document.querySelector('[aria-label=Preset]')"
+    page.run(f"(e => {{ e.value = {json.dumps(preset)}; e.dispatchEvent(new Event('change')); }})({select})")
+
+
+def press(page: Page, kind: str, name: str) -> None:
+    """An element of the settings."""
+    found = (
+        f"[...document.querySelectorAll('#settings {kind}')].find((e) => e.textContent.startsWith({json.dumps(name)}))"
+    )
+    page.run(f"{found}.click()")
 
 
 def ended(page: Page) -> None:
@@ -198,6 +222,105 @@ def test_other_settings_are_tried_on_the_same_logits(page: Page, served: Served)
         page.until(f"document.querySelector('#whatif .result').textContent.includes({json.dumps(said)})")
 
 
+def test_a_tool_call_can_be_branched_and_its_result_goes_back(page: Page, served: Served) -> None:
+    keep_settings(page, seed=7, max_tokens=60, tools=json.dumps(TOOLS), other=json.dumps(ONE_CALL))
+    ready(page, served)
+    ask(page)
+    messages: list[dict[str, Any]] = [{"role": "user", "content": QUESTION}]
+    asked = {"messages": messages, "tools": TOOLS, **ONE_CALL, "seed": 7, "max_tokens": 60}
+    traced = served.client.post("/v1/trace", json=asked).json()
+    calls = [json.loads(call["function"]["arguments"]) for call in traced["tool_calls"]]
+    assert [json.loads(each) for each in page.texts(".call pre")] == calls
+    assert page.texts(".call summary code") == ["get_weather"]
+    press(page, "label", "Tokens as written")
+    index, other = next(
+        (index, each["text"])
+        for index, token in enumerate(traced["tokens"])
+        for each in token["candidates"]
+        if each["dropped_by"] != "allowed" and each["token_id"] != token["token_id"] and each["text"].startswith("L")
+    )
+    page.click(f'.answer [data-i="{index}"]')
+    page.until("document.querySelector('#token .funnel')?.textContent.includes('grammar')")
+    page.click(f"#token .branch[aria-label={json.dumps('Branch with ' + other)}]")
+    page.until("document.querySelectorAll('.pair .answer').length === 2")
+    ended(page)
+    cities = [json.loads(each)["city"] for each in page.texts(".pair .call pre")]
+    assert cities == ["Paris", "Le Havre"]
+    page.run("document.querySelectorAll('.pair .answer')[1].querySelector('.call textarea').focus()")
+    page.type("18 degrees")
+    page.run("document.querySelectorAll('.pair .answer')[1].querySelector('.calls .primary').click()")
+    page.until("document.querySelectorAll('.answer').length === 3")
+    ended(page)
+    assert page.texts(".message.tool .text") == ["18 degrees"]
+    call = traced["tool_calls"][0] | {
+        "function": {"name": "get_weather", "arguments": page.texts(".pair .call pre")[1]},
+    }
+    messages += [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call["id"], "content": "18 degrees"},
+    ]
+    answer = served.client.post("/v1/chat/completions", json=asked).json()["choices"][0]["message"]
+    (second,) = (json.loads(each["function"]["arguments"]) for each in answer["tool_calls"])
+    assert json.loads(page.texts(".single .call pre")[-1]) == second
+
+
+def test_conversations_are_exported_and_imported(page: Page, served: Served, tmp_path: Path) -> None:
+    text = ask(page)
+    kept = tmp_path / "conversations.json"
+    page.download("#export", kept)
+    page.run("localStorage.clear()")
+    ready(page, served)
+    assert page.texts(".answer") == []
+    page.choose_file("#file", kept)
+    page.until("document.querySelector('.answer .tokens')")
+    assert page.texts(".answer .tokens") == [text]
+    page.hover('.answer [data-i="2"]')
+    page.until("document.querySelector('#token .candidates')")
+    (tmp_path / "other.json").write_text('{"a": 1}', encoding="utf-8")
+    page.choose_file("#file", tmp_path / "other.json")
+    page.until("document.querySelector('.notice.error')?.textContent.includes('holds no conversations')")
+    assert page.texts(".answer .tokens") == [text]
+
+
+def test_presets_are_kept_and_deleted(page: Page, served: Served) -> None:
+    page.key("4", alt=True)
+    slide(page, "set-temperature", 0.65)
+    page.run("window.prompt = () => 'Mine'")
+    press(page, "button", "Save as …")
+    choose(page, "Greedy")
+    assert page.run("document.getElementById('set-temperature').value") == "0"
+    ready(page, served)
+    choose(page, "Mine")
+    assert page.run("document.getElementById('set-temperature').value") == "0.65"
+    page.run("document.querySelector('[aria-label=Preset]').value = 'Mine'")
+    press(page, "button", "Delete")
+    assert "Mine" not in page.texts("[aria-label=Preset] option")
+
+
+def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, served: Served) -> None:
+    llm = served.state.llm().llm
+    with serving(llm, model="smollm2", slots=4, api_keys={"secret": "me"}) as locked:
+        page = browser.page()
+        page.open(locked.url + "/")
+        page.until("document.getElementById('key-dialog').open")
+        page.type("secret")
+        page.key("Enter")
+        page.until("document.getElementById('status').dataset.state === 'ready'")
+        assert page.run("[sessionStorage.getItem('infer.key'), JSON.stringify(localStorage).includes('secret')]") == [
+            "secret", False,
+        ]  # fmt: skip
+        page.close()
+
+
+def test_a_link_of_another_model_says_so(page: Page, served: Served) -> None:
+    body = {"model": "smollm2", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 4, "seed": 1}
+    ready(page, served, fragment_of("fp_other", body))
+    said = page.until("document.querySelector('.notice.error')?.textContent")
+    here = served.state.llm().llm.system_fingerprint
+    assert f"Not the answer of the link: its fingerprint is fp_other, here it is {here}" in said
+    assert "another answer than the link's" in page.texts(".answer .facts")[0]
+
+
 def test_a_link_gives_the_same_answer_again(page: Page, served: Served) -> None:
     text = ask(page)
     page.key("l", alt=True)
@@ -256,11 +379,7 @@ def test_nothing_that_is_shown_becomes_html(page: Page, served: Served) -> None:
     schema = {"title": XSS, "type": XSS}
     body = {"messages": messages, "max_tokens": 4, "model": XSS}
     body["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    link = {"v": 1, "route": "/v1/chat/completions", "fingerprint": XSS, "sha256": "x", "body": body}
-    fragment = page.run(
-        f"btoa({json.dumps(json.dumps(link))}).replace(/[+]/g, '-').replace(/[/]/g, '_').replace(/=+$/, '')"
-    )
-    ready(page, served, "#r=" + fragment)
+    ready(page, served, fragment_of(XSS, body))
     page.until("document.querySelectorAll('.message').length === 4 && !document.querySelector('.answer.running')")
     for tab in ("token", "prompt", "settings", "engine"):
         page.run(f"document.getElementById('tab-{tab}').click()")

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, final
 from starlette.requests import Request
 
 import infer
-from infer.engine.request import Request as EngineRequest
 from infer.engine.request_options import RequestOptions
 from infer.errors import ClosedError, InvalidRequestError
 from infer.outputs import GenerationResult, GenerationTiming, Piece, ReasoningDelta, ToolCallDelta, assembled
@@ -71,9 +70,9 @@ class Choices:
         self._streams = [stream for group in groups for stream in group]
 
     @property
-    def first_request(self) -> EngineRequest:
-        """Of the first choice of the first prompt."""
-        return self._streams[0].sequence.request
+    def first(self) -> "infer.AsyncStream":
+        """The first choice of the first prompt."""
+        return self._streams[0]
 
     @property
     def prompt_ids(self) -> list[list[int]]:

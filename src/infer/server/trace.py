@@ -63,7 +63,7 @@ async def _trace_generated(request: Request, state: ServerState, asked: Asked, b
     llm, choices = state.llm(), await accept(request, state, asked)
     (result,), (prompt_ids,) = await while_connected(request, choices.results()), choices.prompt_ids
     num = body.num_candidates or _NUM_CANDIDATES
-    tracing = llm.trace_answer(choices.first_request, result.token_ids, num_candidates=num)
+    tracing = llm.trace_answer(choices.first.sequence.request, result.token_ids, num_candidates=num)
     traces = await while_connected(request, tracing)
     found = trace_object(call_of(request).model, prompt_ids, traces, llm.llm.tokenizer.token_bytes)
     return json_response(found | _ended(result))
@@ -83,7 +83,7 @@ async def _trace_given(
     (prompt_ids,) = choices.prompt_ids
     _check_answer(answer, len(prompt_ids), llm.host.vocab_size, llm.host.model.max_seq_len)
     tracing = llm.trace_answer(
-        choices.first_request,
+        choices.first.sequence.request,
         answer,
         first=position + 1,
         last=last,

@@ -328,7 +328,7 @@ def test_a_link_gives_the_same_answer_again(page: Page, served: Served) -> None:
     page.run("localStorage.clear()")
     ready(page, served, fragment)
     page.until("document.querySelector('.notice.good')?.textContent.includes('bit for bit')")
-    assert page.run("document.querySelector('.answer .tokens').textContent") == text
+    page.until(f"document.querySelector('.answer .tokens').textContent === {json.dumps(text)}")
     assert page.run("document.querySelector('.message.user .text').textContent") == QUESTION
 
 
@@ -345,7 +345,7 @@ def test_an_answer_goes_on_when_the_server_is_back(browser: Browser, served: Ser
         page.until("document.querySelectorAll('.answer [data-i]').length > 20")
         wire.cut()
         page.until("document.getElementById('status').dataset.state === 'lost'")
-        assert "goes on when it is back" in page.run("document.querySelector('.answer .fault').textContent")
+        page.until("document.querySelector('.answer .fault').textContent.includes('goes on when it is back')")
         wire.mend()
         page.until("document.getElementById('status').dataset.state === 'ready'")
         ended(page)

@@ -152,6 +152,7 @@ class FakeModel:
         *,
         step: int = 1,
         num_candidates: int = 10,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> SampleTrace:
         """Three tokens, of which top-k drops one; the prompt and the parameters are shown as the text before."""
         if "long" in prompt:

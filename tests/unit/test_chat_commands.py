@@ -178,7 +178,12 @@ def test_a_link_of_an_answer_with_tools_holds_them(session: ChatSession) -> None
     session.tools = TOOLS
     ask(session, "one")
     assert read_permalink(shown_lines(run_command(session, "/link"))[0]).body["tools"] == TOOLS
-    with pytest.raises(InvalidRequestError, match="/tools off, then /regenerate"):
+
+
+def test_a_trace_of_messages_that_are_spelt_otherwise_is_refused(session: ChatSession) -> None:
+    session.tools = TOOLS
+    ask(session, "one")
+    with pytest.raises(InvalidRequestError, match="spells these messages in another way: /tools off"):
         run_command(session, "/trace")
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from infer import LLM
+from infer import LLM, SamplingParams
+from infer.cli.chat_session import ChatSession
 from openai_shapes import check, events, named_events
 from served import Served, serving
 from test_session import TEXT_IDS, make_model
@@ -145,6 +146,16 @@ def test_an_answer_with_tools_is_traced_and_branched_with_its_own_grammar(served
     fifth = post(served, "/v1/trace", **body, num_candidates=3)["tokens"][4]
     del fifth["bytes"], expected["text_before"]
     assert fifth == json.loads(json.dumps(expected))
+
+
+def test_a_chat_traces_an_answer_that_tools_hold(llm: LLM) -> None:
+    chat = ChatSession(llm, "tiny", SamplingParams(seed=3, max_new_tokens=30, temperature=1.5))
+    chat.tools = TOOLS[:1]
+    result = chat.answer("weather?", lambda text: None)
+    found = chat.trace(4)
+    assert (found.token_id, found.step, found.position) == (result.token_ids[3], 4, result.prompt_tokens + 3)
+    assert found == llm.sample_trace(ASKED, chat.last_answer().params, step=4, tools=TOOLS[:1])
+    assert "allowed" in {stage.name for stage in found.stages}
 
 
 @pytest.mark.parametrize("name", ["tools", "thinking_token_budget", "reasoning_effort"])

@@ -207,11 +207,7 @@ def _trace(session: ChatSession, argument: str) -> Table:
         number, name = "", argument
     path = _path(name.strip(), "/trace") if name.strip() else None
     check_plot(path, "/trace")
-    last = session.last_answer()
-    if last.tools:
-        raise InvalidRequestError("/trace does not show what tools hold an answer to: /tools off, then /regenerate")
-    step = _whole_number(number, "/trace N") if number else 1
-    trace = session.model.sample_trace(last.prompt_ids, last.params, step=step)
+    trace = session.trace(_whole_number(number, "/trace N") if number else 1)
     if path is not None:
         write_picture(path, trace, session.name, "/trace")
     return Table(list(trace_lines(trace, columns_of(sys.stderr) or None)))

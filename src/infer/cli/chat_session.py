@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, final
 from infer.cli.model import Model, OnProgress
 from infer.cli.permalink import Permalink, body_of
 from infer.errors import InvalidRequestError
-from infer.outputs import GenerationResult
+from infer.outputs import GenerationResult, SampleTrace
 from infer.sampling_params import ALIASES, PARAMETER_NAMES, SamplingParams, unknown_parameter
 from infer.system.atomic import replacing
 from infer.toolcalls.tools import read_tools
@@ -179,6 +179,23 @@ class ChatSession:
         if self.last is None:
             raise InvalidRequestError("there is no answer yet")
         return self.last
+
+    def trace(self, step: int) -> SampleTrace:
+        """How the token of this step of the last answer was sampled.
+
+        Raises InvalidRequestError where the answer ends before, and where tools hold it and the template spells its
+        messages in another way.
+        """
+        last = self.last_answer()
+        if not last.tools:
+            return self.model.sample_trace(last.prompt_ids, last.params, step=step)
+        found = self.model.sample_trace(last.messages, last.params, step=step, tools=last.tools)
+        place = len(last.prompt_ids) + step - 1
+        if (found.position, [found.token_id]) != (place, last.result.token_ids[step - 1 : step]):
+            raise InvalidRequestError(
+                "/trace: the template spells these messages in another way: /tools off, /regenerate"
+            )
+        return found
 
     def permalink(self) -> Permalink:
         """Of the last answer; by ids where the tokenizer spells the conversation in another way.

@@ -112,4 +112,5 @@ class Model(Protocol):
         *,
         step: int = 1,
         num_candidates: int = 10,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> SampleTrace: ...

@@ -241,6 +241,7 @@ def test_a_tool_call_can_be_branched_and_its_result_goes_back(page: Page, served
     )
     page.click(f'.answer [data-i="{index}"]')
     page.until("document.querySelector('#token .funnel')?.textContent.includes('grammar')")
+    assert page.run("[...document.querySelectorAll('#token .dropped')].some((e) => !e.querySelector('.branch'))")
     page.click(f"#token .branch[aria-label={json.dumps('Branch with ' + other)}]")
     page.until("document.querySelectorAll('.pair .answer').length === 2")
     ended(page)

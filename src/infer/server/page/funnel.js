@@ -173,7 +173,8 @@ function candidates(answer, index, token, trace) {
           svg("line", { x1: place(each.logits.at(-1)), x2: place(each.score), y1: 7, y2: 7 }),
           svg("circle", { cx: place(each.logits.at(-1)), cy: 7, r: 2, class: "from" }), svg("circle", { cx: place(each.score), cy: 7, r: 3 }));
     const name = h("span", { class: "name" }, shown(each.text));
-    const act = isHere ? h("span", { class: "faint" }, "here")
+    const isForbidden = each.dropped_by === "allowed" && !answer.body.allowed_token_ids; // no branch begins with it
+    const act = isHere ? h("span", { class: "faint" }, "here") : isForbidden ? ""
       : button("Branch", () => branch(answer, index, { id: each.token_id }), { class: "plain branch", "aria-label": `Branch with ${shown(each.text)}` });
     return h("tr", { class: `${isChosen ? "chosen" : ""} ${each.dropped_by ? "dropped" : ""}` },
       h("td", { class: "rank" }, String(each.rank)), h("th", { scope: "row" }, name), h("td", {}, percent(each.probabilities[0])),

@@ -264,7 +264,7 @@ def test_the_last_question_is_edited_at_the_prompt_or_in_an_editor(tmp_path: Pat
         screen.until("echo: 1 one")
         screen.until("> ")
         screen.type(b"/edit\r")
-        screen.until("infer: ")
+        screen.until("infer:")
         screen.until("> ")
         screen.leave()
 

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 from infer import LLM, GenerationResult, InvalidRequestError, SamplingParams, Session, Stream
+from infer.engine.conversation import Conversation, TemplateProbes
+from infer.engine.request_options import RequestOptions
 from infer.errors import ClosedError, InferError
 from watched import python_command
 
@@ -102,7 +104,9 @@ def test_a_stream_that_another_thread_closes_ends_for_its_reader_and_frees_the_s
     assert 2 <= len(reader.pieces) <= 3
     assert (stream.result.finish_reason, stream.result.stop_reason) == ("abort", "cancelled")
     assert session.messages[-1] == {"role": "assistant", "content": stream.result.text}
-    expected = llm.generate(session._render([*session.messages, {"role": "user", "content": "go on"}]), SHORT)
+    messages = [*session.messages, {"role": "user", "content": "go on"}]
+    conversation = Conversation(llm.tokenizer, TemplateProbes(llm.tokenizer), RequestOptions(), {})
+    expected = llm.generate(session._render(conversation, messages), SHORT)
     assert session.send("go on", SHORT).token_ids == expected.token_ids
 
 

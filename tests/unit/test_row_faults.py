@@ -152,7 +152,7 @@ def test_what_a_failed_row_stored_is_nobodys_prefix(world: World) -> None:
 def test_an_interrupt_ends_the_call_all_the_same(world: World, error: type[BaseException]) -> None:
     running = make_sequence(world, Case("", PROMPT, LONG), Way())
 
-    def stop(token_id: int, logprob: object) -> None:
+    def stop(*args: object) -> None:
         raise error
 
     running.accept = stop  # type: ignore[method-assign,assignment]

@@ -82,7 +82,7 @@ from infer.server.settings import ServerSettings
 from infer.server.state import ServerState
 settings = ServerSettings(port=0, api_keys={{"secret": "ann"}})
 listener = bind(settings)
-print(listener.getsockname()[1], not {"torch", "numpy"}.isdisjoint(sys.modules), flush=True)
+print(listener.getsockname()[1], not {{"torch", "numpy"}}.isdisjoint(sys.modules), flush=True)
 command = [sys.executable, "-c", {CHILD!r}, sys.argv[1]]
 print("ended", run_isolated(ServerState(settings), listener, command), flush=True)
 """

@@ -74,7 +74,8 @@ def fail(error: BaseException) -> Callable[[], None]:
     return raise_it
 
 
-def test_a_row_that_a_grammar_holds_runs_in_chains(world: World) -> None:
+def test_a_row_that_a_grammar_holds_runs_in_chains(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.engine.grammar_masks.HAND_OVER_SECONDS", 100.0)  # no mask is slow
     result = run_alone(world, BOUND, Way(chain=8))
     assert Outcome.of(result) == by_definition(world, BOUND)
     assert result.stats.single_steps == 1
@@ -82,7 +83,8 @@ def test_a_row_that_a_grammar_holds_runs_in_chains(world: World) -> None:
     assert result.stats.masks_filled <= len(result.token_ids)
 
 
-def test_a_chain_ends_where_the_grammar_leaves_no_choice(world: World) -> None:
+def test_a_chain_ends_where_the_grammar_leaves_no_choice(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.engine.grammar_masks.HAND_OVER_SECONDS", 100.0)
     case = replace(BOUND, params=SamplingParams(regex="(?:[ab]{5} bar abc bar){2}", temperature=0.9, seed=3))
     result = run_alone(world, case, Way(chain=64))
     assert Outcome.of(result) == by_definition(world, case)

@@ -14,7 +14,7 @@ def calculate(operation: Literal["add", "multiply"], a: int, b: int) -> int:
 def main(model: str = "smollm2") -> None:
     with LLM(model).session(tools=[calculate]) as session:
         asked = {"temperature": 0, "max_new_tokens": 60, "parallel_tool_calls": False}
-        answer = session.send("Multiply 12 by 7.", tool_choice="calculate", **asked)
+        answer = session.send("What is 12 plus 7?", tool_choice="calculate", **asked)
         while answer.tool_calls:
             (call,) = answer.tool_calls
             value = str(calculate(**call.parsed()))

@@ -63,8 +63,12 @@ def test_what_a_template_does_not_show_is_written_as_text() -> None:
     )
     shown = shown_messages([*MESSAGES, MESSAGES[2]], (), formats)
     assert [message["role"] for message in shown] == ["user", "assistant", "user"]
+    twice = shown_messages([*MESSAGES, *[MESSAGES[2], *MESSAGES[1:3]] * 2], (), formats)
+    assert [message["role"] for message in twice] == ["user", *["assistant", "user"] * 3]
     assert shown[1]["content"] == '{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}'
-    assert shown[2]["content"] == "Result of get_weather: rain\nResult of get_weather: rain"
+    assert shown[2]["content"] == (
+        "Result of get_weather: rain\nResult of get_weather: rain\nNow answer with this, in words."
+    )
     assert "tool_calls" not in shown[1]
     (system, *others) = shown_messages(MESSAGES, TOOLS, formats)
     assert system["role"] == "system"

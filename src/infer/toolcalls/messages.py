@@ -11,13 +11,14 @@ from infer.toolcalls.tools import Tool
 
 Message = Mapping[str, Any]
 _SYSTEM_ROLES = ("system", "developer")
+_AFTER_RESULTS = "\nNow answer with this, in words."  # without it small models write the call again
 
 
 def shown_messages(messages: Sequence[Message], tools: Sequence[Tool], formats: TemplateFormats) -> list[Message]:
     """What the template does not show is written into the texts."""
     names = _names_by_id(messages)
     found = list[Message]()
-    for message in messages:
+    for index, message in enumerate(messages):
         shown = _with_values(message) if isinstance(message, Mapping) else message
         if isinstance(shown, Mapping) and shown.get("tool_calls") and formats.shows_calls:
             shown = _as_taken(shown, formats)
@@ -25,12 +26,17 @@ def shown_messages(messages: Sequence[Message], tools: Sequence[Tool], formats: 
             shown = _call_as_text(shown, tools, formats.calls)
         elif isinstance(shown, Mapping) and shown.get("role") == "tool" and not formats.shows_results:
             text = _result_as_text(shown, names)
-            if found and found[-1].get("role") == "user" and messages[len(found) - 1].get("role") == "tool":
-                found[-1] = {"role": "user", "content": f"{found[-1]['content']}\n{text}"}
+            if index > 0 and _role_of(messages[index - 1]) == "tool":
+                before = found[-1]["content"].removesuffix(_AFTER_RESULTS)
+                found[-1] = {"role": "user", "content": f"{before}\n{text}"}
                 continue
             shown = {"role": "user", "content": text}
         found.append(shown)
     return found if not tools or formats.shows_tools else _with_tools(found, tools, formats)
+
+
+def _role_of(message: Any) -> Any:
+    return message.get("role") if isinstance(message, Mapping) else None
 
 
 def _with_values(message: Message) -> Message:
@@ -88,7 +94,7 @@ def _names_by_id(messages: Sequence[Message]) -> dict[str, str]:
 
 def _result_as_text(message: Message, names: Mapping[str, str]) -> str:
     name = message.get("name") or names.get(str(message.get("tool_call_id")), "the function")
-    return f"Result of {name}: {message.get('content')}"
+    return f"Result of {name}: {message.get('content')}{_AFTER_RESULTS}"
 
 
 def _with_tools(messages: Sequence[Message], tools: Sequence[Tool], formats: TemplateFormats) -> list[Message]:

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ OWN_TERMINAL = (
     "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execvp(sys.argv[1], sys.argv[1:])"
 )
 CHAT = [sys.executable, PROGRAM, "chat"]
+SECONDS = 40.0  # for what is awaited to be shown
 UNSEEN = termios.ECHO | termios.ECHOCTL
 CTRL_C, CTRL_D, CTRL_Z = b"\x03", b"\x04", b"\x1a"
 
@@ -38,9 +40,8 @@ class Terminal:
 
     def until(self, awaited: str) -> str:
         """What was shown since the last time, up to the text."""
-        for _ in range(200):
-            if awaited.encode() in self.unread:
-                break
+        ends = time.monotonic() + SECONDS
+        while awaited.encode() not in self.unread and time.monotonic() < ends:
             if select.select([self.descriptor], [], [], 0.2)[0]:
                 self.unread += os.read(self.descriptor, 4096)
         assert awaited.encode() in self.unread, self.shown + self.unread.decode(errors="replace")

@@ -55,9 +55,8 @@ class Screen:
         self.unread = b""
 
     def until(self, wanted: str) -> str:
-        for _ in range(100):
-            if wanted.encode() in self.unread:
-                break
+        ends = time.monotonic() + 40
+        while wanted.encode() not in self.unread and time.monotonic() < ends:
             if select.select([self.descriptor], [], [], 0.2)[0]:
                 self.unread += os.read(self.descriptor, 4096)
         assert wanted.encode() in self.unread

@@ -21,7 +21,7 @@ ALIASES = {
     "max_completion_tokens": "max_new_tokens",
 }
 MAX_LOGPROBS = 20  # alternatives of a token
-SEED_BITS = 53  # of a seed that is drawn: JSON keeps them in every language
+SEED_BITS = 53  # of a seed that is chosen at random: JSON keeps them in every language
 CONSTRAINTS = ("json_schema", "regex", "grammar", "choice")
 
 

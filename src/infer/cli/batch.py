@@ -47,8 +47,8 @@ class Progress:
         if self._is_shown and now - self._shown_at >= self._seconds:
             self._shown_at = now
             if self._is_bar:
-                drawn = f"{bar(self.num_done / self._total, PROGRESS_WIDTH):<{PROGRESS_WIDTH}}"
-                self._line.show(f"{drawn} {self.num_done} of {self._total} rows, {self._pace(now)}")
+                picture = f"{bar(self.num_done / self._total, PROGRESS_WIDTH):<{PROGRESS_WIDTH}}"
+                self._line.show(f"{picture} {self.num_done} of {self._total} rows, {self._pace(now)}")
             else:
                 write_notice(f"{self.num_done} of {self._total} rows, {self._pace(now)}")
 

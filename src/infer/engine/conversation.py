@@ -29,7 +29,7 @@ class TemplateProbes:
     def of(self, chat_template: str | None, tool_format: str | None) -> TemplateFormats:
         """Raises InvalidRequestError."""
         key = chat_template, tool_format
-        if key not in self._found:
+        if (found := self._found.get(key)) is None:
             tokenizer = self._tokenizer
 
             def render(messages: Sequence[Mapping[str, Any]], tools: Any) -> str:
@@ -40,7 +40,7 @@ class TemplateProbes:
             if len(self._found) >= 64:  # templates that requests bring
                 self._found.clear()
             self._found[key] = found
-        return self._found[key]
+        return found
 
 
 @final

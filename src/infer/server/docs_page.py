@@ -59,7 +59,7 @@ def _operation(method: str, path: str, operation: Json) -> str:
         )
         rows.append((status, f"{escape(response['description'])} {types}"))
     head = f"<b>{method.upper()} {escape(path)}</b> <span>{escape(operation['summary'])}</span>"
-    table = "".join(f"<tr><th>{escape(name)}<td>{said}" for name, said in rows)
+    table = "".join(f"<tr><th>{escape(name)}<td>{text}" for name, text in rows)
     return f"<details><summary>{head}</summary><table>{table}</table></details>"
 
 
@@ -70,8 +70,8 @@ def _record(name: str, schema: Json) -> str:
         f"<td>{escape(each.get('description', ''))}"
         for field, each in schema.get("properties", {}).items()
     )
-    said = escape(schema.get("description", ""))
-    shown = f"<p>{said}</p><table>{rows}</table>" if rows else f"<p>{said} {_type(schema)}</p>"
+    text = escape(schema.get("description", ""))
+    shown = f"<p>{text}</p><table>{rows}</table>" if rows else f"<p>{text} {_type(schema)}</p>"
     return f'<details id="{escape(name)}" open><summary><b>{escape(name)}</b></summary>{shown}</details>'
 
 

@@ -69,8 +69,8 @@ def _neutral_fields(kind: type) -> list[str]:
     return [field.name for field in fields if field.name in NEUTRAL and field.type is Any]
 
 
-def _refusal(said: str, given: Any, kind: type) -> ApiError:
-    place = _PLACE.fullmatch(said)
+def _refusal(message: str, given: Any, kind: type) -> ApiError:
+    place = _PLACE.fullmatch(message)
     assert place is not None
     problem, path = place["problem"], place["path"] or ""
     steps = [name or int(index) for name, index in _STEP.findall(path) if name != "..."]
@@ -102,11 +102,11 @@ def _unknown(steps: list[_Step], known: list[str]) -> ApiError:
 def _rule(types: str, bound: str) -> str:
     """What is expected, of msgspec's words for it."""
     names = [_TYPES.get(each, each) for each in types.split(" | ") if each != "null"]
-    for found, said in _BOUNDS.items():
+    for found, words in _BOUNDS.items():
         if bound.startswith(found):
             is_length = "length" in found
             number, unit = bound.removeprefix(found).removesuffix(".0"), " character" if types == "str" else " element"
-            return " or ".join(names) + said + number + (unit + "s" * (number != "1") if is_length else "")
+            return " or ".join(names) + words + number + (unit + "s" * (number != "1") if is_length else "")
     return " or ".join(names) or "null"
 
 

@@ -35,6 +35,16 @@ def test_a_model_runs_on_a_backend_that_it_has_never_heard_of(tmp_path: Path) ->
     assert set(NUM_CALLS) >= {"prepare", "embed", "norm_project", "attend", "project_add", "norm_gate", "head"}
 
 
+@pytest.mark.usefixtures("fake")
+def test_a_model_runs_on_the_backend_that_it_was_loaded_for(tmp_path: Path) -> None:
+    with ops.using("fake"):
+        llm = LLM(make_model(tmp_path))
+    NUM_CALLS.clear()
+    llm.generate("hello", SamplingParams(temperature=0, max_new_tokens=2))
+    assert isinstance(llm.model.backend, FakeBackend)
+    assert set(NUM_CALLS) >= {"embed", "norm_project", "attend", "project_add", "norm_gate", "head", "choose_tokens"}
+
+
 def test_one_backend_serves_a_device() -> None:
     assert backend_of(CPU) is backend_of(torch.device("cpu"))
     with ops.using("reference"):

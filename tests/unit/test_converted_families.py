@@ -30,7 +30,7 @@ def logits(path: Path) -> torch.Tensor:
     with ops.using("reference"), torch.inference_mode():
         architecture = make_architecture(checkpoint.config)
         weights, device = LazyWeights(checkpoint.tensors), torch.device("cpu")
-        model = load_transformer(architecture, weights, device=device, dtype=torch.float32)
+        model = load_transformer(architecture, weights, backend=ops.backend_of(device), dtype=torch.float32)
         cache = make_cache(model, 100)
         cache.reserve(0, 100)
         return model.forward(Step.of(token_ids, logit_indices=range(100)), cache)

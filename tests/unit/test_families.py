@@ -37,7 +37,7 @@ def load(folder: Path) -> Transformer:
     return load_transformer(
         make_architecture(checkpoint.config),
         LazyWeights(checkpoint.tensors),
-        device=torch.device("cpu"),
+        backend=ops.backend_of(torch.device("cpu")),
         dtype=torch.float32,
     )
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, SiglipVisionConfig
 
+from infer import ops
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.lazy_weights import LazyWeights
 from infer.errors import ModelError, UnsupportedModelError
@@ -165,7 +166,7 @@ def test_the_text_of_a_multimodal_gemma_3_is_that_of_transformers(tmp_path: Path
     with torch.inference_mode():
         architecture = make_architecture(checkpoint.config)
         weights, device = LazyWeights(checkpoint.tensors), torch.device("cpu")
-        model = load_transformer(architecture, weights, device=device, dtype=torch.float32)
+        model = load_transformer(architecture, weights, backend=ops.backend_of(device), dtype=torch.float32)
         cache = make_cache(model, 50)
         cache.reserve(0, 50)
         logits = model.forward(Step.of(token_ids, logit_indices=range(50)), cache)

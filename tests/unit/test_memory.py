@@ -62,7 +62,9 @@ def load_tiny(name: str, weights: Any, folder: Path) -> tuple[Checkpoint, Transf
     checkpoint = open_checkpoint(folder)
     architecture = make_architecture(checkpoint.config)
     stored = LazyWeights(checkpoint.tensors)
-    return checkpoint, load_transformer(architecture, stored, device=CPU, keep_floats_as=weights, max_seq_len=200)
+    return checkpoint, load_transformer(
+        architecture, stored, backend=ops.backend_of(CPU), keep_floats_as=weights, max_seq_len=200
+    )
 
 
 def held_bytes(model: Transformer) -> int:
@@ -96,7 +98,7 @@ def test_quantised_weights_take_what_was_said(dtype: str) -> None:
     checkpoint = open_checkpoint("smollm2")
     architecture = make_architecture(checkpoint.config)
     chosen = None if dtype == "auto" else getattr(torch, dtype)
-    model = load_transformer(architecture, LazyWeights(checkpoint.tensors), device=CPU, dtype=chosen)
+    model = load_transformer(architecture, LazyWeights(checkpoint.tensors), backend=ops.backend_of(CPU), dtype=chosen)
     types = loaded_types(architecture, checkpoint.tensors, LoadSettings(dtype=dtype))
     assert weight_bytes(architecture, types) == held_bytes(model)
 

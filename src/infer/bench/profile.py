@@ -12,7 +12,6 @@ from typing import Any, final
 
 import torch
 
-from infer import ops
 from infer.bench.speed import (
     Memory,
     OnProgress,
@@ -85,8 +84,8 @@ def profile(
     prompt = make_prompt(model, max(workload.prompt_tokens, workload.depth), seed=0)
     prefill_steps, decode_steps = list[_Cycles](), list[_Cycles]()
     with (
-        Memory(ops.backend_of(model.device).num_threads(), read_bytes) as memory,
-        ops.backend_of(model.device).threads(),
+        Memory(model.backend.num_threads(), read_bytes) as memory,
+        model.backend.threads(),
     ):
         runner = CachedRunner(model, workload.max_seq_len)
         seconds_per_cycle = _calibrate(runner, prompt[:CALIBRATION_TOKENS])

@@ -104,7 +104,7 @@ def measure(
     _run(llm, workload, seed=0)
     peak = peak_resident_bytes()  # before the buffers that bandwidth is measured with
     on_progress(1, num_parts)
-    threads = ops.backend_of(llm.model.device).num_threads()
+    threads = llm.model.backend.num_threads()
     with Memory(threads, read_bytes) as memory:
         rates = [memory.read_rate()]
         for repeat in range(1, num_parts):

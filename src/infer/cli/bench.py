@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from infer import __version__, ops
+from infer import __version__
 from infer.bench.profile import Operation, Profile, profile
 from infer.bench.speed import Speed, Workload, measure
 from infer.cli.options import cache_values
@@ -33,7 +33,7 @@ def run_bench(options: Mapping[str, Any]) -> None:
             on_progress=spinner.progress,
         )
     setting = {key: options[key] for key in ("model", "dtype", "weights", "precision")}
-    backend = ops.backend_of(llm.model.device)
+    backend = llm.model.backend
     setting["instruction_set"] = backend.instruction_set()
     writer = TextWriter(sys.stdout)
     if not (options["profile"] or options["as_json"]):  # at once: whoever reads one line and leaves ends the measuring

@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from infer import ops
 from infer.checkpoint.pooling import Pooling
 from infer.engine.async_stream import Check
 from infer.engine.host import Host
@@ -56,7 +55,7 @@ def embed(
         host.open.check_open()
         return step_tokens(host)
 
-    with host.hidden_states_lock, ops.backend_of(host.model.device).threads():
+    with host.hidden_states_lock, host.model.backend.threads():
         for batch in _batches(texts):
             for row, states in host.hidden_states.of([texts[index] for index in batch], num_tokens):
                 text, found = batch[row], states.double().cpu()

@@ -62,7 +62,6 @@ class Engine:
         """`max_steps` without a return to Python; None: as many as take a tenth of a second. `weights` of tenants."""
         self._queue = Queue(weights)
         self._open_slots: Slots | None = Slots(runner, self._queue)
-        self._device = runner.model.device
         self._lock = long_lock()
         self._is_sound = True  # no step is under way, and none was left midway
         self._sequences: list[Sequence] = []  # that go on, in the order in which they came
@@ -72,7 +71,7 @@ class Engine:
         self.max_running = runner.num_slots  # at once
         self.scheduler = Scheduler(MAX_STEP_LOGITS, max_steps)
         self._slot_params = SlotParams(runner)
-        self._filler = MaskFiller(self._device)
+        self._filler = MaskFiller(runner.model.backend)
         self._interrupt = Interrupt()  # set by those who come while there are slots, and by those who leave
 
     @property
@@ -217,7 +216,7 @@ class Engine:
         for sequence in list(self._sequences):
             sequence.restart()
         self._slot_params = SlotParams(self.runner)
-        self._filler = MaskFiller(self._device)
+        self._filler = MaskFiller(self.runner.model.backend)
         self._is_sound = True
 
     # A step

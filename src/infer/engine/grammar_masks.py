@@ -30,8 +30,8 @@ class MaskFiller:
     thread, they are filled at once.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.backend = ops.backend_of(device)
+    def __init__(self, backend: ops.Backend) -> None:
+        self.backend = backend
         self._executor: ThreadPoolExecutor | None = None
         self._owner = 0  # the process that has its thread
         self._seconds_per_line = math.inf  # as last measured

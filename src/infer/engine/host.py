@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, final
 
-from infer import ops
 from infer.checkpoint.pooling import Pooling
 from infer.engine.async_stream import AsyncAnswers, Check
 from infer.engine.conversation import Conversation, TemplateProbes
@@ -98,7 +97,7 @@ class Host:
     @property
     def num_threads(self) -> int:
         """With which a forward computes."""
-        return ops.backend_of(self.model.device).num_threads()
+        return self.model.backend.num_threads()
 
     def template_problem(self) -> InvalidRequestError | None:
         """What is wrong with the model's own chat template; plain text needs none."""

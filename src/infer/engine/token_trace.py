@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infer import ops
 from infer.engine.async_stream import Check
 from infer.engine.embedding import step_tokens
 from infer.engine.host import Host
@@ -82,7 +81,7 @@ def score_prompt(host: Host, prompt: Prompt, num_top: int, check: Check = lambda
     check_count("num", num_top, 0, MAX_LOGPROBS)
     token_ids = check_prompt(host.model, host.tokenizer, host.encode(prompt), room=0)
     found: list[TokenLogprob | None] = [None]
-    with ops.backend_of(host.model.device).threads():
+    with host.model.backend.threads():
         for logits in logits_beside(host, token_ids, 0, check):
             logits[:, host.vocab_size :] = -torch.inf
             next_ids = token_ids[len(found) : len(found) + len(logits)]
@@ -140,7 +139,7 @@ def trace_answer(
     num_prompt_tokens = len(request.prompt_token_ids)
     context, place = [*request.prompt_token_ids, *answer[:last]], num_prompt_tokens + first - 1
     found, masks = list[SampleTrace](), _Masks(host, request, answer[: first - 1])
-    with ops.backend_of(host.model.device).threads():
+    with host.model.backend.threads():
         for logits in logits_beside(host, context[:-1], place - 1, check):
             for row in logits:
                 check()

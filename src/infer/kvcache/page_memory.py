@@ -38,8 +38,8 @@ class PageMemory:
         page_tokens: int,
         device: torch.device,
     ) -> None:
-        self._groups, self._kv_type, self._page_tokens, self._device = groups, kv_type, page_tokens, device
-        self._backend = ops.backend_of(device)
+        self._groups, self._kv_type, self._page_tokens = groups, kv_type, page_tokens
+        self._backend, self._device = ops.backend_of(device), device
         self.rope_sets = np.zeros(len(groups[0].shifts), np.int64)
         rope_sets = torch.tensor(self.rope_sets, device=device)  # one for all groups
         self._tables = [_tables_of(rows, rope_sets) for rows in groups]

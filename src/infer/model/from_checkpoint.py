@@ -82,8 +82,7 @@ def load_checked(
     if chosen_dtype is not None and weights != "auto":
         raise InvalidRequestError(f"dtype={dtype} and weights={weights} contradict each other: give one of them")
 
-    chosen_device, context = _device(device), context_length(max_seq_len, architecture, cache)
-    backend = ops.backend_of(chosen_device)
+    backend, context = _backend(device), context_length(max_seq_len, architecture, cache)
     keep_floats_as, chosen_precision = (
         _choice("weights", weights, get_args(FloatsAs)),
         _choice("precision", precision, get_args(Precision)),
@@ -101,7 +100,7 @@ def load_checked(
             model = load_transformer(
                 architecture,
                 LazyWeights(checkpoint.tensors),
-                device=chosen_device,
+                backend=backend,
                 dtype=chosen_dtype,
                 keep_floats_as=keep_floats_as,
                 precision=chosen_precision,
@@ -177,7 +176,7 @@ def _choice(name: str, value: str, choices: Sequence[Any]) -> Any:
     return value
 
 
-def _device(device: str | torch.device) -> torch.device:
+def _backend(device: str | torch.device) -> ops.Backend:
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError):
@@ -186,7 +185,7 @@ def _device(device: str | torch.device) -> torch.device:
         raise InvalidRequestError(f"device must be cpu or cuda, got {device!r}")
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise InvalidRequestError("device is cuda, but torch sees no CUDA device here: use device='cpu'")
-    return chosen
+    return ops.backend_of(chosen)
 
 
 def dtype_name(dtype: str | torch.dtype) -> str:

@@ -31,7 +31,7 @@ def load_transformer(
     architecture: Architecture,
     weights: Weights,
     *,
-    device: torch.device,
+    backend: ops.Backend,
     dtype: torch.dtype | None = None,
     keep_floats_as: FloatsAs = "auto",
     precision: ops.Precision = "exact",
@@ -45,10 +45,10 @@ def load_transformer(
     """
     expected = expected_shapes(architecture)
     check_tensors(expected, weights)
-    maker = _Maker(architecture, expected, weights, device, dtype, keep_floats_as, precision)
+    maker = _Maker(architecture, expected, weights, backend, dtype, keep_floats_as, precision)
     positions = max_seq_len or architecture.max_positions
     ropes = {layer.rope for layer in architecture.layers if layer.rope is not None}
-    rope_tables = {rope: make_rope_table(rope, positions, device) for rope in ropes}
+    rope_tables = {rope: make_rope_table(rope, positions, backend.device) for rope in ropes}
     embedding = maker.projection("model.embed_tokens")
     head = embedding if architecture.tied_embeddings else maker.projection("lm_head")
     blocks = []
@@ -64,9 +64,9 @@ def load_transformer(
         norm=maker.norm("model.norm", architecture.logit_scale),
         head=head,
         max_seq_len=positions,
-        device=device,
-        dtype=ops.backend_of(device).activation_dtype(dtype),
-        kv_type=ops.backend_of(device).kv_type(dtype),
+        backend=backend,
+        dtype=backend.activation_dtype(dtype),
+        kv_type=backend.kv_type(dtype),
         rope_border=beyond if beyond < positions else None,
     )
 
@@ -76,7 +76,7 @@ class _Maker:
     architecture: Architecture
     expected: Mapping[str, tuple[int, ...]]
     weights: Weights
-    device: torch.device
+    backend: ops.Backend
     dtype: torch.dtype | None
     keep_floats_as: FloatsAs
     precision: ops.Precision
@@ -107,7 +107,7 @@ class _Maker:
         )
 
     def norm(self, name: str, scale: float = 1.0) -> Norm:
-        weight = dense(self.weights[name + ".weight"]).to(self.device, torch.float32)
+        weight = dense(self.weights[name + ".weight"]).to(self.backend.device, torch.float32)
         return Norm(weight * scale, self.architecture.norm_eps)
 
     def projection(self, *names: str) -> Projection:
@@ -115,7 +115,8 @@ class _Maker:
         biases = [dense(self.weights[name + ".bias"]).float() for name in names if name + ".bias" in self.expected]
         whole = Projection(parts, torch.cat(biases) if biases else None)
         try:
-            return ops.prepare(whole, self.device, self.precision)
+            with ops.using(self.backend):
+                return ops.prepare(whole, self.backend.device, self.precision)
         except (MemoryError, OSError) as error:
             if isinstance(error, OSError) and error.errno != errno.ENOMEM:
                 raise

@@ -43,10 +43,15 @@ class Transformer:
     norm: Norm
     head: Projection
     max_seq_len: int  # positions that the rope tables cover
-    device: torch.device
+    backend: ops.Backend
     dtype: torch.dtype  # of the residual stream
     kv_type: str  # how its keys and values are stored where nothing else is asked for
     rope_border: int | None = None  # sequences of more tokens turn by the second set of rope factors; None: one set
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors lie."""
+        return self.backend.device
 
     def is_long(self, length: int) -> bool:
         """Whether a sequence of so many tokens turns by the second set, from its first to its last."""
@@ -54,16 +59,23 @@ class Transformer:
 
     def forward(self, step: Step, cache: PagedCache) -> Float[Tensor, "logits vocab"]:
         """float32 logits at `step.logit_indices`. Appends the step's keys and values to the cache provisionally."""
-        x = self.residual(step, cache)
-        return ops.head(x, step.logit_indices, self.norm, self.head, self.architecture.logit_softcap)
+        with ops.using(self.backend):
+            x = self.residual(step, cache)
+            return ops.head(x, step.logit_indices, self.norm, self.head, self.architecture.logit_softcap)
 
     def residual(self, step: Step, cache: PagedCache) -> Float[Tensor, "tokens hidden"]:
         """The residual stream after the last block: what is normalised and projected to logits."""
-        x = ops.embed(self.embedding.parts[0], step.tokens, self.architecture.embedding_scale).to(self.dtype)
-        for layer, block in enumerate(self.blocks):
-            qkv = ops.norm_project(x, block.attention_norm, block.qkv)
-            attended = cache.attend(layer, qkv, block.heads, step)
-            x = ops.project_add(x, attended, block.output, block.post_attention_norm)
-            hidden = ops.norm_gate(x, block.mlp_norm, block.gate_up, block.activation)
-            x = ops.project_add(x, hidden, block.down, block.post_mlp_norm)
-        return x
+        with ops.using(self.backend):
+            x = ops.embed(self.embedding.parts[0], step.tokens, self.architecture.embedding_scale).to(self.dtype)
+            for layer, block in enumerate(self.blocks):
+                qkv = ops.norm_project(x, block.attention_norm, block.qkv)
+                attended = cache.attend(layer, qkv, block.heads, step)
+                x = ops.project_add(x, attended, block.output, block.post_attention_norm)
+                hidden = ops.norm_gate(x, block.mlp_norm, block.gate_up, block.activation)
+                x = ops.project_add(x, hidden, block.down, block.post_mlp_norm)
+            return x
+
+    def final_norm(self, residual: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens hidden"]:
+        """What is projected to logits, of a residual stream."""
+        with ops.using(self.backend):
+            return ops.normalize(residual, self.norm)

@@ -1,4 +1,4 @@
-"""Every kernel's signature. `backend_of` finds the backend that serves a device.
+"""Every kernel's signature. A model runs its ops `using` its backend; `backend_of` finds the one of a device.
 
 The vocabulary is the fused one: a layer is five calls (norm → qkv; rotate, append, attend; output → residual;
 norm → gate · up; down → residual), with embed before and head after. `backends.reference` says in plain torch what
@@ -43,7 +43,7 @@ __all__ = [
 
 
 def prepare(projection: Projection, device: torch.device, precision: Precision = "exact") -> Projection:
-    """The projection in the form that the device's kernels read. May repack; values never change.
+    """The projection in the form that the backend's kernels read. May repack; values never change.
 
     `precision` is that of the activations that quantised weights are multiplied with, where kernels have a choice:
     "exact" has 16 bits on the CPU, "fast" 8.

@@ -1,4 +1,4 @@
-"""Which backend serves a device. A new device is a folder in `backends/` and a line here."""
+"""Which backend a model runs on. A new device is a folder in `backends/` and a line here."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,25 +17,27 @@ MODULE_BY_NAME = {
     "cuda": "infer.backends.cuda.backend",
     "reference": "infer.backends.torch_backend",
 }
-_forced: ContextVar[str | None] = ContextVar("infer_backend", default=None)
+_used: ContextVar[Backend | str | None] = ContextVar("infer_backend", default=None)
 
 
 @contextmanager
-def using(name: str) -> Iterator[None]:
-    """Run with the backend of this name whatever the device: for tests that compare them."""
-    token = _forced.set(name)
+def using(backend: Backend | str) -> Iterator[None]:
+    """Run ops on this backend, or on the one of this name, whatever device their tensors lie on."""
+    token = _used.set(backend)
     try:
         yield
     finally:
-        _forced.reset(token)
+        _used.reset(token)
 
 
 def backend_of(device: torch.device) -> Backend:
-    """On CUDA it is plain torch where Triton is not installed."""
-    name = _forced.get()
-    if name is None:
-        name = "reference" if device.type == "cuda" and not _has_triton() else device.type
-    return _backend(name, device)
+    """The one in use, else the device's own: on CUDA plain torch where Triton is not installed."""
+    used = _used.get()
+    if isinstance(used, Backend):
+        return used
+    if used is None:
+        used = "reference" if device.type == "cuda" and not _has_triton() else device.type
+    return _backend(used, device)
 
 
 def set_num_threads(num_threads: int) -> None:

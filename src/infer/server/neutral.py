@@ -31,6 +31,7 @@ NEUTRAL = {
     "service_tier": Neutral(("auto", "default"), "there is one tier: leave it out, or see priority"),
     "store": Neutral((False,), "answers are not kept: leave it out"),
     "suffix": Neutral(("",), "the model does not fill in text: leave it out"),
+    "thread": Neutral((), "answers are not kept: send all messages"),
     "verbosity": Neutral(("medium",), "leave it out and say it in a message"),
     "web_search_options": Neutral((), "nothing is searched: leave it out"),
 }

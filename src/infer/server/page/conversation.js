@@ -26,6 +26,7 @@ export class ConversationView {
     this.panes.clear();
     const { path } = this.conversation;
     this.element.replaceChildren(...path.map((message) => this.article(message)));
+    this.element.classList.toggle("paired", this.element.querySelector(".pair") !== null);
     if (!path.length) this.element.append(welcome(this.conversation.mode));
     this.changed();
   }

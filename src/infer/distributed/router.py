@@ -1,0 +1,103 @@
+"""Which replica a request goes to: the one of the least cost. No clock, no I/O.
+
+    cost of a replica = tokens queued there
+                      + 8 × tokens of the prompt that its cache lacks  (all later requests wait for them)
+                      + 0.2 × tokens that it was sent of late            (idle replicas share new conversations)
+
+What a cache has is known from what was sent there, by the keys of a prompt's first pages: `kvcache.page_rows.page_keys`
+of its ids, as the cache itself has them, or `text_keys` where there is no tokenizer. The replica of a session is taken
+to have the whole prompt.
+
+    router = Router(num_pages=4096)            # of a replica's cache
+    prompt = RoutedPrompt(num_tokens, keys, session)
+    replica = router.choose(prompt, queued)    # queued: tokens by name, of the replicas that may be asked now
+    router.sent(prompt, replica)               # from now on it is taken to have these pages
+    router.forget(replica)                     # it was started again, or is gone: its cache is empty
+"""
+
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import NamedTuple, TypeVar, final
+
+_TEXT_BLOCK, _KEY_BYTES = 256, 16  # a page of 64 tokens is some 256 bytes of English
+_MOST_SESSIONS = 1 << 16
+_MISSING_COST, _SENT_COST = 8.0, 0.2  # of a token, where one that is queued costs 1
+_KEPT = 0.999  # of what was sent, with each request: some thousand of them are remembered
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+
+class RoutedPrompt(NamedTuple):
+    """`keys` are of its first pages, each of a page and all before it; `session` "" is none. `answer` is what the
+    answer is expected to cost, in tokens of a prompt.
+    """
+
+    num_tokens: int
+    keys: Sequence[bytes] = ()
+    session: str = ""
+    answer: float = 0.0
+
+
+def text_keys(text: bytes, salt: bytes = b"") -> list[bytes]:
+    """A key for each whole block of a text, of it and of all before it, and of the salt."""
+    keys, last = list[bytes](), salt
+    for start in range(0, len(text) - _TEXT_BLOCK + 1, _TEXT_BLOCK):
+        last = blake2b(last + text[start : start + _TEXT_BLOCK], digest_size=_KEY_BYTES).digest()
+        keys.append(last)
+    return keys
+
+
+@final
+class Router:
+    """`num_pages` is how many pages a replica keeps, the least recently sent go first."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._num_pages = num_pages
+        self._pages: dict[str, dict[bytes, None]] = {}  # by replica, in the order of their use
+        self._replica_by_session: dict[str, str] = {}
+        self._sent: dict[str, float] = {}
+
+    def choose(self, prompt: RoutedPrompt, queued: Mapping[str, float]) -> str:
+        """One of the names in `queued`, of which there must be one."""
+
+        for name in queued:  # a new one begins as the least of the others
+            self._sent.setdefault(name, min(self._sent.values(), default=0.0))
+
+        def cost(name: str) -> float:
+            return queued[name] + _MISSING_COST * self._missing(prompt, name) + _SENT_COST * self._sent[name]
+
+        return min(queued, key=cost)
+
+    def sent(self, prompt: RoutedPrompt, replica: str) -> None:
+        sent = self._sent.get(replica, 0.0) + self._missing(prompt, replica) + prompt.answer
+        self._sent = {name: _KEPT * tokens for name, tokens in (self._sent | {replica: sent}).items()}
+        pages = self._pages.setdefault(replica, {})
+        for key in reversed(prompt.keys):  # a page is of no use without those before it
+            _put_last(pages, key, None, self._num_pages)
+        if prompt.session:
+            _put_last(self._replica_by_session, prompt.session, replica, _MOST_SESSIONS)
+
+    def forget(self, replica: str) -> None:
+        self._pages.pop(replica, None)
+        self._replica_by_session = {
+            session: name for session, name in self._replica_by_session.items() if name != replica
+        }
+
+    def _missing(self, prompt: RoutedPrompt, replica: str) -> float:
+        """How many tokens of the prompt the replica would compute."""
+        if prompt.session and self._replica_by_session.get(prompt.session) == replica:
+            return 0.0
+        pages, num_found = self._pages.get(replica, {}), 0
+        for key in prompt.keys:
+            if key not in pages:
+                break
+            num_found += 1
+        return prompt.num_tokens * (1 - num_found / max(1, len(prompt.keys)))
+
+
+def _put_last(found: dict[_Key, _Value], key: _Key, value: _Value, most: int) -> None:
+    """A dict is in the order of its insertions: the oldest are dropped."""
+    found.pop(key, None)
+    found[key] = value
+    while len(found) > most:
+        del found[next(iter(found))]

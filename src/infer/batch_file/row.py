@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
 def read_rows(lines: Iterable[str]) -> Iterator[Row]:
     """Empty lines are skipped."""
-    return (_read_row(line, number) for number, line in enumerate(lines, 1) if line.strip())
+    return (read_row(line, f"line {number}") for number, line in enumerate(lines, 1) if line.strip())
 
 
 def seed_of(seed: int, row_id: str) -> int:
@@ -42,20 +42,26 @@ def seed_of(seed: int, row_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}\0{row_id}".encode(), digest_size=8).digest(), "little")
 
 
-def _read_row(line: str, number: int) -> Row:
+def read_row(line: str, name: str) -> Row:
+    """`name` is the id of a row that has none."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        return Row(f"line {number}", problem=f"not JSON: {error}")
+        return Row(name, problem=f"not JSON: {error}")
     if not isinstance(record, dict):
-        return Row(f"line {number}", problem=f"a row must be an object, got {line.strip():.60}")
+        return Row(name, problem=f"a row must be an object, got {line.strip():.60}")
+    return row_of(record, name)
+
+
+def row_of(record: dict[str, Any], name: str) -> Row:
+    """Of a line's JSON."""
     is_plain = "custom_id" not in record
-    named = record.get("id", f"line {number}") if is_plain else record["custom_id"]
-    row_id = str(named) if type(named) in (str, int) else f"line {number}"
+    named = record.get("id", name) if is_plain else record["custom_id"]
+    row_id = str(named) if type(named) in (str, int) else name
     endpoint: Endpoint | None = None if is_plain else ENDPOINTS[0]
     try:
         if row_id != str(named) or not row_id or not _is_text(row_id):
-            row_id = f"line {number}"
+            row_id = name
             raise InvalidRequestError(f"an id must be a text that is not empty, got {named!r:.60}")
         if is_plain:
             return _plain(row_id, record)

@@ -3,6 +3,7 @@
 import os
 import platform
 import sys
+from collections import Counter
 from pathlib import Path
 
 from infer.errors import InvalidRequestError
@@ -21,6 +22,16 @@ def default_num_threads() -> int:
 def num_processors() -> int:
     """Hardware threads that the process may use, likewise."""
     return _within_quota(len(_allowed()))
+
+
+def processors_by_core() -> list[int]:
+    """The hardware threads that the process may use: one of each core, then the second ones."""
+    num_before, ranked = Counter[str](), list[tuple[int, int]]()
+    for processor in sorted(_allowed()):
+        core = _siblings(processor)
+        ranked.append((num_before[core], processor))
+        num_before[core] += 1
+    return [processor for _, processor in sorted(ranked)]
 
 
 def processor_name() -> str:

@@ -1,0 +1,27 @@
+"""A file of rows answered by several models through Ray Data. Killed and run again, it goes on where it ended."""
+
+import sys
+from pathlib import Path
+
+import ray
+
+from infer.batch_file.output_file import OutputFile
+from infer.distributed import BatchEngine
+
+
+def main(source: str, output: str, model: str = "smollm2", engines: str = "2", threads: str = "1") -> None:
+    with OutputFile(Path(output), model) as file:
+        lines = ray.data.read_text(source).map_batches(
+            BatchEngine,
+            fn_constructor_kwargs={"model": model, "threads": int(threads), "finished": file.finished},
+            compute=ray.data.ActorPoolStrategy(size=int(engines)),
+            num_cpus=int(threads),
+            batch_format="pyarrow",
+            batch_size=32,
+        )
+        for row in lines.iter_rows():
+            file.write(row["line"])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,84 @@
+"""`infer batch` as an actor of Ray Data: rows in, its lines out, byte for byte, whoever answers and how often.
+
+    rows = ray.data.read_text("in.jsonl")  # or read_json, where all rows have the same fields
+    rows.map_batches(
+        BatchEngine, fn_constructor_kwargs={"model": "smollm2", "threads": 4}, num_cpus=4,
+        batch_format="pyarrow", batch_size=64, compute=ray.data.ActorPoolStrategy(size=2),
+    )
+
+A line depends on its row alone: what Ray computes twice, after a kill or because it likes to, is the same.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, final
+
+from infer.batch_file.answering import answer_rows
+from infer.batch_file.row import Row, read_row, row_of
+from infer.batch_file.settings import BatchSettings, Line
+from infer.engine.batch import BATCH_SIZE
+from infer.engine.request_options import RequestOptions
+from infer.errors import InvalidRequestError
+from infer.llm import LLM
+from infer.system.core_share import take_cores
+from infer.system.cores import default_num_threads
+
+_TEXT = "text"  # the column of `ray.data.read_text`
+_NO_ID = ""
+
+
+@final
+class BatchEngine:
+    """`seed` and `values` are those of all rows, as `infer batch` has them; `settings` are those of `LLM`. Rows whose
+    id is in `finished` give no line.
+    """
+
+    def __init__(
+        self,
+        model: str = "smollm2",
+        *,
+        seed: int = 0,
+        values: Mapping[str, Any] | None = None,
+        finished: Collection[str] = (),
+        batch_size: int = BATCH_SIZE,
+        **settings: Any,
+    ) -> None:
+        take_cores(settings.get("threads") or default_num_threads())
+        self._llm, self._finished = LLM(model, **settings), frozenset(finished)
+        self._settings = BatchSettings(model, seed, batch_size, values or {}, RequestOptions())
+
+    def __call__(self, batch: Any) -> Any:
+        """A `pyarrow.Table` of rows as one of columns `id` and `line`. Raises InvalidRequestError for a row without an
+        id of its own: there are no numbers of lines to name it after.
+        """
+        lines = dict[str, str]()
+
+        def keep(line: Line) -> None:
+            lines[line.row_id] = line.text
+
+        rows = [row for row in _rows_of(batch) if row.id not in self._finished]
+        if len({row.id for row in rows} - {_NO_ID}) < len(rows):
+            raise InvalidRequestError("each row needs an id of its own: a line is told from others by it alone")
+        answer_rows(self._llm, rows, self._settings, keep)
+        found = [lines[row.id] for row in rows]
+        return type(batch).from_pydict({"id": [row.id for row in rows], "line": found})
+
+
+def _rows_of(batch: Any) -> Iterator[Row]:
+    """Null is absent: a table has all columns in each row."""
+    try:
+        records = batch.to_pylist()
+    except AttributeError:
+        message = f'map_batches(BatchEngine, …) needs batch_format="pyarrow", got batches as {type(batch).__name__}'
+        raise InvalidRequestError(message) from None
+    for record in records:
+        if record.keys() == {_TEXT}:
+            if record[_TEXT].strip():
+                yield read_row(record[_TEXT], _NO_ID)
+        else:
+            yield row_of(_without_nulls(record), _NO_ID)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value

@@ -31,6 +31,7 @@ def checked_modules() -> list[str]:
         *(f"infer.backends.{path.stem}" for path in sorted((SOURCE / "backends").glob("[!_]*.py"))),
         "infer.backends.cpu.backend",
         "infer.backends.cpu.capture",
+        "infer.backends.opencl",
         *(f"infer.{name}" for name in sorted(names - {"__init__", "__main__", "backends"})),
     ]
 

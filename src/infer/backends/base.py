@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from types import ModuleType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,12 +32,16 @@ class Generated(NamedTuple):
     logprobs: list[list[TokenLogprob]]
 
 
-class Captured(ABC):
+class Recorded(ABC):
     """A forward that was recorded once. What it computes is what the same ops compute one by one, to the bit."""
 
     @abstractmethod
     def run(self, step: Step) -> Float[Tensor, "logits vocab"]:
         """The logits asked for, in a buffer that the next run may overwrite."""
+
+
+class Captured(Recorded):
+    """One that samples as well, without a return to Python."""
 
     @abstractmethod
     def takes(self, chunks: Sequence[Chunk]) -> bool:
@@ -100,8 +103,8 @@ class Backend(ABC):
 
     @property
     @abstractmethod
-    def kernels(self) -> ModuleType:
-        """Has every op under its name in `ops`, and agrees with `backends.reference`."""
+    def kernels(self) -> Any:
+        """A module, or an object: has every op under its name in `ops`, and agrees with `backends.reference`."""
 
     @abstractmethod
     def description(self) -> str:
@@ -133,7 +136,7 @@ class Backend(ABC):
         system's again as far as it can be."""
         return
 
-    def capture(self, forward: Forward, capacity: int, max_logits: int) -> Captured | None:
+    def capture(self, forward: Forward, capacity: int, max_logits: int) -> Recorded | None:
         """`forward` recorded for up to so many tokens and logits at once.
 
         The tensors that it reads and writes (weights, cache) must stay where they are. Recording runs no kernel.

@@ -1,7 +1,7 @@
 """Plain torch on any device that it has: `reference` for every op, nothing captured."""
 
 from collections.abc import Sequence
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ class TorchBackend(Backend):
     """What other backends begin with."""
 
     @property
-    def kernels(self) -> ModuleType:
+    def kernels(self) -> Any:
         return reference
 
     def description(self) -> str:

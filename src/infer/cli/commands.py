@@ -371,14 +371,14 @@ def compile_kernels(context: click.Context, /, **options: Any) -> None:
 
 @infer.command()
 @click.option("--json", "as_json", is_flag=True, help="One JSON array on stdout instead of a table.")
-@click.option("-v", "--verbose", is_flag=True, help="A traceback with an error.")
+@click.option("-v", "--verbose", is_flag=True, help="What --device may name besides; a traceback with an error.")
 @click.pass_context
 def models(context: click.Context, /, **options: Any) -> None:
     """List the models at hand: installed packages, the hub's local cache, and the folder $INFER_MODELS."""
     _invocation(context, options)
     from infer.cli.models import run_models
 
-    run_models(as_json=options["as_json"])
+    run_models(as_json=options["as_json"], with_devices=options["verbose"])
 
 
 def _invocation(context: click.Context, options: Mapping[str, Any]) -> Invocation:

@@ -13,7 +13,7 @@ _NONE = (
 )
 
 
-def run_models(*, as_json: bool) -> None:
+def run_models(*, as_json: bool, with_devices: bool) -> None:
     found = list(models_at_hand())
     if as_json:
         click.echo(json.dumps([model.to_json() for model in found], ensure_ascii=False))
@@ -21,6 +21,10 @@ def run_models(*, as_json: bool) -> None:
         click.echo("\n".join(lines(found)))
     else:
         click.echo(_NONE, err=True)
+    if with_devices and not as_json:
+        from infer.cli.version import device_lines
+
+        click.echo("\n".join(["", *device_lines()]))
 
 
 def lines(found: Sequence[ModelAtHand]) -> Iterator[str]:

@@ -24,7 +24,7 @@ ALIASES = {  # taken where the command has the option that they stand for
     "--num-threads": "--threads",
 }
 REPLACED = {  # flags of document 003 that nothing is left to ask for
-    "--zero-copy": "--zero-copy is always so on a CPU: nothing is copied between devices",
+    "--zero-copy": "--zero-copy is always so where a device has the host's memory: nothing is copied",
     "--gpu-attn": "--gpu-attn is not needed: attention runs where the model does (--device)",
 }
 _CHAT, _GENERATE = 'infer chat, or infer generate "TEXT"', 'infer generate "TEXT"'
@@ -112,11 +112,10 @@ def _spelled(arguments: Sequence[str], known: Collection[str]) -> Iterable[str]:
 
 
 class Device(click.ParamType):  # type: ignore[type-arg]  # generic in new versions of click alone
-    """cpu, cuda or cuda:N; other names are answered with what there is."""
+    """cpu, cuda, cuda:N, opencl or opencl:NAME; other names are answered with what there is."""
 
     name = "device"
     _ELSEWHERE: Mapping[str, str] = {
-        "opencl": "OpenCL is not built",
         "vulkan": "Vulkan is not built",
         "metal": "Metal is not built",
         "mps": "Metal is not built",
@@ -125,12 +124,14 @@ class Device(click.ParamType):  # type: ignore[type-arg]  # generic in new versi
     }
 
     def get_metavar(self, *arguments: Any, **named: Any) -> str:
-        return "[cpu|cuda]"
+        return "[cpu|cuda|opencl[:NAME]]"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         kind, colon, index = str(value).partition(":")
         if kind in ("cpu", "cuda") and (not colon or index.isdecimal()):
             return str(value)
+        if kind == "opencl":
+            return str(value)
         why = self._ELSEWHERE.get(kind.lower())
-        message = f"{value!r} is not one of 'cpu', 'cuda'" + (f": {why}" if why else "")
+        message = f"{value!r} is not one of 'cpu', 'cuda', 'opencl'" + (f": {why}" if why else "")
         raise click.BadParameter(message, ctx, param)

@@ -12,8 +12,19 @@ from infer import ops
 from infer.system.available_memory import available_memory_bytes
 from infer.system.cores import num_processors, processor_name
 
-_PACKAGES = ("torch", "numba", "llvmlite", "numpy", "tokenizers", "safetensors", "llguidance", "xgrammar", "triton")
-_VARIABLES = ("INFER_ISA", "INFER_CACHE", "INFER_MODELS", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+_PACKAGES = (
+    "torch",
+    "numba",
+    "llvmlite",
+    "numpy",
+    "tokenizers",
+    "safetensors",
+    "llguidance",
+    "xgrammar",
+    "triton",
+    "pyopencl",
+)
+_VARIABLES = ("INFER_ISA", "INFER_CACHE", "INFER_MODELS", "CUDA_VISIBLE_DEVICES", "OCL_ICD_VENDORS", "OMP_NUM_THREADS")
 
 
 def version_lines() -> Iterator[str]:
@@ -21,12 +32,18 @@ def version_lines() -> Iterator[str]:
     yield f"Python {platform.python_version()}, {platform.platform()}"
     yield ", ".join(f"{name} {found}" for name in _PACKAGES if (found := _version(name)))
     yield f"{processor_name()}, {num_processors()} processors, {_memory()}"
-    yield f"cpu: {ops.backend_of(torch.device('cpu')).description()}"
-    for index in range(torch.cuda.device_count()):
-        yield f"cuda:{index}: {ops.backend_of(torch.device('cuda', index)).description()}"
+    yield from device_lines()
     settings = [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
     if settings:
         yield " ".join(settings)
+
+
+def device_lines() -> Iterator[str]:
+    """What `--device` may name here."""
+    yield f"cpu: {ops.backend_of(torch.device('cpu')).description()}"
+    for index in range(torch.cuda.device_count()):
+        yield f"cuda:{index}: {ops.backend_of(torch.device('cuda', index)).description()}"
+    yield from (f"opencl: {name}" for name in ops.opencl_devices())
 
 
 def _version(package: str) -> str:

@@ -177,12 +177,14 @@ def _choice(name: str, value: str, choices: Sequence[Any]) -> Any:
 
 
 def _backend(device: str | torch.device) -> ops.Backend:
+    if isinstance(device, str) and device.partition(":")[0] == "opencl":
+        return ops.backend_named(device)
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError):
-        raise InvalidRequestError(f"device must be cpu or cuda, got {device!r:.80}") from None
+        raise InvalidRequestError(f"device must be cpu, cuda or opencl, got {device!r:.80}") from None
     if chosen.type not in ("cpu", "cuda"):
-        raise InvalidRequestError(f"device must be cpu or cuda, got {device!r}")
+        raise InvalidRequestError(f"device must be cpu, cuda or opencl, got {device!r}")
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise InvalidRequestError("device is cuda, but torch sees no CUDA device here: use device='cpu'")
     return ops.backend_of(chosen)

@@ -8,7 +8,7 @@ Prefill, decode and verify are one thing: a number of tokens per sequence.
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self, final
 
@@ -17,6 +17,8 @@ import numpy.typing as npt
 import torch
 from jaxtyping import Int
 from torch import Tensor
+
+from infer.errors import InvalidRequestError
 
 TokenIds = ctypes.Array[ctypes.c_int64]
 Interrupt = ctypes.c_int64
@@ -99,6 +101,26 @@ class Step:
         token_ids = np.array([token_id for chunk in chunks for token_id in chunk.token_ids], np.int64)
         arrays = (token_ids, np.concatenate(positions), rows, np.concatenate(logit_indices))
         return cls(*(torch.from_numpy(array) for array in arrays))
+
+    def pieces(self, capacity: int, max_logits: int) -> Iterator["Step"]:
+        """The step in parts of up to so many tokens and logits, one after another."""
+        num_tokens = len(self.tokens)
+        if num_tokens <= capacity and len(self.logit_indices) <= max_logits:
+            yield self
+            return
+        logit_indices = self.logit_indices.tolist()
+        if logit_indices != sorted(logit_indices):
+            raise InvalidRequestError("the logit indices of a step longer than the recording must be in order")
+        start = 0
+        while start < num_tokens:
+            end = min(num_tokens, start + capacity)
+            mine = [index for index in logit_indices if start <= index < end]
+            if len(mine) > max_logits:
+                mine = mine[:max_logits]
+                end = mine[-1] + 1
+            tokens, positions, rows = (x[start:end] for x in (self.tokens, self.positions, self.rows))
+            yield Step(tokens, positions, rows, torch.tensor([index - start for index in mine], dtype=torch.int64))
+            start = end
 
     def to(self, device: torch.device) -> "Step":
         return Step(*(t.to(device) for t in (self.tokens, self.positions, self.rows, self.logit_indices)))

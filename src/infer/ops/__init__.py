@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infer.backends.base import Backend, Captured, KernelStore, Precision
+from infer.backends.base import Backend, Captured, KernelStore, Precision, Recorded
 from infer.operands.architecture import Activation
 from infer.operands.step import Step
 from infer.operands.weights import Heads, Norm, Projection, Weight
-from infer.ops.device import backend_of, set_num_threads, using
+from infer.ops.device import backend_named, backend_of, opencl_devices, set_num_threads, using
 from infer.quantization.kv_layout import LayerCache
 from infer.sampling import sampler
 from infer.sampling.columns import SamplingColumns
@@ -25,8 +25,10 @@ __all__ = [
     "Captured",
     "KernelStore",
     "Precision",
+    "Recorded",
     "attend",
     "attention_weights",
+    "backend_named",
     "backend_of",
     "choose_tokens",
     "embed",
@@ -34,6 +36,7 @@ __all__ = [
     "norm_gate",
     "norm_project",
     "normalize",
+    "opencl_devices",
     "prepare",
     "project_add",
     "sample",

@@ -10,11 +10,13 @@ from importlib.util import find_spec
 import torch
 
 from infer.backends.base import Backend
+from infer.errors import InvalidRequestError
 
 # Each module has `make(device)`.
 MODULE_BY_NAME = {
     "cpu": "infer.backends.cpu.backend",
     "cuda": "infer.backends.cuda.backend",
+    "opencl": "infer.backends.opencl.backend",
     "reference": "infer.backends.torch_backend",
 }
 _used: ContextVar[Backend | str | None] = ContextVar("infer_backend", default=None)
@@ -40,6 +42,21 @@ def backend_of(device: torch.device) -> Backend:
     return _backend(used, device)
 
 
+def backend_named(name: str) -> Backend:
+    """Of a device that torch does not name: opencl, or opencl:part-of-its-name. Raises InvalidRequestError."""
+    if find_spec("pyopencl") is None:
+        raise InvalidRequestError("device opencl needs pyopencl: pip install 'infer-engine[opencl]'")
+    return _named(name.partition(":")[2])
+
+
+def opencl_devices() -> list[str]:
+    """Their names, and why one cannot be used; none where pyopencl is not installed."""
+    if find_spec("pyopencl") is None:
+        return []
+    described: list[str] = import_module("infer.backends.opencl.devices").describe()
+    return described
+
+
 def set_num_threads(num_threads: int) -> None:
     """How many threads the CPU's kernels run on, from now on."""
     import_module("infer.backends.cpu.threads").set_num_threads(num_threads)
@@ -48,6 +65,12 @@ def set_num_threads(num_threads: int) -> None:
 @cache
 def _backend(name: str, device: torch.device) -> Backend:
     backend: Backend = import_module(MODULE_BY_NAME[name]).make(device)
+    return backend
+
+
+@cache
+def _named(part: str) -> Backend:
+    backend: Backend = import_module(MODULE_BY_NAME["opencl"]).make(torch.device("cpu"), part)
     return backend
 
 

@@ -33,7 +33,7 @@ class HiddenStates:
         )
         self._captured = self._capture() if capture else None
 
-    def _capture(self) -> ops.Captured | None:
+    def _capture(self) -> ops.Recorded | None:
         """Of a recording that computes no logits, the buffer of them is the residual stream."""
         self._cache.reserve(0, 1)  # where the recording's own step stands, which is not run
         captured = self._model.backend.capture(

@@ -182,7 +182,7 @@ class CachedRunner(Runner):
         self._compression = PromptCompression(self._cache) if self._cache.settings.keeps_whole_prompts else None
         self._captured = self._capture() if capture else None
 
-    def _capture(self) -> ops.Captured | None:
+    def _capture(self) -> ops.Recorded | None:
         self._cache.reserve(0, 1)  # where the recording's own step stands, which is not run
         captured = self._backend.capture(
             lambda step: self.model.forward(step, self._cache), self._step_tokens, MAX_STEP_LOGITS
@@ -316,7 +316,7 @@ class CachedRunner(Runner):
         masks: Masks | None = None,
         interrupt: Interrupt | None = None,
     ) -> tuple[list[SampledTokens], list[StepEnd]]:
-        if self._captured is None or not self._captured.takes(chunks):
+        if not isinstance(self._captured, ops.Captured) or not self._captured.takes(chunks):
             return [], []
         found = self._captured.run_multi_step(
             chunks, self._starts(chunks), count, columns, history, tuple(stop_ids), masks, interrupt
@@ -327,14 +327,14 @@ class CachedRunner(Runner):
         self, chunks: Sequence[Chunk], columns: SamplingColumns, history: History | None, masks: Masks | None = None
     ) -> tuple[list[SampledTokens], list[StepEnd]]:
         captured = self._captured
-        if captured is None or not captured.takes(chunks):
+        if not isinstance(captured, ops.Captured) or not captured.takes(chunks):
             return super().sample(chunks, columns, history, masks)
         found = captured.run_verified(chunks, self._starts(chunks), columns, history, masks)
         return list(map(SampledTokens, found.token_ids, found.logprobs)), found.ends
 
     def profile(self, token_ids: Sequence[int]) -> list[tuple[str, int]]:
         """Where the time of a step goes: each command's label and cycles. The sequence stays as it is."""
-        if self._captured is None:
+        if not isinstance(self._captured, ops.Captured):
             raise InvalidRequestError("a profile needs steps that are recorded: they are on a CPU, with capture on")
         self._cache.reserve(0, len(token_ids))
         return self._captured.profile(Step.of(token_ids, self._cache.lengths[0]))

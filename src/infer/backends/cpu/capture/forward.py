@@ -5,7 +5,7 @@ The table reads the numbers of tokens and of logits, and the step's arrays, from
 what it computes is what the same ops compute one by one, to the bit.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -51,7 +51,7 @@ class CapturedForward(Captured):
     def run(self, step: Step, num_threads: int | None = None) -> Float[Tensor, "logits vocab"]:
         """The logits asked for, in a buffer that the next run overwrites if they fit one piece."""
         pieces = []
-        for piece in self._pieces(step):
+        for piece in step.pieces(self.capacity, self.max_logits):
             self._fill(piece)
             team().run(self._walk, self._recording.state, num_threads)
             pieces.append(self._logits[: len(piece.logit_indices)])
@@ -104,7 +104,7 @@ class CapturedForward(Captured):
         times = np.zeros(len(self.table.commands), np.int64)
         walk = Walk(self.table)
         walk.arguments["times"] = times.ctypes.data
-        for piece in self._pieces(step):
+        for piece in step.pieces(self.capacity, self.max_logits):
             self._fill(piece)
             team().run(walk, self._recording.state, num_threads)
         return list(zip(self.table.labels, times.tolist(), strict=True))
@@ -132,22 +132,3 @@ class CapturedForward(Captured):
         for words, column in zip(self._slot_words, columns, strict=True):
             words[: len(column)] = column
         self._state_words[_NUM_TOKENS], self._state_words[_NUM_LOGITS] = len(tokens), len(logit_indices)
-
-    def _pieces(self, step: Step) -> Iterator[Step]:
-        num_tokens = len(step.tokens)
-        if num_tokens <= self.capacity and len(step.logit_indices) <= self.max_logits:
-            yield step
-            return
-        logit_indices = step.logit_indices.tolist()
-        if logit_indices != sorted(logit_indices):
-            raise InvalidRequestError("the logit indices of a step longer than the recording must be in order")
-        start = 0
-        while start < num_tokens:
-            end = min(num_tokens, start + self.capacity)
-            mine = [index for index in logit_indices if start <= index < end]
-            if len(mine) > self.max_logits:
-                mine = mine[: self.max_logits]
-                end = mine[-1] + 1
-            tokens, positions, rows = (x[start:end] for x in (step.tokens, step.positions, step.rows))
-            yield Step(tokens, positions, rows, torch.tensor([index - start for index in mine], dtype=torch.int64))
-            start = end

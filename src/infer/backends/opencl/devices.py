@@ -1,0 +1,57 @@
+"""The OpenCL devices of this machine, and which one a name means."""
+
+from collections.abc import Iterator
+
+import pyopencl as cl
+
+from infer.errors import InvalidRequestError
+
+_NO_PLATFORM = (
+    "device opencl: no OpenCL platform is installed: install the device's driver (Debian: intel-opencl-icd, "
+    "mesa-opencl-icd, pocl-opencl-icd), or use --device cpu"
+)
+
+
+def all_devices() -> list[cl.Device]:
+    try:
+        return [device for platform in cl.get_platforms() for device in platform.get_devices()]
+    except cl.Error:  # the loader has found none
+        return []
+
+
+def choose(name: str = "") -> cl.Device:
+    """The first device in whose name, or its platform's, this is. InvalidRequestError says why it cannot be used."""
+    found = all_devices()
+    if not found:
+        raise InvalidRequestError(_NO_PLATFORM)
+    named = [device for device in found if name.lower() in full_name(device).lower()]
+    if not named:
+        known = "; ".join(map(full_name, found))
+        raise InvalidRequestError(f"device opencl:{name}: no such device; there are: {known}")
+    if trouble := next(troubles(named[0]), None):
+        raise InvalidRequestError(
+            f"device opencl: {full_name(named[0])} {trouble}: use another device, or --device cpu"
+        )
+    return named[0]
+
+
+def describe() -> list[str]:
+    return [", but it ".join([full_name(device), *troubles(device)]) for device in all_devices()]
+
+
+def full_name(device: cl.Device) -> str:
+    return f"{device.platform.name.strip()}: {device.name.strip()}"
+
+
+def troubles(device: cl.Device) -> Iterator[str]:
+    """Why it cannot be used."""
+    if not device.available:
+        yield "is not available"
+    if not device.compiler_available:
+        yield "has no compiler"
+    if device.profile != "FULL_PROFILE":
+        yield "has OpenCL's embedded profile, without 64-bit integers"
+    if not device.host_unified_memory:
+        yield "has memory of its own, and buffers here are the host's"
+    if not device.endian_little:
+        yield "is big-endian"

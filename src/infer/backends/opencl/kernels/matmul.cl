@@ -1,0 +1,266 @@
+// A packed weight (`backends.cpu.layouts` has the picture) × activations. The numbers of its layout are macros.
+//
+// A row's result is one chain of float operations over the records, whatever the number of tokens: `backends.cpu.tiles`
+// has it. On a CPU a work item has 16 rows as a vector; elsewhere one, and the 16 of a group are neighbours.
+
+#if LANES == 16
+typedef int16 ints;
+typedef float16 floats;
+#define LOAD_INTS(at) vload16(0, (global const int *)(at))
+#define LOAD_HALVES(at) vload_half16(0, (global const half *)(at))
+#define LOAD_FLOATS(at) vload16(0, (global const float *)(at))
+#define LOAD_BYTES(at) convert_int16(vload16(0, (global const uchar *)(at)))
+#define LOAD_CHARS(at) convert_int16(vload16(0, (global const char *)(at)))
+#define LOAD_SHORTS(at) convert_uint16(vload16(0, (global const ushort *)(at)))
+#define TO_FLOATS convert_float16
+#define AS_FLOATS as_float16
+#define GROUP get_global_id(0)
+#define CAPPED(x, cap) softcapped(x, cap)
+#else
+typedef int ints;
+typedef float floats;
+#define LANE (get_global_id(0) % 16)
+#define LOAD_INTS(at) ((global const int *)(at))[LANE]
+#define LOAD_HALVES(at) vload_half(LANE, (global const half *)(at))
+#define LOAD_FLOATS(at) ((global const float *)(at))[LANE]
+#define LOAD_BYTES(at) (int)((global const uchar *)(at))[LANE]
+#define LOAD_CHARS(at) (int)((global const char *)(at))[LANE]
+#define LOAD_SHORTS(at) (uint)((global const ushort *)(at))[LANE]
+#define TO_FLOATS (float)
+#define AS_FLOATS as_float
+#define GROUP (get_global_id(0) / 16)
+#define CAPPED(x, cap) softcapped((float16)(x), cap).s0
+#endif
+
+#ifdef IS_FLOAT
+
+#define ACTIVATION_INTS 8  // of a record: 8 floats
+
+inline floats load_weights(global const uchar *at)
+{
+#if LOW_BITS == 32
+    return LOAD_FLOATS(at);
+#elif defined(IS_BF16)
+    return AS_FLOATS(LOAD_SHORTS(at) << 16);
+#else
+    return LOAD_HALVES(at);
+#endif
+}
+
+// Even and odd inputs in a chain each, added at the end.
+inline void multiply_group(global const uchar *weights, global const int *const *tokens, int records, floats *sums)
+{
+    floats odd[TOKENS];
+    for (int t = 0; t < TOKENS; t++)
+        sums[t] = odd[t] = 0.0f;
+    for (int record = 0; record < records; record++, weights += RECORD_BYTES)
+        for (int i = 0; i < 8; i += 2) {
+            floats first = load_weights(weights + i * 2 * LOW_BITS), second = load_weights(weights + (i + 1) * 2 * LOW_BITS);
+            for (int t = 0; t < TOKENS; t++) {
+                sums[t] = fma(first, (floats)as_float(tokens[t][8 * record + i]), sums[t]);
+                odd[t] = fma(second, (floats)as_float(tokens[t][8 * record + i + 1]), odd[t]);
+            }
+        }
+    for (int t = 0; t < TOKENS; t++)
+        sums[t] += odd[t];
+}
+
+#else
+
+#define ACTIVATION_INTS RECORD_INTS(PLANES)
+
+// sum + Σ of 4 products of unsigned bytes with signed ones, in each lane.
+inline ints dot4(ints q, int a, ints sum)
+{
+#if LANES == 16 && defined(__AVX512VNNI__)
+    return __builtin_ia32_vpdpbusd512(sum, q, (int16)a);
+#else
+    char4 each = as_char4(a);
+    return sum + (q & 255) * each.x + (q >> 8 & 255) * each.y + (q >> 16 & 255) * each.z + (q >> 24 & 255) * each.w;
+#endif
+}
+
+#ifdef CODES
+constant uchar codes[16] = CODES;
+
+inline ints look_up(ints q)
+{
+    union { ints all; uchar each[4 * LANES]; } bytes = {q};
+    for (int i = 0; i < 4 * LANES; i++)
+        bytes.each[i] = codes[bytes.each[i]];
+    return bytes.all;
+}
+#endif
+
+// Quad j of a record, 4 inputs of each row, as bytes that are stored as q + OFFSET ≥ 0.
+inline ints quad_of(global const uchar *record, int quad)
+{
+#if LOW_BITS == 8
+    return LOAD_INTS(record + 64 * quad);
+#elif LOW_BITS == 4
+    ints q = LOAD_INTS(record + 64 * (quad % 4)) >> 4 * (quad / 4) & 0x0F0F0F0F;
+#else
+    ints q = LOAD_INTS(record + 64 * (quad / 4)) >> 2 * (quad % 4) & 0x03030303;
+#endif
+#if HIGH_BITS
+    int bit = HIGH_BITS == 1 ? quad : 2 * (quad % 4);
+    ints high = LOAD_INTS(record + HIGH_AT + (HIGH_BITS == 1 ? 0 : 64 * (quad / 4)));
+    high = bit < LOW_BITS ? high << (LOW_BITS - bit) : high >> (bit - LOW_BITS);
+    q |= high & 0x01010101 * (((1 << HIGH_BITS) - 1) << LOW_BITS);
+#endif
+#ifdef CODES
+    q = look_up(q);
+#endif
+#if LOW_BITS != 8
+    return q;
+#endif
+}
+
+// Scale or minimum of a part of a record, where `super` is its super-block's.
+inline floats scale_of(global const uchar *at, int part, floats super)
+{
+#if defined(HAS_EXPONENT)
+    ints exponent = LOAD_BYTES(at);  // 2^(e − 128): the two least are subnormal
+    ints least = (ints)0x00200000 << (exponent & 1);
+    return AS_FLOATS(exponent < 2 ? least : (exponent - 1) << 23);
+#elif PER_SUPER == 1
+    return LOAD_HALVES(at);
+#elif HAS_MINIMUM
+    return TO_FLOATS(LOAD_BYTES(at + 16 * part)) * super;
+#else
+    return TO_FLOATS(LOAD_CHARS(at + 16 * part)) * super;
+#endif
+}
+
+// With a = s × A:  Σ (d q + m) a  =  d s Σ q A  +  m s ΣA, where Σ q A is exact in integers.
+inline void add_record(
+    global const uchar *record, floats super, floats super_minimum, global const int *const *tokens, int at, floats *sums)
+{
+    ints dots[TOKENS][2][PLANES];
+    for (int t = 0; t < TOKENS; t++)
+        for (int i = 0; i < 2 * PLANES; i++)
+            dots[t][i / PLANES][i % PLANES] = 0;
+#pragma unroll
+    for (int quad = 0; quad < 8; quad++) {
+        ints q = quad_of(record, quad);
+#pragma unroll
+        for (int t = 0; t < TOKENS; t++)
+#pragma unroll
+            for (int plane = 0; plane < PLANES; plane++) {
+                int part = PARTS == 2 ? quad / 4 : 0;
+                dots[t][part][plane] = dot4(q, tokens[t][at + 10 * plane + quad], dots[t][part][plane]);
+            }
+    }
+    floats scales[PARTS], minima[PARTS];
+    for (int part = 0; part < PARTS; part++) {
+        scales[part] = scale_of(record + SCALE_AT, part, super);
+#if HAS_MINIMUM
+        minima[part] = scale_of(record + MINIMUM_AT, part, super_minimum);
+        minima[part] = PER_SUPER == 1 ? minima[part] : -minima[part];
+#endif
+    }
+#pragma unroll
+    for (int t = 0; t < TOKENS; t++) {
+        global const int *a = tokens[t] + at, *less = a + ACTIVATION_INTS - 2;
+        float scale = as_float(a[8]);
+        for (int part = 0; part < PARTS; part++) {
+            ints dot = dots[t][part][PLANES - 1] + (PARTS == 2 ? less[part] : less[0] + less[1]) * OFFSET;
+            if (PLANES == 2)
+                dot += dots[t][part][0] * 256;
+            sums[t] = fma(scales[part] * scale, TO_FLOATS(dot), sums[t]);
+        }
+#if HAS_MINIMUM
+        for (int part = 0; part < PARTS; part++)
+            sums[t] = fma(minima[part], (floats)(PARTS == 2 ? scale * (float)-less[part] : as_float(a[9])), sums[t]);
+#endif
+    }
+}
+
+inline void multiply_group(global const uchar *weights, global const int *const *tokens, int records, floats *sums)
+{
+    for (int t = 0; t < TOKENS; t++)
+        sums[t] = 0.0f;
+    for (int first = 0; first < records; first += PER_SUPER, weights += SUPER_BYTES) {
+        floats super = 0.0f, super_minimum = 0.0f;
+#if PER_SUPER > 1
+        super = LOAD_HALVES(weights);
+        super_minimum = HAS_MINIMUM ? LOAD_HALVES(weights + 32) : super;
+#endif
+        for (int i = 0; i < PER_SUPER; i++)
+            add_record(weights + HEADER + i * RECORD_BYTES, super, super_minimum, tokens, (first + i) * ACTIVATION_INTS, sums);
+    }
+}
+
+#endif
+
+// Where the activations of this item's tokens lie; past the last token, those of the last.
+inline int point_to(global const int *activations, int records, int num_tokens, global const int **tokens)
+{
+    int first = get_global_id(1) * TOKENS;
+    for (int t = 0; t < TOKENS; t++)
+        tokens[t] = activations + (long)min(first + t, num_tokens - 1) * records * ACTIVATION_INTS;
+    return first;
+}
+
+// out = y + bias (epilogue 0), or out += y + bias (1), or out = softcap × tanh((y + bias) / softcap) (2).
+kernel void multiply(
+    global const uchar *weights, global const int *activations, global float *out, global const float *bias,
+    global const int *count, int records, int row_stride, int first_column, int num_columns, int epilogue, float softcap)
+{
+    global const int *tokens[TOKENS];
+    floats sums[TOKENS];
+    int first = point_to(activations, records, *count, tokens), row = GROUP * 16;
+    multiply_group(weights + GROUP * (long)(records / PER_SUPER) * SUPER_BYTES, tokens, records, sums);
+    for (int t = 0; t < TOKENS && first + t < *count; t++) {
+        global float *to = out + (long)(first + t) * row_stride + first_column + row;
+        floats y = sums[t];
+#if LANES == 16
+        int room = num_columns - row;
+        if (bias)
+            y = y + load_upto(bias + row, room);
+        if (epilogue == 1)
+            y = load_upto(to, room) + y;
+        store_upto(to, room, epilogue == 2 ? CAPPED(y, softcap) : y);
+#else
+        if (row + LANE >= num_columns)
+            continue;
+        if (bias)
+            y = y + bias[row + LANE];
+        if (epilogue == 1)
+            y = to[LANE] + y;
+        to[LANE] = epilogue == 2 ? CAPPED(y, softcap) : y;
+#endif
+    }
+}
+
+#if LANES == 16 && defined(ACTIVATE)
+// activation(gate + bias) × (up + bias) of 32 rows, as floats, as quantised records, or both.
+kernel void multiply_gate(
+    global const uchar *gate, global const uchar *up, global const int *activations, global float *out,
+    global int *quantized, int planes, global const float *bias, global const int *count, int records, int num_columns)
+{
+    global const int *tokens[TOKENS];
+    floats values[2][TOKENS], right[TOKENS];
+    int first = point_to(activations, records, *count, tokens), row = get_global_id(0) * BLOCK;
+    for (int side = 0; side < 2; side++) {
+        long at = (get_global_id(0) * 2 + side) * (long)(records / PER_SUPER) * SUPER_BYTES;
+        int room = num_columns - row - 16 * side;
+        if (room <= 0)
+            break;
+        multiply_group(gate + at, tokens, records, values[side]);
+        multiply_group(up + at, tokens, records, right);
+        for (int t = 0; t < TOKENS && first + t < *count; t++) {
+            if (bias) {
+                values[side][t] += load_upto(bias + row + 16 * side, room);
+                right[t] += load_upto(bias + num_columns + row + 16 * side, room);
+            }
+            values[side][t] = ACTIVATE(values[side][t]) * right[t];
+            if (!quantized)
+                store_upto(out + (long)(first + t) * num_columns + row + 16 * side, room, values[side][t]);
+        }
+    }
+    for (int t = 0; quantized && t < TOKENS && first + t < *count; t++)
+        quantize_block(values[0][t], values[1][t], planes,
+                       quantized + ((long)(first + t) * (num_columns / BLOCK) + row / BLOCK) * RECORD_INTS(planes));
+}
+#endif

@@ -1,0 +1,181 @@
+"""Where an op's launches go: into the active recording, or to the queue at once.
+
+A run has buffers that its launches share. An eager run has fresh ones, and the op's own tensors; a recording has one
+for each role and size, and slots of a fixed capacity for the step's arrays. So one builder serves both.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import numpy as np
+import pyopencl as cl
+import torch
+from torch import Tensor
+
+from infer.backends import host_memory
+from infer.backends.opencl.runtime import Runtime
+from infer.operands.step import Step
+
+Axis = Literal["tokens", "logits"]
+_NO_MACROS: Mapping[str, Any] = {}
+
+
+@final
+@dataclass
+class Launch:
+    """A kernel with its arguments, as variants by how many tokens a work item takes."""
+
+    variants: tuple[tuple[int, cl.Kernel], ...]
+    width: int  # work items for each token, or for so many
+    axis: Axis
+    label: str
+
+    def set(self, index: int, value: Any) -> None:
+        for _, kernel in self.variants:
+            kernel.set_arg(index, value)
+
+
+class Run:
+    """Launches one after another, for up to `capacity` tokens and `max_logits` logits."""
+
+    def __init__(self, runtime: Runtime, capacity: int, max_logits: int) -> None:
+        self.runtime, self.capacity, self.max_logits = runtime, capacity, max_logits
+        self.launches: list[Launch] = []
+        self.label = ""
+        self.counts = host_memory.zeros((2,), torch.int32)  # of tokens and logits
+        self._buffers: dict[tuple[int, int], cl.Buffer] = {}
+        self._keeps: list[Tensor] = []
+
+    def tensor(self, role: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A buffer for this role, with undefined contents."""
+        return host_memory.zeros(shape, dtype)
+
+    def most(self, axis: Axis) -> int:
+        return self.capacity if axis == "tokens" else self.max_logits
+
+    def count(self, axis: Axis) -> Tensor:
+        """Where kernels read how many there are."""
+        return self.counts[:1] if axis == "tokens" else self.counts[1:]
+
+    def launch(
+        self,
+        source: str,
+        name: str,
+        width: int,
+        arguments: Sequence[Any],
+        macros: Mapping[str, Any] = _NO_MACROS,
+        *,
+        axis: Axis = "tokens",
+        tokens: tuple[int, ...] = (),
+    ) -> Launch:
+        """Append a kernel of `width` work items a token; one for each of `tokens` where an item takes several.
+
+        A tensor is passed as its memory, whole numbers as int, floats as float, None as a null pointer.
+        """
+        variants = [(count, {**macros, "TOKENS": count}) for count in tokens] or [(1, {**macros})]
+        kernels = tuple((count, self.runtime.kernel(source, name, defined)) for count, defined in variants)
+        launch = Launch(kernels, width, axis, f"{self.label}.{name}")
+        for index, argument in enumerate(arguments):
+            launch.set(index, self._argument(argument))
+        self.launches.append(launch)
+        return launch
+
+    def _argument(self, argument: Any) -> Any:
+        if isinstance(argument, Tensor):
+            return self.buffer(argument)
+        if isinstance(argument, int):
+            return np.int32(argument)
+        return np.float32(argument) if isinstance(argument, float) else argument
+
+    def buffer(self, tensor: Tensor, *, whole: bool = False) -> cl.Buffer:
+        """The memory of a tensor, or all that it is a view of."""
+        storage = tensor.untyped_storage()
+        key = (storage.data_ptr(), storage.nbytes()) if whole else (tensor.data_ptr(), tensor.nbytes)
+        if key not in self._buffers:
+            self._buffers[key] = self.runtime.storage(tensor) if whole else self.runtime.buffer(tensor)
+            self._keeps.append(tensor)
+        return self._buffers[key]
+
+    def produced(self, x: Tensor, launch: Launch, index: int) -> None:
+        """x is written by this launch, which writes quantised records instead where its argument `index` is a buffer
+        for them, of as many planes as the next argument says."""
+
+    def quantized(self, x: Tensor, planes: int, size: int) -> Tensor | None:
+        """x's records, so many int32 for a token, written by its producer; None where it cannot."""
+        return None
+
+    def execute(self, num_tokens: int, num_logits: int) -> None:
+        """Enqueue all launches, for so many; returns when they are done."""
+        counts = {"tokens": num_tokens, "logits": num_logits}
+        self.counts[0], self.counts[1] = num_tokens, num_logits
+        for launch in self.launches:
+            self.enqueue(launch, counts[launch.axis])
+        self.runtime.queue.finish()
+
+    def enqueue(self, launch: Launch, count: int) -> None:
+        if count == 0:
+            return
+        tokens, kernel = next((each for each in launch.variants if each[0] >= count), launch.variants[-1])
+        items = -(-count // tokens)
+        local = self.runtime.local_size(launch.width, items)
+        cl.enqueue_nd_range_kernel(self.runtime.queue, kernel, (launch.width, items), local)
+
+
+@final
+class Recording(Run):
+    """One step being recorded. `step` is what to hand to `forward`: its arrays are the slots."""
+
+    def __init__(self, runtime: Runtime, capacity: int, max_logits: int) -> None:
+        super().__init__(runtime, capacity, max_logits)
+        tokens, positions, rows = (host_memory.zeros((capacity,), torch.int64) for _ in range(3))
+        self.step = Step(tokens, positions, rows, host_memory.zeros((max_logits,), torch.int64))
+        self._workspace: dict[tuple[Any, ...], Tensor] = {}
+        self._producers: dict[int, tuple[Launch, int]] = {}
+
+    def tensor(self, role: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        key = (role, shape, dtype)
+        if key not in self._workspace:
+            self._workspace[key] = host_memory.zeros(shape, dtype)
+        return self._workspace[key]
+
+    def produced(self, x: Tensor, launch: Launch, index: int) -> None:
+        self._producers[x.data_ptr()] = launch, index
+
+    def quantized(self, x: Tensor, planes: int, size: int) -> Tensor | None:
+        launch, index = self._producers.pop(x.data_ptr(), (None, 0))
+        if launch is None:
+            return None
+        records = self.tensor(f"quantized {x.data_ptr()}", self.capacity, size, dtype=torch.int32)
+        launch.set(index, self.buffer(records))
+        launch.set(index + 1, np.int32(planes))
+        return records
+
+
+_active: ContextVar[Recording | None] = ContextVar("infer_opencl_recording", default=None)
+
+
+@contextmanager
+def record(runtime: Runtime, capacity: int, max_logits: int) -> Iterator[Recording]:
+    """Ops called inside append to the recording instead of running."""
+    recording = Recording(runtime, capacity, max_logits)
+    token = _active.set(recording)
+    try:
+        yield recording
+    finally:
+        _active.reset(token)
+
+
+@contextmanager
+def scope(runtime: Runtime, label: str, num_tokens: int, num_logits: int = 0) -> Iterator[Run]:
+    """The run that an op's launches go to. An eager one is run at the end."""
+    if (recording := _active.get()) is not None:
+        recording.label = label
+        yield recording
+        return
+    run = Run(runtime, num_tokens, num_logits)
+    run.label = label
+    yield run
+    run.execute(num_tokens, num_logits)

@@ -1,0 +1,79 @@
+"""A device, its context and its one in-order queue: programs are built once, buffers are the memory of tensors."""
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any, final
+
+import pyopencl as cl
+from torch import Tensor
+
+from infer.backends.opencl.devices import full_name
+from infer.errors import InvalidRequestError
+
+_FOLDER = Path(__file__).parent / "kernels"
+_LOCAL_SIZES = (16, 8, 4, 2)
+_GROUPS_PER_UNIT = 8  # work groups for each of a CPU's cores, where there are as many
+
+
+@final
+class Runtime:
+    def __init__(self, device: cl.Device) -> None:
+        self.device, self.name = device, full_name(device)
+        self.context = cl.Context([device])
+        self.queue = cl.CommandQueue(self.context, device)
+        self.is_cpu = bool(device.type & cl.device_type.CPU)
+        self.lanes = 16 if self.is_cpu else 1  # rows of a weight that a work item has as a vector
+        self.most_bytes = int(device.max_mem_alloc_size)  # of a buffer
+        self._programs: dict[tuple[Any, ...], cl.Program] = {}
+
+    def kernel(self, source: str, name: str, macros: dict[str, Any]) -> cl.Kernel:
+        """A kernel whose arguments are its own. Raises InvalidRequestError where its program does not build."""
+        key = (source, *sorted(macros.items()))
+        if key not in self._programs:
+            self._programs[key] = self._build(source, macros)
+        return cl.Kernel(self._programs[key], name)
+
+    def _build(self, source: str, macros: dict[str, Any]) -> cl.Program:
+        options = ["-cl-std=CL1.2", *(f"-D{name}={value}" for name, value in macros.items())]
+        if self.device.single_fp_config & cl.device_fp_config.CORRECTLY_ROUNDED_DIVIDE_SQRT:
+            options.append("-cl-fp32-correctly-rounded-divide-sqrt")
+        try:
+            return cl.Program(self.context, _text("common.cl") + _text(source)).build(options)
+        except cl.Error as error:
+            lines = [line for line in str(error).splitlines() if "error" in line] or str(error).splitlines()
+            raise InvalidRequestError(
+                f"device opencl: {source} does not build on {self.name}: {lines[0].strip()}: use another device, or "
+                "--device cpu"
+            ) from error
+
+    def buffer(self, tensor: Tensor) -> cl.Buffer:
+        """The memory of a contiguous tensor, not a copy."""
+        assert tensor.is_contiguous()
+        return self._shared(tensor.data_ptr(), tensor.nbytes)
+
+    def storage(self, tensor: Tensor) -> cl.Buffer:
+        """All memory that the tensor is a view of."""
+        storage = tensor.untyped_storage()
+        return self._shared(storage.data_ptr(), storage.nbytes())
+
+    def _shared(self, address: int, num_bytes: int) -> cl.Buffer:
+        if num_bytes > self.most_bytes:
+            raise InvalidRequestError(
+                f"device opencl: {self.name} takes {self.most_bytes / 1e6:,.0f} MB at once, and "
+                f"{num_bytes / 1e6:,.1f} MB are needed: a smaller max_seq_len, kv_type q4 or weights q4 need less"
+            )
+        memory = (ctypes.c_uint8 * num_bytes).from_address(address)
+        return cl.Buffer(self.context, cl.mem_flags.READ_WRITE | cl.mem_flags.USE_HOST_PTR, hostbuf=memory)
+
+    def local_size(self, width: int, items: int) -> tuple[int, int] | None:
+        """Of a work group along the first axis: on a CPU as large as leaves work for all cores; else the driver's."""
+        if not self.is_cpu:
+            return None
+        most = width * items // (_GROUPS_PER_UNIT * self.device.max_compute_units)
+        return next((size for size in _LOCAL_SIZES if width % size == 0 and size <= most), 1), 1
+
+
+@cache
+def _text(source: str) -> str:
+    return (_FOLDER / source).read_text()

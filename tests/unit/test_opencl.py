@@ -1,0 +1,231 @@
+"""OpenCL's kernels on PoCL: the bits of the CPU's kernels, for every op, type and cache, and whole models."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+from unittest.mock import Mock
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import Tensor
+
+import opencl_platform
+from infer import LLM, SamplingParams, ops
+from infer.backends.cpu.layouts import LAYOUTS
+from infer.cli.commands import infer
+from infer.errors import InvalidRequestError
+from infer.operands.architecture import Activation
+from infer.operands.step import Step
+from infer.operands.weights import Heads, Norm, Projection, RopeTable, Weight
+from infer.quantization.kv_formats import KV_TYPES
+from layer_caches import make_layer
+from test_cpu_kernels import make_weight
+from test_families import load, make_reserved, random_ids
+from test_session import make_model
+from tiny import ONE_EACH, Tiny, make_tiny
+
+pytest.importorskip("pyopencl")
+opencl_platform.use_pocl()
+
+from infer.backends.opencl import devices, runtime  # noqa: E402  # the platform is chosen before they are imported
+
+CPU = torch.device("cpu")
+FAST = ("Q4_1", "Q6_K")
+NUM_SLOTS = 600
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=[16, 1], ids=["vectors", "lanes"])
+def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Rows of a weight that a work item has: as on a CPU, and as on a GPU."""
+    monkeypatch.setattr(ops.backend_named("opencl").kernels._runtime, "lanes", request.param)
+    return int(request.param)
+
+
+def same(call: Callable[[], tuple[Tensor, ...]]) -> bool:
+    found = []
+    for backend in ("cpu", ops.backend_named("opencl")):
+        with ops.using(backend):
+            found.append(call())
+    return all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def projected(precision: Any, *weights: Weight, bias: Tensor | None = None) -> Projection:
+    return ops.prepare(Projection(weights, bias), CPU, precision)
+
+
+@pytest.mark.parametrize(
+    ("type_", "precision"), [(type_, "exact") for type_ in sorted(LAYOUTS)] + [(type_, "fast") for type_ in FAST]
+)
+def test_a_projection_has_the_bits_of_the_cpu(type_: str, precision: str) -> None:
+    weight, bias, norm = make_weight(type_, 40, 512), torch.randn(40), Norm(torch.rand(512) + 0.5, 1e-5)
+    for tokens in (1, 11):
+        x, residual = torch.randn(tokens, 512), torch.randn(tokens, 40)
+
+        def call(x: Tensor = x, residual: Tensor = residual) -> tuple[Tensor, ...]:
+            projection = projected(precision, weight, bias=bias)
+            logits = ops.head(x, torch.tensor([len(x) - 1, 0]), norm, projection, 30.0)
+            added = ops.project_add(residual.clone(), x, projection, Norm(bias, 1e-6))
+            rows = ops.embed(projection.parts[0], torch.tensor([0, 39, 99]), 2.0)
+            return ops.norm_project(x, norm, projection), logits, added, rows
+
+        assert same(call)
+
+
+@pytest.mark.parametrize("type_", ["Q3_K", "BF16"])
+@pytest.mark.usefixtures("lanes")
+def test_rows_of_a_group_may_be_work_items(type_: str) -> None:
+    """More rows than whole groups have, and a bias."""
+    weight, bias, x = make_weight(type_, 37, 256), torch.randn(37), torch.randn(9, 256)
+    assert same(lambda: (ops.norm_project(x, None, projected("exact", weight, bias=bias)),))
+
+
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_an_mlp_has_the_bits_of_the_cpu(activation: Activation) -> None:
+    """Gate and up as one weight, as two, of two types, and with rows that fill no group."""
+    whole, half, other, odd = (
+        make_weight(type_, rows, 256) for type_, rows in (("Q4_1", 128), ("Q4_1", 64), ("Q6_K", 64), ("Q4_1", 40))
+    )
+    x = 3 * torch.randn(5, 256)
+    for parts in ((whole,), (half, half), (other, half), (odd, odd)):
+        assert same(lambda parts=parts: (ops.norm_gate(x, None, projected("exact", *parts), activation),))
+
+
+ATTENTION = [
+    *((kv_type, mode, 64) for kv_type in KV_TYPES for mode in ("plain", "far")),
+    *(("f16", mode, 96) for mode in ("window", "softcap", "norm")),
+    *(("f32", mode, 20) for mode in ("sinks", "norm of all")),
+]
+
+
+@pytest.mark.parametrize(("kv_type", "mode", "dim"), ATTENTION)
+def test_attention_has_the_bits_of_the_cpu(kv_type: str, mode: str, dim: int) -> None:
+    """And so has what is cached, whatever chunks a row comes in."""
+    num_heads, kv_heads = 4, 2
+    angles = 6 * torch.rand(1, NUM_SLOTS, dim // (4 if mode == "norm" else 2))
+    norms = [Norm(torch.rand(dim * (count if mode == "norm of all" else 1)), 1e-6) for count in (num_heads, kv_heads)]
+    q_norm, k_norm = norms if mode.startswith("norm") else (None, None)
+    softcap = 20.0 if mode == "softcap" else None
+    rope = RopeTable(angles.cos(), angles.sin())
+    heads = Heads(num_heads, kv_heads, dim, dim**-0.5, rope, q_norm, k_norm, softcap)
+    qkv = torch.randn(2, 300, (num_heads + 2 * kv_heads) * dim)
+
+    def call() -> tuple[Tensor, ...]:
+        layer = make_layer(heads, 2, NUM_SLOTS, kv_type, window=70 if mode in ("window", "sinks", "far") else None)
+        if mode in ("sinks", "far"):
+            pages = replace(layer.pages, sinks=torch.tensor([5, 20]), furthest=100 if mode == "far" else None)
+            layer = replace(layer, pages=pages)
+        attended = []
+        for start, end in ((0, 290), (290, 299), (299, 300)):
+            steps = [Step.of([0] * (end - start), start, row=row) for row in range(2)]
+            attended.append(ops.attend(qkv[:, start:end].flatten(0, 1).contiguous(), heads, layer, Step.join(steps)))
+        return *attended, layer.keys, layer.values
+
+    assert same(call)
+
+
+@torch.inference_mode()
+def logits_of(folder: Path, backend: str) -> Tensor:
+    """Of a recorded model, in chunks of several sizes."""
+    with ops.using(backend):
+        model = load(folder)
+    cache, pieces, start = make_reserved(model), [], 0
+    captured = model.backend.capture(lambda step: model.forward(step, cache), 32, 32)
+    assert captured is not None
+    for size in (40, 1, 9):  # the first in two pieces
+        pieces.append(captured.run(Step.of(random_ids(size), start, logit_indices=range(size))).clone())
+        start += size
+        cache.commit(0, size)
+    return torch.cat(pieces)
+
+
+@pytest.mark.parametrize("tiny", ONE_EACH, ids=lambda tiny: tiny.name)
+def test_a_model_of_each_family_has_the_bits_of_the_cpu(tiny: Tiny, tmp_path: Path) -> None:
+    make_tiny(tiny, tmp_path)
+    assert torch.equal(logits_of(tmp_path, "opencl"), logits_of(tmp_path, "cpu"))
+
+
+def test_answers_are_those_of_the_cpu(tmp_path: Path) -> None:
+    """Alone and together, sampled, drafted, constrained, with log-probabilities, and without a recording."""
+    folder = make_model(tmp_path)
+    greedy = SamplingParams(temperature=0, max_new_tokens=20)
+    sampled = SamplingParams(temperature=0.9, top_k=20, repetition_penalty=1.2, seed=5, max_new_tokens=20, logprobs=2)
+    found = []
+    for device in ("cpu", "opencl"):
+        llm = LLM(folder, device=device)
+        results = [
+            llm.generate("hello", greedy),
+            llm.generate("abab abab abab", sampled, speculation="ngram"),
+            llm.generate("one", replace(greedy, regex="[a-d]+"), speculation="ngram"),
+            *llm.generate_all(["a", "bc", "a longer prompt than the others"], [greedy, sampled, greedy]),
+        ]
+        found.append([(result.token_ids, result.text, result.logprobs) for result in results])
+    assert found[0] == found[1]
+    eager = LLM(folder, device="opencl:portable", capture=False)
+    assert eager.generate("hello", replace(greedy, max_new_tokens=3)).token_ids == found[0][0][0][:3]
+
+
+def test_a_device_that_is_not_there_is_one_line_with_those_that_are() -> None:
+    with pytest.raises(InvalidRequestError, match="opencl:nothing: no such device; there are: Portable Computing"):
+        ops.backend_named("opencl:nothing")
+
+
+def test_no_platform_is_one_line_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "all_devices", list)
+    with pytest.raises(InvalidRequestError, match=r"no OpenCL platform is installed: install .* or use --device cpu"):
+        devices.choose()
+
+
+def test_without_pyopencl_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.ops.device.find_spec", lambda name: None)
+    with pytest.raises(InvalidRequestError, match=r"pip install 'infer-engine\[opencl\]'"):
+        ops.backend_named("opencl:other")
+    assert ops.opencl_devices() == []
+
+
+@pytest.mark.parametrize(
+    ("fact", "words"),
+    [
+        ({"host_unified_memory": False}, "has memory of its own"),
+        ({"profile": "EMBEDDED_PROFILE"}, "without 64-bit integers"),
+        ({"compiler_available": False}, "has no compiler"),
+    ],
+)
+def test_a_device_that_cannot_be_used_is_refused(
+    fact: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = devices.choose()
+    facts = {name: getattr(real, name) for name in ("name", "platform", "available", "compiler_available", "profile")}
+    facts |= {"host_unified_memory": True, "endian_little": True} | fact
+    monkeypatch.setattr(devices, "all_devices", lambda: [Mock(spec=type(real), **facts)])
+    with pytest.raises(InvalidRequestError, match=f"{words}.*: use another device, or --device cpu"):
+        devices.choose()
+    assert words in devices.describe()[0]
+
+
+def test_a_kernel_that_does_not_build_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = runtime.Runtime(devices.choose())
+    monkeypatch.setattr(runtime, "_text", lambda source: "kernel void broken(global wrong *x) {}")
+    with pytest.raises(InvalidRequestError, match=r"rows.cl does not build on Portable.*wrong") as raised:
+        made.kernel("rows.cl", "broken", {})
+    assert "\n" not in str(raised.value)
+
+
+def test_a_buffer_larger_than_the_device_takes_is_refused() -> None:
+    made = runtime.Runtime(devices.choose())
+    made.most_bytes = 1000
+    with pytest.raises(InvalidRequestError, match=r"takes 0 MB at once, and 0\.0 MB are needed: a smaller max_seq_len"):
+        made.buffer(torch.zeros(1000))
+
+
+def test_devices_are_listed() -> None:
+    for arguments in (["models", "-v"], ["--version", "-v"]):
+        shown = CliRunner().invoke(infer, arguments)
+        assert shown.exit_code == 0
+        assert "opencl: Portable Computing Language: " in shown.output

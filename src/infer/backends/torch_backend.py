@@ -9,7 +9,7 @@ from torch import Tensor
 from infer.backends import host_memory, reference
 from infer.backends.base import Backend
 
-_KV_TYPE_BY_DTYPE = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+KV_TYPE_BY_DTYPE = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
 class TorchBackend(Backend):
@@ -37,7 +37,7 @@ class TorchBackend(Backend):
         """On a CPU in 16 bits, which cost a mean KL of less than 1e-6, but whole where all is asked for in float32."""
         if self.computes_on_host and dtype is None:
             return "f16"
-        return _KV_TYPE_BY_DTYPE[self.activation_dtype(dtype)]
+        return KV_TYPE_BY_DTYPE[self.activation_dtype(dtype)]
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         if self.computes_on_host:

@@ -3,9 +3,9 @@
 Importing it loads Triton. With TRITON_INTERPRET=1 set before that, the same kernels run on CPU tensors, slowly.
 """
 
+from infer.backends.cuda.attention import attend
 from infer.backends.cuda.sampler import choose_tokens
 from infer.backends.reference import (
-    attend,
     attention_weights,
     embed,
     head,

@@ -1,0 +1,243 @@
+"""`attend`: softmax(q kᵀ × scale) v over what each token sees of its row's pages.
+
+The slots of a row are cut into chunks of 256, wherever the row begins and however long it is. A chunk is read 32 slots
+at a time; each tile's (largest score, sum, weighted values) is merged into the chunk's, each chunk's into the token's,
+always in the order of the slots. What a token does not see adds exact zeros. Scores and values are `tl.dot` of one
+shape, whose rows do not touch each other. So the bits depend on no batch, no chunk of a prompt and no path.
+
+A program takes a kv head and up to 16 queries of it: heads of the group times neighbouring tokens of a row, tiles of
+them beginning where a position divides. With few tokens chunks are programs of their own and `merge_chunks` joins what
+they leave; with more a program goes through all of them.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from infer.backends.cuda.kv_blocks import KV_TYPES, load_keys, load_values, make_blocks, places_of
+from infer.backends.cuda.rotation import HEAD_NORM, NO_NORM, WHOLE_NORM, Rotation, rotate_append
+from infer.backends.cuda.sampler import EXACT
+from infer.operands.step import Step
+from infer.operands.weights import Heads, Norm
+from infer.quantization.kv_layout import LayerCache, Pages
+
+CHUNK = tl.constexpr(256)  # slots whose sums are one part of a token's
+TILE = tl.constexpr(32)  # slots at a time
+INFINITY = tl.constexpr(float("inf"))
+LOG2_E = tl.constexpr(1.4426950408889634)
+QUERIES = 16  # of a program
+SPLIT_TOKENS = 16  # a step of no more has programs for chunks
+SPLIT_PROGRAMS = 32  # of a token and kv head at most: each takes every so manyth chunk
+
+
+class Parts(NamedTuple):
+    """What chunks leave, [tokens, heads, chunks]: the largest score, the sum of weights, the values times weights."""
+
+    largests: Any
+    sums: Any
+    values: Any
+    num_chunks: Any
+
+
+def attend(qkv: Tensor, heads: Heads, layer: LayerCache, step: Step) -> Tensor:
+    num_tokens, dim, pages = len(qkv), heads.head_dim, layer.pages
+    cache, kv_type = make_blocks(layer), KV_TYPES.index(layer.kv_type)
+    size, group = max(16, triton.next_power_of_2(dim)), heads.num_heads // heads.num_kv_heads
+    group_size, num_warps = triton.next_power_of_2(group), 4 if size < 256 else 8
+    shape = {"DIM": dim, "SIZE": size, "KV_TYPE": kv_type, "HAS_FAR": pages.furthest is not None}
+
+    near = torch.empty(num_tokens, heads.num_heads, dim, device=qkv.device)
+    far = torch.empty_like(near) if shape["HAS_FAR"] else near
+    rotate_append[num_tokens, heads.num_kv_heads](
+        qkv, near, far, step.rows, step.positions, _rotation(heads, pages, near), cache,
+        NUM_HEADS=heads.num_heads, KV_HEADS=heads.num_kv_heads, HALF=0 if heads.rope is None else heads.rope.cos.shape[-1],
+        GROUP_SIZE=group_size, Q_NORM=_kind(heads.q_norm, dim), K_NORM=_kind(heads.k_norm, dim), **shape,
+        num_warps=num_warps, **EXACT,
+    )  # fmt: skip
+
+    chunks = triton.cdiv(pages.table.shape[1] * pages.page_tokens, CHUNK.value)
+    is_split = num_tokens <= SPLIT_TOKENS and chunks > 1
+    out = torch.empty_like(near) if is_split else torch.zeros_like(near)  # tokens that are none get zeros
+    parts = _parts(near, chunks) if is_split else Parts(out, out, out, chunks)
+    softcap = {"softcap": heads.softcap or 1.0, "HAS_SOFTCAP": heads.softcap is not None}
+    attend_chunks[num_tokens, heads.num_kv_heads, min(chunks, SPLIT_PROGRAMS) if is_split else 1](
+        near, far, out, parts, step.rows, step.positions, num_tokens, cache, float(heads.scale), **softcap,
+        NUM_HEADS=heads.num_heads, GROUP=group, GROUP_SIZE=group_size, QUERIES=max(QUERIES, group_size),
+        SPLIT=is_split, **shape, num_warps=num_warps, **EXACT,
+    )  # fmt: skip
+    if is_split:
+        merge_chunks[num_tokens, heads.num_kv_heads](
+            parts, out, step.rows, step.positions, cache,
+            NUM_HEADS=heads.num_heads, GROUP=group, GROUP_SIZE=group_size, DIM=dim, SIZE=size,
+            num_warps=num_warps, **EXACT,
+        )  # fmt: skip
+    return out.flatten(1)
+
+
+def _rotation(heads: Heads, pages: Pages, anything: Tensor) -> Rotation:
+    rope, q_norm, k_norm = heads.rope, heads.q_norm, heads.k_norm
+    return Rotation(
+        q_norm=anything if q_norm is None else q_norm.weight,
+        k_norm=anything if k_norm is None else k_norm.weight,
+        q_eps=0.0 if q_norm is None else q_norm.eps,
+        k_eps=0.0 if k_norm is None else k_norm.eps,
+        cos=anything if rope is None else rope.cos,
+        sin=anything if rope is None else rope.sin,
+        set_size=0 if rope is None else rope.cos.stride(0),
+        num_sets=1 if rope is None else len(rope.cos),
+        rope_sets=pages.rope_sets,
+        furthest=0 if pages.furthest is None else pages.furthest,
+    )
+
+
+def _kind(norm: Norm | None, dim: int) -> int:
+    kind = NO_NORM if norm is None else HEAD_NORM if len(norm.weight) == dim else WHOLE_NORM
+    return int(kind.value)
+
+
+def _parts(near: Tensor, chunks: int) -> Parts:
+    shape = (*near.shape[:2], chunks)
+    largests, sums = (torch.empty(shape, device=near.device) for _ in range(2))
+    return Parts(largests, sums, torch.empty(*shape, near.shape[2], device=near.device), chunks)
+
+
+@triton.jit
+def attend_chunks(
+    near, far, out, parts, rows, positions, num_tokens, cache, scale, softcap,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_SIZE: tl.constexpr, QUERIES: tl.constexpr,
+    DIM: tl.constexpr, SIZE: tl.constexpr, KV_TYPE: tl.constexpr, HAS_FAR: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Query m is head m % GROUP_SIZE of the token m // GROUP_SIZE of the tile that begins with the program's token; a
+    token that begins no tile has nothing to do."""
+    first, head = tl.program_id(0), tl.program_id(1)
+    row, position = tl.load(rows + first), tl.load(positions + first)
+    before = tl.load(rows + tl.maximum(first - 1, 0))
+    tokens_per_tile: tl.constexpr = QUERIES // GROUP_SIZE
+    if (row >= 0) & ((first == 0) | (before != row) | (position % tokens_per_tile == 0)):
+        later, member = tl.arange(0, QUERIES) // GROUP_SIZE, tl.arange(0, QUERIES) % GROUP_SIZE
+        tokens = first + later
+        theirs = tl.load(rows + tokens, mask=tokens < num_tokens, other=-1)
+        is_near = position // tokens_per_tile == (position + later) // tokens_per_tile
+        is_mine = (theirs == row) & is_near & (member < GROUP)
+        heads, i = head * GROUP + member, tl.arange(0, SIZE)
+        is_there = is_mine[:, None] & (i < DIM)[None, :]
+        lines = (tokens * NUM_HEADS + heads).to(tl.int64)
+        at = lines[:, None] * DIM + i[None, :]
+        q = tl.load(near + at, mask=is_there, other=0.0)
+        q_far = q
+        if HAS_FAR:
+            q_far = tl.load(far + at, mask=is_there, other=0.0)
+        own = position - tl.load(cache.shifts + row) + later
+        sinks, window = tl.load(cache.sinks + row), tl.load(cache.windows + row)
+        first_slot, last_slot = tl.min(own), tl.max(tl.where(is_mine, own, 0))
+
+        largest, total, values = _nothing(QUERIES, SIZE)
+        for chunk in range(tl.program_id(2), last_slot // CHUNK + 1, tl.num_programs(2)):
+            start = chunk * CHUNK
+            if _is_seen(start, CHUNK, first_slot, sinks, window):
+                part_largest, part_total, part_values = _nothing(QUERIES, SIZE)
+                for slot in range(start, tl.minimum(start + CHUNK, last_slot + 1), TILE):
+                    if _is_seen(slot, TILE, first_slot, sinks, window):
+                        slots = slot + tl.arange(0, TILE)
+                        seen = (slots[None, :] <= own[:, None]) & is_mine[:, None]
+                        seen &= (window == 0) | (slots < sinks)[None, :] | (slots[None, :] > own[:, None] - window)
+                        is_read = tl.max(seen.to(tl.int32), axis=0) > 0
+                        pages, blocks, lanes = places_of(cache, row, slots, is_read)
+                        keys = load_keys(
+                            cache, head, pages[None, :], blocks[None, :], lanes[None, :], i[:, None],
+                            is_read[None, :] & (i < DIM)[:, None], KV_TYPE,
+                        )  # fmt: skip
+                        scores = tl.dot(q, keys, input_precision="ieee")
+                        if HAS_FAR:
+                            if slot < sinks:
+                                far_scores = tl.dot(q_far, keys, input_precision="ieee")
+                                scores = tl.where((slots < sinks)[None, :], far_scores, scores)
+                        scores = scores * scale
+                        if HAS_SOFTCAP:
+                            scores = softcap * _tanh(tl.div_rn(scores, softcap))
+                        scores = tl.where(seen, scores * LOG2_E, -INFINITY)
+                        tile_largest = tl.max(scores, axis=1)
+                        weights = tl.exp2(scores - _finite(tile_largest)[:, None])
+                        v = load_values(
+                            cache, head, pages[:, None], blocks[:, None], lanes[:, None], i[None, :],
+                            is_read[:, None] & (i < DIM)[None, :], KV_TYPE, DIM,
+                        )  # fmt: skip
+                        weighted = tl.dot(weights, v, input_precision="ieee")
+                        part_largest, part_total, part_values = _merged(
+                            part_largest, part_total, part_values, tile_largest, tl.sum(weights, axis=1), weighted
+                        )
+                if SPLIT:
+                    place = lines * parts.num_chunks + chunk
+                    tl.store(parts.largests + place, part_largest, mask=is_mine)
+                    tl.store(parts.sums + place, part_total, mask=is_mine)
+                    tl.store(parts.values + place[:, None] * DIM + i[None, :], part_values, mask=is_there)
+                else:
+                    largest, total, values = _merged(
+                        largest, total, values, part_largest, part_total, part_values
+                    )
+        if not SPLIT:
+            tl.store(out + at, tl.div_rn(values, total[:, None]), mask=is_there)
+
+
+@triton.jit
+def merge_chunks(
+    parts, out, rows, positions, cache,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_SIZE: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """The chunks that a token sees, in their order. A token that is none gets zeros."""
+    token, head = tl.program_id(0), tl.program_id(1)
+    row = tl.load(rows + token)
+    member, i = tl.arange(0, GROUP_SIZE), tl.arange(0, SIZE)
+    is_mine = member < GROUP
+    is_there = is_mine[:, None] & (i < DIM)[None, :]
+    lines = (token * NUM_HEADS + head * GROUP + member).to(tl.int64)
+    largest, total, values = _nothing(GROUP_SIZE, SIZE)
+    if row >= 0:
+        own = tl.load(positions + token) - tl.load(cache.shifts + row)
+        sinks, window = tl.load(cache.sinks + row), tl.load(cache.windows + row)
+        for chunk in range(0, own // CHUNK + 1):
+            if _is_seen(chunk * CHUNK, CHUNK, own, sinks, window):
+                place = lines * parts.num_chunks + chunk
+                largest, total, values = _merged(
+                    largest, total, values,
+                    tl.load(parts.largests + place, mask=is_mine, other=0.0),
+                    tl.load(parts.sums + place, mask=is_mine, other=1.0),
+                    tl.load(parts.values + place[:, None] * DIM + i[None, :], mask=is_there, other=0.0),
+                )  # fmt: skip
+        values = tl.div_rn(values, total[:, None])
+    tl.store(out + lines[:, None] * DIM + i[None, :], values, mask=is_there)
+
+
+@triton.jit
+def _nothing(ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """What no slot was seen for."""
+    return tl.full((ROWS,), -INFINITY, tl.float32), tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, SIZE), tl.float32)
+
+
+@triton.jit
+def _is_seen(start, COUNT: tl.constexpr, slot, sinks, window):
+    """Whether a token at `slot` or later may see any of COUNT slots from `start` on, which begin no later than it."""
+    return (window == 0) | (start < sinks) | (start + COUNT > slot - window + 1)
+
+
+@triton.jit
+def _merged(largest, total, values, other_largest, other_total, other_values):
+    """Two parts of the same queries as one; either may be of no slot."""
+    both = tl.maximum(largest, other_largest)
+    mine, other = tl.exp2(largest - _finite(both)), tl.exp2(other_largest - _finite(both))
+    return both, total * mine + other_total * other, values * mine[:, None] + other_values * other[:, None]
+
+
+@triton.jit
+def _finite(largest):
+    """0 for −inf: −inf less it stays −inf, and not NaN."""
+    return tl.where(largest == -INFINITY, 0.0, largest)
+
+
+@triton.jit
+def _tanh(x):
+    return 1.0 - tl.div_rn(2.0, tl.exp2(x * (2.0 * LOG2_E)) + 1.0)

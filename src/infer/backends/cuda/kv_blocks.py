@@ -1,0 +1,202 @@
+"""Cache blocks as kernels write and read them: `quantization.kv_layout` for 16 positions of a head, every kv type.
+
+Offsets count the elements of a type's codes: floats as they are, bytes where they are quantised. There the scales, and
+the minima of q4's values, are halves that lie after the codes of each 32 dimensions.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from infer.quantization.kv_layout import LayerCache
+
+KV_TYPES = ("f32", "f16", "bf16", "q8", "q4")
+Q8 = tl.constexpr(KV_TYPES.index("q8"))
+Q4 = tl.constexpr(KV_TYPES.index("q4"))
+LANES = tl.constexpr(16)  # positions of a block
+GROUP = tl.constexpr(32)  # dimensions that share a scale
+CODES = tl.constexpr(512)  # bytes of a record of 8-bit codes
+RECORD = tl.constexpr(544)  # with its scales
+NARROW_CODES = tl.constexpr(256)  # of 4-bit codes
+NARROW_RECORD = tl.constexpr(320)  # with scales and minima
+ROUNDER = tl.constexpr(1.5 * 2**23)  # x + it − it is x rounded to the nearest integer, ties to even
+ROOT = tl.constexpr(32**-0.5)
+
+_STORED = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "q8": torch.int8, "q4": torch.int8}
+
+
+class Blocks(NamedTuple):
+    """A layer's keys and values, by [kv head, page, block], and where each row's slots lie."""
+
+    keys: Any
+    key_scales: Any  # the same memory as halves
+    key_head: Any
+    key_page: Any
+    key_block: Any
+    values: Any
+    value_scales: Any
+    value_head: Any
+    value_page: Any
+    value_block: Any
+    table: Any
+    table_row: Any
+    page_tokens: Any
+    shifts: Any
+    sinks: Any
+    windows: Any
+
+
+def make_blocks(layer: LayerCache) -> Blocks:
+    stored, pages = _STORED[layer.kv_type], layer.pages
+    keys, values = layer.keys.view(stored), layer.values.view(stored)
+    is_float = stored.is_floating_point
+    return Blocks(
+        keys,
+        keys if is_float else layer.keys.view(torch.float16),
+        *keys.stride()[:3],
+        values,
+        values if is_float else layer.values.view(torch.float16),
+        *values.stride()[:3],
+        pages.table,
+        pages.table.stride(0),
+        pages.page_tokens,
+        pages.shifts,
+        pages.sinks,
+        pages.windows,
+    )
+
+
+@triton.jit
+def places_of(cache, row, slots, is_read):
+    """The page of each slot, its block and its lane."""
+    pages = tl.load(cache.table + row * cache.table_row + slots // cache.page_tokens, mask=is_read, other=0)
+    return pages, slots % cache.page_tokens // LANES, slots % LANES
+
+
+@triton.jit
+def load_keys(cache, head, pages, blocks, lanes, i, is_read, KV_TYPE: tl.constexpr):
+    """float32 [dims, slots] of dims i [dims, 1] and slots [1, slots]; mixed where they are quantised."""
+    at = head * cache.key_head + pages * cache.key_page + blocks * cache.key_block
+    if KV_TYPE >= Q8:
+        record = i // GROUP * RECORD
+        codes = tl.load(cache.keys + at + record + i % GROUP * LANES + lanes, mask=is_read, other=0)
+        scales = tl.load(cache.key_scales + (at + record + CODES) // 2 + lanes, mask=is_read, other=0.0)
+        return codes.to(tl.float32) * scales.to(tl.float32)
+    else:  # noqa: RET505 - a constant condition: only one of the two is compiled
+        return tl.load(cache.keys + at + i * LANES + lanes, mask=is_read, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_values(cache, head, pages, blocks, lanes, i, is_read, KV_TYPE: tl.constexpr, DIM: tl.constexpr):
+    """float32 [slots, dims] of dims i [1, dims] and slots [slots, 1]."""
+    at = head * cache.value_head + pages * cache.value_page + blocks * cache.value_block
+    if KV_TYPE == Q8:
+        record = i // GROUP * RECORD
+        codes = tl.load(cache.values + at + record + lanes * GROUP + i % GROUP, mask=is_read, other=0)
+        scales = tl.load(cache.value_scales + (at + record + CODES) // 2 + lanes, mask=is_read, other=0.0)
+        return codes.to(tl.float32) * scales.to(tl.float32)
+    elif KV_TYPE == Q4:  # noqa: RET505 - constant conditions: only one of the three is compiled
+        record = i // GROUP * NARROW_RECORD
+        both = tl.load(cache.values + at + record + lanes * 16 + i % 16, mask=is_read, other=0)
+        codes = tl.where(i % GROUP < 16, both & 15, (both >> 4) & 15)
+        halves = cache.value_scales + (at + record + NARROW_CODES) // 2 + lanes
+        scales = tl.load(halves, mask=is_read, other=0.0).to(tl.float32)
+        return scales * codes.to(tl.float32) + tl.load(halves + LANES, mask=is_read, other=0.0).to(tl.float32)
+    else:
+        return tl.load(cache.values + at + lanes * DIM + i, mask=is_read, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_key(cache, head, page, block, lane, x, i, DIM: tl.constexpr, SIZE: tl.constexpr, KV_TYPE: tl.constexpr):
+    """x [SIZE], of which DIM count; mixed already where it is quantised."""
+    at = head * cache.key_head + page * cache.key_page + block * cache.key_block
+    if KV_TYPE >= Q8:
+        codes, scales, records = _in_8_bits(x, SIZE)
+        within = tl.arange(0, GROUP)[None, :]
+        is_there = records * GROUP < DIM
+        tl.store(cache.keys + at + records[:, None] * RECORD + within * LANES + lane, codes, mask=is_there[:, None])
+        tl.store(cache.key_scales + (at + records * RECORD + CODES) // 2 + lane, scales, mask=is_there)
+    else:
+        tl.store(cache.keys + at + i * LANES + lane, _narrow(x, cache.keys), mask=i < DIM)
+
+
+@triton.jit
+def store_value(cache, head, page, block, lane, x, i, DIM: tl.constexpr, SIZE: tl.constexpr, KV_TYPE: tl.constexpr):
+    at = head * cache.value_head + page * cache.value_page + block * cache.value_block
+    if KV_TYPE == Q8:
+        codes, scales, records = _in_8_bits(x, SIZE)
+        within = tl.arange(0, GROUP)[None, :]
+        is_there = records * GROUP < DIM
+        tl.store(cache.values + at + records[:, None] * RECORD + lane * GROUP + within, codes, mask=is_there[:, None])
+        tl.store(cache.value_scales + (at + records * RECORD + CODES) // 2 + lane, scales, mask=is_there)
+    elif KV_TYPE == Q4:
+        codes, scales, minima, records = _in_4_bits(x, SIZE)
+        within = tl.arange(0, 16)[None, :]
+        is_there = records * GROUP < DIM
+        tl.store(cache.values + at + records[:, None] * NARROW_RECORD + lane * 16 + within, codes, mask=is_there[:, None])
+        halves = cache.value_scales + (at + records * NARROW_RECORD + NARROW_CODES) // 2 + lane
+        tl.store(halves, scales, mask=is_there)
+        tl.store(halves + LANES, minima, mask=is_there)
+    else:
+        tl.store(cache.values + at + lane * DIM + i, _narrow(x, cache.values), mask=i < DIM)
+
+
+@triton.jit
+def _narrow(x, stored):
+    """As it is stored, rounded to the nearest: in integers for bfloat16, which the interpreter would cut off."""
+    if stored.dtype.element_ty == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = tl.where(x == x, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)  # noqa: PLR0124 - not for NaN
+        return rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:  # noqa: RET505 - a constant condition: only one of the two is compiled
+        return x.to(stored.dtype.element_ty)
+
+
+@triton.jit
+def _in_8_bits(x, SIZE: tl.constexpr):
+    groups = tl.reshape(x, (SIZE // GROUP, GROUP))
+    scales = tl.div_rn(tl.max(tl.abs(groups), axis=1) + _not_finite(groups), 127.0).to(tl.float16)
+    steps = _steps(groups, scales)
+    return tl.minimum(tl.maximum(steps, -127.0), 127.0).to(tl.int8), scales, tl.arange(0, SIZE // GROUP)
+
+
+@triton.jit
+def _in_4_bits(x, SIZE: tl.constexpr):
+    groups = tl.reshape(x, (SIZE // GROUP, GROUP))
+    least = tl.min(groups, axis=1) + _not_finite(groups)
+    scales, minima = tl.div_rn(tl.max(groups, axis=1) - least, 15.0).to(tl.float16), least.to(tl.float16)
+    steps = _steps(groups - minima.to(tl.float32)[:, None], scales)
+    codes = tl.minimum(tl.maximum(steps, 0.0), 15.0).to(tl.int32)
+    low, high = tl.split(tl.permute(tl.reshape(codes, (SIZE // GROUP, 2, 16)), (0, 2, 1)))
+    return (low | (high << 4)).to(tl.int8), scales, minima, tl.arange(0, SIZE // GROUP)
+
+
+@triton.jit
+def _steps(groups, scales):
+    wide = scales.to(tl.float32)[:, None]
+    return (tl.div_rn(groups, tl.where(wide == 0, 1.0, wide)) + ROUNDER) - ROUNDER
+
+
+@triton.jit
+def _not_finite(groups):
+    """NaN for a group that holds a number that is not finite, else 0: a maximum alone would pass over a NaN."""
+    return tl.sum(groups * 0.0, axis=1)
+
+
+@triton.jit
+def mix(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """`kv_layout.mix` of the rows of x [ROWS, SIZE]: sums of two, 16 apart, then 8, 4, 2, 1."""
+    x = _sums_of_two(x, 16, ROWS, SIZE)
+    x = _sums_of_two(x, 8, ROWS, SIZE)
+    x = _sums_of_two(x, 4, ROWS, SIZE)
+    x = _sums_of_two(x, 2, ROWS, SIZE)
+    return _sums_of_two(x, 1, ROWS, SIZE) * ROOT
+
+
+@triton.jit
+def _sums_of_two(x, APART: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    pairs = tl.reshape(x, (ROWS * SIZE // (2 * APART), 2, APART))
+    first, second = tl.split(tl.permute(pairs, (0, 2, 1)))
+    return tl.reshape(tl.permute(tl.join(first + second, first - second), (0, 2, 1)), (ROWS, SIZE))

@@ -1,0 +1,119 @@
+"""The first half of `attend`: norms of q and k, their rotation, and the step's keys and values into the cache.
+
+A program has one token and one kv head, with the query heads that share it. Queries go on to `attention` in float32,
+mixed where keys are stored so; as the sinks see them a second time where a row may be longer than the model's context.
+A token whose row is −1 is none: what a recorded step has beyond its real tokens.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from infer.backends.cuda.kv_blocks import Q8, mix, places_of, store_key, store_value
+
+NO_NORM = tl.constexpr(0)
+HEAD_NORM = tl.constexpr(1)
+WHOLE_NORM = tl.constexpr(2)
+
+
+class Rotation(NamedTuple):
+    """What a layer has for all of its tokens. Tensors that nobody reads are any that are there."""
+
+    q_norm: Any
+    k_norm: Any
+    q_eps: Any
+    k_eps: Any
+    cos: Any
+    sin: Any
+    set_size: Any  # of a set of angles
+    num_sets: Any
+    rope_sets: Any
+    furthest: Any
+
+
+@triton.jit
+def rotate_append(
+    qkv, near, far, rows, positions, rotation, cache,
+    NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, SIZE: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, HAS_FAR: tl.constexpr,
+    KV_TYPE: tl.constexpr,
+):  # fmt: skip
+    """near and far [tokens, heads, DIM]. SIZE and GROUP_SIZE are DIM and the heads of a group as powers of 2."""
+    token, head = tl.program_id(0), tl.program_id(1)
+    row = tl.load(rows + token)
+    if row >= 0:
+        position = tl.load(positions + token)
+        i, group = tl.arange(0, SIZE)[None, :], tl.arange(0, GROUP_SIZE)[:, None]
+        x = qkv + token * ((NUM_HEADS + 2 * KV_HEADS) * DIM)
+        angles = tl.minimum(tl.load(rotation.rope_sets + row), rotation.num_sets - 1) * rotation.set_size
+
+        per_group: tl.constexpr = NUM_HEADS // KV_HEADS
+        heads = head * per_group + group
+        is_mine = (group < per_group) & (i < DIM)
+        scale = _scale(x, rotation.q_norm, heads, rotation.q_eps, i, is_mine, NUM_HEADS, DIM, Q_NORM)
+        at = (token * NUM_HEADS + heads) * DIM + i
+        q = _rotated(x, rotation.q_norm, heads, scale, rotation, angles + position * HALF, i, is_mine, DIM, HALF, Q_NORM)
+        if KV_TYPE >= Q8:
+            q = mix(q, GROUP_SIZE, SIZE)
+        tl.store(near + at, q, mask=is_mine)
+        if HAS_FAR:
+            angle = angles + tl.minimum(position, rotation.furthest) * HALF
+            q = _rotated(x, rotation.q_norm, heads, scale, rotation, angle, i, is_mine, DIM, HALF, Q_NORM)
+            if KV_TYPE >= Q8:
+                q = mix(q, GROUP_SIZE, SIZE)
+            tl.store(far + at, q, mask=is_mine)
+
+        x += NUM_HEADS * DIM
+        one = tl.zeros((1, 1), tl.int32) + head
+        scale = _scale(x, rotation.k_norm, one, rotation.k_eps, i, i < DIM, KV_HEADS, DIM, K_NORM)
+        k = _rotated(x, rotation.k_norm, one, scale, rotation, angles + position * HALF, i, i < DIM, DIM, HALF, K_NORM)
+        if KV_TYPE >= Q8:
+            k = mix(k, 1, SIZE)
+        page, block, lane = places_of(cache, row, position - tl.load(cache.shifts + row), True)
+        i = tl.arange(0, SIZE)
+        store_key(cache, head, page, block, lane, tl.reshape(k, (SIZE,)), i, DIM, SIZE, KV_TYPE)
+        v = tl.load(x + (KV_HEADS + head) * DIM + i, mask=i < DIM, other=0.0)
+        store_value(cache, head, page, block, lane, v, i, DIM, SIZE, KV_TYPE)
+
+
+@triton.jit
+def _scale(x, weight, heads, eps, i, is_mine, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, NORM: tl.constexpr):
+    """1 / √(mean(x²) + eps): of each head, or of all together."""
+    if NORM == WHOLE_NORM:
+        each = tl.arange(0, triton.next_power_of_2(NUM_HEADS * DIM))
+        whole = tl.load(x + each, mask=each < NUM_HEADS * DIM, other=0.0)
+        return tl.div_rn(1.0, tl.sqrt_rn(tl.sum(whole * whole) / (NUM_HEADS * DIM) + eps))
+    elif NORM == HEAD_NORM:  # noqa: RET505 - constant conditions: only one of the three is compiled
+        own = tl.load(x + heads * DIM + i, mask=is_mine, other=0.0)
+        return tl.div_rn(1.0, tl.sqrt_rn(tl.sum(own * own, axis=1, keep_dims=True) / DIM + eps))
+    else:
+        return 1.0
+
+
+@triton.jit
+def _rotated(
+    x, weight, heads, scale, rotation, angle, i, is_mine,
+    DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Elements i of heads, normalised; i and i + HALF turn together, the rest stays."""
+    own = _normalized(x, weight, heads, scale, i, is_mine, DIM, NORM)
+    if HALF > 0:
+        is_turned = i < 2 * HALF
+        partner = tl.where(i < HALF, i + HALF, i - HALF)
+        other = _normalized(x, weight, heads, scale, partner, is_mine & is_turned, DIM, NORM)
+        pair = tl.where(i < HALF, i, partner)
+        cos = tl.load(rotation.cos + angle + pair, mask=is_turned, other=1.0)
+        sin = tl.load(rotation.sin + angle + pair, mask=is_turned, other=0.0)
+        own = own * cos + tl.where(i < HALF, -other, other) * sin
+    return own
+
+
+@triton.jit
+def _normalized(x, weight, heads, scale, i, is_mine, DIM: tl.constexpr, NORM: tl.constexpr):
+    own = tl.load(x + heads * DIM + i, mask=is_mine, other=0.0)
+    if NORM == WHOLE_NORM:
+        own = own * scale * tl.load(weight + heads * DIM + i, mask=is_mine, other=0.0)
+    elif NORM == HEAD_NORM:
+        own = own * scale * tl.load(weight + i, mask=is_mine, other=0.0)
+    return own

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from infer import LLM
@@ -32,3 +34,29 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 def served(llm: LLM) -> Iterator[Served]:
     with serving(llm, model="tiny") as served:
         yield served
+
+
+@pytest.fixture
+def quick_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Triton's interpreter prepares the language anew at each call of a device function, half of its time: once a
+    launch is enough. NumPy's warnings of arithmetic with infinities mean nothing to a kernel."""
+    from triton.runtime import interpreter
+
+    prepare, is_prepared = interpreter._patch_lang, [False]
+
+    def prepare_once(function: Any) -> Any:
+        if is_prepared[0]:
+            return None
+        scope = prepare(function)
+        restore, is_prepared[0] = scope.restore, True
+
+        def restore_all() -> None:
+            is_prepared[0] = False
+            restore()
+
+        scope.restore = restore_all
+        return scope
+
+    monkeypatch.setattr(interpreter, "_patch_lang", prepare_once)
+    with np.errstate(all="ignore"):
+        yield

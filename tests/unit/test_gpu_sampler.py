@@ -7,11 +7,9 @@ import random
 import re
 import struct
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -31,7 +29,6 @@ from watched import script_command
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 import triton.language as tl  # noqa: E402 - there may be no Triton
-from triton.runtime import interpreter  # noqa: E402
 
 from infer.backends import cuda  # noqa: E402
 from infer.backends.cuda.batch import fields_of  # noqa: E402
@@ -51,29 +48,7 @@ WIDE = Tiling(block=512, chunk=8, capacity=1024)
 WHOLE = Tiling(block=512, chunk=256, capacity=256)  # no room for two chunks: nearly every filter reads the whole row
 TILINGS = [SMALL, WIDE, WHOLE]
 
-
-@pytest.fixture(autouse=True)
-def _quick_and_quiet_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """It prepares the language anew at each call of a device function, half of its time: once a launch is enough.
-    NumPy's warnings of arithmetic with infinities mean nothing to a kernel."""
-    prepare, is_prepared = interpreter._patch_lang, [False]
-
-    def prepare_once(function: Any) -> Any:
-        if is_prepared[0]:
-            return None
-        scope = prepare(function)
-        restore, is_prepared[0] = scope.restore, True
-
-        def restore_all() -> None:
-            is_prepared[0] = False
-            restore()
-
-        scope.restore = restore_all
-        return scope
-
-    monkeypatch.setattr(interpreter, "_patch_lang", prepare_once)
-    with np.errstate(all="ignore"):
-        yield
+pytestmark = pytest.mark.usefixtures("quick_interpreter")
 
 
 @triton.jit

@@ -44,8 +44,8 @@ class Captured(Recorded):
     """One that samples as well, without a return to Python."""
 
     @abstractmethod
-    def takes(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether they fit one replay."""
+    def takes(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> bool:
+        """Whether they fit one replay, and can be sampled so with these parameters."""
 
     @abstractmethod
     def run_multi_step(

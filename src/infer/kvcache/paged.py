@@ -199,9 +199,10 @@ class PagedCache:
     ) -> Float[Tensor, "tokens heads_dim"]:
         """Append the step's keys and values provisionally and attend over what each token may see.
 
-        Raises InvalidRequestError, nothing written, for a position that is committed or was not reserved.
+        Raises InvalidRequestError, nothing written, for a position that is committed or was not reserved; a recorded
+        step is not looked at.
         """
-        if layer == 0:
+        if layer == 0 and not step.is_recorded:
             self._check_reserved(step)
         attended = ops.attend(qkv, heads, self.memory.layers[layer], step)
         if self.observer is not None:

@@ -9,7 +9,7 @@ Prefill, decode and verify are one thing: a number of tokens per sequence.
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Self, final
 
 import numpy as np
@@ -54,6 +54,9 @@ class Step:
     positions: Int[Tensor, "tokens"]  # absolute; they keep growing when the cache forgets
     rows: Int[Tensor, "tokens"]  # the sequence that owns the token
     logit_indices: Int[Tensor, "logits"]  # indices into tokens
+    is_recorded: bool = field(
+        default=False, kw_only=True
+    )  # a recording's own, filled for each replay: there a row of −1 means no token
 
     @classmethod
     def of(

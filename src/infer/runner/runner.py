@@ -316,7 +316,7 @@ class CachedRunner(Runner):
         masks: Masks | None = None,
         interrupt: Interrupt | None = None,
     ) -> tuple[list[SampledTokens], list[StepEnd]]:
-        if not isinstance(self._captured, ops.Captured) or not self._captured.takes(chunks):
+        if not isinstance(self._captured, ops.Captured) or not self._captured.takes(chunks, columns):
             return [], []
         found = self._captured.run_multi_step(
             chunks, self._starts(chunks), count, columns, history, tuple(stop_ids), masks, interrupt
@@ -327,7 +327,7 @@ class CachedRunner(Runner):
         self, chunks: Sequence[Chunk], columns: SamplingColumns, history: History | None, masks: Masks | None = None
     ) -> tuple[list[SampledTokens], list[StepEnd]]:
         captured = self._captured
-        if not isinstance(captured, ops.Captured) or not captured.takes(chunks):
+        if not isinstance(captured, ops.Captured) or not captured.takes(chunks, columns):
             return super().sample(chunks, columns, history, masks)
         found = captured.run_verified(chunks, self._starts(chunks), columns, history, masks)
         return list(map(SampledTokens, found.token_ids, found.logprobs)), found.ends

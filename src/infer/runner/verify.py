@@ -14,7 +14,7 @@ from infer import ops
 from infer.operands.step import Chunk
 from infer.outputs import TokenLogprob
 from infer.sampling.columns import SamplingColumns
-from infer.sampling.history import History
+from infer.sampling.history import History, remember
 from infer.sampling.sampler import Sampled
 
 
@@ -53,7 +53,7 @@ def verify(
         token_ids = sampled.token_ids.tolist()
         for index in alive:
             _take(found[index], sampled, index, columns.num_logprobs[index])
-        _remember(history, columns, [index for index in alive if token_ids[index] >= 0], sampled.token_ids)
+        remember(history, columns, [index for index in alive if token_ids[index] >= 0], sampled.token_ids)
         alive = [
             index
             for index in alive
@@ -70,13 +70,3 @@ def _take(tokens: SampledTokens, sampled: Sampled, index: int, num_logprobs: int
     tokens.token_ids.append(token_id)
     if num_logprobs is not None and token_id >= 0:
         tokens.logprobs.append(sampled.logprob_of(index, num_logprobs))
-
-
-def _remember(
-    history: History | None, columns: SamplingColumns, indices: Sequence[int], token_ids: Int[Tensor, "rows"]
-) -> None:
-    if history is None or not columns.has_penalty:
-        return
-    index = torch.tensor(indices, dtype=torch.int64, device=columns.device)
-    index = index[columns.history_slot[index] >= 0]
-    history.append(columns.history_slot[index], token_ids[index])

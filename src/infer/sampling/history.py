@@ -18,6 +18,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from infer.errors import InvalidRequestError
+from infer.sampling.columns import SamplingColumns
 
 
 @final
@@ -98,6 +99,17 @@ class History:
                     f"the context: token id must be in [0, {self.vocab_size}), the vocabulary, got {each}"
                 )
         return torch.tensor(token_ids, dtype=torch.int64, device=self.lengths.device)
+
+
+def remember(
+    history: History | None, columns: SamplingColumns, rows: Sequence[int], token_ids: Int[Tensor, "all"]
+) -> None:
+    """Of the tokens of all rows, append those of some rows that have a penalty."""
+    if history is None or not columns.has_penalty:
+        return
+    index = torch.tensor(rows, dtype=torch.int64, device=columns.device)
+    index = index[columns.history_slot[index] >= 0]
+    history.append(columns.history_slot[index], token_ids[index])
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:

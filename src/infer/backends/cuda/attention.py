@@ -1,9 +1,10 @@
 """`attend`: softmax(q kᵀ × scale) v over what each token sees of its row's pages.
 
-The slots of a row are cut into chunks of 256, wherever the row begins and however long it is. A chunk is read 32 slots
-at a time; each tile's (largest score, sum, weighted values) is merged into the chunk's, each chunk's into the token's,
-always in the order of the slots. What a token does not see adds exact zeros. Scores and values are `tl.dot` of one
-shape, whose rows do not touch each other. So the bits depend on no batch, no chunk of a prompt and no path.
+The slots of a row are cut into chunks of 256, wherever the row begins and however long it is. A chunk is read a cache
+block, 16 slots, at a time; each block's (largest score, sum, weighted values) is merged into the chunk's, each chunk's
+into the token's, always in the order of the slots. What a token does not see adds exact zeros. Scores and values are
+`tl.dot` of one shape, whose rows do not touch each other. So the bits depend on no batch, no chunk of a prompt and no
+path.
 
 A program takes a kv head and up to 16 queries of it: heads of the group times neighbouring tokens of a row, tiles of
 them beginning where a position divides. With few tokens chunks are programs of their own and `merge_chunks` joins what
@@ -17,15 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infer.backends.cuda.kv_blocks import KV_TYPES, load_keys, load_values, make_blocks, places_of
+from infer.backends.cuda.kv_blocks import LANES, load_keys, load_values, make_blocks, place_of
 from infer.backends.cuda.rotation import HEAD_NORM, NO_NORM, WHOLE_NORM, Rotation, rotate_append
 from infer.backends.cuda.sampler import EXACT
 from infer.operands.step import Step
 from infer.operands.weights import Heads, Norm
+from infer.quantization.kv_formats import KV_TYPES
 from infer.quantization.kv_layout import LayerCache, Pages
 
 CHUNK = tl.constexpr(256)  # slots whose sums are one part of a token's
-TILE = tl.constexpr(32)  # slots at a time
 INFINITY = tl.constexpr(float("inf"))
 LOG2_E = tl.constexpr(1.4426950408889634)
 QUERIES = 16  # of a program
@@ -38,7 +39,7 @@ class Parts(NamedTuple):
 
     largests: Any
     sums: Any
-    values: Any
+    weighted: Any
     num_chunks: Any
 
 
@@ -46,14 +47,15 @@ def attend(qkv: Tensor, heads: Heads, layer: LayerCache, step: Step) -> Tensor:
     num_tokens, dim, pages = len(qkv), heads.head_dim, layer.pages
     cache, kv_type = make_blocks(layer), KV_TYPES.index(layer.kv_type)
     size, group = max(16, triton.next_power_of_2(dim)), heads.num_heads // heads.num_kv_heads
-    group_size, num_warps = triton.next_power_of_2(group), 4 if size < 256 else 8
+    group_size, num_warps = triton.next_power_of_2(group), 4 if size <= 64 else 8
+    half = 0 if heads.rope is None else heads.rope.cos.shape[-1]
     shape = {"DIM": dim, "SIZE": size, "KV_TYPE": kv_type, "HAS_FAR": pages.furthest is not None}
 
     near = torch.empty(num_tokens, heads.num_heads, dim, device=qkv.device)
     far = torch.empty_like(near) if shape["HAS_FAR"] else near
     rotate_append[num_tokens, heads.num_kv_heads](
         qkv, near, far, step.rows, step.positions, _rotation(heads, pages, near), cache,
-        NUM_HEADS=heads.num_heads, KV_HEADS=heads.num_kv_heads, HALF=0 if heads.rope is None else heads.rope.cos.shape[-1],
+        NUM_HEADS=heads.num_heads, KV_HEADS=heads.num_kv_heads, HALF=half,
         GROUP_SIZE=group_size, Q_NORM=_kind(heads.q_norm, dim), K_NORM=_kind(heads.k_norm, dim), **shape,
         num_warps=num_warps, **EXACT,
     )  # fmt: skip
@@ -140,19 +142,15 @@ def attend_chunks(
             start = chunk * CHUNK
             if _is_seen(start, CHUNK, first_slot, sinks, window):
                 part_largest, part_total, part_values = _nothing(QUERIES, SIZE)
-                for slot in range(start, tl.minimum(start + CHUNK, last_slot + 1), TILE):
-                    if _is_seen(slot, TILE, first_slot, sinks, window):
-                        slots = slot + tl.arange(0, TILE)
+                for slot in range(start, tl.minimum(start + CHUNK, last_slot + 1), LANES):
+                    if _is_seen(slot, LANES, first_slot, sinks, window):
+                        slots = slot + tl.arange(0, LANES)
                         seen = (slots[None, :] <= own[:, None]) & is_mine[:, None]
                         seen &= (window == 0) | (slots < sinks)[None, :] | (slots[None, :] > own[:, None] - window)
-                        is_read = tl.max(seen.to(tl.int32), axis=0) > 0
-                        pages, blocks, lanes = places_of(cache, row, slots, is_read)
-                        keys = load_keys(
-                            cache, head, pages[None, :], blocks[None, :], lanes[None, :], i[:, None],
-                            is_read[None, :] & (i < DIM)[:, None], KV_TYPE,
-                        )  # fmt: skip
+                        page, block, _ = place_of(cache, row, slot)
+                        keys = load_keys(cache, head, page, block, i, DIM, KV_TYPE)
                         scores = tl.dot(q, keys, input_precision="ieee")
-                        if HAS_FAR:
+                        if HAS_FAR:  # noqa: SIM102 - known when compiled
                             if slot < sinks:
                                 far_scores = tl.dot(q_far, keys, input_precision="ieee")
                                 scores = tl.where((slots < sinks)[None, :], far_scores, scores)
@@ -160,25 +158,21 @@ def attend_chunks(
                         if HAS_SOFTCAP:
                             scores = softcap * _tanh(tl.div_rn(scores, softcap))
                         scores = tl.where(seen, scores * LOG2_E, -INFINITY)
-                        tile_largest = tl.max(scores, axis=1)
-                        weights = tl.exp2(scores - _finite(tile_largest)[:, None])
-                        v = load_values(
-                            cache, head, pages[:, None], blocks[:, None], lanes[:, None], i[None, :],
-                            is_read[:, None] & (i < DIM)[None, :], KV_TYPE, DIM,
-                        )  # fmt: skip
-                        weighted = tl.dot(weights, v, input_precision="ieee")
+                        block_largest = tl.max(scores, axis=1)
+                        weights = tl.exp2(scores - _finite(block_largest)[:, None])
+                        v = load_values(cache, head, page, block, i, DIM, KV_TYPE)
+                        v = tl.where((tl.max(seen.to(tl.int32), axis=0) > 0)[:, None], v, 0.0)
                         part_largest, part_total, part_values = _merged(
-                            part_largest, part_total, part_values, tile_largest, tl.sum(weights, axis=1), weighted
-                        )
+                            part_largest, part_total, part_values,
+                            block_largest, tl.sum(weights, axis=1), tl.dot(weights, v, input_precision="ieee"),
+                        )  # fmt: skip
                 if SPLIT:
                     place = lines * parts.num_chunks + chunk
                     tl.store(parts.largests + place, part_largest, mask=is_mine)
                     tl.store(parts.sums + place, part_total, mask=is_mine)
-                    tl.store(parts.values + place[:, None] * DIM + i[None, :], part_values, mask=is_there)
+                    tl.store(parts.weighted + place[:, None] * DIM + i[None, :], part_values, mask=is_there)
                 else:
-                    largest, total, values = _merged(
-                        largest, total, values, part_largest, part_total, part_values
-                    )
+                    largest, total, values = _merged(largest, total, values, part_largest, part_total, part_values)
         if not SPLIT:
             tl.store(out + at, tl.div_rn(values, total[:, None]), mask=is_there)
 
@@ -199,14 +193,14 @@ def merge_chunks(
     if row >= 0:
         own = tl.load(positions + token) - tl.load(cache.shifts + row)
         sinks, window = tl.load(cache.sinks + row), tl.load(cache.windows + row)
-        for chunk in range(0, own // CHUNK + 1):
+        for chunk in range(own // CHUNK + 1):
             if _is_seen(chunk * CHUNK, CHUNK, own, sinks, window):
                 place = lines * parts.num_chunks + chunk
                 largest, total, values = _merged(
                     largest, total, values,
                     tl.load(parts.largests + place, mask=is_mine, other=0.0),
                     tl.load(parts.sums + place, mask=is_mine, other=1.0),
-                    tl.load(parts.values + place[:, None] * DIM + i[None, :], mask=is_there, other=0.0),
+                    tl.load(parts.weighted + place[:, None] * DIM + i[None, :], mask=is_there, other=0.0),
                 )  # fmt: skip
         values = tl.div_rn(values, total[:, None])
     tl.store(out + lines[:, None] * DIM + i[None, :], values, mask=is_there)
@@ -215,7 +209,11 @@ def merge_chunks(
 @triton.jit
 def _nothing(ROWS: tl.constexpr, SIZE: tl.constexpr):
     """What no slot was seen for."""
-    return tl.full((ROWS,), -INFINITY, tl.float32), tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, SIZE), tl.float32)
+    return (
+        tl.full((ROWS,), -INFINITY, tl.float32),
+        tl.full((ROWS,), 0.0, tl.float32),
+        tl.full((ROWS, SIZE), 0.0, tl.float32),
+    )
 
 
 @triton.jit

@@ -1,11 +1,15 @@
-"""CUDA: kernels in Triton where there are some, plain torch for the rest."""
+"""CUDA: kernels in Triton, steps as CUDA graphs. With tensors of the CPU Triton interprets, and graphs are repeats."""
 
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import final
 
 import torch
 
 from infer.backends import cuda
+from infer.backends.base import Captured, Forward
+from infer.backends.cuda.capture import CapturedForward
+from infer.backends.cuda.graphs import CudaGraphs, Repeats
 from infer.backends.torch_backend import KV_TYPE_BY_DTYPE, TorchBackend
 
 
@@ -22,6 +26,14 @@ class CudaBackend(TorchBackend):
     def kv_type(self, dtype: torch.dtype | None) -> str:
         """In 16 bits, which cost a mean KL of less than 1e-6, but whole where all is asked for in float32."""
         return "f16" if dtype is None else KV_TYPE_BY_DTYPE[dtype]
+
+    def capture(self, forward: Forward, capacity: int, max_logits: int) -> Captured:
+        graphs = CudaGraphs(self.device) if self.device.type == "cuda" else Repeats()
+        return CapturedForward(forward, capacity, max_logits, self.device, graphs)
+
+    def threads(self) -> AbstractContextManager[None]:
+        """Triton launches on the current device."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
 
 def make(device: torch.device) -> CudaBackend:

@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from infer.quantization.kv_formats import KV_TYPES
 from infer.quantization.kv_layout import LayerCache
 
-KV_TYPES = ("f32", "f16", "bf16", "q8", "q4")
 Q8 = tl.constexpr(KV_TYPES.index("q8"))
 Q4 = tl.constexpr(KV_TYPES.index("q4"))
 LANES = tl.constexpr(16)  # positions of a block
@@ -30,12 +30,12 @@ _STORED = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "
 class Blocks(NamedTuple):
     """A layer's keys and values, by [kv head, page, block], and where each row's slots lie."""
 
-    keys: Any
+    key_codes: Any
     key_scales: Any  # the same memory as halves
     key_head: Any
     key_page: Any
     key_block: Any
-    values: Any
+    value_codes: Any
     value_scales: Any
     value_head: Any
     value_page: Any
@@ -52,60 +52,72 @@ def make_blocks(layer: LayerCache) -> Blocks:
     stored, pages = _STORED[layer.kv_type], layer.pages
     keys, values = layer.keys.view(stored), layer.values.view(stored)
     is_float = stored.is_floating_point
+    key_head, key_page, key_block, _ = keys.stride()
+    value_head, value_page, value_block, _ = values.stride()
     return Blocks(
-        keys,
-        keys if is_float else layer.keys.view(torch.float16),
-        *keys.stride()[:3],
-        values,
-        values if is_float else layer.values.view(torch.float16),
-        *values.stride()[:3],
-        pages.table,
-        pages.table.stride(0),
-        pages.page_tokens,
-        pages.shifts,
-        pages.sinks,
-        pages.windows,
+        key_codes=keys,
+        key_scales=keys if is_float else layer.keys.view(torch.float16),
+        key_head=key_head,
+        key_page=key_page,
+        key_block=key_block,
+        value_codes=values,
+        value_scales=values if is_float else layer.values.view(torch.float16),
+        value_head=value_head,
+        value_page=value_page,
+        value_block=value_block,
+        table=pages.table,
+        table_row=pages.table.stride(0),
+        page_tokens=pages.page_tokens,
+        shifts=pages.shifts,
+        sinks=pages.sinks,
+        windows=pages.windows,
     )
 
 
 @triton.jit
-def places_of(cache, row, slots, is_read):
-    """The page of each slot, its block and its lane."""
-    pages = tl.load(cache.table + row * cache.table_row + slots // cache.page_tokens, mask=is_read, other=0)
-    return pages, slots % cache.page_tokens // LANES, slots % LANES
+def place_of(cache, row, slot):
+    """The page of a slot, its block and its lane."""
+    slot = tl.cast(slot, tl.int64)
+    page = tl.load(cache.table + row * cache.table_row + slot // cache.page_tokens)
+    return page, slot % cache.page_tokens // LANES, slot % LANES
 
 
 @triton.jit
-def load_keys(cache, head, pages, blocks, lanes, i, is_read, KV_TYPE: tl.constexpr):
-    """float32 [dims, slots] of dims i [dims, 1] and slots [1, slots]; mixed where they are quantised."""
-    at = head * cache.key_head + pages * cache.key_page + blocks * cache.key_block
+def load_keys(cache, head, page, block, i, DIM: tl.constexpr, KV_TYPE: tl.constexpr):
+    """float32 [dims, lanes] of a block, for dims i; mixed where they are quantised. What was never written is anything,
+    NaN too."""
+    i, lanes = i[:, None], tl.arange(0, LANES)[None, :]
+    at = head * cache.key_head + page * cache.key_page + block * cache.key_block
+    is_there = i < DIM
     if KV_TYPE >= Q8:
         record = i // GROUP * RECORD
-        codes = tl.load(cache.keys + at + record + i % GROUP * LANES + lanes, mask=is_read, other=0)
-        scales = tl.load(cache.key_scales + (at + record + CODES) // 2 + lanes, mask=is_read, other=0.0)
+        codes = tl.load(cache.key_codes + at + record + i % GROUP * LANES + lanes, mask=is_there, other=0)
+        scales = tl.load(cache.key_scales + (at + record + CODES) // 2 + lanes, mask=is_there, other=0.0)
         return codes.to(tl.float32) * scales.to(tl.float32)
     else:  # noqa: RET505 - a constant condition: only one of the two is compiled
-        return tl.load(cache.keys + at + i * LANES + lanes, mask=is_read, other=0.0).to(tl.float32)
+        return tl.load(cache.key_codes + at + i * LANES + lanes, mask=is_there, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_values(cache, head, pages, blocks, lanes, i, is_read, KV_TYPE: tl.constexpr, DIM: tl.constexpr):
-    """float32 [slots, dims] of dims i [1, dims] and slots [slots, 1]."""
-    at = head * cache.value_head + pages * cache.value_page + blocks * cache.value_block
+def load_values(cache, head, page, block, i, DIM: tl.constexpr, KV_TYPE: tl.constexpr):
+    """float32 [lanes, dims], as `load_keys`."""
+    i, lanes = i[None, :], tl.arange(0, LANES)[:, None]
+    at = head * cache.value_head + page * cache.value_page + block * cache.value_block
+    is_there = i < DIM
     if KV_TYPE == Q8:
         record = i // GROUP * RECORD
-        codes = tl.load(cache.values + at + record + lanes * GROUP + i % GROUP, mask=is_read, other=0)
-        scales = tl.load(cache.value_scales + (at + record + CODES) // 2 + lanes, mask=is_read, other=0.0)
+        codes = tl.load(cache.value_codes + at + record + lanes * GROUP + i % GROUP, mask=is_there, other=0)
+        scales = tl.load(cache.value_scales + (at + record + CODES) // 2 + lanes, mask=is_there, other=0.0)
         return codes.to(tl.float32) * scales.to(tl.float32)
     elif KV_TYPE == Q4:  # noqa: RET505 - constant conditions: only one of the three is compiled
         record = i // GROUP * NARROW_RECORD
-        both = tl.load(cache.values + at + record + lanes * 16 + i % 16, mask=is_read, other=0)
+        both = tl.load(cache.value_codes + at + record + lanes * 16 + i % 16, mask=is_there, other=0)
         codes = tl.where(i % GROUP < 16, both & 15, (both >> 4) & 15)
         halves = cache.value_scales + (at + record + NARROW_CODES) // 2 + lanes
-        scales = tl.load(halves, mask=is_read, other=0.0).to(tl.float32)
-        return scales * codes.to(tl.float32) + tl.load(halves + LANES, mask=is_read, other=0.0).to(tl.float32)
+        scales = tl.load(halves, mask=is_there, other=0.0).to(tl.float32)
+        return scales * codes.to(tl.float32) + tl.load(halves + LANES, mask=is_there, other=0.0).to(tl.float32)
     else:
-        return tl.load(cache.values + at + lanes * DIM + i, mask=is_read, other=0.0).to(tl.float32)
+        return tl.load(cache.value_codes + at + lanes * DIM + i, mask=is_there, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -116,10 +128,12 @@ def store_key(cache, head, page, block, lane, x, i, DIM: tl.constexpr, SIZE: tl.
         codes, scales, records = _in_8_bits(x, SIZE)
         within = tl.arange(0, GROUP)[None, :]
         is_there = records * GROUP < DIM
-        tl.store(cache.keys + at + records[:, None] * RECORD + within * LANES + lane, codes, mask=is_there[:, None])
+        tl.store(
+            cache.key_codes + at + records[:, None] * RECORD + within * LANES + lane, codes, mask=is_there[:, None]
+        )
         tl.store(cache.key_scales + (at + records * RECORD + CODES) // 2 + lane, scales, mask=is_there)
     else:
-        tl.store(cache.keys + at + i * LANES + lane, _narrow(x, cache.keys), mask=i < DIM)
+        tl.store(cache.key_codes + at + i * LANES + lane, _narrow(x, cache.key_codes), mask=i < DIM)
 
 
 @triton.jit
@@ -129,18 +143,24 @@ def store_value(cache, head, page, block, lane, x, i, DIM: tl.constexpr, SIZE: t
         codes, scales, records = _in_8_bits(x, SIZE)
         within = tl.arange(0, GROUP)[None, :]
         is_there = records * GROUP < DIM
-        tl.store(cache.values + at + records[:, None] * RECORD + lane * GROUP + within, codes, mask=is_there[:, None])
+        tl.store(
+            cache.value_codes + at + records[:, None] * RECORD + lane * GROUP + within, codes, mask=is_there[:, None]
+        )
         tl.store(cache.value_scales + (at + records * RECORD + CODES) // 2 + lane, scales, mask=is_there)
     elif KV_TYPE == Q4:
         codes, scales, minima, records = _in_4_bits(x, SIZE)
         within = tl.arange(0, 16)[None, :]
         is_there = records * GROUP < DIM
-        tl.store(cache.values + at + records[:, None] * NARROW_RECORD + lane * 16 + within, codes, mask=is_there[:, None])
+        tl.store(
+            cache.value_codes + at + records[:, None] * NARROW_RECORD + lane * 16 + within,
+            codes,
+            mask=is_there[:, None],
+        )
         halves = cache.value_scales + (at + records * NARROW_RECORD + NARROW_CODES) // 2 + lane
         tl.store(halves, scales, mask=is_there)
         tl.store(halves + LANES, minima, mask=is_there)
     else:
-        tl.store(cache.values + at + lane * DIM + i, _narrow(x, cache.values), mask=i < DIM)
+        tl.store(cache.value_codes + at + lane * DIM + i, _narrow(x, cache.value_codes), mask=i < DIM)
 
 
 @triton.jit
@@ -148,7 +168,7 @@ def _narrow(x, stored):
     """As it is stored, rounded to the nearest: in integers for bfloat16, which the interpreter would cut off."""
     if stored.dtype.element_ty == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
-        rounded = tl.where(x == x, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)  # noqa: PLR0124 - not for NaN
+        rounded = tl.where(x == x, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
         return rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:  # noqa: RET505 - a constant condition: only one of the two is compiled
         return x.to(stored.dtype.element_ty)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from infer.backends.cuda.kv_blocks import Q8, mix, places_of, store_key, store_value
+from infer.backends.cuda.kv_blocks import Q8, mix, place_of, store_key, store_value
 
 NO_NORM = tl.constexpr(0)
 HEAD_NORM = tl.constexpr(1)
@@ -53,24 +53,25 @@ def rotate_append(
         is_mine = (group < per_group) & (i < DIM)
         scale = _scale(x, rotation.q_norm, heads, rotation.q_eps, i, is_mine, NUM_HEADS, DIM, Q_NORM)
         at = (token * NUM_HEADS + heads) * DIM + i
-        q = _rotated(x, rotation.q_norm, heads, scale, rotation, angles + position * HALF, i, is_mine, DIM, HALF, Q_NORM)
+        angle = angles + position * HALF
+        q = _rotated(x, rotation.q_norm, heads, scale, rotation, angle, i, is_mine, DIM, HALF, Q_NORM)
         if KV_TYPE >= Q8:
             q = mix(q, GROUP_SIZE, SIZE)
         tl.store(near + at, q, mask=is_mine)
         if HAS_FAR:
-            angle = angles + tl.minimum(position, rotation.furthest) * HALF
-            q = _rotated(x, rotation.q_norm, heads, scale, rotation, angle, i, is_mine, DIM, HALF, Q_NORM)
+            capped = angles + tl.minimum(position, rotation.furthest) * HALF
+            q = _rotated(x, rotation.q_norm, heads, scale, rotation, capped, i, is_mine, DIM, HALF, Q_NORM)
             if KV_TYPE >= Q8:
                 q = mix(q, GROUP_SIZE, SIZE)
             tl.store(far + at, q, mask=is_mine)
 
         x += NUM_HEADS * DIM
-        one = tl.zeros((1, 1), tl.int32) + head
+        one = tl.full((1, 1), 0, tl.int32) + head
         scale = _scale(x, rotation.k_norm, one, rotation.k_eps, i, i < DIM, KV_HEADS, DIM, K_NORM)
-        k = _rotated(x, rotation.k_norm, one, scale, rotation, angles + position * HALF, i, i < DIM, DIM, HALF, K_NORM)
+        k = _rotated(x, rotation.k_norm, one, scale, rotation, angle, i, i < DIM, DIM, HALF, K_NORM)
         if KV_TYPE >= Q8:
             k = mix(k, 1, SIZE)
-        page, block, lane = places_of(cache, row, position - tl.load(cache.shifts + row), True)
+        page, block, lane = place_of(cache, row, position - tl.load(cache.shifts + row))
         i = tl.arange(0, SIZE)
         store_key(cache, head, page, block, lane, tl.reshape(k, (SIZE,)), i, DIM, SIZE, KV_TYPE)
         v = tl.load(x + (KV_HEADS + head) * DIM + i, mask=i < DIM, other=0.0)

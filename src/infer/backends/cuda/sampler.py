@@ -48,6 +48,18 @@ def choose_tokens(
     return choose_by(tiling_of(columns.vocab_size), logits, columns, history, positions, allowed)
 
 
+def choose_lines(
+    logits: Tensor,
+    columns: SamplingColumns,
+    history: History | None,
+    positions: Tensor,
+    allowed: Tensor | None,
+    rows: Tensor,
+) -> Tensor:
+    """`choose_tokens` of lines that each name their row of the columns."""
+    return choose_by(tiling_of(columns.vocab_size), logits, columns, history, positions, allowed, rows)
+
+
 def choose_by(
     tiling: Tiling,
     logits: Tensor,
@@ -55,10 +67,12 @@ def choose_by(
     history: History | None,
     positions: Tensor,
     allowed: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor:
-    """The same tokens by any tiling."""
-    token_ids = torch.empty(len(columns), dtype=torch.int64, device=logits.device)
-    if not len(columns):
+    """The same tokens by any tiling. `rows` are those of the lines, where they are not each line's own."""
+    num_lines = len(logits)
+    token_ids = torch.empty(num_lines, dtype=torch.int64, device=logits.device)
+    if not num_lines:
         return token_ids
     if logits.dtype == torch.float64 or logits.stride(1) != 1:
         logits = logits.float().contiguous()
@@ -70,28 +84,30 @@ def choose_by(
     edits = {"EDITS": 2 if allowed is not None else int(columns.has_edits)}
     blocks = {"BLOCK": tiling.block, "BLOCKS": triton.next_power_of_2(num_blocks)}
     batch = make_batch(logits, columns, history, positions, allowed)
+    if rows is not None:
+        batch = batch._replace(fields=batch.fields[rows])
 
     def scratch(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(len(columns), *shape, dtype=dtype, device=logits.device)
+        return torch.empty(num_lines, *shape, dtype=dtype, device=logits.device)
 
     scores, largests = scratch(num_blocks, dtype=torch.float32), scratch(num_blocks, dtype=torch.float32)
     score_ids = scratch(num_blocks, dtype=torch.int32)
     maxima = scratch(num_chunks if has_filters else 1, dtype=torch.int32)
-    score_blocks[num_blocks, len(columns)](
+    score_blocks[num_blocks, num_lines](
         batch, scores, score_ids, largests, maxima,
         BLOCK=tiling.block, CHUNK=tiling.chunk, **edits, FILTERS=has_filters, num_warps=tiling.num_warps, **EXACT,
     )  # fmt: skip
-    choose_plain[(len(columns),)](
+    choose_plain[(num_lines,)](
         batch, scores, score_ids, largests, token_ids, num_blocks, **blocks, **edits, num_warps=4, **EXACT
     )
     if has_filters:
         sums = scratch(num_blocks, dtype=torch.int64)
         if columns.has_top_p:
-            weigh_blocks[num_blocks, len(columns)](
+            weigh_blocks[num_blocks, num_lines](
                 batch, largests, sums, num_blocks, **blocks, **edits, num_warps=tiling.num_warps, **EXACT
             )
         gathered = scratch(tiling.capacity // tiling.chunk, dtype=torch.int32)
-        choose_filtered[(len(columns),)](
+        choose_filtered[(num_lines,)](
             batch, largests, sums, maxima, gathered, token_ids, num_blocks, **blocks,
             CHUNK=tiling.chunk, CHUNKS=triton.next_power_of_2(num_chunks), CAPACITY=tiling.capacity, **edits,
             num_warps=tiling.filter_warps, **EXACT,

@@ -59,7 +59,7 @@ class CapturedForward(Captured):
                 pieces[-1] = pieces[-1].clone()
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def takes(self, chunks: Sequence[Chunk]) -> bool:
+    def takes(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> bool:
         num_tokens = sum([len(chunk.token_ids) for chunk in chunks])
         return num_tokens <= self.capacity and sum([chunk.num_logits for chunk in chunks]) <= self.max_logits
 

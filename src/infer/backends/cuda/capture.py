@@ -1,0 +1,145 @@
+"""A forward recorded for steps of 1, 2, 4, 8 … tokens and logits, each size when it is first met.
+
+A recording reads its step from `StepInputs`; what the step has less than the recording are tokens whose row is −1.
+They change nothing, and every kernel computes a token in the same order whatever stands beside it: so what a replay
+computes is what the same ops compute one by one, to the bit.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from infer.backends.base import Captured, Forward, Generated
+from infer.backends.cuda.graphs import Graphs, Recording
+from infer.backends.cuda.multi_step import MultiStep
+from infer.backends.cuda.sampler import choose_lines
+from infer.backends.cuda.step_inputs import StepInputs
+from infer.errors import InvalidRequestError
+from infer.operands.step import Chunk, Interrupt, Masks, Step, StepEnd
+from infer.sampling.columns import SamplingColumns
+from infer.sampling.history import History, remember
+
+
+@final
+class CapturedForward(Captured):
+    """Steps of more than `capacity` tokens run in pieces. What needs a look between two lines, log-probabilities and
+    drafts of rows with penalties, is no step for it: the runner samples that line by line."""
+
+    def __init__(self, forward: Forward, capacity: int, max_logits: int, device: torch.device, graphs: Graphs) -> None:
+        self.capacity, self.max_logits = capacity, max_logits
+        self._forward, self._graphs, self._device = forward, graphs, device
+        self._inputs = StepInputs(capacity, max_logits, device, graphs)
+        self._recordings: dict[tuple[int, int], Recording] = {}
+        self._multi_step = MultiStep(max_logits, device, graphs)
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> Tensor:
+        with self._graphs.on_device():
+            pieces = list(step.pieces(self.capacity, self.max_logits))
+            if len(pieces) == 1:
+                return self._run_piece(step)
+            return torch.cat([self._run_piece(piece).clone() for piece in pieces])
+
+    def takes(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> bool:
+        num_tokens, num_logits = (
+            sum(len(chunk.token_ids) for chunk in chunks),
+            sum(chunk.num_logits for chunk in chunks),
+        )
+        has_drafts = any(chunk.num_drafts for chunk in chunks)
+        is_one_by_one = columns.has_logprobs or (columns.has_penalty and has_drafts)
+        return num_tokens <= self.capacity and num_logits <= self.max_logits and not is_one_by_one
+
+    @torch.inference_mode()
+    def run_multi_step(
+        self,
+        chunks: Sequence[Chunk],
+        starts: Sequence[int],
+        count: int,
+        columns: SamplingColumns,
+        history: History | None = None,
+        stop_ids: Sequence[int] = (),
+        masks: Masks | None = None,
+        interrupt: Interrupt | None = None,
+    ) -> Generated:
+        if len(chunks) != len(columns) or any(not len(chunk.token_ids) == chunk.num_logits == 1 for chunk in chunks):
+            raise InvalidRequestError(f"a multi-step takes one token with logits for each of {len(columns)} rows")
+        size = _size_of(len(chunks), self.capacity), _size_of(len(chunks), self.max_logits)
+        with self._graphs.on_device():
+            forward = self._recording(*size)
+            self._inputs.fill(Step.of_chunks(chunks, starts), *size)
+            step = self._inputs.step(*size)
+            return self._multi_step.run(forward, step, count, columns, history, stop_ids, masks, interrupt)
+
+    @torch.inference_mode()
+    def run_verified(
+        self,
+        chunks: Sequence[Chunk],
+        starts: Sequence[int],
+        columns: SamplingColumns,
+        history: History | None = None,
+        masks: Masks | None = None,
+    ) -> Generated:
+        """Noise is keyed by the position: every line can be sampled at once, and those after a surprise are dropped."""
+        if len(chunks) != len(columns):
+            raise InvalidRequestError(f"a step takes a chunk for each of {len(columns)} rows, got {len(chunks)}")
+        step = Step.of_chunks(chunks, starts)
+        if not len(step.logit_indices):
+            self.run(step)
+            return Generated([[] for _ in chunks], [], [[] for _ in chunks])
+        with self._graphs.on_device():
+            logits = self.run(step)[:, : columns.vocab_size]
+            if masks is not None:
+                masks.wait()
+            rows = [row for row, chunk in enumerate(chunks) for _ in range(chunk.num_logits)]
+            where = torch.tensor([rows, (step.positions[step.logit_indices] + 1).tolist()]).to(self._device)
+            allowed = None if masks is None else masks.words.to(self._device)
+            sampled = choose_lines(logits, columns, history, where[1], allowed, where[0])
+            lines = iter(sampled.tolist())
+        found = [_right(chunk, [next(lines) for _ in range(chunk.num_logits)]) for chunk in chunks]
+        self._remember(found, columns, history)
+        ended = time.perf_counter()
+        ends = [StepEnd(ended, ended) for _ in range(max(map(len, found)))]
+        return Generated(found, ends, [[] for _ in chunks])
+
+    def profile(self, step: Step) -> list[tuple[str, int]]:
+        raise InvalidRequestError("a profile counts the cycles of a CPU's commands: on a GPU use Nsight Systems")
+
+    def _remember(self, found: Sequence[Sequence[int]], columns: SamplingColumns, history: History | None) -> None:
+        """Rows with a penalty have no drafts here: a token each."""
+        rows = [row for row, token_ids in enumerate(found) if token_ids and token_ids[0] >= 0]
+        if rows and columns.has_penalty:
+            last = torch.tensor([token_ids[-1] if token_ids else 0 for token_ids in found], device=self._device)
+            remember(history, columns, rows, last)
+
+    def _run_piece(self, step: Step) -> Tensor:
+        num_logits = len(step.logit_indices)
+        size = _size_of(len(step.tokens), self.capacity), _size_of(num_logits, self.max_logits)
+        recording = self._recording(*size)
+        self._inputs.fill(step, *size)
+        recording.replay()
+        return recording.result[:num_logits]
+
+    def _recording(self, num_tokens: int, num_logits: int) -> Recording:
+        """Recorded with no token in it."""
+        size = num_tokens, num_logits
+        if size not in self._recordings:
+            step = self._inputs.step(*size)
+            self._inputs.clear(*size)
+            self._recordings[size] = self._graphs.record(lambda: self._forward(step))
+        return self._recordings[size]
+
+
+def _size_of(count: int, most: int) -> int:
+    """The next power of 2."""
+    return min(most, 1 << max(count - 1, 0).bit_length())
+
+
+def _right(chunk: Chunk, sampled: Sequence[int]) -> list[int]:
+    """What was sampled up to the first that is not what was drafted."""
+    for index, draft in enumerate(chunk.drafts if sampled else ()):
+        if sampled[index] != draft:
+            return list(sampled[: index + 1])
+    return list(sampled)

@@ -1,0 +1,99 @@
+"""How work on a device is recorded and replayed: as CUDA graphs, or, on CPU tensors, by doing it again."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, Protocol, final
+
+import torch
+from torch import Tensor
+
+
+class Recording(NamedTuple):
+    """Work that can be done again, and the tensor in which it always leaves its result."""
+
+    replay: Callable[[], object]
+    result: Tensor
+
+
+class Event(Protocol):
+    """A moment in the order of the device's work."""
+
+    def record(self) -> None:
+        """It is now: after all that was given to the device."""
+
+    def synchronize(self) -> None:
+        """Return when it is past."""
+
+
+class Graphs(ABC):
+    @abstractmethod
+    def record(self, work: Callable[[], Tensor]) -> Recording:
+        """The work is done once before, which must change nothing that counts."""
+
+    @abstractmethod
+    def mirror(self, size: int) -> Tensor:
+        """int64 zeros on the host that are copied without a wait."""
+
+    @abstractmethod
+    def event(self) -> Event: ...
+
+    @abstractmethod
+    def on_device(self) -> AbstractContextManager[None]:
+        """To be held around work and replays."""
+
+
+@final
+class CudaGraphs(Graphs):
+    """One pool of memory serves all graphs: they run one after the other, and results are held."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._pool = device, torch.cuda.graph_pool_handle()
+
+    def record(self, work: Callable[[], Tensor]) -> Recording:
+        side, here = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            work()  # compiles kernels, which a capture forbids
+        here.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = work()
+        return Recording(graph.replay, result)
+
+    def mirror(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.int64, pin_memory=True)
+
+    def event(self) -> Event:
+        event: Event = torch.cuda.Event()
+        return event
+
+    def on_device(self) -> AbstractContextManager[None]:
+        return torch.cuda.device(self._device)
+
+
+@final
+class Repeats(Graphs):
+    """Where there is no device: Triton interprets, and a replay is the work itself."""
+
+    def record(self, work: Callable[[], Tensor]) -> Recording:
+        result = work()
+        return Recording(lambda: result.copy_(work()), result)
+
+    def mirror(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.int64)
+
+    def event(self) -> Event:
+        return _Now()
+
+    def on_device(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+@final
+class _Now:
+    def record(self) -> None:
+        return
+
+    def synchronize(self) -> None:
+        return

@@ -1,0 +1,155 @@
+"""Whole models on the backend for GPUs, in Triton's interpreter with repeats in place of graphs: what is said is what
+the definition says, on every path."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from extent import IS_WHOLE
+from infer import LLM, SamplingParams, ops
+from infer.model.transformer import Transformer
+from infer.operands.step import Chunk, Interrupt, Step
+from infer.runner.runner import CachedRunner
+from infer.sampling.columns import SamplingColumns
+from path_cases import CASES, Case, Outcome, Way, World, by_definition, make_world, run_alone, run_batch
+from test_families import expected_logits, load, make_reserved, random_ids
+from test_session import make_model
+from tiny import LONGROPE, ONE_EACH, TINY, Tiny, make_tiny
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from infer.backends.cuda.capture import CapturedForward
+from infer.backends.cuda.graphs import Repeats
+from infer.backends.cuda.multi_step import GROUP
+
+pytestmark = pytest.mark.usefixtures("quick_interpreter")
+CPU = torch.device("cpu")
+LENGTHS = [7, 1, 1, 3]  # a chunk of a prompt, tokens and drafts: past the windows of tiny models
+FAMILIES = [*TINY, LONGROPE] if IS_WHOLE else ONE_EACH
+NAMES = ("greedy, free", "filtered, regex", "counted, schema", "ending, free", "stopped, choice", "seeded, free")
+
+
+def capture(model: Transformer, cache: Any, capacity: int = 16) -> CapturedForward:
+    return CapturedForward(lambda step: model.forward(step, cache), capacity, capacity, CPU, Repeats())
+
+
+@torch.inference_mode()
+def logits_of(model: Transformer, ids: list[int], *, is_captured: bool) -> Tensor:
+    cache, start, found = make_reserved(model), 0, []
+    captured = capture(model, cache)
+    for length in LENGTHS:
+        step = Step.of(ids[start : start + length], start, logit_indices=range(length))
+        found.append(captured.run(step).clone() if is_captured else model.forward(step, cache))
+        cache.commit(0, length)
+        start += length
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("tiny", FAMILIES, ids=lambda tiny: tiny.name)
+def test_every_family_computes_what_transformers_does_and_a_replay_has_its_bits(tiny: Tiny, tmp_path: Path) -> None:
+    oracle, ids = make_tiny(tiny, tmp_path), random_ids(sum(LENGTHS))
+    with ops.using("cuda"):
+        model = load(tmp_path)
+    found = logits_of(model, ids, is_captured=True)
+    assert (found - expected_logits(oracle, ids)).abs().max() <= 1e-4
+    if tiny.name == "llama" or IS_WHOLE:
+        assert torch.equal(logits_of(model, ids, is_captured=False), found)
+
+
+@pytest.fixture(scope="module")
+def device_world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    with ops.using("cuda"):
+        return make_world("llama", tmp_path_factory.mktemp("device"))
+
+
+WAYS = [
+    Way("none", 512, 8),
+    Way("ngram", 7, 1),
+    Way("right", 64, 8),
+    Way("half", 512, 64),
+    Way("ends", 7, 8),
+    Way("random", 64, 1),
+]
+
+
+@pytest.fixture(scope="module")
+def cases(world: World) -> list[tuple[Case, Outcome]]:
+    """Short ones; log-probabilities have other last bits on another device."""
+    chosen = [case for case in CASES if IS_WHOLE or case.name in NAMES]
+    short = [replace(case, prompt=case.prompt[:9], params=_shortened(case.params)) for case in chosen]
+    return [(case, replace(by_definition(world, case), logprobs=None)) for case in short]
+
+
+def _shortened(params: SamplingParams) -> SamplingParams:
+    return replace(params, max_new_tokens=min(params.max_new_tokens, 8))
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_what_is_said_is_what_the_definition_says(
+    device_world: World, cases: list[tuple[Case, Outcome]], way: Way
+) -> None:
+    index = WAYS.index(way)
+    for case, outcome in cases if IS_WHOLE else [cases[index % len(cases)]]:
+        result = run_alone(device_world, case, way, outcome.token_ids)
+        assert replace(Outcome.of(result), logprobs=None) == outcome, f"{case.name}: {way}"
+
+
+def test_rows_in_company_say_what_they_say_alone(device_world: World, cases: list[tuple[Case, Outcome]]) -> None:
+    chosen, outcomes = zip(*cases[:3], strict=True)
+    results = run_batch(device_world, chosen, WAYS[3], 2, [outcome.token_ids for outcome in outcomes])
+    assert [replace(Outcome.of(result), logprobs=None) for result in results] == list(outcomes)
+
+
+@pytest.fixture
+def runner(device_world: World) -> CachedRunner:
+    return CachedRunner(device_world.model, 64, num_slots=2, step_tokens=16)
+
+
+def prefilled(runner: CachedRunner, params: SamplingParams, count: int) -> tuple[list[Chunk], SamplingColumns]:
+    """Two rows of three tokens and room for `count` more."""
+    columns = SamplingColumns.of([params, params], 256, num_prompt_tokens=[3, 3])
+    for slot in range(2):
+        runner.extend(slot, [5 + slot, 6, 7])
+        runner.reserve(slot, count)
+    return [Chunk(slot, [8]) for slot in range(2)], columns
+
+
+def test_a_multi_step_ends_when_every_row_has_met_a_stop_id(runner: CachedRunner) -> None:
+    chunks, columns = prefilled(runner, SamplingParams(temperature=0), 9)
+    free, _ = runner.multi_step(chunks, 9, columns, None, ())
+    first, second = (tokens.token_ids for tokens in free)
+    assert len(first) == len(second) == 9
+    stop_ids = {first[1], second[3]}
+    ends = [next(i for i, token_id in enumerate(ids) if token_id in stop_ids) for ids in (first, second)]
+    found, times = runner.multi_step(chunks, 9, columns, None, stop_ids)
+    assert [tokens.token_ids for tokens in found] == [ids[: max(ends) + 1] for ids in (first, second)]
+    assert len(times) == max(ends) + 1
+
+
+def test_a_multi_step_that_is_interrupted_ends_with_the_groups_that_are_under_way(runner: CachedRunner) -> None:
+    chunks, columns = prefilled(runner, SamplingParams(temperature=0), 12)
+    found, _ = runner.multi_step(chunks, 12, columns, None, (), interrupt=Interrupt(1))
+    assert [len(tokens.token_ids) for tokens in found] == [2 * GROUP] * 2
+
+
+def test_a_row_that_fails_ends_a_multi_step_with_its_code(runner: CachedRunner) -> None:
+    banned = SamplingParams(temperature=0, logit_bias=dict.fromkeys(range(256), -float("inf")))
+    chunks, columns = prefilled(runner, banned, 9)
+    found, _ = runner.multi_step(chunks, 9, columns, None, ())
+    assert [tokens.token_ids for tokens in found] == [[-2], [-2]]
+
+
+def test_log_probabilities_are_sampled_line_by_line(tmp_path: Path) -> None:
+    folder, params = make_model(tmp_path), SamplingParams(temperature=0, max_new_tokens=4, logprobs=2)
+    expected = LLM(folder).generate("ab", params)
+    with ops.using("cuda"):
+        found = LLM(folder).generate("ab", params)
+    assert found.token_ids == expected.token_ids
+    assert found.logprobs is not None
+    assert expected.logprobs is not None
+    for ours, theirs in zip(found.logprobs, expected.logprobs, strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)

@@ -3,10 +3,10 @@
 import pytest
 
 from infer import LLM
+from infer.backends import base
 from infer.checkpoint import open_checkpoint
 from infer.errors import InvalidRequestError, ModelError
 from infer.kvcache.settings import CacheSettings
-from infer.model import from_checkpoint
 from infer.model.context_length import DEFAULT_MAX_SEQ_LEN, context_length, fitting_length
 from infer.model.families import make_architecture
 from infer.model.memory import LoadSettings, estimate
@@ -43,7 +43,7 @@ def test_a_cut_is_a_warning_and_what_was_asked_for_is_refused(monkeypatch: pytes
     checkpoint = open_checkpoint("smollm2")
     architecture, load = make_architecture(checkpoint.config), LoadSettings(num_threads=1)
     room = estimate(architecture, checkpoint.tensors, load, SETTINGS, num_tokens=2048).model + 100_000
-    monkeypatch.setattr(from_checkpoint, "available_memory_bytes", lambda: room)
+    monkeypatch.setattr(base, "available_memory_bytes", lambda: room)
     with pytest.warns(UserWarning, match=r"the context is [\d,]+ tokens, not 8,192: \d+ MB of memory are available"):
         llm = LLM("smollm2", threads=1)
     assert 512 <= llm.max_seq_len <= 2112

@@ -256,7 +256,7 @@ def test_what_does_not_fit_is_refused_with_the_context_that_would(monkeypatch: p
     architecture = make_architecture(checkpoint.config)
     threads = LoadSettings(num_threads=team().num_threads)
     needed = estimate(architecture, checkpoint.tensors, threads, CacheSettings(), num_tokens=1000).model
-    monkeypatch.setattr("infer.model.from_checkpoint.available_memory_bytes", lambda: needed)
+    monkeypatch.setattr("infer.backends.base.available_memory_bytes", lambda: needed)
     with monkeypatch.context() as within:
         within.setattr("infer.model.from_checkpoint.load_transformer", None)  # is not called
         with pytest.raises(
@@ -268,10 +268,10 @@ def test_what_does_not_fit_is_refused_with_the_context_that_would(monkeypatch: p
     assert load_model("smollm2", max_seq_len=most)[0].max_seq_len == most
     with pytest.raises(ModelError, match=f"max_seq_len={most} fits"):
         load_model("smollm2", max_seq_len=most + 64)
-    monkeypatch.setattr("infer.model.from_checkpoint.available_memory_bytes", lambda: 10**6)
+    monkeypatch.setattr("infer.backends.base.available_memory_bytes", lambda: 10**6)
     with pytest.raises(ModelError, match="and 1 MB are available: take a smaller quantisation"):
         load_model("smollm2")
-    monkeypatch.setattr("infer.model.from_checkpoint.available_memory_bytes", lambda: None)
+    monkeypatch.setattr("infer.backends.base.available_memory_bytes", lambda: None)
     assert load_model("smollm2", max_seq_len=64)[0].max_seq_len == 64
 
 

@@ -18,6 +18,7 @@ from infer.operands.step import Chunk, Interrupt, Masks, Step, StepEnd
 from infer.outputs import TokenLogprob
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
+from infer.system.available_memory import available_memory_bytes
 
 Precision = Literal["exact", "fast"]
 Forward = Callable[[Step], Tensor]
@@ -130,6 +131,10 @@ class Backend(ABC):
     @abstractmethod
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Zeroed memory for a cache."""
+
+    def available_bytes(self) -> int | None:
+        """How much of the memory that models lie in can still be taken; None where that is not known."""
+        return available_memory_bytes()
 
     def give_back(self, memory: Tensor, first: int, count: int) -> None:
         """What `zeros` made: entries [first, first + count) of the first axis are lost, and their memory is the

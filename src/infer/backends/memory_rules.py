@@ -8,7 +8,7 @@ from typing import Protocol, cast, final, runtime_checkable
 from infer.operands.architecture import Architecture
 
 # Each module is a `MemoryRules`. A device with other kernels has a line of its own.
-_MODULE_BY_DEVICE = {"cpu": "infer.backends.cpu.workspace"}
+_MODULE_BY_DEVICE = {"cpu": "infer.backends.cpu.workspace", "cuda": "infer.backends.gpu_memory"}
 
 
 @final

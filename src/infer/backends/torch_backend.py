@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infer.backends import host_memory, reference
+from infer.backends import gpus, host_memory, reference
 from infer.backends.base import Backend
 
 KV_TYPE_BY_DTYPE = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
@@ -22,9 +22,7 @@ class TorchBackend(Backend):
     def description(self) -> str:
         if self.computes_on_host:
             return "plain torch"
-        properties = torch.cuda.get_device_properties(self.device)
-        major, minor = properties.major, properties.minor
-        return f"{properties.name}, sm_{major}{minor}, {properties.total_memory / 2**30:.0f} GiB"
+        return str(gpus.visible_gpus()[self.device.index or 0])
 
     @property
     def computes_on_host(self) -> bool:
@@ -43,6 +41,9 @@ class TorchBackend(Backend):
         if self.computes_on_host:
             return host_memory.zeros(shape, dtype)
         return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
+
+    def available_bytes(self) -> int | None:
+        return super().available_bytes() if self.computes_on_host else gpus.free_bytes(self.device)
 
     def give_back(self, memory: Tensor, first: int, count: int) -> None:
         if self.computes_on_host:

@@ -341,6 +341,7 @@ def explain(context: click.Context, /, **options: Any) -> None:
 )
 @click.option("--batch", type=AT_LEAST_1, default=1, show_default=True, help="Rows of the cache.")
 @click.option("--pool-pages", type=AT_LEAST_1, help="Pages of 64 tokens that the rows share.  [default: all rows full]")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @cache_options
 @number_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of lines.")

@@ -28,16 +28,17 @@ def run_estimate(options: Mapping[str, Any]) -> None:
     cache.check_model(architecture.layers)
     num_tokens, own = context_length(options["max_seq_len"], architecture, cache), architecture.most_positions
     threads = default_num_threads() if options["threads"] is None else check_num_threads(options["threads"])
-    load = LoadSettings(options["dtype"], options["weights"], options["precision"], threads)
+    load = LoadSettings(options["dtype"], options["weights"], options["precision"], threads, options["device"])
     rows = {"num_rows": options["batch"], "pool_pages": options["pool_pages"]}
     found = estimate(architecture, tensors, load, cache, num_tokens=num_tokens, **rows)
-    available = available_memory_bytes()
+    available = available_memory_bytes() if options["device"] == "cpu" else _free_on_gpu()
     rest = 0 if available is None else available - found.process
     most = max(own, num_tokens)
     report = {
         "model": options["model"],
         "max_seq_len": num_tokens,
         "batch": options["batch"],
+        "device": options["device"],
         "pool_pages": options["pool_pages"],
         "kv_type": load.kv_type if cache.kv_type == "auto" else cache.kv_type,
         "weight_bytes": found.weights,
@@ -54,6 +55,15 @@ def run_estimate(options: Mapping[str, Any]) -> None:
     click.echo(json.dumps(report, ensure_ascii=False) if options["as_json"] else "\n".join(lines(report)))
 
 
+def _free_on_gpu() -> int | None:
+    """Of the first GPU; None where there is none, which a command about a model's size need not refuse."""
+    import torch
+
+    from infer.ops import backend_of
+
+    return backend_of(torch.device("cuda")).available_bytes() if torch.cuda.is_available() else None
+
+
 def lines(report: Mapping[str, Any]) -> Iterator[str]:
     rows = f"{report['batch']} row{'' if report['batch'] == 1 else 's'}"
     pool = "" if report["pool_pages"] is None else f" in {report['pool_pages']:,} pages"
@@ -63,6 +73,8 @@ def lines(report: Mapping[str, Any]) -> Iterator[str]:
         "workspace": "of a step of 512 tokens",
         "process": "Python, torch and the vocabulary",
     }
+    if report["device"] == "cuda":
+        del remarks["process"]  # it lies in the host's memory
     for name, remark in remarks.items():
         key = "weight_bytes" if name == "weights" else f"{name}_bytes"
         yield f"{name:<10}{report[key] / 1e6:>12,.1f} MB   {remark}"

@@ -112,7 +112,7 @@ def _spelled(arguments: Sequence[str], known: Collection[str]) -> Iterable[str]:
 
 
 class Device(click.ParamType):  # type: ignore[type-arg]  # generic in new versions of click alone
-    """cpu, cuda, cuda:N, opencl or opencl:NAME; other names are answered with what there is."""
+    """auto, cpu, cuda, cuda:N, opencl or opencl:NAME; other names are answered with what there is."""
 
     name = "device"
     _ELSEWHERE: Mapping[str, str] = {
@@ -124,14 +124,14 @@ class Device(click.ParamType):  # type: ignore[type-arg]  # generic in new versi
     }
 
     def get_metavar(self, *arguments: Any, **named: Any) -> str:
-        return "[cpu|cuda|opencl[:NAME]]"
+        return "[auto|cpu|cuda|opencl[:NAME]]"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         kind, colon, index = str(value).partition(":")
         if kind in ("cpu", "cuda") and (not colon or index.isdecimal()):
             return str(value)
-        if kind == "opencl":
+        if kind == "opencl" or value == "auto":
             return str(value)
         why = self._ELSEWHERE.get(kind.lower())
-        message = f"{value!r} is not one of 'cpu', 'cuda', 'opencl'" + (f": {why}" if why else "")
+        message = f"{value!r} is not one of 'auto', 'cpu', 'cuda', 'opencl'" + (f": {why}" if why else "")
         raise click.BadParameter(message, ctx, param)

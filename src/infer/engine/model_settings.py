@@ -15,7 +15,7 @@ from infer.sampling_params import ALIASES, PARAMETER_NAMES
 
 WeightsType = Literal["auto", "bf16", "q8", "q4"]
 DtypeName = Literal["auto", "float32", "float16", "bfloat16"]
-DeviceName = Literal["cpu", "cuda", "opencl"]
+DeviceName = Literal["auto", "cpu", "cuda", "opencl"]
 PrecisionName = Literal["exact", "fast"]
 KVType = Literal["auto", "f32", "f16", "bf16", "q8", "q4"]
 EvictionPolicy = Literal["none", "sliding", "snapkv"]

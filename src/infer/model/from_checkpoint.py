@@ -23,7 +23,7 @@ from infer.model.tensors import check_tensors, expected_shapes
 from infer.model.transformer import Transformer
 from infer.operands.architecture import Architecture
 from infer.ops import Precision
-from infer.system.available_memory import available_memory_bytes, give_back_freed
+from infer.system.available_memory import give_back_freed
 from infer.system.cores import check_num_threads
 from infer.tokenizer import Tokenizer
 
@@ -90,11 +90,10 @@ def load_checked(
     load = LoadSettings(dtype_name(dtype), weights, precision)
     check_tensors(expected_shapes(architecture), checkpoint.tensors)
     with backend.compiling([make_outline(architecture, checkpoint.tensors, load, cache)]):
-        if backend.computes_on_host:
-            settings = replace(load, num_threads=backend.num_threads())
-            if max_seq_len is None:
-                context = _fitting(checkpoint, architecture, settings, cache, context)
-            _check_memory(checkpoint, architecture, settings, cache, context)
+        settings = replace(load, num_threads=backend.num_threads(), device=backend.device.type)
+        if max_seq_len is None:
+            context = _fitting(checkpoint, architecture, settings, cache, context, backend.available_bytes())
+        _check_memory(checkpoint, architecture, settings, cache, context, backend.available_bytes())
         give_back_freed()
         with backend.threads():
             model = load_transformer(
@@ -122,11 +121,15 @@ def _check_vocabulary(architecture: Architecture, tokenizer: Tokenizer) -> None:
 
 
 def _fitting(
-    checkpoint: Checkpoint, architecture: Architecture, load: LoadSettings, cache: CacheSettings, default: int
+    checkpoint: Checkpoint,
+    architecture: Architecture,
+    load: LoadSettings,
+    cache: CacheSettings,
+    default: int,
+    available: int | None,
 ) -> int:
     """The default context, or as much of it as the memory has room for, which a warning says."""
     check_tensors(expected_shapes(architecture), checkpoint.tensors)
-    available = available_memory_bytes()
     found = fitting_length(architecture, checkpoint.tensors, load, cache, most=default, available=available)
     if found < default:
         warnings.warn(
@@ -138,11 +141,15 @@ def _fitting(
 
 
 def _check_memory(
-    checkpoint: Checkpoint, architecture: Architecture, load: LoadSettings, cache: CacheSettings, num_tokens: int
+    checkpoint: Checkpoint,
+    architecture: Architecture,
+    load: LoadSettings,
+    cache: CacheSettings,
+    num_tokens: int,
+    available: int | None,
 ) -> None:
     """What does not fit is refused before anything is allocated."""
     check_tensors(expected_shapes(architecture), checkpoint.tensors)
-    available = available_memory_bytes()
     name, tensors = checkpoint.path.name, checkpoint.tensors
     check_fits(name, architecture, tensors, load, cache, num_tokens=num_tokens, available=available)
 
@@ -177,6 +184,8 @@ def _choice(name: str, value: str, choices: Sequence[Any]) -> Any:
 
 
 def _backend(device: str | torch.device) -> ops.Backend:
+    if device == "auto":
+        device = "cuda" if ops.is_gpu_of_use() else "cpu"
     if isinstance(device, str) and device.partition(":")[0] == "opencl":
         return ops.backend_named(device)
     try:
@@ -185,9 +194,7 @@ def _backend(device: str | torch.device) -> ops.Backend:
         raise InvalidRequestError(f"device must be cpu, cuda or opencl, got {device!r:.80}") from None
     if chosen.type not in ("cpu", "cuda"):
         raise InvalidRequestError(f"device must be cpu, cuda or opencl, got {device!r}")
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidRequestError("device is cuda, but torch sees no CUDA device here: use device='cpu'")
-    return ops.backend_of(chosen)
+    return ops.cuda_backend(str(chosen)) if chosen.type == "cuda" else ops.backend_of(chosen)
 
 
 def dtype_name(dtype: str | torch.dtype) -> str:

@@ -117,7 +117,7 @@ class _Maker:
         try:
             with ops.using(self.backend):
                 return ops.prepare(whole, self.backend.device, self.precision)
-        except (MemoryError, OSError) as error:
+        except (MemoryError, OSError, torch.OutOfMemoryError) as error:
             if isinstance(error, OSError) and error.errno != errno.ENOMEM:
                 raise
             num_bytes = sum(part.num_bytes for part in parts)

@@ -35,16 +35,20 @@ class LoadSettings:
     weights: str = "auto"
     precision: str = "exact"
     num_threads: int = 1
+    device: str = "cpu"  # the kind alone, no index
 
     @property
     def kv_type(self) -> str:
-        """What `kv_type="auto"` is on a CPU."""
-        return "f16" if self.dtype == "auto" else "f32"
+        """What `kv_type="auto"` is there."""
+        if self.dtype == "auto":
+            return "f16"
+        return "f32" if self.device == "cpu" else _TYPE_BY_DTYPE[self.dtype].lower()
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes. The process is Python with torch and the vocabulary, which a program that asks already has in part."""
+    """Bytes. The process is Python with torch and the vocabulary, which a program that asks already has in part; on a
+    GPU there is none of it."""
 
     weights: int
     cache: int
@@ -80,10 +84,10 @@ def estimate(
     history = num_rows * (8 * architecture.vocab_size + 8 * num_tokens)
     sizes = StepSizes(num_tokens, MAX_STEP_TOKENS, MAX_STEP_LOGITS, load.precision, load.num_threads)
     return Estimate(
-        weights=weight_bytes(architecture, types) + rope_bytes(architecture, num_tokens),
+        weights=weight_bytes(architecture, types, load.device) + rope_bytes(architecture, num_tokens),
         cache=cache_bytes(architecture.layers, cache, kv_type, num_tokens, num_rows, pool_pages),
-        workspace=memory_rules().step_bytes(architecture, types, sizes, num_rows) + history,
-        process=PROCESS_BYTES + VOCABULARY_BYTES * architecture.vocab_size,
+        workspace=memory_rules(load.device).step_bytes(architecture, types, sizes, num_rows) + history,
+        process=0 if load.device == "cuda" else PROCESS_BYTES + VOCABULARY_BYTES * architecture.vocab_size,
     )
 
 
@@ -208,9 +212,9 @@ def _loaded_type(name: str, info: TensorInfo, load: LoadSettings) -> str:
     return "Q4_1" if load.weights == "q4" and name not in _TABLES else "Q8_0"
 
 
-def weight_bytes(architecture: Architecture, types: Mapping[str, str]) -> int:
+def weight_bytes(architecture: Architecture, types: Mapping[str, str], device: str = "cpu") -> int:
     """Matrices as the kernels hold them, norms and biases in float32."""
-    rules = memory_rules()
+    rules = memory_rules(device)
     return sum(
         rules.matrix_bytes(types[name], *shape) if name in types else 4 * prod(shape)
         for name, shape in expected_shapes(architecture).items()

@@ -13,7 +13,15 @@ from infer.backends.base import Backend, Captured, KernelStore, Precision, Recor
 from infer.operands.architecture import Activation
 from infer.operands.step import Step
 from infer.operands.weights import Heads, Norm, Projection, Weight
-from infer.ops.device import backend_named, backend_of, opencl_devices, set_num_threads, using
+from infer.ops.device import (
+    backend_named,
+    backend_of,
+    cuda_backend,
+    is_gpu_of_use,
+    opencl_devices,
+    set_num_threads,
+    using,
+)
 from infer.quantization.kv_layout import LayerCache
 from infer.sampling import sampler
 from infer.sampling.columns import SamplingColumns
@@ -31,8 +39,10 @@ __all__ = [
     "backend_named",
     "backend_of",
     "choose_tokens",
+    "cuda_backend",
     "embed",
     "head",
+    "is_gpu_of_use",
     "norm_gate",
     "norm_project",
     "normalize",

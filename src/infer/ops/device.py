@@ -1,5 +1,6 @@
 """Which backend a model runs on. A new device is a folder in `backends/` and a line here."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -9,6 +10,7 @@ from importlib.util import find_spec
 
 import torch
 
+from infer.backends import gpus
 from infer.backends.base import Backend
 from infer.errors import InvalidRequestError
 
@@ -38,8 +40,23 @@ def backend_of(device: torch.device) -> Backend:
     if isinstance(used, Backend):
         return used
     if used is None:
-        used = "reference" if device.type == "cuda" and not _has_triton() else device.type
+        used = "reference" if device.type == "cuda" and not gpus.has_triton() else device.type
     return _backend(used, device)
+
+
+def cuda_backend(name: str) -> Backend:
+    """Of cuda or cuda:N; where Triton is not installed plain torch, with a warning. Raises InvalidRequestError."""
+    device = torch.device(name)
+    if trouble := gpus.trouble_with(device.index):
+        raise InvalidRequestError(f"device {name}: {trouble}")
+    if not gpus.has_triton():
+        warnings.warn("Triton is not installed: plain torch runs on the GPU, slowly (pip install triton)", stacklevel=2)
+    return backend_of(device)
+
+
+def is_gpu_of_use() -> bool:
+    """What device="auto" goes by."""
+    return gpus.is_of_use()
 
 
 def backend_named(name: str) -> Backend:
@@ -72,8 +89,3 @@ def _backend(name: str, device: torch.device) -> Backend:
 def _named(part: str) -> Backend:
     backend: Backend = import_module(MODULE_BY_NAME["opencl"]).make(torch.device("cpu"), part)
     return backend
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None

@@ -10,7 +10,6 @@ from infer.kvcache.settings import CacheSettings
 from infer.model.memory import check_rows_fit
 from infer.model.transformer import Transformer
 from infer.operands.limits import MAX_STEP_TOKENS
-from infer.system.available_memory import available_memory_bytes
 
 MAX_FULL_CONTEXTS = 8  # that a model has pages for, unless asked for others
 
@@ -30,16 +29,15 @@ def make_cache(
     """
     settings = settings or CacheSettings()
     kv_type = _kv_type(model, settings)
-    if model.backend.computes_on_host:
-        check_rows_fit(
-            model.architecture,
-            settings,
-            kv_type,
-            num_tokens=capacity,
-            num_rows=num_rows,
-            pool_pages=pool_pages,
-            available=available_memory_bytes(),
-        )
+    check_rows_fit(
+        model.architecture,
+        settings,
+        kv_type,
+        num_tokens=capacity,
+        num_rows=num_rows,
+        pool_pages=pool_pages,
+        available=model.backend.available_bytes(),
+    )
     with ops.using(model.backend):
         return PagedCache(
             model.architecture.layers,
@@ -56,9 +54,7 @@ def make_cache(
 
 def default_pool_pages(model: Transformer, settings: CacheSettings) -> int:
     """Pages for as many full contexts as the memory that is available holds: 1 to 8."""
-    each, available = num_pages(model.max_seq_len, settings.page_tokens), None
-    if model.backend.computes_on_host:
-        available = available_memory_bytes()
+    each, available = num_pages(model.max_seq_len, settings.page_tokens), model.backend.available_bytes()
     kv_type, num_tokens = _kv_type(model, settings), model.max_seq_len
     for count in range(MAX_FULL_CONTEXTS, 1, -1):
         with suppress(InvalidRequestError):

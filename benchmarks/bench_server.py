@@ -11,7 +11,7 @@
     idle            processor time and resident memory of a server that nobody asks
     at-once         1,000 requests at the same moment: who is refused, how fast, and what the others get
     cancels         clients that go away after some tokens: pages and memory before and after
-    isolate         kill -9 of the engine's process: until its stream ends, and until another one answers
+    isolate         kill -9 of the engine's process: how long its stream pauses
     slow-readers    50 clients that read a byte a second beside eight that read all
 
 The clients are tasks of one process of their own, which shares the cores with the server, the same for both sides. Each

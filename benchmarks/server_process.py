@@ -43,7 +43,7 @@ class ServerProcess:
         return found
 
     def oldest_child(self) -> int:
-        return min(_children(self.process.pid))
+        return min(children(self.process.pid))
 
     def metric(self, name: str) -> float:
         """Of /metrics, summed over labels."""
@@ -118,9 +118,9 @@ def _await(server: ServerProcess, log: Path) -> None:
 
 def _family(pid: int) -> list[int]:
     """It and its children, whichever of its threads started them."""
-    return [pid, *(each for child in _children(pid) for each in _family(child))]
+    return [pid, *(each for child in children(pid) for each in _family(child))]
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
     threads = Path(f"/proc/{pid}/task").iterdir()
     return [int(child) for thread in threads for child in (thread / "children").read_text().split()]

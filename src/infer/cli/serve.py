@@ -11,18 +11,22 @@ from functools import partial
 from typing import Any, final
 
 import infer
+from infer.distributed.front import run_replicas
+from infer.distributed.replica import await_turn
 from infer.errors import InvalidRequestError, SchemaWarning
 from infer.server.auth import read_keys
-from infer.server.isolated import await_turn, run_isolated
 from infer.server.loading import OnProgress
 from infer.server.process import bind, run_server
 from infer.server.settings import ServerSettings
 from infer.server.state import ServerState
 from infer.server.tls import check_certificate
+from infer.system.core_share import take_cores
+from infer.system.cores import default_num_threads
 from infer.system.status_line import write_notice
 
 Load = Callable[[OnProgress], "infer.LLM"]
 _WARM_UP_TOKENS = 64
+_NO_LIMIT = 1 << 60  # bytes
 
 
 @final
@@ -46,20 +50,31 @@ def run_serve(options: Mapping[str, Any], load: Load) -> int:
         log.propagate = False
         log.addHandler(_Lines())
     if options["listen_fd"] is not None:
+        if options["replicas"] > 1:
+            take_cores(options["threads"])
         if not await_turn():
             return 0
         url = url_of(settings, settings.port)
         own = replace(settings, api_keys={}, cors_origins=(), tls_cert=None, tls_key=None, is_child=True)
+        own = replace(own, max_body_bytes=_NO_LIMIT)  # its parent has one
         listener = socket.socket(fileno=options["listen_fd"])
         return run_server(ServerState(own), listener, partial(_load, load), partial(_announce, url=url))
     listener = bind(settings)
     port = listener.getsockname()[1]
     url = url_of(settings, port)
     write_notice(f"loading {options['model']}; {url} answers meanwhile")
-    if options["isolate"]:
-        command = [sys.executable, "-m", "infer", *sys.argv[1:], "--port", str(port), "--listen-fd"]
-        return run_isolated(ServerState(settings), listener, command)
+    if options["isolate"] or options["replicas"] > 1:
+        commands = _commands(options["replicas"], port, has_threads=options["threads"] is not None)
+        return run_replicas(ServerState(settings), listener, commands)
     return run_server(ServerState(settings), listener, partial(_load, load), partial(_announce, url=url))
+
+
+def _commands(num_replicas: int, port: int, *, has_threads: bool) -> list[list[str]]:
+    """What starts each replica: it has its share of the threads, unless their number is given."""
+    command = [sys.executable, "-m", "infer", *sys.argv[1:], "--port", str(port)]
+    if num_replicas > 1 and not has_threads:
+        command += ["--threads", str(max(1, default_num_threads() // num_replicas))]
+    return [[*command, "--listen-fd"]] * num_replicas
 
 
 def make_settings(options: Mapping[str, Any]) -> ServerSettings:

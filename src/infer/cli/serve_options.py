@@ -10,6 +10,7 @@ from infer.operands.limits import MAX_STEP_LOGITS
 _SECONDS = click.FloatRange(min=0.1)
 _COUNT = click.IntRange(min=1)
 _FILE = click.Path(path_type=Path)
+MOST_REPLICAS = 64
 
 
 def serve_options(function: Function) -> Function:
@@ -28,7 +29,9 @@ def serve_options(function: Function) -> Function:
         click.option("--tls-key", type=_FILE, metavar="FILE", help="Its private key."),
         click.option("--isolate", is_flag=True,
                      help="The model in a process of its own, which is started again when it dies."),
-        click.option("--listen-fd", type=click.IntRange(min=0), hidden=True),  # of the child of one with --isolate
+        click.option("--replicas", type=click.IntRange(1, MOST_REPLICAS), default=1, show_default=True,
+                     help="Processes with the model, each on cores of its own: when one dies, others go on."),
+        click.option("--listen-fd", type=click.IntRange(min=0), hidden=True),  # of a replica: its socket
         engine_options,
         limit_options,
         click.option("--no-access-log", is_flag=True, help="No JSON line a request on stdout."),

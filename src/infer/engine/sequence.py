@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, repeat
 from typing import TypeVar, final
 
 from infer.engine.lease import Lease
@@ -194,6 +194,14 @@ class Sequence:
         if num_tokens < len(self.pieces):
             self._replay(num_tokens)
         self.abort()
+
+    def resume(self, token_ids: Items[int], logprobs: Items[TokenLogprob]) -> None:
+        """Take these as sampled, those of its prefix first, and their log-probabilities where they are known. Before it
+        is submitted.
+        """
+        known = chain(logprobs[len(self.pieces) :], repeat(None))
+        for token_id, logprob in zip(token_ids[len(self.pieces) :], known, strict=False):
+            self.accept(token_id, logprob)
 
     def _begin_with(self, token_ids: Items[int]) -> None:
         """Raises InvalidRequestError where the answer ends with these, or the grammar does not allow them."""

@@ -1,16 +1,21 @@
 """One HTTP request from its first byte to its answer's last, as the log and the metrics have it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
 from starlette.requests import HTTPConnection
 from starlette.types import Scope
 
+from infer.server.resumption import SentPart
+
 _KEY = "infer.call"
 NO_ROUTE = "none"
-KEY_NAME_HEADER = b"x-infer-key-name"  # of a request that comes from the process that clients talk to
+# Of a request that comes from the process that clients talk to: who asks, the call's id and time, and how many bytes
+# before the body are what was sent of its stream.
+KEY_NAME_HEADER, ID_HEADER = b"x-infer-key-name", b"x-infer-id"
+CREATED_HEADER, SENT_HEADER = b"x-infer-created", b"x-infer-sent"
 
 
 @final
@@ -23,6 +28,7 @@ class Call:
     method: str
     route: str = NO_ROUTE  # the path as it stands in the table of routes
     received_at: float = field(default_factory=time.perf_counter)
+    created: int = field(default_factory=lambda: int(time.time()))
     key_name: str = ""  # of the API key
     operation: str = ""  # such as "chat"; "" asks the model nothing
     model: str = ""  # the name that it is asked under
@@ -32,6 +38,10 @@ class Call:
     left_in: str = ""  # the phase in which the client went away
     sequences: list[Any] = field(default_factory=list)  # `engine.sequence.Sequence`
     is_forwarded: bool = False  # to the engine's process, which counts and logs it
+    is_noted: bool = False  # its stream notes its parts, for who may have to ask again
+    notes: list[bytes] = field(default_factory=list)  # of parts whose events come next
+    num_sent_bytes: int = 0  # before its body
+    sent: Sequence[SentPart] = ()  # of its stream, by a process that died
     on_accepted: Callable[[], object] = lambda: None  # called when the engine knows of it
 
     @property

@@ -21,6 +21,7 @@ from infer.server.asked import refusal
 from infer.server.asking import check_result, of_tenant, while_connected
 from infer.server.call import Call, call_of
 from infer.server.errors import ApiError
+from infer.server.resumption import given_to, note_of
 from infer.server.state import ServerState
 
 
@@ -68,6 +69,7 @@ class Choices:
     ) -> None:
         self._call, self._state, self._groups, self._is_answered = call, state, groups, is_answered
         self._streams = [stream for group in groups for stream in group]
+        self._has_begun = set[int]()
 
     @property
     def first(self) -> "infer.AsyncStream":
@@ -81,15 +83,20 @@ class Choices:
 
     async def begin(self) -> None:
         """The first choice of each prompt joins the queue."""
-        for group in self._groups if self._is_answered else ():
-            await self._begin(group[0])
+        for index in range(0, len(self._streams), self._size) if self._is_answered else ():
+            await self._begin(index)
+
+    def resume(self) -> None:
+        """Give each choice the tokens that the client has of it. On any thread."""
+        for index, stream in enumerate(self._streams):
+            stream.sequence.resume(*given_to(index, self._call.sent))
 
     async def results(self) -> list[GenerationResult]:
         """Whole answers. Raises ApiError where one failed."""
         if not self._is_answered:
             return self._empty()
         try:
-            found = await asyncio.gather(*map(self._results_of, self._groups))
+            found = await asyncio.gather(*map(self._results_of, range(0, len(self._streams), self._size)))
         except BaseException:
             self.cancel()
             raise
@@ -111,31 +118,48 @@ class Choices:
             async with aclosing(self._read_all()) as read:
                 async for index, pieces in read:
                     try:
-                        yield Part(index, pieces) if pieces else await self._end(index)
+                        part = Part(index, pieces) if pieces else await self._end(index)
                     except ApiError as error:
                         failures.append(_of_choice(error, index))
+                    else:
+                        yield part
         finally:
             self.cancel()
         if failures:
             raise failures[0]
 
     async def _read_all(self) -> AsyncGenerator[tuple[int, list[Piece]], None]:
-        """Each choice until it gives nothing more."""
+        """Each choice until it gives nothing more; first, cut as they were, the parts that the client has."""
+        for sent in self._call.sent:
+            await self._begin(sent.choice)
+            yield sent.choice, [await anext(self._streams[sent.choice]) for _ in sent.token_ids]
+        async with aclosing(self._read_further()) as read:
+            async for index, pieces in read:
+                if self._call.is_noted:
+                    self._call.notes.append(note_of(index, pieces))
+                yield index, pieces
+
+    async def _read_further(self) -> AsyncGenerator[tuple[int, list[Piece]], None]:
+        """A choice that is no first one begins when the first of its prompt has given something."""
+        sent, size = self._call.sent, self._size
+        has_given = {part.choice // size for part in sent}
+        has_ended = {part.choice for part in sent if not part.token_ids}
         if len(self._streams) == 1:
-            pieces = None
-            while pieces is None or pieces:
+            while 0 not in has_ended:
                 pieces = await self._streams[0].take()
                 yield 0, pieces
+                if not pieces:
+                    has_ended.add(0)
             return
-        size, has_begun = len(self._groups[0]), set[int]()
-        reading = {self._read(index): index for index in range(0, len(self._streams), size)}
+        open_ones = [index for index in range(len(self._streams)) if index not in has_ended]
+        reading = {self._read(index): index for index in open_ones if index % size == 0 or index // size in has_given}
         try:
             while reading:
                 done, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
                 for task in sorted(done, key=reading.__getitem__):
                     index, pieces = reading.pop(task), task.result()
-                    if index % size == 0 and index not in has_begun:
-                        has_begun.add(index)
+                    if index // size not in has_given:
+                        has_given.add(index // size)
                         reading |= {self._read(other): other for other in range(index + 1, index + size)}
                     yield index, pieces
                     if pieces:
@@ -170,24 +194,33 @@ class Choices:
             for each in sequences
         ]
 
-    async def _begin(self, stream: "infer.AsyncStream") -> None:
-        await stream.begin()
-        self._call.add(stream.sequence)
+    @property
+    def _size(self) -> int:
+        """Choices of a prompt."""
+        return len(self._groups[0])
 
-    async def _results_of(self, group: "Sequence[infer.AsyncStream]") -> list[GenerationResult]:
-        if len(group) > 1:
-            await group[0].take()
-            for stream in group[1:]:
-                await self._begin(stream)
-        return list(await asyncio.gather(*(stream.result() for stream in group)))
+    async def _begin(self, index: int) -> None:
+        """Unless it has begun."""
+        if index not in self._has_begun:
+            self._has_begun.add(index)
+            await self._streams[index].begin()
+            self._call.add(self._streams[index].sequence)
+
+    async def _results_of(self, first: int) -> list[GenerationResult]:
+        """Of the prompt whose first choice this is."""
+        indices = range(first, first + self._size)
+        if self._size > 1:
+            await self._streams[first].take()
+            for index in indices:
+                await self._begin(index)
+        return list(await asyncio.gather(*(self._streams[index].result() for index in indices)))
 
     def _read(self, index: int) -> "asyncio.Task[list[Piece]]":
-        return asyncio.create_task(self._take(self._streams[index], is_first=index % len(self._groups[0]) == 0))
+        return asyncio.create_task(self._take(index))
 
-    async def _take(self, stream: "infer.AsyncStream", *, is_first: bool) -> list[Piece]:
-        if not is_first:
-            await self._begin(stream)
-        return await stream.take()
+    async def _take(self, index: int) -> list[Piece]:
+        await self._begin(index)
+        return await self._streams[index].take()
 
 
 async def accept(request: Request, state: ServerState, asked: Asked) -> Choices:
@@ -199,6 +232,8 @@ async def accept(request: Request, state: ServerState, asked: Asked) -> Choices:
     async def prepare() -> Choices:
         groups = [await _prepared(llm, asked, options, number) for number in range(len(asked.prompts))]
         choices = Choices(call, state, groups, is_answered=asked.is_answered)
+        if call.sent:
+            await llm.host.answers.prepare(lambda check: choices.resume())
         await choices.begin()
         return choices
 

@@ -13,6 +13,7 @@ from infer.errors import InferError
 from infer.server.call import Call, call_of
 from infer.server.errors import ApiError, api_error
 from infer.server.limits import read_body
+from infer.server.resumption import unpack
 from infer.server.state import ServerState
 
 log = logging.getLogger("infer.server")
@@ -49,9 +50,12 @@ class Endpoint:
         call = call_of(request)
         call.route, call.operation = self._route.path, self._route.operation
         try:
-            request._body = await read_body(request, self._state.settings)
+            body = await read_body(request, self._state.settings)
+            if call.num_sent_bytes:
+                call.sent = unpack(body[: call.num_sent_bytes])
+            request._body = body[call.num_sent_bytes :]
             with ExitStack() as stack:
-                if call.operation:
+                if call.operation and not call.sent:
                     self._enter(call, len(request._body), stack)
                 response = await self._route.handler(request, self._state)
         except (ClientDisconnect, ClientGoneError):

@@ -87,14 +87,29 @@ def text_of(families: Iterable[Family]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def with_samples(text: str, families: Iterable[Family], **labels: str) -> str:
-    """`text` of the format, with the samples of further families, so labelled, among those of the same name."""
-    block_by_name = {block.split(" ", 1)[0]: block for block in text.split(_HELP)[1:]}
-    for family in families:
-        samples = [each._replace(labels={**each.labels, **labels}) for each in family.samples]
-        _, _, *lines = text_of([family._replace(samples=samples)]).splitlines(keepends=True)
-        own = f"{family.name} {family.help}\n# TYPE {family.name} {family.kind}\n"
-        block_by_name[family.name] = block_by_name.get(family.name, own) + "".join(lines)
+def labelled(text: str, **labels: str) -> str:
+    """`text` of the format, with these labels on every sample."""
+    added = _labels(labels)[1:-1]
+    lines = list[str]()
+    for line in text.splitlines():
+        name, inside, rest = line.partition("{")
+        if line.startswith("#"):
+            lines.append(line)
+        elif inside:
+            lines.append(f"{name}{{{added},{rest}")
+        else:
+            name, _, value = line.partition(" ")
+            lines.append(f"{name}{{{added}}} {value}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def merged(texts: Iterable[str]) -> str:
+    """Texts of the format as one: the samples of a family stand together."""
+    block_by_name: dict[str, str] = {}
+    for block in (block for text in texts for block in text.split(_HELP)[1:]):
+        name = block.split(" ", 1)[0]
+        samples = block.splitlines(keepends=True)[2:]
+        block_by_name[name] = block_by_name[name] + "".join(samples) if name in block_by_name else block
     return "".join(_HELP + block for block in block_by_name.values())
 
 

@@ -91,7 +91,7 @@ class Metrics:
         began = sequence.timer.began or arrivals[0]
         self._first.observe(arrivals[0] - received_at)
         self._queue.observe(max(0.0, began - sequence.submitted_at))
-        self._prefill.observe(arrivals[0] - began)
+        self._prefill.observe(max(0.0, arrivals[0] - began))
         self._decode.observe(arrivals[-1] - arrivals[0])
         self._handover.observe(now - arrivals[-1])
         self._gaps.observe_all([after - before for before, after in pairwise(arrivals)])

@@ -1,6 +1,5 @@
 """How a route of OpenAI's answers: the whole at its end, or a stream of chunks. What they look like is its `Shape`."""
 
-import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -49,7 +48,7 @@ def make_head(prefix: str, request: Request, state: ServerState) -> Head:
     call, loaded = call_of(request), state.loaded
     assert loaded is not None
     number, fingerprint = call.id.removeprefix("req-"), loaded.llm.system_fingerprint
-    return Head(prefix + number, int(time.time()), call.model, fingerprint)
+    return Head(prefix + number, call.created, call.model, fingerprint)
 
 
 def json_response(body: Json) -> Response:

@@ -6,23 +6,24 @@ import secrets
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from infer.server.call import KEY_NAME_HEADER, Call, put_call
+from infer.server.call import CREATED_HEADER, ID_HEADER, KEY_NAME_HEADER, SENT_HEADER, Call, put_call
 
 _CLEAN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 def with_request_ids(app: ASGIApp, *, is_child: bool) -> ASGIApp:
-    """A child is told the names of keys."""
+    """A child is told them, with the names of keys."""
 
     async def call_app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await app(scope, receive, send)
             return
-        asked = Headers(scope=scope).get("x-request-id", "")
+        headers = Headers(scope=scope)
+        asked = headers.get("x-request-id", "")
         client_id = asked if _CLEAN.fullmatch(asked) else None
         call = Call(f"req-{secrets.token_hex(12)}", client_id, scope["method"])
         if is_child:
-            call.key_name = Headers(scope=scope).get(KEY_NAME_HEADER.decode(), "")
+            _be_handed(call, headers)
         put_call(scope, call)
 
         async def send_with_id(message: Message) -> None:
@@ -34,3 +35,11 @@ def with_request_ids(app: ASGIApp, *, is_child: bool) -> ASGIApp:
         await app(scope, receive, send_with_id)
 
     return call_app
+
+
+def _be_handed(call: Call, headers: Headers) -> None:
+    """What the process that clients talk to tells of it. Its own question, whether this one is ready, has no id."""
+    call.key_name = headers.get(KEY_NAME_HEADER.decode(), "")
+    if call_id := headers.get(ID_HEADER.decode()):
+        call.id, call.created, call.is_noted = call_id, int(headers[CREATED_HEADER.decode()]), True
+        call.num_sent_bytes = int(headers[SENT_HEADER.decode()])

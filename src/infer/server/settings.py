@@ -41,4 +41,4 @@ class ServerSettings:
     watchdog_seconds: float = 120.0  # for a step
     has_access_log: bool = True
     allow_embeddings: bool = False  # of a model that is not made for them
-    is_child: bool = False  # of a server that has the clients: `isolated`
+    is_child: bool = False  # of a process that has the clients: `distributed.front`

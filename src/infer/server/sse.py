@@ -71,10 +71,12 @@ class EventStream(Response):
             await self._events.aclose()
 
     async def _write(self, request: Request, send: Send) -> None:
+        notes = call_of(request).notes
         try:
             async for chunk in self._events:
                 self._num_sent += 1
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                noted, notes[:] = b"".join((*notes, chunk)), []
+                await send({"type": "http.response.body", "body": noted, "more_body": True})
                 if is_stalled(request.scope):
                     await self._events.aclose()
                     raise ApiError(408, "the answer was ended: its reader took too little of it", code="slow_reader")

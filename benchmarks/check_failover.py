@@ -1,0 +1,189 @@
+"""A server with replicas, of which one is killed at a random moment of each answer: does the client notice?
+
+Every answer must add up to the undisturbed one: tokens, log-probabilities, calls, reasoning, ids and usage. The pause
+is the longest time between two reads of a stream, beside that of undisturbed ones. Ends with 1 where an answer differs.
+
+    python benchmarks/check_failover.py --kills 200 --report benchmarks/reports/failover.json
+"""
+
+import json
+import math
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+
+from command_line import make_parser
+from failover_cases import TEMPLATE, cases, merged
+from infer import __version__
+from machine import cpu_model
+from server_process import ServerProcess, children, running
+
+SECONDS = 120.0
+
+
+class Heard(NamedTuple):
+    adds_up_to: dict[str, Any]
+    seconds: float
+    longest_gap: float
+
+
+def listen(client: httpx.Client, path: str, body: dict[str, Any], begun: threading.Event) -> Heard:
+    """`begun` is set at the first byte of a stream, and else at the start."""
+    started = last = time.perf_counter()
+    longest, chunks = 0.0, list[str]()
+    if "stream" not in body:
+        begun.set()
+    with client.stream("POST", path, json=body) as answer:
+        answer.raise_for_status()
+        for chunk in answer.iter_text():
+            now = time.perf_counter()
+            if chunks:
+                longest = max(longest, now - last)
+            last = now
+            chunks.append(chunk)
+            begun.set()
+    return Heard(merged("".join(chunks)), time.perf_counter() - started, longest)
+
+
+def replica_processes(server: ServerProcess) -> dict[int, int]:
+    """By the number of their sockets' descriptors, the last word of a replica's command."""
+    found = dict[int, int]()
+    for pid in children(server.process.pid):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if len(words) > 1 and words[-2].isdigit():
+            found[int(words[-2])] = pid
+    return found
+
+
+def num_running(server: ServerProcess) -> dict[int, float]:
+    """Answers that go on, by the indices of the replicas that are ready."""
+    lines = [line for line in server.get("/metrics").splitlines() if line.startswith("infer:num_requests_running{")]
+    return {int(line.split('"')[1]): float(line.split()[-1]) for line in lines}
+
+
+def kill_busiest(server: ServerProcess, sockets: Sequence[int]) -> bool:
+    """`sockets` of the replicas in their order. False where none answers any more."""
+    running_by_index = num_running(server)
+    if not any(running_by_index.values()):
+        return False
+    index = max(running_by_index, key=running_by_index.__getitem__)
+    os.kill(replica_processes(server)[sockets[index]], signal.SIGKILL)
+    return True
+
+
+def until_ready(server: ServerProcess, count: int) -> None:
+    deadline = time.monotonic() + SECONDS
+    while len(num_running(server)) < count:
+        if time.monotonic() > deadline:
+            raise TimeoutError("a replica did not come back")
+        time.sleep(0.05)
+
+
+def ask_all(client: httpx.Client, num_replicas: int) -> None:
+    """Short questions at once, some for each replica. All must be answered."""
+
+    def ask(number: int) -> None:
+        body = {"prompt": f"Question {number}", "max_tokens": 4, "seed": number}
+        client.post("/v1/completions", json=body).raise_for_status()
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(ask, range(2 * num_replicas)))
+
+
+def listen_while_killing(
+    server: ServerProcess, client: httpx.Client, path: str, body: dict[str, Any], after: float, sockets: Sequence[int]
+) -> tuple[Heard, bool]:
+    """`after` so many seconds from its first byte; and whether the replica that had the stream was killed in time."""
+    begun, killed = threading.Event(), list[bool]()
+
+    def kill() -> None:
+        begun.wait()
+        time.sleep(after)
+        killed.append(kill_busiest(server, sockets))
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    heard = listen(client, path, body, begun)
+    killer.join()
+    return heard, killed[0]
+
+
+def check(
+    server: ServerProcess,
+    asked: Mapping[str, tuple[str, dict[str, Any]]],
+    num_kills: int,
+    num_replicas: int,
+    seed: int,
+    *,
+    most_seconds: float = math.inf,
+) -> dict[str, Any]:
+    """`asked` are the route and the body of each case."""
+    rng, found, started = random.Random(seed), list[dict[str, Any]](), time.monotonic()
+    with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=SECONDS) as client:
+        until_ready(server, num_replicas)
+        sockets = sorted(replica_processes(server))
+        expected = {name: listen(client, path, body, threading.Event()) for name, (path, body) in asked.items()}
+        while len(found) < num_kills and time.monotonic() - started < most_seconds:
+            name = rng.choice(list(asked))
+            after = rng.uniform(0, 0.9) * expected[name].seconds
+            heard, was_killed = listen_while_killing(server, client, *asked[name], after, sockets)
+            until_ready(server, 2)
+            ask_all(client, num_replicas)
+            if was_killed:
+                equal = heard.adds_up_to == expected[name].adds_up_to
+                found.append({"case": name, "after_seconds": after, "equal": equal, "gap": heard.longest_gap})
+                print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+    gaps = sorted(each["gap"] for each in found if "stream" in asked[each["case"]][1])
+    undisturbed = max(heard.longest_gap for heard in expected.values())
+    return {
+        "kills": len(found),
+        "different": sum(not each["equal"] for each in found),
+        "pause_seconds": {"median": gaps[len(gaps) // 2], "longest": gaps[-1], "undisturbed": undisturbed},
+        "tries": found,
+    }
+
+
+def main() -> int:
+    parser = make_parser(__doc__, model="smollm2")
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further replica is killed")
+    parser.add_argument("--tokens", type=int, default=120)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--report", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        template = Path(folder) / "template.jinja"
+        template.write_text(TEMPLATE)
+        command = [sys.executable, "-m", "infer", "serve", "--model", options.model, "--port", "PORT"]
+        command += ["--replicas", str(options.replicas), "--chat-template", str(template), "--no-access-log"]
+        with running(command, Path(folder) / "log") as server:
+            asked, most = cases(options.tokens), options.seconds
+            found = check(server, asked, options.kills, options.replicas, options.seed, most_seconds=most)
+    report = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "version": __version__,
+        "cpu": cpu_model(),
+        "model": str(options.model),
+        "replicas": options.replicas,
+        **found,
+    }
+    print(json.dumps({name: value for name, value in report.items() if name != "tries"}))
+    if options.report:
+        options.report.write_text(json.dumps(report, indent=1) + "\n")
+    return int(report["different"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

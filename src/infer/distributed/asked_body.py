@@ -1,0 +1,37 @@
+"""What the process that clients talk to makes of a body: the prompt, for the router, and a seed where it has none."""
+
+import secrets
+from typing import NamedTuple
+
+import msgspec
+
+from infer.distributed.body_prompt import prompt_of_body
+from infer.distributed.router import RoutedPrompt
+from infer.sampling_params import SEED_BITS
+
+_NULL = msgspec.Raw(b"null")
+_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class AskedBody(NamedTuple):
+    """Where it is repeatable, a stream that is asked for again has the same events."""
+
+    content: bytes
+    prompt: RoutedPrompt
+    is_repeatable: bool
+
+
+def read_asked(content: bytes, session: str, tenant: str, *, is_repeatable: bool) -> AskedBody:
+    prompt = prompt_of_body(content, session, tenant)
+    return AskedBody(with_seed(content) if is_repeatable else content, prompt, is_repeatable)
+
+
+def with_seed(content: bytes) -> bytes:
+    """Of a body that has none. What is no object of JSON stays as it is: the replica refuses it."""
+    try:
+        fields = _decoder.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return content
+    if bytes(fields.get("seed", _NULL)) != bytes(_NULL):
+        return content
+    return msgspec.json.encode({**fields, "seed": secrets.randbits(SEED_BITS)})

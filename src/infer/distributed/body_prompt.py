@@ -1,0 +1,29 @@
+"""What a router must know of a request's body: roughly how long its prompt is, and what it begins with."""
+
+from typing import Any
+
+import msgspec
+
+from infer.distributed.router import RoutedPrompt, text_keys
+
+_FIELDS = ("tools", "system", "instructions", "messages", "prompt", "input")  # of OpenAI's and Anthropic's bodies
+_BYTES_PER_TOKEN = 4
+_ANSWER_TOKENS, _ANSWER_COST = 150, 8.0  # of a usual answer; what a token of it costs in tokens of a prompt
+
+
+def prompt_of_body(body: bytes, session: str, tenant: str) -> RoutedPrompt:
+    """Of the same tenant alone are caches shared. A body without a `session` may name one as its `prompt_cache_key`."""
+    try:
+        fields: Any = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        fields = None
+    if not isinstance(fields, dict):
+        return RoutedPrompt(0)
+    text = msgspec.json.encode([fields.get(name) for name in _FIELDS])
+    named = session or str(fields.get("prompt_cache_key") or "")
+    return RoutedPrompt(
+        num_tokens=len(text) // _BYTES_PER_TOKEN,
+        keys=text_keys(text, tenant.encode()),
+        session=f"{tenant}\0{named}" if named else "",
+        answer=_ANSWER_TOKENS * _ANSWER_COST,
+    )

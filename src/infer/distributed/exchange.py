@@ -1,0 +1,106 @@
+"""One request to a replica and its answer, byte by byte as they come, over a connection of its own.
+
+The other side is the same server, on a socket that no one else has.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import suppress
+from typing import NamedTuple, final
+
+import httptools
+
+_READ_BYTES, _END = 2**16, b"\n\n"
+HOP_BY_HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade", b"expect", b"host", b"date"}
+Headers = Iterable[tuple[bytes, bytes]]
+
+
+class GoneError(Exception):
+    """The other side died, or is not there."""
+
+
+class Head(NamedTuple):
+    status: int
+    headers: list[tuple[bytes, bytes]]
+
+
+async def connected(path: str) -> "Exchange":
+    """With who listens at `path`. Raises GoneError where nobody does."""
+    try:
+        return Exchange(*await asyncio.open_unix_connection(path))
+    except OSError:
+        raise GoneError from None
+
+
+def request_bytes(method: str, target: bytes, headers: Headers, body: bytes = b"") -> bytes:
+    own = [(b"host", b"engine"), (b"connection", b"close"), (b"content-length", str(len(body)).encode())]
+    fields = b"".join(name + b": " + value + b"\r\n" for name, value in (*headers, *own))
+    return method.encode() + b" " + target + b" HTTP/1.1\r\n" + fields + b"\r\n" + body
+
+
+@final
+class Exchange:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._parser = httptools.HttpResponseParser(self)
+        self._headers = list[tuple[bytes, bytes]]()
+        self._chunks = list[bytes]()
+        self._has_head = self._has_ended = False
+
+    # What the parser calls
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        self._has_head = True
+
+    def on_body(self, body: bytes) -> None:
+        self._chunks.append(body)
+
+    def on_message_complete(self) -> None:
+        self._has_ended = True
+
+    # What is asked of it. Each raises GoneError where the other side is gone before the end.
+
+    async def head(self, request: bytes) -> Head:
+        with suppress(OSError):
+            self._writer.write(request)
+            await self._writer.drain()
+        while not self._has_head:
+            await self._read()
+        kept = [(name, value) for name, value in self._headers if name not in HOP_BY_HOP]
+        return Head(self._parser.get_status_code(), kept)
+
+    async def body(self) -> bytes:
+        return b"".join([chunk async for chunk in self._body_chunks()])
+
+    async def events(self) -> AsyncGenerator[list[bytes], None]:
+        """Of a body that is a stream of them: those that have come. What is cut within an event is dropped."""
+        rest = b""
+        async for chunk in self._body_chunks():
+            *whole, rest = (rest + chunk).split(_END)
+            if whole:
+                yield [event + _END for event in whole]
+
+    def close(self) -> None:
+        self._writer.close()
+
+    async def _body_chunks(self) -> AsyncGenerator[bytes, None]:
+        while True:
+            if self._chunks:
+                found, self._chunks = b"".join(self._chunks), []
+                yield found
+            elif self._has_ended:
+                return
+            else:
+                await self._read()
+
+    async def _read(self) -> None:
+        try:
+            found = await self._reader.read(_READ_BYTES)
+        except OSError:
+            found = b""
+        if not found:
+            raise GoneError
+        self._parser.feed_data(found)

@@ -1,0 +1,145 @@
+"""An answer that outlives the replica that gives it.
+
+When one dies, the request is asked again of another, with the parts of its stream that the client has
+(`server.resumption`): the events come again, byte by byte, and those that were sent are dropped. An answer that is no
+stream is asked for again from its beginning.
+"""
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from math import inf
+from typing import final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from infer.distributed.asked_body import AskedBody
+from infer.distributed.exchange import HOP_BY_HOP, GoneError, Head, request_bytes
+from infer.distributed.replicas import Replicas
+from infer.server.asking import while_connected
+from infer.server.call import CREATED_HEADER, ID_HEADER, KEY_NAME_HEADER, SENT_HEADER, call_of
+from infer.server.errors import ApiError
+from infer.server.resumption import NOTE, SentPart, pack, read_note
+from infer.server.sse import EventStream
+
+Fail = Callable[[ApiError], bytes]
+_MOST_DEATHS = 3  # of replicas that have the same request: it may be what they die of
+_NOT_HANDED_ON = HOP_BY_HOP | {
+    *(b"authorization", b"x-api-key", b"x-request-id", b"content-length"),
+    *(KEY_NAME_HEADER, ID_HEADER, CREATED_HEADER, SENT_HEADER),
+}
+_DIED = ApiError(
+    503, "the engine's process died: it is started again", code="engine_died", headers={"Retry-After": "2"}
+)
+
+
+@final
+class Answering:
+    """One request. `fail` ends a stream that nobody can go on with."""
+
+    def __init__(self, request: Request, asked: AskedBody, replicas: Replicas, fail: Fail) -> None:
+        self._request, self._asked, self._replicas, self._fail = request, asked, replicas, fail
+        self._call = call_of(request)
+        self._noted = list[SentPart]()  # parts whose events come next
+        self._sent = list[SentPart]()  # those of which the client has an event
+        self._num_sent = 0  # events
+        self._num_seen = 0  # of the replica that answers now
+
+    async def response(self) -> Response:
+        """Raises ApiError where it cannot be answered: then the call is not the replica's any more."""
+        self._call.is_forwarded = True
+        answer = self._answer()
+        try:
+            head = await while_connected(self._request, _head_of(answer))
+            if _is_stream(head):
+                response: Response = EventStream(_bytes_of(answer), comment_seconds=inf, fail=self._give_up)
+            else:
+                response = Response(b"".join([chunk async for chunk in _bytes_of(answer)]))
+        except BaseException as error:
+            self._call.is_forwarded = not isinstance(error, ApiError)
+            raise
+        response.status_code, response.raw_headers = head.status, head.headers
+        return response
+
+    def _give_up(self, error: ApiError) -> bytes:
+        self._call.is_forwarded = False
+        return self._fail(error)
+
+    async def _answer(self) -> AsyncGenerator[Head | bytes, None]:
+        """The head, then the body as it comes, from as many replicas as it takes."""
+        has_head = False
+        for _ in range(_MOST_DEATHS):
+            self._noted, self._num_seen = [], 0
+            try:
+                async with self._replicas.exchange(self._asked.prompt) as exchange:
+                    head = await exchange.head(self._request_bytes())
+                    if not _is_stream(head):
+                        body = await exchange.body()
+                        if has_head:
+                            raise _DIED
+                        yield head
+                        yield body
+                        return
+                    if not has_head:
+                        has_head = True
+                        yield head
+                    async with aclosing(exchange.events()) as arriving:
+                        async for events in arriving:
+                            if unsent := self._unsent(events):
+                                yield unsent
+                    return
+            except GoneError:
+                if has_head and not self._asked.is_repeatable:
+                    break
+        raise _DIED
+
+    def _unsent(self, events: Sequence[bytes]) -> bytes:
+        """Those that the client has not, without the notes among them. Comments are sent, and not counted."""
+        found = list[bytes]()
+        for event in events:
+            if event.startswith(NOTE):
+                self._noted.append(read_note(event))
+            elif event.startswith(b":"):
+                found.append(event)
+            else:
+                self._sent += self._noted
+                self._noted = []
+                self._num_seen += 1
+                if self._num_seen > self._num_sent:
+                    self._num_sent = self._num_seen
+                    found.append(event)
+        return b"".join(found)
+
+    def _request_bytes(self) -> bytes:
+        scope, call = self._request.scope, self._call
+        query: bytes = scope["query_string"]
+        target: bytes = scope["raw_path"] + (b"?" + query if query else b"")
+        packed = pack(self._sent) if self._sent else b""
+        own = {
+            b"x-request-id": call.shown_id,
+            KEY_NAME_HEADER: call.key_name,
+            ID_HEADER: call.id,
+            CREATED_HEADER: str(call.created),
+            SENT_HEADER: str(len(packed)),
+        }
+        kept = [(name, value) for name, value in scope["headers"] if name not in _NOT_HANDED_ON]
+        headers = [*kept, *((name, value.encode()) for name, value in own.items())]
+        return request_bytes(self._request.method, target, headers, packed + self._asked.content)
+
+
+def _is_stream(head: Head) -> bool:
+    return dict(head.headers).get(b"content-type", b"").startswith(b"text/event-stream")
+
+
+async def _head_of(answer: AsyncGenerator[Head | bytes, None]) -> Head:
+    head = await anext(answer)
+    assert isinstance(head, Head)
+    return head
+
+
+async def _bytes_of(answer: AsyncGenerator[Head | bytes, None]) -> AsyncGenerator[bytes, None]:
+    """After its head."""
+    async with aclosing(answer):
+        async for chunk in answer:
+            assert isinstance(chunk, bytes)
+            yield chunk

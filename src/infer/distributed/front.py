@@ -1,0 +1,83 @@
+"""`--isolate` and `--replicas`: clients talk to a process that has no model; its children have it, and may die."""
+
+import asyncio
+import socket
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from infer.distributed.asked_body import read_asked
+from infer.distributed.failover import Answering
+from infer.distributed.replicas import Replicas
+from infer.server.app import ROUTES
+from infer.server.call import call_of
+from infer.server.endpoint import ApiRoute
+from infer.server.exposition import labelled, merged, text_of
+from infer.server.health import health, ready
+from infer.server.messages import failure_event
+from infer.server.metrics_page import metrics_response
+from infer.server.process import Life, run_process
+from infer.server.sse import failure_events
+from infer.server.state import ServerState
+
+_REPEATABLE = {route.path for route in ROUTES if route.operation not in ("", "embeddings")}
+_SESSION_HEADER = "x-session-id"
+
+
+def run_replicas(state: ServerState, listener: socket.socket, commands: Sequence[Sequence[str]]) -> int:
+    """Each of `commands` starts a child; the number of its socket's descriptor is added. The exit status."""
+    with tempfile.TemporaryDirectory(prefix="infer-") as folder, ExitStack() as stack:
+        sockets = list[socket.socket]()
+        for index in range(len(commands)):
+            own = stack.enter_context(socket.socket(socket.AF_UNIX))
+            own.bind(str(Path(folder) / str(index)))
+            own.listen(1024)
+            sockets.append(own)
+        replicas = Replicas(state, commands, sockets)
+        life = Life(replicas.start, state.has_failed.wait, replicas.terminate)
+        try:
+            return asyncio.run(run_process(state, listener, life, lambda state: None, Front(replicas).table))
+        finally:
+            replicas.kill()
+
+
+@final
+class Front:
+    """The handlers of all routes."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+
+    @property
+    def table(self) -> list[ApiRoute]:
+        """All are handed on, but those that say how this process is."""
+        own = {"/health": health, "/ready": self._ready, "/metrics": self._read_metrics}
+        return [each._replace(handler=own.get(each.path, self._hand_on), operation="") for each in ROUTES]
+
+    async def _hand_on(self, request: Request, state: ServerState) -> Response:
+        state.check_ready()
+        path = request.url.path
+        session, tenant = request.headers.get(_SESSION_HEADER, ""), call_of(request).key_name
+        asked = read_asked(await request.body(), session, tenant, is_repeatable=path in _REPEATABLE)
+        fail = failure_event if path == "/v1/messages" else failure_events
+        return await Answering(request, asked, self._replicas, fail).response()
+
+    async def _ready(self, request: Request, state: ServerState) -> Response:
+        """Of any replica that is; of another where none is."""
+        answers = (await self._replicas.get(b"/ready")).values() if state.phase == "ready" else ()
+        if not answers:
+            return await ready(request, state)
+        status, body = min(answers)
+        return Response(body, status, media_type="application/json")
+
+    async def _read_metrics(self, request: Request, state: ServerState) -> Response:
+        """The replicas', each with its name where there are several, and what never came to one."""
+        own = labelled(text_of(state.metrics.families_of_http()), process="front")
+        found = {name: body.decode() for name, (_, body) in (await self._replicas.get(b"/metrics")).items()}
+        texts = [labelled(text, replica=name) for name, text in found.items()]
+        return metrics_response(merged([*(texts if self._replicas.are_several else found.values()), own]))

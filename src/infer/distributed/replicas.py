@@ -1,0 +1,102 @@
+"""All replicas of a server: which of them are ready, what each has to do, and to which a request goes."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import final
+
+from infer.distributed.exchange import Exchange, GoneError
+from infer.distributed.replica import Replica
+from infer.distributed.router import RoutedPrompt, Router
+from infer.errors import InferError
+from infer.server.state import ServerState
+
+log = logging.getLogger("infer.server")
+_PAUSE_SECONDS = 10.0  # before one is tried again
+_NUM_PAGES = 1024  # that a replica is taken to keep: those of 8 full contexts
+
+
+@final
+class Replicas:
+    """For the event loop. `commands` start them, each with a socket of its own. A single one has a spare."""
+
+    def __init__(self, state: ServerState, commands: Sequence[Sequence[str]], sockets: Sequence[socket.socket]) -> None:
+        self._state, self._router = state, Router(_NUM_PAGES)
+        self._replicas = [
+            Replica(str(index), own, command, self._notice)
+            for index, (own, command) in enumerate(zip(sockets, commands, strict=True))
+        ]
+        self._queued = {replica.name: 0.0 for replica in self._replicas}  # tokens
+        self._is_any_ready = asyncio.Event()
+        self._lives = list[asyncio.Task[None]]()
+
+    @property
+    def are_several(self) -> bool:
+        return len(self._replicas) > 1
+
+    async def start(self) -> None:
+        """Until one is ready. Where one cannot start and no other serves, now or later, the state fails."""
+        self._lives = [asyncio.create_task(self._keep(replica)) for replica in self._replicas]
+        waits = [asyncio.create_task(event.wait()) for event in (self._is_any_ready, self._state.has_failed)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+
+    @asynccontextmanager
+    async def exchange(self, prompt: RoutedPrompt) -> AsyncIterator[Exchange]:
+        """With the replica that the prompt goes to, once one is ready. Raises GoneError where that dies meanwhile."""
+        await self._is_any_ready.wait()
+        ready = {each.name: each for each in self._replicas if each.is_ready}
+        name = self._router.choose(prompt, {name: self._queued[name] for name in ready})
+        self._router.sent(prompt, name)
+        work = prompt.num_tokens + prompt.answer
+        self._queued[name] += work
+        try:
+            async with ready[name].exchange() as exchange:
+                yield exchange
+                ready[name].num_answered += 1
+        finally:
+            self._queued[name] -= work
+
+    async def get(self, target: bytes) -> dict[str, tuple[int, bytes]]:
+        """Status and body, by the names of those that are ready."""
+        found = dict[str, tuple[int, bytes]]()
+        for replica in self._replicas:
+            if replica.is_ready:
+                with suppress(GoneError):
+                    found[replica.name] = await replica.get(target)
+        return found
+
+    def terminate(self) -> None:
+        """They drain."""
+        for replica in self._replicas:
+            replica.terminate()
+
+    def kill(self) -> None:
+        for replica in self._replicas:
+            replica.kill()
+
+    async def _keep(self, replica: Replica) -> None:
+        """One that cannot start is tried again while others serve."""
+        while True:
+            try:
+                await replica.live(has_spare=not self.are_several)
+                return
+            except (InferError, OSError) as error:
+                if not self._is_any_ready.is_set():
+                    self._state.fail(error)
+                    return
+                log.error("replica %s: %s", replica.name, error)
+            await asyncio.sleep(_PAUSE_SECONDS)
+
+    def _notice(self, replica: Replica) -> None:
+        if not replica.is_ready:
+            self._router.forget(replica.name)
+        if any(each.is_ready for each in self._replicas):
+            self._is_any_ready.set()
+        else:
+            self._is_any_ready.clear()
+        if self._state.phase in ("loading", "ready"):
+            self._state.phase = "ready" if self._is_any_ready.is_set() else "loading"

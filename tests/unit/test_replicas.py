@@ -1,0 +1,90 @@
+"""Several processes with the model and one that clients talk to: kills that no client notices."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from starlette.requests import Request
+from starlette.types import Message
+
+from infer.distributed.asked_body import AskedBody, with_seed
+from infer.distributed.exchange import Exchange, GoneError
+from infer.distributed.failover import Answering
+from infer.distributed.replicas import Replicas
+from infer.distributed.router import RoutedPrompt
+from infer.server.call import Call, call_of, put_call
+from infer.server.errors import ApiError
+from infer.server.exposition import labelled, merged
+from infer.server.settings import ServerSettings
+from infer.server.sse import failure_events
+from infer.server.state import ServerState
+from shapes import SOURCE
+from test_server_process import CHILD
+from test_session import make_model
+from watched import python_command
+
+sys.path.append(str(SOURCE.parents[1] / "benchmarks"))
+from check_failover import check
+from failover_cases import cases
+from server_process import running
+
+FRONT = f"""
+import sys
+from infer.distributed.front import run_replicas
+from infer.server.process import bind
+from infer.server.settings import ServerSettings
+from infer.server.state import ServerState
+settings = ServerSettings(port=int(sys.argv[2]))
+command = [sys.executable, "-c", {CHILD!r}, sys.argv[1]]
+sys.exit(run_replicas(ServerState(settings), bind(settings), [command] * 2))
+"""
+
+
+def test_clients_notice_no_kill(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", context=1500)
+    names = ("choices", "log-probabilities", "stop", "response with log-probabilities", "whole sampled")
+    asked = {name: case for name, case in cases(30).items() if name in names}
+    with running(python_command(FRONT, folder, "PORT", seconds=600), tmp_path / "log") as server:
+        found = check(server, asked, num_kills=5, num_replicas=2, seed=1)
+    assert (found["kills"], found["different"]) == (5, 0), found["tries"]
+
+
+def test_a_request_that_three_replicas_died_of_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    died = list[RoutedPrompt]()
+
+    @asynccontextmanager
+    async def dying(prompt: RoutedPrompt) -> AsyncIterator[Exchange]:
+        died.append(prompt)
+        raise GoneError
+        yield
+
+    async def until_gone() -> Message:
+        return await asyncio.get_running_loop().create_future()
+
+    replicas = Replicas(ServerState(ServerSettings()), [], [])
+    monkeypatch.setattr(replicas, "exchange", dying)
+    scope = {"type": "http", "method": "POST", "raw_path": b"/v1/completions", "query_string": b"", "headers": []}
+    put_call(scope, Call("req-1", None, "POST"))
+    asked = AskedBody(b"{}", RoutedPrompt(0), is_repeatable=True)
+    answering = Answering(Request(scope, until_gone), asked, replicas, failure_events)
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(answering.response())
+    assert (caught.value.code, len(died)) == ("engine_died", 3)
+    assert not call_of(Request(scope)).is_forwarded
+
+
+def test_a_request_without_a_seed_gets_one_and_any_other_body_stays_as_it_is() -> None:
+    for body in (b'{"prompt": "a", "seed": 3}', b"[1]", b"{", b""):
+        assert with_seed(body) == body
+    for body in (b'{"prompt": "a"}', b'{"prompt": "a", "seed": null}'):
+        assert with_seed(body).startswith(b'{"prompt":"a","seed":')
+
+
+def test_samples_of_several_processes_stand_together() -> None:
+    head = "# HELP a A.\n# TYPE a counter\n"
+    texts = [labelled(head + 'a 1\na{x="y"} 2\n', replica=name) for name in "01"]
+    samples = [f'a{{replica="{name}"}} 1\na{{replica="{name}",x="y"}} 2\n' for name in "01"]
+    assert merged(texts) == head + "".join(samples)

@@ -1,0 +1,59 @@
+"""A stream asked for again, with what its client has of it: the same events, then those that are missing."""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from infer import LLM
+from infer.server.resumption import NOTE, SentPart, pack, read_note
+from served import Served, serving
+from shapes import SOURCE
+from test_session import make_model
+
+sys.path.append(str(SOURCE.parents[1] / "benchmarks"))
+from failover_cases import TEMPLATE, cases, merged
+
+CASES = {name: case for name, case in cases(24).items() if "stream" in case[1]}
+CALL = {"x-infer-id": f"req-{'ab' * 12}", "x-infer-created": "1700000000", "content-type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A replica: its streams note their parts."""
+    folder = make_model(tmp_path_factory.mktemp("model"), context=1500)
+    llm = LLM(folder, chat_template=TEMPLATE, reuse_prefixes=True)
+    with serving(llm, is_child=True) as served:
+        yield served
+
+
+def ask(served: Served, path: str, body: dict[str, Any], sent: list[SentPart]) -> list[bytes]:
+    """The events of a stream, notes among them."""
+    content, packed = served.client.build_request("POST", path, json=body).content, pack(sent) if sent else b""
+    headers = CALL | {"x-infer-sent": str(len(packed))}
+    answer = served.client.post(path, content=packed + content, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return [event + b"\n\n" for event in answer.content.split(b"\n\n")[:-1]]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_after_every_event_a_stream_goes_on_as_if_it_had_not_been_cut(served: Served, name: str) -> None:
+    whole = ask(served, *CASES[name], [])
+    expected = merged(text_of(whole))
+    sent, noted, had = list[SentPart](), list[SentPart](), list[bytes]()
+    places = {0, 1, 2, 3, len(whole) // 2, len(whole) - 3}
+    for place, event in enumerate(whole):
+        if event.startswith(NOTE):
+            noted.append(read_note(event))
+            continue
+        sent, noted, had = sent + noted, [], [*had, event]
+        if place not in places:
+            continue
+        again = [each for each in ask(served, *CASES[name], sent) if not each.startswith(NOTE)]
+        assert merged(text_of(again[: len(had)])) == merged(text_of(had))
+        assert merged(text_of(had + again[len(had) :])) == expected
+
+
+def text_of(events: list[bytes]) -> str:
+    return b"".join(events).decode()

@@ -25,6 +25,11 @@ class RecordedForward(Recorded):
             self._logits = forward(self._recording.step)
         self.capacity, self.max_logits = capacity, max_logits
 
+    @property
+    def num_launches(self) -> int:
+        """Of a step with logits."""
+        return len(self._recording.launches)
+
     def run(self, step: Step) -> Float[Tensor, "logits vocab"]:
         pieces = []
         for piece in step.pieces(self.capacity, self.max_logits):

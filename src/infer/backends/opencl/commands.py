@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from infer.backends.cpu.layouts import BLOCK, LANES, Layout
+from infer.backends.cpu.layouts import BLOCK, LANES
 from infer.backends.cpu.packed_weight import PackedWeight
 from infer.backends.opencl.launches import Axis, Run
 from infer.errors import InvalidRequestError
@@ -33,8 +33,9 @@ def embed(run: Run, table: Weight, tokens: Tensor, scale: float) -> Tensor:
     weight = _packed(table)
     rows, features = weight.shape
     out, records = run.tensor("x", run.capacity, features), weight.layout.num_records(features)
-    macros = layout_macros(weight.layout)
-    run.launch("embed.cl", "embed", features, [weight.data, tokens, out, rows, features, records, float(scale)], macros)
+    arguments = [run.constant(weight.data), tokens, out, rows, features, records, float(scale)]
+    macros = _macros(weight, lanes=1)
+    run.launch("matmul.cl", "embed", -(-features // 4) * LANES, arguments, macros, tokens=(1,))
     return out
 
 
@@ -61,7 +62,7 @@ def project_add(run: Run, residual: Tensor, x: Tensor, projection: Projection, p
     y = run.tensor("before post norm", run.capacity, features)
     _project(run, x, None, projection, y)
     width = -(-features // LANES)
-    run.launch("rows.cl", "add_normalized", width, [residual, y, _vector(post_norm.weight), features, post_norm.eps])
+    run.launch("rows.cl", "add_normalized", width, [residual, y, _vector(run, post_norm), features, post_norm.eps])
     return residual
 
 
@@ -76,14 +77,10 @@ def norm_gate(run: Run, x: Tensor, norm: Norm | None, gate_up: Projection, activ
         return out
     weight, gate, up = parts
     records, activations = _activations(run, x, norm, weight, "tokens", None)
-    launch = run.launch(
-        "matmul.cl",
-        "multiply_gate",
-        -(-features // BLOCK),
-        [gate, up, activations, out, None, 0, gate_up.bias, run.count("tokens"), records, features],
-        _macros(run, weight) | macro,
-        tokens=_TOKENS,
-    )
+    inputs = [run.constant(gate), run.constant(up), activations, out, None, 0, run.constant(gate_up.bias)]
+    arguments = [*inputs, run.count("tokens"), records, features]
+    macros = _macros(weight, LANES) | macro
+    launch = run.launch("matmul.cl", "multiply_gate", -(-features // BLOCK), arguments, macros, tokens=_TOKENS)
     if features % BLOCK == 0:
         run.produced(out, launch, index=4)
     return out
@@ -107,9 +104,9 @@ def attend(run: Run, qkv: Tensor, heads: Heads, layer: LayerCache, step: Step) -
     queries = run.tensor("queries", 2 if has_far else 1, run.capacity, features)
     out = run.tensor("attended", run.capacity, features)
     record = _layer(heads, layer, far_at=run.capacity * features if has_far else 0)
-    keys, values = run.buffer(layer.keys, whole=True), run.buffer(layer.values, whole=True)
-    norms = [None if norm is None else _vector(norm.weight) for norm in (heads.q_norm, heads.k_norm)]
-    angles = (None, None) if rope is None else (rope.cos, rope.sin)
+    keys, values = run.storage(layer.keys), run.storage(layer.values)
+    norms = [_vector(run, norm) for norm in (heads.q_norm, heads.k_norm)]
+    angles = (None, None) if rope is None else (run.constant(rope.cos), run.constant(rope.sin))
     macros = {"HEAD_DIM": dim, f"KV_{layer.kv_type}": 1}
     width = heads.num_heads + 2 * heads.num_kv_heads
     where = [pages.table, pages.shifts]
@@ -168,27 +165,10 @@ def _project(
         rows = weight.out_features
         bias = None if projection.bias is None else projection.bias[column : column + rows]
         width = weight.num_groups * (1 if run.runtime.lanes == LANES else LANES)
-        run.launch(
-            "matmul.cl",
-            "multiply",
-            width,
-            [
-                weight.data,
-                activations,
-                out,
-                bias,
-                run.count(axis),
-                records,
-                out.shape[1],
-                column,
-                rows,
-                epilogue,
-                softcap,
-            ],
-            _macros(run, weight),
-            axis=axis,
-            tokens=_TOKENS,
-        )
+        inputs = [run.constant(weight.data), activations, out, run.constant(bias), run.count(axis)]
+        arguments = [*inputs, records, out.shape[1], column, rows, epilogue, softcap]
+        macros = _macros(weight, run.runtime.lanes)
+        run.launch("matmul.cl", "multiply", width, arguments, macros, axis=axis, tokens=_TOKENS)
         column += rows
 
 
@@ -204,7 +184,7 @@ def _activations(
         if quantized is not None:
             return records, quantized
     out = run.tensor(f"activations {axis}", run.most(axis), size, dtype=torch.int32)
-    scale, eps = (None, 0.0) if norm is None else (_vector(norm.weight), norm.eps)
+    scale, eps = _vector(run, norm), 0.0 if norm is None else norm.eps
     arguments = [x, scale, out, logit_indices, features, eps, form]
     run.launch("rows.cl", "normalize_rows", min(records, 32), arguments, axis=axis)
     return records, out
@@ -215,12 +195,12 @@ def _form(weight: PackedWeight) -> int:
     return 0 if weight.layout.is_float else weight.planes
 
 
-def _macros(run: Run, weight: PackedWeight) -> dict[str, Any]:
-    return {**layout_macros(weight.layout), "PLANES": weight.planes, "LANES": run.runtime.lanes}
-
-
-def layout_macros(layout: Layout) -> dict[str, Any]:
-    numbers: dict[str, Any] = {
+def _macros(weight: PackedWeight, lanes: int) -> dict[str, Any]:
+    """What a weight's layout is to its kernels, of which an item has so many rows."""
+    layout = weight.layout
+    macros: dict[str, Any] = {
+        "LANES": lanes,
+        "PLANES": weight.planes,
         "LOW_BITS": layout.low_bits,
         "HIGH_BITS": layout.high_bits,
         "OFFSET": layout.offset,
@@ -235,9 +215,9 @@ def layout_macros(layout: Layout) -> dict[str, Any]:
         "SUPER_BYTES": layout.super_bytes,
     }
     if layout.codes:
-        numbers["CODES"] = "{" + ",".join(str((code + layout.offset) % 256) for code in layout.codes) + "}"
+        macros["CODES"] = "{" + ",".join(str((code + layout.offset) % 256) for code in layout.codes) + "}"
     flags = {"IS_FLOAT": layout.is_float, "IS_BF16": layout.type == "BF16", "HAS_EXPONENT": layout.has_exponent}
-    return {**numbers, **{name: 1 for name, is_set in flags.items() if is_set}}
+    return macros | {name: 1 for name, is_set in flags.items() if is_set}
 
 
 def _packed(weight: Weight) -> PackedWeight:
@@ -246,5 +226,5 @@ def _packed(weight: Weight) -> PackedWeight:
     return weight
 
 
-def _vector(x: Tensor) -> Tensor:
-    return x.float().contiguous()
+def _vector(run: Run, norm: Norm | None) -> Any:
+    return None if norm is None else run.constant(norm.weight.float().contiguous())

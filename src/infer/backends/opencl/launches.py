@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 import numpy as np
 import pyopencl as cl
@@ -38,6 +38,22 @@ class Launch:
             kernel.set_arg(index, value)
 
 
+class Shared(NamedTuple):
+    """A buffer that is a tensor's memory."""
+
+    buffer: cl.Buffer
+    tensor: Tensor
+    is_constant: bool
+
+
+class Sized(NamedTuple):
+    """A kernel, its work items and those of a work group."""
+
+    kernel: cl.Kernel
+    items: tuple[int, int]
+    group: tuple[int, int] | None
+
+
 class Run:
     """Launches one after another, for up to `capacity` tokens and `max_logits` logits."""
 
@@ -46,8 +62,8 @@ class Run:
         self.launches: list[Launch] = []
         self.label = ""
         self.counts = host_memory.zeros((2,), torch.int32)  # of tokens and logits
-        self._buffers: dict[tuple[int, int], cl.Buffer] = {}
-        self._keeps: list[Tensor] = []
+        self._buffers: dict[tuple[int, int], Shared] = {}
+        self._enqueued: list[Sized] = []  # the launches for these counts
 
     def tensor(self, role: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A buffer for this role, with undefined contents."""
@@ -73,7 +89,8 @@ class Run:
     ) -> Launch:
         """Append a kernel of `width` work items a token; one for each of `tokens` where an item takes several.
 
-        A tensor is passed as its memory, whole numbers as int, floats as float, None as a null pointer.
+        A tensor is passed as its memory, which the host may write and read between runs; whole numbers as int, floats
+        as float, None as a null pointer.
         """
         variants = [(count, {**macros, "TOKENS": count}) for count in tokens] or [(1, {**macros})]
         kernels = tuple((count, self.runtime.kernel(source, name, defined)) for count, defined in variants)
@@ -90,14 +107,19 @@ class Run:
             return np.int32(argument)
         return np.float32(argument) if isinstance(argument, float) else argument
 
-    def buffer(self, tensor: Tensor, *, whole: bool = False) -> cl.Buffer:
-        """The memory of a tensor, or all that it is a view of."""
-        storage = tensor.untyped_storage()
-        key = (storage.data_ptr(), storage.nbytes()) if whole else (tensor.data_ptr(), tensor.nbytes)
+    def buffer(self, tensor: Tensor, *, is_constant: bool = False) -> cl.Buffer:
+        """The memory of a contiguous tensor. Of a constant the device may keep a copy."""
+        key = (tensor.data_ptr(), tensor.nbytes)
         if key not in self._buffers:
-            self._buffers[key] = self.runtime.storage(tensor) if whole else self.runtime.buffer(tensor)
-            self._keeps.append(tensor)
-        return self._buffers[key]
+            self._buffers[key] = Shared(self.runtime.buffer(tensor), tensor, is_constant)
+        return self._buffers[key].buffer
+
+    def constant(self, tensor: Tensor | None) -> cl.Buffer | None:
+        return None if tensor is None else self.buffer(tensor, is_constant=True)
+
+    def storage(self, tensor: Tensor) -> cl.Buffer:
+        """All memory that the tensor is a view of."""
+        return self.buffer(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()))
 
     def produced(self, x: Tensor, launch: Launch, index: int) -> None:
         """x is written by this launch, which writes quantised records instead where its argument `index` is a buffer
@@ -108,20 +130,29 @@ class Run:
         return None
 
     def execute(self, num_tokens: int, num_logits: int) -> None:
-        """Enqueue all launches, for so many; returns when they are done."""
-        counts = {"tokens": num_tokens, "logits": num_logits}
-        self.counts[0], self.counts[1] = num_tokens, num_logits
-        for launch in self.launches:
-            self.enqueue(launch, counts[launch.axis])
-        self.runtime.queue.finish()
+        """Enqueue all launches, for so many; returns when they are done. A device that is no CPU is told where the host
+        has written and will read: a copy from memory to itself.
+        """
+        if self.counts.tolist() != [num_tokens, num_logits]:
+            self.counts[0], self.counts[1] = num_tokens, num_logits
+            counts = {"tokens": num_tokens, "logits": num_logits}
+            self._enqueued = [
+                self._sizes(launch, counts[launch.axis]) for launch in self.launches if counts[launch.axis]
+            ]
+        queue = self.runtime.queue
+        shared = [] if self.runtime.is_cpu else [each for each in self._buffers.values() if not each.is_constant]
+        for each in shared:
+            cl.enqueue_copy(queue, each.buffer, each.tensor.view(-1).numpy(), is_blocking=False)
+        for kernel, items, group in self._enqueued:
+            cl.enqueue_nd_range_kernel(queue, kernel, items, group)
+        for each in shared:
+            cl.enqueue_copy(queue, each.tensor.view(-1).numpy(), each.buffer, is_blocking=False)
+        queue.finish()
 
-    def enqueue(self, launch: Launch, count: int) -> None:
-        if count == 0:
-            return
+    def _sizes(self, launch: Launch, count: int) -> Sized:
         tokens, kernel = next((each for each in launch.variants if each[0] >= count), launch.variants[-1])
-        items = -(-count // tokens)
-        local = self.runtime.local_size(launch.width, items)
-        cl.enqueue_nd_range_kernel(self.runtime.queue, kernel, (launch.width, items), local)
+        items = launch.width, -(-count // tokens)
+        return Sized(kernel, items, self.runtime.group_size(*items))
 
 
 @final

@@ -12,7 +12,7 @@ from infer.backends.opencl.devices import full_name
 from infer.errors import InvalidRequestError
 
 _FOLDER = Path(__file__).parent / "kernels"
-_LOCAL_SIZES = (16, 8, 4, 2)
+_GROUP_SIZES = (16, 8, 4, 2)
 _GROUPS_PER_UNIT = 8  # work groups for each of a CPU's cores, where there are as many
 
 
@@ -50,28 +50,21 @@ class Runtime:
     def buffer(self, tensor: Tensor) -> cl.Buffer:
         """The memory of a contiguous tensor, not a copy."""
         assert tensor.is_contiguous()
-        return self._shared(tensor.data_ptr(), tensor.nbytes)
-
-    def storage(self, tensor: Tensor) -> cl.Buffer:
-        """All memory that the tensor is a view of."""
-        storage = tensor.untyped_storage()
-        return self._shared(storage.data_ptr(), storage.nbytes())
-
-    def _shared(self, address: int, num_bytes: int) -> cl.Buffer:
+        num_bytes = tensor.nbytes
         if num_bytes > self.most_bytes:
             raise InvalidRequestError(
                 f"device opencl: {self.name} takes {self.most_bytes / 1e6:,.0f} MB at once, and "
                 f"{num_bytes / 1e6:,.1f} MB are needed: a smaller max_seq_len, kv_type q4 or weights q4 need less"
             )
-        memory = (ctypes.c_uint8 * num_bytes).from_address(address)
+        memory = (ctypes.c_uint8 * num_bytes).from_address(tensor.data_ptr())
         return cl.Buffer(self.context, cl.mem_flags.READ_WRITE | cl.mem_flags.USE_HOST_PTR, hostbuf=memory)
 
-    def local_size(self, width: int, items: int) -> tuple[int, int] | None:
-        """Of a work group along the first axis: on a CPU as large as leaves work for all cores; else the driver's."""
+    def group_size(self, width: int, items: int) -> tuple[int, int] | None:
+        """Work items of a group: on a CPU as many as leave work for all cores, elsewhere as the driver says."""
         if not self.is_cpu:
             return None
         most = width * items // (_GROUPS_PER_UNIT * self.device.max_compute_units)
-        return next((size for size in _LOCAL_SIZES if width % size == 0 and size <= most), 1), 1
+        return next((size for size in _GROUP_SIZES if width % size == 0 and size <= most), 1), 1
 
 
 @cache

@@ -264,3 +264,35 @@ kernel void multiply_gate(
                        quantized + ((long)(first + t) * (num_columns / BLOCK) + row / BLOCK) * RECORD_INTS(planes));
 }
 #endif
+
+#if LANES == 1
+// Rows of the table, times factor: of 16 work items the one whose lane has the row writes 4 elements. A token outside
+// the table counts as the nearest row in it.
+kernel void embed(
+    global const uchar *weights, global const long *tokens, global float *out, int rows, int features, int records,
+    float factor)
+{
+    int row = (int)clamp(tokens[get_global_id(1)], 0L, rows - 1L), first = 4 * GROUP;
+    if (row % 16 != LANE)
+        return;
+    global const uchar *group = weights + row / 16 * (long)(records / PER_SUPER) * SUPER_BYTES;
+    out += get_global_id(1) * (long)features;
+#ifdef IS_FLOAT
+    for (int i = first; i < min(first + 4, features); i++)
+        out[i] = load_weights(group + i * 2L * LOW_BITS) * factor;
+#else
+    global const uchar *base = group + first / BLOCK / PER_SUPER * (long)SUPER_BYTES;
+    global const uchar *record = base + HEADER + first / BLOCK % PER_SUPER * RECORD_BYTES;
+    int part = PARTS == 2 ? first % BLOCK / 16 : 0, q = quad_of(record, first % BLOCK / 4);
+    float scale = scale_of(record + SCALE_AT, part, PER_SUPER > 1 ? LOAD_HALVES(base) : 0.0f), minimum = 0.0f;
+#if HAS_MINIMUM
+    minimum = scale_of(record + MINIMUM_AT, part, PER_SUPER > 1 ? LOAD_HALVES(base + 32) : 0.0f);
+    minimum = PER_SUPER > 1 ? -minimum : minimum;
+#endif
+    for (int i = 0; i < 4; i++) {
+        float value = scale * ((float)(q >> 8 * i & 255) - (float)OFFSET);
+        out[first + i] = (HAS_MINIMUM ? value + minimum : value) * factor;
+    }
+#endif
+}
+#endif

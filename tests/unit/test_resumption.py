@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from extent import usual_or_all
 from infer import LLM
 from infer.server.resumption import NOTE, SentPart, pack, read_note
 from served import Served, serving
@@ -42,7 +43,7 @@ def test_after_every_event_a_stream_goes_on_as_if_it_had_not_been_cut(served: Se
     whole = ask(served, *CASES[name], [])
     expected = merged(text_of(whole))
     sent, noted, had = list[SentPart](), list[SentPart](), list[bytes]()
-    places = {0, 1, 2, 3, len(whole) // 2, len(whole) - 3}
+    places = {0, 1, 2, 3, len(whole) // 2, len(whole) - 3, *range(0, len(whole), usual_or_all(len(whole), 1))}
     for place, event in enumerate(whole):
         if event.startswith(NOTE):
             noted.append(read_note(event))

@@ -160,11 +160,11 @@ def _tables_of(rows: GroupRows, rope_sets: Int64[Tensor, "rows"]) -> Pages:
 
 
 def _copy_array(array: npt.NDArray[np.int64], tensor: Int64[Tensor, "*shape"]) -> None:
-    """On the host without torch, which takes long for so little."""
+    """On the host without torch, which takes long for so little; to a device without a wait."""
     if tensor.device.type == "cpu":
         tensor.numpy()[...] = array
     else:
-        tensor.copy_(torch.from_numpy(array))
+        tensor.copy_(torch.from_numpy(array).pin_memory(), non_blocking=True)
 
 
 def _runs(pages: Sequence[int]) -> Iterator[tuple[int, int]]:

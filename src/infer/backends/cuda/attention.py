@@ -174,7 +174,7 @@ def attend_chunks(
                 else:
                     largest, total, values = _merged(largest, total, values, part_largest, part_total, part_values)
         if not SPLIT:
-            tl.store(out + at, tl.div_rn(values, total[:, None]), mask=is_there)
+            tl.store(out + at, _mean(total, values), mask=is_there)
 
 
 @triton.jit
@@ -202,8 +202,7 @@ def merge_chunks(
                     tl.load(parts.sums + place, mask=is_mine, other=1.0),
                     tl.load(parts.weighted + place[:, None] * DIM + i[None, :], mask=is_there, other=0.0),
                 )  # fmt: skip
-        values = tl.div_rn(values, total[:, None])
-    tl.store(out + lines[:, None] * DIM + i[None, :], values, mask=is_there)
+    tl.store(out + lines[:, None] * DIM + i[None, :], _mean(total, values), mask=is_there)
 
 
 @triton.jit
@@ -228,6 +227,12 @@ def _merged(largest, total, values, other_largest, other_total, other_values):
     both = tl.maximum(largest, other_largest)
     mine, other = tl.exp2(largest - _finite(both)), tl.exp2(other_largest - _finite(both))
     return both, total * mine + other_total * other, values * mine[:, None] + other_values * other[:, None]
+
+
+@triton.jit
+def _mean(total, values):
+    """Zeros where no slot was seen: of queries that are none."""
+    return tl.div_rn(values, tl.where(total == 0, 1.0, total)[:, None])
 
 
 @triton.jit

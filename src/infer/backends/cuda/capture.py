@@ -90,11 +90,11 @@ class CapturedForward(Captured):
             self.run(step)
             return Generated([[] for _ in chunks], [], [[] for _ in chunks])
         with self._graphs.on_device():
+            rows = [row for row, chunk in enumerate(chunks) for _ in range(chunk.num_logits)]
+            where = torch.tensor([rows, (step.positions[step.logit_indices] + 1).tolist()], device=self._device)
             logits = self.run(step)[:, : columns.vocab_size]
             if masks is not None:
                 masks.wait()
-            rows = [row for row, chunk in enumerate(chunks) for _ in range(chunk.num_logits)]
-            where = torch.tensor([rows, (step.positions[step.logit_indices] + 1).tolist()]).to(self._device)
             allowed = None if masks is None else masks.words.to(self._device)
             sampled = choose_lines(logits, columns, history, where[1], allowed, where[0])
             lines = iter(sampled.tolist())

@@ -49,16 +49,19 @@ class CudaGraphs(Graphs):
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._pool = device, torch.cuda.graph_pool_handle()
+        self._side = torch.cuda.Stream(device)  # a capture wants another stream than the default one
 
     def record(self, work: Callable[[], Tensor]) -> Recording:
-        side, here = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
-        side.wait_stream(here)
-        with torch.cuda.stream(side):
+        here, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
+        self._side.wait_stream(here)
+        with torch.cuda.stream(self._side):
             work()  # compiles kernels, which a capture forbids
-        here.wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = work()
+            graph.capture_begin(self._pool, "thread_local")
+            try:
+                result = work()
+            finally:
+                graph.capture_end()
+        here.wait_stream(self._side)
         return Recording(graph.replay, result)
 
     def mirror(self, size: int) -> Tensor:

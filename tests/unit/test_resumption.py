@@ -8,6 +8,9 @@ import pytest
 
 from extent import usual_or_all
 from infer import LLM
+from infer.engine.admission import MAX_PRIORITY
+from infer.engine.lease import Lease
+from infer.engine.sequence import Sequence
 from infer.server.resumption import NOTE, SentPart, pack, read_note
 from served import Served, serving
 from shapes import SOURCE
@@ -54,6 +57,20 @@ def test_after_every_event_a_stream_goes_on_as_if_it_had_not_been_cut(served: Se
         again = [each for each in ask(served, *CASES[name], sent) if not each.startswith(NOTE)]
         assert merged(text_of(again[: len(had)])) == merged(text_of(had))
         assert merged(text_of(had + again[len(had) :])) == expected
+
+
+def test_an_answer_that_goes_on_enters_before_those_that_begin(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, priorities = served.state.llm().host.engine, list[int]()
+    submit = engine.submit
+
+    def noting(sequence: Sequence, lease: Lease | None = None) -> Sequence:
+        priorities.append(sequence.request.priority)
+        return submit(sequence, lease)
+
+    monkeypatch.setattr(engine, "submit", noting)
+    first = next(event for event in ask(served, *CASES["greedy"], []) if event.startswith(NOTE))
+    ask(served, *CASES["greedy"], [read_note(first)])
+    assert priorities == [0, MAX_PRIORITY]
 
 
 def text_of(events: list[bytes]) -> str:

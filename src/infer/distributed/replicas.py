@@ -47,8 +47,8 @@ class Replicas:
     @asynccontextmanager
     async def exchange(self, prompt: RoutedPrompt) -> AsyncIterator[Exchange]:
         """With the replica that the prompt goes to, once one is ready. Raises GoneError where that dies meanwhile."""
-        await self._is_any_ready.wait()
-        ready = {each.name: each for each in self._replicas if each.is_ready}
+        while not (ready := {each.name: each for each in self._replicas if each.is_ready}):
+            await self._is_any_ready.wait()
         name = self._router.choose(prompt, {name: self._queued[name] for name in ready})
         self._router.sent(prompt, name)
         work = prompt.num_tokens + prompt.answer

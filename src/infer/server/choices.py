@@ -7,12 +7,13 @@ has given something, and find the prompt in the cache.
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, final
 
 from starlette.requests import Request
 
 import infer
+from infer.engine.admission import MAX_PRIORITY
 from infer.engine.request_options import RequestOptions
 from infer.errors import ClosedError, InvalidRequestError
 from infer.outputs import GenerationResult, GenerationTiming, Piece, ReasoningDelta, ToolCallDelta, assembled
@@ -228,6 +229,8 @@ async def accept(request: Request, state: ServerState, asked: Asked) -> Choices:
     call, llm = call_of(request), state.llm()
     call.phase = "preparing"
     options = of_tenant(asked.options, call.key_name)
+    if call.sent:  # its client has waited already
+        options = replace(options, priority=MAX_PRIORITY)
 
     async def prepare() -> Choices:
         groups = [await _prepared(llm, asked, options, number) for number in range(len(asked.prompts))]

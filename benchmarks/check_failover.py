@@ -135,11 +135,11 @@ def check(
         sockets = sorted(replica_processes(server))
         expected = {name: listen(client, path, body, threading.Event()) for name, (path, body) in asked.items()}
         while len(found) < num_kills and time.monotonic() - started < most_seconds:
+            until_ready(server, 2)
+            ask_all(client, num_replicas)
             name = rng.choice(list(asked))
             after = rng.uniform(0, 0.9) * expected[name].seconds
             heard, was_killed = listen_while_killing(server, client, *asked[name], after, sockets)
-            until_ready(server, 2)
-            ask_all(client, num_replicas)
             if was_killed:
                 equal = heard.adds_up_to == expected[name].adds_up_to
                 found.append({"case": name, "after_seconds": after, "equal": equal, "gap": heard.longest_gap})

@@ -39,6 +39,10 @@ unit: $(VENV)/.dev ## the tests that need no weights, some minutes
 fuzz: $(VENV)/.fuzz ## fuzz what reads files, FUZZ_SECONDS (60) for each reader
 	$(BIN)/python tests/fuzz all $(FUZZ_SECONDS)
 
+.PHONY: ray
+ray: $(VENV)/.ray ## install Ray (660 MB), then a model served and a file answered through it
+	$(BIN)/python -m pytest tests/integration/test_ray.py
+
 .PHONY: emulate
 emulate: $(VENV)/.demo ## the CPU kernels on an emulated Haswell, Nehalem, Neoverse N1 and one with i8mm: the same bits (needs qemu-user)
 	$(BIN)/python scripts/check_emulated.py
@@ -89,6 +93,11 @@ $(VENV)/.dev: $(VENV)/.demo
 $(VENV)/.fuzz: $(VENV)/.dev
 	@echo "... the fuzzer ..."
 	@$(PIP) install "$(FUZZER)"
+	@touch $@
+
+$(VENV)/.ray: $(VENV)/.dev
+	@echo "... Ray ..."
+	@$(PIP) install --editable ".[ray]"
 	@touch $@
 
 $(VENV)/.models: $(VENV)/.dev

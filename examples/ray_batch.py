@@ -11,13 +11,14 @@ from infer.distributed import BatchEngine
 
 def main(source: str, output: str, model: str = "smollm2", engines: str = "2", threads: str = "1") -> None:
     with OutputFile(Path(output), model) as file:
-        lines = ray.data.read_text(source).map_batches(
+        rows = ray.data.read_text(source, override_num_blocks=64, ray_remote_args={"num_cpus": 0})
+        lines = rows.map_batches(  # engines may take all CPUs: to read asks for none
             BatchEngine,
             fn_constructor_kwargs={"model": model, "threads": int(threads), "finished": file.finished},
             compute=ray.data.ActorPoolStrategy(size=int(engines)),
             num_cpus=int(threads),
             batch_format="pyarrow",
-            batch_size=32,
+            batch_size=16,
         )
         for row in lines.iter_rows():
             file.write(row["line"])

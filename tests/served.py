@@ -36,7 +36,6 @@ def serving(llm: LLM | None, *, table: Sequence[ApiRoute] = ROUTES, **settings: 
     port = listener.getsockname()[1]
     state = ServerState(ServerSettings(port=port, **settings))
     if llm is not None:
-        llm._opened.engine.max_running = state.settings.slots
         state.become_ready(AsyncLLM(llm))
     server = make_http_server(state, table)
     server.config.timeout_graceful_shutdown = 1

@@ -1,6 +1,7 @@
 """Real weights and files: where they are, or a skip that says how to get them. Every test in this folder is slow."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from infer.errors import InvalidRequestError
 FOLDER = Path(__file__).parent
 # Others' clients that take seconds to import, and fuzzing: tried with INFER_TESTS=all.
 collect_ignore = [] if IS_WHOLE else ["test_other_clients.py", "test_served_fuzzing.py", "test_tool_clients.py"]
+if find_spec("ray") is None:  # 660 MB, which `make ray` installs
+    collect_ignore.append("test_ray.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

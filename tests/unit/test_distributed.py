@@ -1,18 +1,25 @@
-"""What replicas on any machine share, without Ray: rows as tables bring them, cores."""
+"""What replicas on any machine share, without Ray: requests as routers see them, rows as tables bring them, cores."""
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import pytest
 
-from infer import InvalidRequestError
+from infer import LLM, InvalidRequestError
 from infer.cli import main
 from infer.distributed import BatchEngine
+from infer.distributed.body_prompt import prompt_of_body
+from infer.server.settings import ServerSettings
+from infer.server.state import ServerState
 from infer.system.core_share import take_cores
+from served import serving
 from test_session import make_model
+
+LONG = "once " * 200
 
 
 class Table(NamedTuple):
@@ -38,6 +45,28 @@ def _cores_as_they_were() -> Iterator[None]:
     before = os.sched_getaffinity(0)
     yield
     os.sched_setaffinity(0, before)
+
+
+def test_bodies_that_begin_alike_have_the_same_first_keys() -> None:
+    asked = [
+        {"messages": [{"role": "user", "content": LONG + last}], "temperature": number, "model": last}
+        for number, last in enumerate(("a", "b"))
+    ]
+    first, second = (prompt_of_body(json.dumps(each).encode(), "", "") for each in asked)
+    assert first.keys == second.keys
+    assert len(first.keys) >= 3
+    assert first.num_tokens > 200
+    other = prompt_of_body(json.dumps(asked[0]).encode(), "", "another key's name")
+    assert not set(first.keys) & set(other.keys)
+
+
+def test_a_session_is_a_header_or_a_cache_key_of_one_tenant() -> None:
+    body = json.dumps({"prompt": "a", "prompt_cache_key": "k"}).encode()
+    assert prompt_of_body(body, "", "t") == prompt_of_body(b'{"prompt": "a"}', "k", "t")
+    assert prompt_of_body(body, "", "t").session != prompt_of_body(body, "", "u").session
+    assert prompt_of_body(b'{"prompt": "a"}', "", "t").session == ""
+    for none in (b"", b"[]", b"\xff"):
+        assert prompt_of_body(none, "k", "t").num_tokens == 0
 
 
 def test_the_engine_of_a_data_set_writes_the_lines_of_infer_batch(model: Path, tmp_path: Path) -> None:
@@ -74,3 +103,24 @@ def test_each_process_takes_cores_that_no_other_has(tmp_path: Path, monkeypatch:
     assert taken == allowed
     assert take_cores(1) == []
     assert os.sched_getaffinity(0) == allowed
+
+
+def test_limits_change_while_requests_are_served(model: Path) -> None:
+    with LLM(model) as llm, serving(llm, model="tiny", slots=4) as served:
+        served.state.change_limits({"slots": 2, "max_queue": 1, "step_ms": 20.5})
+        assert (llm._opened.engine.max_running, llm._opened.engine.scheduler.gap_seconds) == (2, 0.0205)
+        assert (served.state.settings.slots, served.state.door.settings.max_queue) == (2, 1)
+    state = ServerState(ServerSettings())
+    with pytest.raises(InvalidRequestError, match="port cannot be changed while requests are served: slots, step_ms"):
+        state.change_limits({"port": 1})
+    for value in (0, 65, 2.5, True, "2"):
+        with pytest.raises(InvalidRequestError, match="slots must be a number above 0, 64 at most, got"):
+            state.change_limits({"slots": value})
+
+
+def test_without_ray_its_extra_is_named(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main(["ray", "deploy", "--model", str(model)]) == 2
+    assert capsys.readouterr().err == "infer: ray is not installed: pip install 'infer-engine[ray]'\n"

@@ -52,6 +52,8 @@ ALLOWED = {
     ("distributed/replicas.py", "asyncio"),
     ("distributed/replicas.py", "socket"),
     ("server/http_server.py", "asyncio"),
+    ("server/http_server.py", "socket"),  # a pair of them
+    ("distributed/serve.py", "asyncio"),
     ("cli/serve.py", "socket"),
     ("server/limits.py", "asyncio"),
     ("server/metrics_page.py", "asyncio"),

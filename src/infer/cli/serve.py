@@ -15,7 +15,7 @@ from infer.distributed.front import run_replicas
 from infer.distributed.replica import await_turn
 from infer.errors import InvalidRequestError, SchemaWarning
 from infer.server.auth import read_keys
-from infer.server.loading import OnProgress
+from infer.server.loading import OnProgress, warmed
 from infer.server.process import bind, run_server
 from infer.server.settings import ServerSettings
 from infer.server.state import ServerState
@@ -25,7 +25,6 @@ from infer.system.cores import default_num_threads
 from infer.system.status_line import write_notice
 
 Load = Callable[[OnProgress], "infer.LLM"]
-_WARM_UP_TOKENS = 64
 _NO_LIMIT = 1 << 60  # bytes
 
 
@@ -97,10 +96,7 @@ def url_of(settings: ServerSettings, port: int) -> str:
 
 
 def _load(load: Load, on_progress: OnProgress) -> "infer.AsyncLLM":
-    """Asked once, so that the first request is fast, and refused if its turn would come too late."""
-    llm = load(on_progress)
-    llm.generate([0] * min(_WARM_UP_TOKENS, llm.max_seq_len // 2), max_new_tokens=4, ignore_eos=True, temperature=0)
-    return infer.AsyncLLM(llm)
+    return warmed(load(on_progress))
 
 
 def _announce(settings: ServerSettings, port: int, state: ServerState) -> None:

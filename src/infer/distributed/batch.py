@@ -1,6 +1,6 @@
 """`infer batch` as an actor of Ray Data: rows in, its lines out, byte for byte, whoever answers and how often.
 
-    rows = ray.data.read_text("in.jsonl")  # or read_json, where all rows have the same fields
+    rows = ray.data.read_text("in.jsonl", override_num_blocks=64, ray_remote_args={"num_cpus": 0})
     rows.map_batches(
         BatchEngine, fn_constructor_kwargs={"model": "smollm2", "threads": 4}, num_cpus=4,
         batch_format="pyarrow", batch_size=64, compute=ray.data.ActorPoolStrategy(size=2),

@@ -5,10 +5,12 @@ The other side is the same server, on a socket that no one else has.
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable
-from contextlib import suppress
-from typing import NamedTuple, final
+from contextlib import AbstractAsyncContextManager, suppress
+from typing import NamedTuple, Protocol, final, runtime_checkable
 
 import httptools
+
+from infer.distributed.router import RoutedPrompt
 
 _READ_BYTES, _END = 2**16, b"\n\n"
 HOP_BY_HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade", b"expect", b"host", b"date"}
@@ -38,9 +40,25 @@ def request_bytes(method: str, target: bytes, headers: Headers, body: bytes = b"
     return method.encode() + b" " + target + b" HTTP/1.1\r\n" + fields + b"\r\n" + body
 
 
+@runtime_checkable
+class Reader(Protocol):
+    """As asyncio's, or one of bytes that come in another way."""
+
+    async def read(self, num_bytes: int, /) -> bytes: ...
+
+
+@runtime_checkable
+class Writer(Protocol):
+    def write(self, found: bytes, /) -> None: ...
+
+    async def drain(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 @final
 class Exchange:
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: Reader, writer: Writer) -> None:
         self._reader, self._writer = reader, writer
         self._parser = httptools.HttpResponseParser(self)
         self._headers = list[tuple[bytes, bytes]]()
@@ -104,3 +122,17 @@ class Exchange:
         if not found:
             raise GoneError
         self._parser.feed_data(found)
+
+
+@runtime_checkable
+class Exchanges(Protocol):
+    """With the replicas of a server."""
+
+    @property
+    def are_several(self) -> bool: ...
+
+    def exchange(self, prompt: RoutedPrompt) -> AbstractAsyncContextManager[Exchange]:
+        """With the one that the prompt goes to, once one is ready. Raises GoneError where that dies meanwhile."""
+
+    async def get(self, target: bytes) -> dict[str, tuple[int, bytes]]:
+        """Status and body, by the names of those that are ready."""

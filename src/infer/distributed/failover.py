@@ -14,8 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from infer.distributed.asked_body import AskedBody
-from infer.distributed.exchange import HOP_BY_HOP, GoneError, Head, request_bytes
-from infer.distributed.replicas import Replicas
+from infer.distributed.exchange import HOP_BY_HOP, Exchanges, GoneError, Head, request_bytes
 from infer.server.asking import while_connected
 from infer.server.call import CREATED_HEADER, ID_HEADER, KEY_NAME_HEADER, SENT_HEADER, call_of
 from infer.server.errors import ApiError
@@ -37,7 +36,7 @@ _DIED = ApiError(
 class Answering:
     """One request. `fail` ends a stream that nobody can go on with."""
 
-    def __init__(self, request: Request, asked: AskedBody, replicas: Replicas, fail: Fail) -> None:
+    def __init__(self, request: Request, asked: AskedBody, replicas: Exchanges, fail: Fail) -> None:
         self._request, self._asked, self._replicas, self._fail = request, asked, replicas, fail
         self._call = call_of(request)
         self._noted = list[SentPart]()  # parts whose events come next

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from infer.distributed.asked_body import read_asked
+from infer.distributed.exchange import Exchanges
 from infer.distributed.failover import Answering
 from infer.distributed.replicas import Replicas
 from infer.server.app import ROUTES
@@ -50,7 +51,7 @@ def run_replicas(state: ServerState, listener: socket.socket, commands: Sequence
 class Front:
     """The handlers of all routes."""
 
-    def __init__(self, replicas: Replicas) -> None:
+    def __init__(self, replicas: Exchanges) -> None:
         self._replicas = replicas
 
     @property

@@ -84,7 +84,7 @@ class Door:
     """For the event loop."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        self._settings = settings
+        self.settings = settings
         self._preparing: dict[object, int] = {}  # tokens of prompts that are not yet in the engine
         self._mean_answer = float(EXPECTED_ANSWER)
         self._seen_at, self._seen = -math.inf, Ahead(0, 0, 0, 0.0)
@@ -118,11 +118,11 @@ class Door:
 
     def is_full(self, ahead: Ahead) -> bool:
         """Whether as many wait as may."""
-        return ahead.num_waiting >= self._settings.max_queue
+        return ahead.num_waiting >= self.settings.max_queue
 
     def check(self, ahead: Ahead, costs: Costs, num_prompt_tokens: int) -> None:
         """Raises ApiError 429, but never of a server that has nothing to do: to come back would not help."""
-        settings = self._settings
+        settings = self.settings
         wait = seconds_to_first_token(ahead, costs, settings.slots, num_prompt_tokens)
         if self.is_full(ahead):
             told = f"{ahead.num_waiting} requests wait already"

@@ -13,14 +13,17 @@ _STUCK = 4  # times sooner than the watchdog ends the process, its health is bad
 
 async def health(request: Request, state: ServerState) -> Response:
     """503 while the model is loading, and where the engine is stuck or has failed: a supervisor may restart it."""
-    is_alive = state.phase in ("ready", "draining") and not _is_stuck(state)
-    return JSONResponse(_report(state), 200 if is_alive else 503)
+    return JSONResponse(_report(state), 200 if is_alive(state) else 503)
 
 
 async def ready(request: Request, state: ServerState) -> Response:
     """200 where a request would be taken now."""
     is_ready = state.phase == "ready" and not _is_stuck(state) and not state.door.is_full(state.ahead())
     return JSONResponse(_report(state), 200 if is_ready else 503)
+
+
+def is_alive(state: ServerState) -> bool:
+    return state.phase in ("ready", "draining") and not _is_stuck(state)
 
 
 def _is_stuck(state: ServerState) -> bool:

@@ -1,6 +1,7 @@
 """uvicorn's server with our own connections, and without its signals."""
 
 import asyncio
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -34,6 +35,14 @@ class HttpServer(uvicorn.Server):
         """For the event loop."""
         self.should_exit = True
         self._stopping.set()
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection from this process, over a pair of sockets. For one that is `listening`, also nowhere."""
+        ours, theirs = socket.socketpair()
+        protocol: Any = self.config.http_protocol_class
+        accept = partial(protocol, config=self.config, server_state=self.server_state, app_state={})
+        await asyncio.get_running_loop().connect_accepted_socket(accept, theirs)
+        return await asyncio.open_connection(sock=ours)
 
     async def main_loop(self) -> None:
         self.listening.set()

@@ -16,6 +16,7 @@ from infer.server.state import ServerState
 log = logging.getLogger("infer.server")
 OnProgress = Callable[[int, int], None]
 Load = Callable[[OnProgress], "infer.AsyncLLM"]
+_WARM_UP_TOKENS = 64
 
 
 async def load_model(state: ServerState, load: Load) -> None:
@@ -29,8 +30,6 @@ async def load_model(state: ServerState, load: Load) -> None:
         try:
             _link_torch()
             llm = load(count)
-            llm.host.engine.max_running = state.settings.slots
-            llm.host.engine.scheduler.gap_seconds = state.settings.step_ms / 1000
             log.debug("fingerprint %s", llm.host.system_fingerprint)  # which takes some time to find
         except Exception as error:
             if not isinstance(error, InferError):
@@ -42,6 +41,12 @@ async def load_model(state: ServerState, load: Load) -> None:
 
     threading.Thread(target=run, name="infer-load", daemon=True).start()
     await done.wait()
+
+
+def warmed(llm: "infer.LLM") -> "infer.AsyncLLM":
+    """Asked once, so that the first request is fast."""
+    llm.generate([0] * min(_WARM_UP_TOKENS, llm.max_seq_len // 2), max_new_tokens=4, ignore_eos=True, temperature=0)
+    return infer.AsyncLLM(llm)
 
 
 def _link_torch() -> None:

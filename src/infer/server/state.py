@@ -4,19 +4,28 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Literal, final
+from dataclasses import replace
+from typing import Any, Literal, final
 
 import infer
 from infer.engine.scheduler import StepTaken
-from infer.errors import InferError
+from infer.errors import InferError, InvalidRequestError
+from infer.operands.limits import MAX_STEP_LOGITS
 from infer.server.call import Call
 from infer.server.door import Ahead, Door
 from infer.server.errors import ApiError
 from infer.server.metrics import Metrics
 from infer.server.settings import ServerSettings
 
+# What may change while requests are served: its type, and the most that it may be.
+CHANGEABLE: dict[str, tuple[Any, float]] = {
+    "slots": (int, MAX_STEP_LOGITS),
+    "step_ms": (int | float, math.inf),
+    "max_queue": (int, math.inf),
+    "max_ttft": (int | float, math.inf),
+}
 Phase = Literal["loading", "ready", "draining", "failed"]
 
 
@@ -62,8 +71,27 @@ class ServerState:
     def become_ready(self, llm: "infer.AsyncLLM") -> None:
         """Serve this model, unless the server is shutting down."""
         self._llm = llm
+        self._apply_limits()
         if self.phase == "loading":
             self.phase = "ready"
+
+    def change_limits(self, limits: Mapping[str, Any]) -> None:
+        """Of `CHANGEABLE`, while requests are served. Raises InvalidRequestError."""
+        for name, value in limits.items():
+            if name not in CHANGEABLE:
+                raise InvalidRequestError(
+                    f"{name} cannot be changed while requests are served: {', '.join(CHANGEABLE)} can"
+                )
+            kind, most = CHANGEABLE[name]
+            if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value <= most:
+                raise InvalidRequestError(f"{name} must be a number above 0, {most:g} at most, got {value!r:.60}")
+        self.settings = self.door.settings = replace(self.settings, **limits)
+        self._apply_limits()
+
+    def _apply_limits(self) -> None:
+        if self._llm is not None:
+            engine = self._llm.host.engine
+            engine.max_running, engine.scheduler.gap_seconds = self.settings.slots, self.settings.step_ms / 1000
 
     def drain(self) -> None:
         """Take no more requests: what runs goes on, what waits is refused."""

@@ -1,0 +1,56 @@
+"""`router.Router` as Ray Serve asks it: each process that sends requests has one, and learns from what it sends."""
+
+from typing import final
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from infer.distributed.router import RoutedPrompt, Router
+
+_NUM_PAGES = 1024  # that an engine is taken to keep: those of 8 full contexts
+
+
+@final
+class PrefixRouter(RequestRouter):
+    """Of calls whose second argument is a `RoutedPrompt`."""
+
+    def initialize_state(self, num_pages: int = _NUM_PAGES) -> None:
+        self._router = Router(num_pages)
+        self._under_way: dict[str, tuple[str, float]] = {}  # replica and tokens, by request
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """The best one, then all others: Ray takes what is not full."""
+        if pending_request is None:
+            return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True
+        replicas = {each.replica_id.unique_id: each for each in candidate_replicas}
+        queued = dict.fromkeys(replicas, 0.0)
+        for name, num_tokens in self._under_way.values():
+            if name in queued:
+                queued[name] += num_tokens
+        best = replicas.pop(self._router.choose(_prompt_of(pending_request), queued))
+        return [[best], list(replicas.values())]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:
+        prompt, name = _prompt_of(pending_request), replica_id.unique_id
+        self._under_way[pending_request.metadata.internal_request_id] = name, prompt.num_tokens + prompt.answer
+        self._router.sent(prompt, name)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        self._under_way.pop(internal_request_id, None)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        gone = self.curr_replicas.keys() - {each.replica_id for each in replicas}
+        super().update_replicas(replicas)
+        for replica_id in gone:
+            self._router.forget(replica_id.unique_id)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._router.forget(replica_id.unique_id)
+
+
+def _prompt_of(pending_request: PendingRequest) -> RoutedPrompt:
+    prompt: RoutedPrompt = pending_request.args[1]
+    return prompt

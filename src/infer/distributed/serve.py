@@ -1,0 +1,212 @@
+"""A Ray Serve application: clients' requests come to a `RayFront`, each `Engine` has the model.
+
+Ray places engines, watches, counts and restarts them. What goes through it is HTTP's bytes, as any replica is sent; an
+engine hands them to the server in its own process, which listens nowhere.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.exceptions import BackPressureError, RayServeException
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp
+
+import infer
+from infer.distributed.exchange import Exchange
+from infer.distributed.front import Front
+from infer.distributed.router import RoutedPrompt
+from infer.errors import InferError, InvalidRequestError
+from infer.server.app import make_app
+from infer.server.auth import read_keys
+from infer.server.errors import ApiError
+from infer.server.health import is_alive
+from infer.server.http_server import make_http_server
+from infer.server.loading import OnProgress, load_model, warmed
+from infer.server.settings import ServerSettings
+from infer.server.state import ServerState
+from infer.system.core_share import take_cores
+
+_READ_BYTES, _NO_LIMIT = 2**16, 1 << 60
+_HEALTH_SECONDS = 2.0
+_ROUTER = "infer.distributed.ray_router.PrefixRouter"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Deployed:
+    """`load` is what `LLM` is given, `threads` among it. With `max_replicas` engines are added while more requests go
+    on than there are slots, and taken away again.
+    """
+
+    load: Mapping[str, Any]
+    settings: ServerSettings
+    replicas: int = 1
+    max_replicas: int | None = None
+    upscale_seconds: float = 10.0  # of more requests, before an engine is added
+    downscale_seconds: float = 300.0  # of fewer, before one is taken away
+
+    def __post_init__(self) -> None:
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            message = f"max_replicas must be as many as replicas ({self.replicas}) or more, got {self.max_replicas}"
+            raise InvalidRequestError(message)
+
+
+def app(arguments: Mapping[str, Any]) -> serve.Application:
+    """What `serve deploy` makes of a YAML's `args`: the fields of `Deployed`, and `api_key_file`."""
+    given = dict(arguments)
+    load = {"model": "smollm2", "threads": 1, "reuse_prefixes": True, **given.pop("load", {})}
+    keys = read_keys(Path(given.pop("api_key_file"))) if "api_key_file" in given else {}
+    settings = ServerSettings(**{"model": load["model"], "api_keys": keys, **given.pop("settings", {})})
+    return application(Deployed(load=load, settings=settings, **given))
+
+
+def application(asked: Deployed) -> serve.Application:
+    load, settings = asked.load, asked.settings
+    engines = serve.deployment(
+        Engine,
+        ray_actor_options={
+            "num_cpus": load["threads"],
+            "num_gpus": int(str(load.get("device", "cpu")).startswith("cuda")),
+        },
+        max_ongoing_requests=2 * settings.slots,
+        max_queued_requests=settings.max_queue,
+        health_check_period_s=_HEALTH_SECONDS,
+        graceful_shutdown_timeout_s=settings.drain_seconds,
+        request_router_config=RequestRouterConfig(request_router_class=_ROUTER),
+        **_scale(asked),
+    )
+    front = serve.deployment(
+        serve.ingress()(RayFront), name="Front", ray_actor_options={"num_cpus": 0}, max_ongoing_requests=10**6
+    )
+    bound: serve.Application = front.bind(engines.bind(load, settings), settings)
+    return bound
+
+
+def _scale(asked: Deployed) -> dict[str, Any]:
+    if asked.max_replicas is None:
+        return {"num_replicas": asked.replicas}
+    return {
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=asked.replicas,
+            max_replicas=asked.max_replicas,
+            target_ongoing_requests=asked.settings.slots,
+            upscale_delay_s=asked.upscale_seconds,
+            downscale_delay_s=asked.downscale_seconds,
+            look_back_period_s=asked.upscale_seconds,
+        )
+    }
+
+
+@final
+class Engine:
+    """A model, with the server that answers for it, in an actor."""
+
+    async def __init__(  # type: ignore[misc]  # Ray awaits it
+        self, load: Mapping[str, Any], settings: ServerSettings
+    ) -> None:
+        """Raises what loading the model raised."""
+        take_cores(load["threads"])
+        own = replace(settings, api_keys={}, cors_origins=(), tls_cert=None, tls_key=None, is_child=True)
+        own = replace(own, max_body_bytes=_NO_LIMIT)  # the front has one
+        self._state = ServerState(own)
+        await load_model(self._state, partial(_load, load))
+        if self._state.failure is not None:
+            raise self._state.failure
+        self._server = make_http_server(self._state)
+        self._serving = asyncio.create_task(self._server.serve([]))
+        await self._server.listening.wait()
+
+    async def answer(self, request: bytes, prompt: RoutedPrompt) -> AsyncGenerator[bytes, None]:
+        """HTTP's bytes for HTTP's bytes. The prompt is for the router."""
+        reader, writer = await self._server.connect()
+        try:
+            writer.write(request)
+            while found := await reader.read(_READ_BYTES):
+                yield found
+        finally:
+            writer.close()
+
+    async def check_health(self) -> None:
+        """Ray starts an engine again whose check raises three times in a row."""
+        if not is_alive(self._state):
+            raise InferError(f"the engine is {self._state.phase}, or hangs in a step")
+
+    async def reconfigure(self, limits: Mapping[str, Any]) -> None:
+        """`user_config` of the YAML, which is changed without a restart. Raises InvalidRequestError."""
+        self._state.change_limits(limits)
+
+
+def _load(load: Mapping[str, Any], on_progress: OnProgress) -> "infer.AsyncLLM":
+    return warmed(infer.LLM(**load, on_progress=on_progress))
+
+
+@final
+class Connection:
+    """To whichever engine the router chooses, as a reader and a writer of `Exchange`."""
+
+    def __init__(self, engines: DeploymentHandle, prompt: RoutedPrompt) -> None:
+        self._engines, self._prompt = engines, prompt
+        self._request = b""
+        self._answer: Any = None
+
+    def write(self, request: bytes) -> None:
+        self._request += request
+
+    async def drain(self) -> None:
+        self._answer = self._engines.answer.remote(self._request, self._prompt)
+
+    async def read(self, num_bytes: int) -> bytes:
+        """Empty where the engine died. Raises ApiError where too many wait."""
+        try:
+            found: bytes = await anext(self._answer, b"")
+        except BackPressureError as error:
+            headers = {"Retry-After": "1", "x-should-retry": "true"}
+            raise ApiError(429, "too many requests wait", code="rate_limit_exceeded", headers=headers) from error
+        except (RayError, RayServeException):
+            return b""
+        return found
+
+    def close(self) -> None:
+        if self._answer is not None:
+            self._answer.cancel()
+
+
+@final
+class Engines:
+    """All of them, as `failover` asks for one. They have no names that a client could ask for."""
+
+    are_several = True
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+
+    @asynccontextmanager
+    async def exchange(self, prompt: RoutedPrompt) -> AsyncIterator[Exchange]:
+        connection = Connection(self._handle, prompt)
+        exchange = Exchange(connection, connection)
+        try:
+            yield exchange
+        finally:
+            exchange.close()
+
+    async def get(self, target: bytes) -> dict[str, tuple[int, bytes]]:
+        return {}
+
+
+class RayFront:
+    """Keys, origins, ids and counts of requests, and what becomes of them when an engine dies; no model."""
+
+    def __init__(self, engines: DeploymentHandle, settings: ServerSettings) -> None:
+        self._front, self._state = Front(Engines(engines.options(stream=True))), ServerState(settings)
+        self._state.phase = "ready"
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return make_app(self._state, self._front.table)

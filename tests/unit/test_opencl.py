@@ -1,6 +1,5 @@
 """OpenCL's kernels on PoCL: the bits of the CPU's kernels, for every op, type and cache, and whole models."""
 
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,6 @@ from test_cpu_kernels import make_weight
 from test_families import load, make_reserved, random_ids
 from test_session import make_model
 from tiny import ONE_EACH, Tiny, make_tiny
-from watched import script_command
 
 pytest.importorskip("pyopencl")
 opencl_platform.use_pocl()
@@ -231,22 +229,3 @@ def test_devices_are_listed() -> None:
         shown = CliRunner().invoke(infer, arguments)
         assert shown.exit_code == 0
         assert "opencl: Portable Computing Language: " in shown.output
-
-
-def checked(*planted: str) -> str:
-    """What Oclgrind reports."""
-    command = script_command(Path(__file__).with_name("opencl_checked.py"), *planted)
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr[-2000:]
-    return result.stdout + result.stderr
-
-
-def test_oclgrind_finds_no_access_out_of_bounds_and_no_race() -> None:
-    report = checked()
-    assert "Invalid" not in report
-    assert "race" not in report
-
-
-@pytest.mark.parametrize(("planted", "words"), [("bounds", "Invalid write"), ("race", "data race")])
-def test_oclgrind_finds_what_is_planted(planted: str, words: str) -> None:
-    assert words in checked(planted)

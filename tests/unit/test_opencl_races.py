@@ -1,0 +1,29 @@
+"""Oclgrind over every OpenCL kernel: no access out of bounds, no race; one of each is found where it is planted."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from watched import script_command
+
+pytest.importorskip("pyopencl")
+
+
+def checked(*planted: str) -> str:
+    """What Oclgrind reports."""
+    command = script_command(Path(__file__).with_name("opencl_checked.py"), *planted)
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return result.stdout + result.stderr
+
+
+def test_oclgrind_finds_no_access_out_of_bounds_and_no_race() -> None:
+    report = checked()
+    assert "Invalid" not in report
+    assert "race" not in report
+
+
+@pytest.mark.parametrize(("planted", "words"), [("bounds", "Invalid write"), ("race", "data race")])
+def test_oclgrind_finds_what_is_planted(planted: str, words: str) -> None:
+    assert words in checked(planted)

@@ -51,7 +51,7 @@ def sampling_options(*, has_length: bool) -> Callable[[Function], Function]:
                      help="Tokens that end the answer, as the model's own do."),
         click.option("--include-stop-str-in-output", is_flag=True, help="Keep the text that --stop stopped at."),
         click.option("--ignore-eos", is_flag=True, help="Go on after the end of text."),
-        click.option("--seed", type=int, help="Repeat a run.  [default: drawn, shown with -v]"),
+        click.option("--seed", type=int, help="Repeat a run.  [default: random, shown with -v]"),
         click.option("--preset", type=click.Choice(list(PRESETS)), help=f"seed: {_PRESET_HELP}."),
         click.option("--no-generation-config", is_flag=True,
                      help="Ignore the sampling values that the model or its card brings."),

@@ -194,7 +194,7 @@ def cancel_on_signal() -> Iterator[Cancellation]:
 
 @contextmanager
 def exit_on_signal() -> Iterator[None]:
-    """Within, Ctrl-C and SIGTERM end the process at once: an import cut short leaves half modules behind."""
+    """Within, Ctrl-C and SIGTERM end the process at once: an import cut short leaves half a module."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         if sys.stderr.isatty():

@@ -21,6 +21,7 @@ from infer.operands.step import Step
 from infer.operands.weights import Heads, Norm, Projection, RopeTable, Weight
 from infer.quantization.kv_formats import KV_TYPES
 from layer_caches import make_layer
+from path_cases import CASES, DRAFTS, Drafts, Outcome, Way, World, by_definition, make_world, run_batch
 from test_cpu_kernels import make_weight
 from test_families import load, make_reserved, random_ids
 from test_session import make_model
@@ -169,6 +170,24 @@ def test_answers_are_those_of_the_cpu(tmp_path: Path) -> None:
     assert found[0] == found[1]
     eager = LLM(folder, device="opencl:portable", capture=False)
     assert eager.generate("hello", replace(greedy, max_new_tokens=3)).token_ids == found[0][0][0][:3]
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> tuple[World, World]:
+    """One model with windows on the CPU and on OpenCL."""
+    on_cpu = make_world("windows", tmp_path_factory.mktemp("cpu"))
+    with ops.using("opencl"):
+        return on_cpu, make_world("windows", tmp_path_factory.mktemp("opencl"))
+
+
+@pytest.mark.parametrize("drafts", DRAFTS)
+def test_what_is_said_does_not_depend_on_the_way(drafts: Drafts, worlds: tuple[World, World]) -> None:
+    """Samplers, grammars and log-probabilities, each with drafts of every kind and in company."""
+    on_cpu, on_opencl = worlds
+    way, cases = Way(drafts, chunk=7, chain=8), CASES[DRAFTS.index(drafts) :: 12]
+    expected = [by_definition(on_cpu, case) for case in cases]
+    found = run_batch(on_opencl, cases, way, 3, [outcome.token_ids for outcome in expected])
+    assert [Outcome.of(result) for result in found] == expected
 
 
 def test_a_device_that_is_not_there_is_one_line_with_those_that_are() -> None:

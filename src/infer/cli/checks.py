@@ -14,7 +14,7 @@ from infer.system.cores import check_num_threads
 
 _CACHE_DEFAULTS = CacheSettings()
 _SETTINGS = ("max_seq_len", "threads", "grammar_backend")
-_OF_SERVE = ("httptools", "msgspec", "starlette", "uvicorn")
+_OF_EXTRA = {"serve": ("httptools", "msgspec", "starlette", "uvicorn"), "ray": ("ray", "fastapi")}
 
 
 def check_options(options: Mapping[str, Any], params: Collection[SamplingParams]) -> None:
@@ -36,14 +36,16 @@ def check_options(options: Mapping[str, Any], params: Collection[SamplingParams]
 
 
 @contextmanager
-def needs_serve_extra() -> Iterator[None]:
-    """Around imports of what `infer-engine[serve]` installs. Raises InvalidRequestError where it is not there."""
+def needs_extra() -> Iterator[None]:
+    """Around imports of what an extra installs. Raises InvalidRequestError where it is not there."""
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name not in _OF_SERVE:
-            raise
-        raise InvalidRequestError(f"{error.name} is not installed: pip install 'infer-engine[serve]'") from error
+        for extra, modules in _OF_EXTRA.items():
+            if error.name in modules:
+                message = f"{error.name} is not installed: pip install 'infer-engine[{extra}]'"
+                raise InvalidRequestError(message) from error
+        raise
 
 
 def check_grammar(params: SamplingParams) -> None:

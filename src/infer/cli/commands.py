@@ -12,8 +12,8 @@ from typing import Any, get_args
 import click
 
 import infer as package
-from infer.cli.checks import check_grammar, check_options, needs_serve_extra
-from infer.cli.model_load import kernels_ahead, load_arguments, load_for_server, load_model
+from infer.cli.checks import check_grammar, check_options, needs_extra
+from infer.cli.model_load import kernels_ahead, load_arguments, load_for_server, load_model, served_arguments
 from infer.cli.options import (
     Function,
     apply_options,
@@ -37,7 +37,7 @@ from infer.cli.sampling_options import (
     own_params,
     sampling_options,
 )
-from infer.cli.serve_options import serve_options
+from infer.cli.serve_options import deploy_options, serve_options
 from infer.cli.spelling import Command, Device, what_to_type
 from infer.cli.terminal import Spinner, exit_on_signal
 from infer.engine.model_settings import GrammarBackend
@@ -246,7 +246,7 @@ def replay(context: click.Context, /, **options: Any) -> None:
 
     is_stdin = options["permalink"] == "-"
     link = read_permalink(read_text(Path("-"), "the permalink") if is_stdin else options["permalink"])
-    with needs_serve_extra():
+    with needs_extra():
         from infer.cli.replay import model_of, read_request, run_replay
 
     body = read_request(link)
@@ -266,10 +266,34 @@ def serve(context: click.Context, /, **options: Any) -> None:
     """Serve a model over HTTP, as OpenAI's API. SIGTERM and Ctrl-C drain: a second one ends at once."""
     invocation = _invocation(context, options)
     check_options(options, [])
-    with needs_serve_extra():
+    with needs_extra():
         from infer.cli.serve import run_serve
 
     invocation.exit_status = run_serve(options, partial(load_for_server, options))
+
+
+@infer.group(name="ray", cls=click.Group)
+def ray_group() -> None:
+    """Several replicas on one machine or many, placed and watched by Ray."""
+
+
+@ray_group.command(cls=Command)
+@deploy_options
+@weight_options
+@eviction_options
+@running_options
+@click.pass_context
+def deploy(context: click.Context, /, **options: Any) -> None:
+    """Serve a model as a Ray Serve application, on the cluster of $RAY_ADDRESS, or the one that runs here.
+
+    Where none runs, one of this machine alone is started, and ends with Ctrl-C or SIGTERM.
+    """
+    invocation = _invocation(context, options)
+    check_options(options, [])
+    with needs_extra():
+        from infer.cli.ray import run_deploy
+
+    invocation.exit_status = run_deploy(options, served_arguments(options))
 
 
 @infer.command()

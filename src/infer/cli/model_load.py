@@ -21,13 +21,17 @@ def load_model(context: click.Context, options: Mapping[str, Any]) -> Any:
 
 
 def load_for_server(options: Mapping[str, Any], on_progress: Callable[[int, int], None]) -> Any:
-    """On any thread. What prompts begin with in common is read once, unless a policy evicts."""
+    """On any thread."""
     with keeping_garbage(), kernels_ahead(options, options["device"]):
         from infer.llm import LLM
 
-        reuse_prefixes = options["eviction_policy"] == "none"
-        arguments = load_arguments(options) | {"reuse_prefixes": reuse_prefixes, "pool_pages": options["pool_pages"]}
-        return LLM(**arguments, on_progress=on_progress)
+        return LLM(**served_arguments(options), on_progress=on_progress)
+
+
+def served_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What a server's `LLM` is given. What prompts begin with in common is read once, unless a policy evicts."""
+    reuse_prefixes = options["eviction_policy"] == "none"
+    return load_arguments(options) | {"reuse_prefixes": reuse_prefixes, "pool_pages": options["pool_pages"]}
 
 
 def load_arguments(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from infer.distributed.front import run_replicas
 from infer.distributed.replica import await_turn
 from infer.errors import InvalidRequestError, SchemaWarning
 from infer.server.auth import read_keys
-from infer.server.loading import OnProgress
+from infer.server.loading import OnProgress, warmed
 from infer.server.process import bind, run_server
 from infer.server.settings import ServerSettings
 from infer.server.state import ServerState
@@ -25,7 +25,6 @@ from infer.system.cores import default_num_threads
 from infer.system.status_line import write_notice
 
 Load = Callable[[OnProgress], "infer.LLM"]
-_WARM_UP_TOKENS = 64
 _NO_LIMIT = 1 << 60  # bytes
 
 
@@ -54,19 +53,17 @@ def run_serve(options: Mapping[str, Any], load: Load) -> int:
             take_cores(options["threads"])
         if not await_turn():
             return 0
-        url = url_of(settings, settings.port)
         own = replace(settings, api_keys={}, cors_origins=(), tls_cert=None, tls_key=None, is_child=True)
         own = replace(own, max_body_bytes=_NO_LIMIT)  # its parent has one
         listener = socket.socket(fileno=options["listen_fd"])
-        return run_server(ServerState(own), listener, partial(_load, load), partial(_announce, url=url))
+        return run_server(ServerState(own), listener, partial(_load, load), partial(_announce, settings, settings.port))
     listener = bind(settings)
     port = listener.getsockname()[1]
-    url = url_of(settings, port)
-    write_notice(f"loading {options['model']}; {url} answers meanwhile")
+    write_notice(f"loading {options['model']}; {url_of(settings, port)} answers meanwhile")
     if options["isolate"] or options["replicas"] > 1:
         commands = _commands(options["replicas"], port, has_threads=options["threads"] is not None)
         return run_replicas(ServerState(settings), listener, commands)
-    return run_server(ServerState(settings), listener, partial(_load, load), partial(_announce, url=url))
+    return run_server(ServerState(settings), listener, partial(_load, load), partial(_announce, settings, port))
 
 
 def _commands(num_replicas: int, port: int, *, has_threads: bool) -> list[list[str]]:
@@ -99,20 +96,17 @@ def url_of(settings: ServerSettings, port: int) -> str:
 
 
 def _load(load: Load, on_progress: OnProgress) -> "infer.AsyncLLM":
-    """Asked once, so that the first request is fast, and refused if its turn would come too late."""
-    llm = load(on_progress)
-    llm.generate([0] * min(_WARM_UP_TOKENS, llm.max_seq_len // 2), max_new_tokens=4, ignore_eos=True, temperature=0)
-    return infer.AsyncLLM(llm)
+    return warmed(load(on_progress))
 
 
-def _announce(state: ServerState, url: str) -> None:
-    for line in _lines(state, url):
+def _announce(settings: ServerSettings, port: int, state: ServerState) -> None:
+    """`settings` are those that clients meet, also where a child has the model."""
+    for line in _lines(state.llm().llm, settings, url_of(settings, port)):
         write_notice(line)
 
 
-def _lines(state: ServerState, url: str) -> Iterator[str]:
+def _lines(llm: "infer.LLM", settings: ServerSettings, url: str) -> Iterator[str]:
     """URL, model, slots, memory and limits."""
-    settings, llm = state.settings, state.llm().llm
     pages = sum(llm._opened.runner.pool_pages)
     keys = f"{len(settings.api_keys)} keys" if settings.api_keys else "no key needed"
     yield f"url      {url}/v1 ({keys})"

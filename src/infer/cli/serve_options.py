@@ -15,16 +15,7 @@ MOST_REPLICAS = 64
 
 def serve_options(function: Function) -> Function:
     options = [
-        click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen at."),
-        click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: a free one."),
-        click.option("--served-model-name", "served_names", multiple=True, metavar="NAME",
-                     help="What clients call the model. Repeatable: others are aliases.  [default: that of --model]"),
-        click.option("--embeddings", "allow_embeddings", is_flag=True,
-                     help="Answer /v1/embeddings with a model that is not made for it."),
-        click.option("--api-key-file", type=_FILE, metavar="FILE",
-                     help="A key a line, or a name and a key: only who has one may ask."),
-        click.option("--cors-origin", "cors_origins", multiple=True, metavar="ORIGIN",
-                     help="A page of this origin may call, such as https://example.org. Repeatable; * is all."),
+        client_options,
         click.option("--tls-cert", type=_FILE, metavar="FILE", help="A certificate: https."),
         click.option("--tls-key", type=_FILE, metavar="FILE", help="Its private key."),
         click.option("--isolate", is_flag=True,
@@ -35,6 +26,41 @@ def serve_options(function: Function) -> Function:
         engine_options,
         limit_options,
         click.option("--no-access-log", is_flag=True, help="No JSON line a request on stdout."),
+    ]  # fmt: skip
+    return apply_options(options, function)
+
+
+def deploy_options(function: Function) -> Function:
+    """Of `infer ray deploy`."""
+    options = [
+        click.option("--replicas", type=_COUNT, default=1, show_default=True, help="Engines, each with the model."),
+        click.option("--max-replicas", type=_COUNT,
+                     help="Engines are added up to so many while more requests go on than they have slots."),
+        click.option("--upscale-seconds", type=_SECONDS, default=10.0, show_default=True, metavar="SECONDS",
+                     help="Of too many requests, before an engine is added."),
+        click.option("--downscale-seconds", type=_SECONDS, default=300.0, show_default=True, metavar="SECONDS",
+                     help="Of too few, before one is taken away."),
+        client_options,
+        engine_options,
+        click.option("--drain-seconds", type=click.FloatRange(min=0), default=30.0, show_default=True,
+                     help="For answers under way of an engine that is taken away."),
+    ]  # fmt: skip
+    return apply_options(options, function)
+
+
+def client_options(function: Function) -> Function:
+    """Who may ask, where, and by what name."""
+    options = [
+        click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen at."),
+        click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: a free one."),
+        click.option("--served-model-name", "served_names", multiple=True, metavar="NAME",
+                     help="What clients call the model. Repeatable: others are aliases.  [default: that of --model]"),
+        click.option("--embeddings", "allow_embeddings", is_flag=True,
+                     help="Answer /v1/embeddings with a model that is not made for it."),
+        click.option("--api-key-file", type=_FILE, metavar="FILE",
+                     help="A key a line, or a name and a key: only who has one may ask."),
+        click.option("--cors-origin", "cors_origins", multiple=True, metavar="ORIGIN",
+                     help="A page of this origin may call, such as https://example.org. Repeatable; * is all."),
     ]  # fmt: skip
     return apply_options(options, function)
 

@@ -1,0 +1,65 @@
+"""`infer ray deploy`: the application of `distributed.serve` on the Ray cluster at hand, or on one of this machine."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray import serve
+
+from infer.cli.serve import make_settings, url_of
+from infer.cli.terminal import cancel_on_signal
+from infer.distributed.serve import Deployed, application
+from infer.server.process import bind
+from infer.server.settings import ServerSettings
+from infer.system.cores import num_processors
+from infer.system.status_line import write_notice
+
+_OBJECT_STORE_BYTES = 100 * 2**20  # answers go through it in small pieces
+_NAME = "infer"
+
+
+def run_deploy(options: Mapping[str, Any], load: Mapping[str, Any]) -> int:
+    """Return when the application serves; on a cluster that was started for it, when a signal has ended both."""
+    settings = make_settings({**options, "tls_cert": None, "tls_key": None})
+    most = options["max_replicas"] or options["replicas"]
+    threads = load["threads"] or max(1, num_processors() // most)
+    names = ("replicas", "max_replicas", "upscale_seconds", "downscale_seconds")
+    asked = Deployed(load={**load, "threads": threads}, settings=settings, **{name: options[name] for name in names})
+    is_own = _join(num_cpus=threads * most)
+    try:
+        port = _free_port(settings) if is_own else settings.port
+        serve.start(http_options={"host": settings.host, "port": port})
+        serve.run(application(asked), name=_NAME, route_prefix="/")
+        write_notice(f"{url_of(settings, port)}/v1: {most} replicas of {settings.model} at most")
+        if is_own:
+            with cancel_on_signal() as cancellation:  # in place of Ray's handlers
+                cancellation.event.wait()
+            serve.shutdown()
+    finally:
+        ray.shutdown()
+    return 0
+
+
+def _free_port(settings: ServerSettings) -> int:
+    """Raises InvalidRequestError where the one that is asked for is taken."""
+    with bind(settings) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def _join(num_cpus: int) -> bool:
+    """Whether a cluster was started, of this machine alone, and ends with this process."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it asks another host
+    try:
+        ray.init("auto", log_to_driver=False)
+    except ConnectionError:
+        ray.init(
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            _node_ip_address="127.0.0.1",
+        )
+        return True
+    return False

@@ -23,8 +23,8 @@ from machine import write_report
 EXAMPLE = Path(__file__).parents[1] / "examples" / "ray_batch.py"
 CLUSTER = """
 import ray, sys
-ray.init(num_cpus=4, include_dashboard=False, object_store_memory=10**8, _node_ip_address="127.0.0.1")
-print(ray.get_runtime_context().gcs_address, flush=True)
+ray.init(num_cpus=4, include_dashboard=False, object_store_memory=10**8)
+print("address", ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()
 """
 ENGINE = "BatchEngine"
@@ -50,7 +50,7 @@ def cluster() -> Iterator[str]:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        yield next(line.strip() for line in process.stdout if line.startswith("127.0.0.1:"))
+        yield next(line.split()[1] for line in process.stdout if line.startswith("address "))
         process.stdin.close()
 
 
@@ -81,6 +81,7 @@ def main() -> int:
     parser = make_parser(__doc__, model="smollm2")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--rows", type=int, default=60)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="after which no other file is begun")
     arguments = parser.parse_args()
     rng, kills, wrong, num_files, began = random.Random(1), Counter[str](), 0, 0, time.monotonic()
     with tempfile.TemporaryDirectory() as name, cluster() as address:
@@ -89,7 +90,7 @@ def main() -> int:
         write_rows(rows, arguments.rows)
         batch = [sys.executable, "-m", "infer", "batch", str(rows), str(expected), "-q", "--model", arguments.model]
         subprocess.run(batch, check=True)
-        while kills.total() < arguments.kills:
+        while kills.total() < arguments.kills and time.monotonic() - began < arguments.seconds:
             output = folder / f"{num_files}.jsonl"
             command = [sys.executable, str(EXAMPLE), str(rows), str(output), arguments.model]
             status = None

@@ -59,7 +59,6 @@ def _join(num_cpus: int) -> bool:
             include_dashboard=False,
             object_store_memory=_OBJECT_STORE_BYTES,
             log_to_driver=False,
-            _node_ip_address="127.0.0.1",
         )
         return True
     return False

@@ -40,7 +40,7 @@ from infer.sampling import sampler
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 
-_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "gelu": F.gelu,
@@ -186,7 +186,7 @@ def norm_gate(
     x: Float[Tensor, "tokens hidden"], norm: Norm | None, gate_up: Projection, activation: Activation
 ) -> Float[Tensor, "tokens intermediate"]:
     gate, up = norm_project(x, norm, gate_up).chunk(2, dim=-1)
-    return _ACTIVATIONS[activation](gate) * up
+    return ACTIVATIONS[activation](gate) * up
 
 
 def head(

@@ -108,40 +108,40 @@ def _half(blocks: Blocks, start: int) -> Float[Tensor, "blocks 1"]:
     return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
 
 
-def _nibbles(packed: Blocks, run: int) -> UInt8[Tensor, "blocks size"]:
+def nibbles(packed: Blocks, run: int) -> UInt8[Tensor, "blocks size"]:
     """Each `run` bytes hold 2 × run values: all the low halves first, then all the high ones."""
     runs = packed.reshape(len(packed), packed.shape[1] // run, 1, run)
     return torch.cat((runs & 0x0F, runs >> 4), dim=2).flatten(1)
 
 
-def _fields(packed: Blocks, run: int, bits: int) -> UInt8[Tensor, "blocks size"]:
-    """As `_nibbles`, for fields of 1, 2 or 4 bits."""
+def fields(packed: Blocks, run: int, bits: int) -> UInt8[Tensor, "blocks size"]:
+    """As `nibbles`, for fields of 1, 2 or 4 bits."""
     runs = packed.reshape(len(packed), packed.shape[1] // run, 1, run)
     mask = (1 << bits) - 1
     return torch.cat([(runs >> shift) & mask for shift in range(0, 8, bits)], dim=2).flatten(1)
 
 
-def _fifth_bits(packed: Blocks) -> UInt8[Tensor, "blocks size"]:
+def fifth_bits(packed: Blocks) -> UInt8[Tensor, "blocks size"]:
     """The eight bits of each byte, lowest first, moved to where a value's fifth bit stands."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return (((packed[:, :, None] >> shifts) & 1) << 4).flatten(1)
 
 
 def _q4_0(blocks: Blocks) -> Values:
-    return _nibbles(blocks[:, 2:], 16).float().sub_(8).mul_(_half(blocks, 0))
+    return nibbles(blocks[:, 2:], 16).float().sub_(8).mul_(_half(blocks, 0))
 
 
 def _q4_1(blocks: Blocks) -> Values:
-    return _nibbles(blocks[:, 4:], 16).float().mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+    return nibbles(blocks[:, 4:], 16).float().mul_(_half(blocks, 0)).add_(_half(blocks, 2))
 
 
 def _q5_0(blocks: Blocks) -> Values:
-    q = _nibbles(blocks[:, 6:], 16).bitwise_or_(_fifth_bits(blocks[:, 2:6]))
+    q = nibbles(blocks[:, 6:], 16).bitwise_or_(fifth_bits(blocks[:, 2:6]))
     return q.float().sub_(16).mul_(_half(blocks, 0))
 
 
 def _q5_1(blocks: Blocks) -> Values:
-    q = _nibbles(blocks[:, 8:], 16).bitwise_or_(_fifth_bits(blocks[:, 4:8]))
+    q = nibbles(blocks[:, 8:], 16).bitwise_or_(fifth_bits(blocks[:, 4:8]))
     return q.float().mul_(_half(blocks, 0)).add_(_half(blocks, 2))
 
 
@@ -153,36 +153,36 @@ def _q2_k(blocks: Blocks) -> Values:
     """16 scales and minima of 4 bits, 256 values of 2 bits, then the scales of both."""
     scales = _half(blocks, 80) * (blocks[:, :16] & 0x0F).float()
     minima = _half(blocks, 82) * (blocks[:, :16] >> 4).float()
-    return _scaled(_fields(blocks[:, 16:80], 32, 2), scales).sub_(minima[:, :, None]).flatten(1)
+    return _scaled(fields(blocks[:, 16:80], 32, 2), scales).sub_(minima[:, :, None]).flatten(1)
 
 
 def _q3_k(blocks: Blocks) -> Values:
     """256 third bits, 256 values of 2 bits, 16 scales of 6 bits, the scale of scales. A clear third bit means −4."""
-    low = _nibbles(blocks[:, 96:104], 8)
-    high = _fields(blocks[:, 104:108], 4, 2)
+    low = nibbles(blocks[:, 96:104], 8)
+    high = fields(blocks[:, 104:108], 4, 2)
     scales = _half(blocks, 108) * (low | (high << 4)).float().sub_(32)
-    third = _fields(blocks[:, :32], 32, 1)
-    q = (_fields(blocks[:, 32:96], 32, 2) | (third << 2)).float().sub_(4)
+    third = fields(blocks[:, :32], 32, 1)
+    q = (fields(blocks[:, 32:96], 32, 2) | (third << 2)).float().sub_(4)
     return _scaled(q, scales).flatten(1)
 
 
 def _q4_k(blocks: Blocks) -> Values:
-    scales, minima = _scales_and_minima(blocks)
-    return _scaled(_nibbles(blocks[:, 16:], 32), scales).sub_(minima[:, :, None]).flatten(1)
+    scales, minima = _float_scales_and_minima(blocks)
+    return _scaled(nibbles(blocks[:, 16:], 32), scales).sub_(minima[:, :, None]).flatten(1)
 
 
 def _q5_k(blocks: Blocks) -> Values:
-    scales, minima = _scales_and_minima(blocks)
-    fifth = _fields(blocks[:, 16:48], 32, 1) << 4
-    q = _nibbles(blocks[:, 48:], 32).bitwise_or_(fifth)
+    scales, minima = _float_scales_and_minima(blocks)
+    fifth = fields(blocks[:, 16:48], 32, 1) << 4
+    q = nibbles(blocks[:, 48:], 32).bitwise_or_(fifth)
     return _scaled(q, scales).sub_(minima[:, :, None]).flatten(1)
 
 
 def _q6_k(blocks: Blocks) -> Values:
     """256 low halves, 256 upper pairs of bits, 16 scales of 8 bits, the scale of scales."""
     scales = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8).float()
-    high = _fields(blocks[:, 128:192], 32, 2) << 4
-    q = _nibbles(blocks[:, :128], 64).bitwise_or_(high)
+    high = fields(blocks[:, 128:192], 32, 2) << 4
+    q = nibbles(blocks[:, :128], 64).bitwise_or_(high)
     return _scaled(q.float().sub_(32), scales).flatten(1)
 
 
@@ -192,8 +192,8 @@ def _iq4_nl(blocks: Blocks) -> Values:
 
 def _iq4_xs(blocks: Blocks) -> Values:
     """The scale of scales, 8 upper pairs of bits of the scales, their low halves, 256 codes."""
-    high = _fields(blocks[:, 2:4], 1, 2)
-    low = _fields(blocks[:, 4:8], 1, 4)
+    high = fields(blocks[:, 2:4], 1, 2)
+    low = fields(blocks[:, 4:8], 1, 4)
     scales = _half(blocks, 0) * (low | (high << 4)).float().sub_(32)
     return _scaled(_coded(blocks[:, 8:], IQ4_VALUES), scales).flatten(1)
 
@@ -206,7 +206,7 @@ def _mxfp4(blocks: Blocks) -> Values:
 
 
 def _coded(packed: Blocks, values: tuple[int, ...]) -> Values:
-    return torch.tensor(values, dtype=torch.float32, device=packed.device)[_nibbles(packed, 16).int()]
+    return torch.tensor(values, dtype=torch.float32, device=packed.device)[nibbles(packed, 16).int()]
 
 
 def _scaled(q: Tensor, scales: Float[Tensor, "blocks groups"]) -> Float[Tensor, "blocks groups size"]:
@@ -214,12 +214,17 @@ def _scaled(q: Tensor, scales: Float[Tensor, "blocks groups"]) -> Float[Tensor, 
     return q.float().reshape(len(q), groups, q.shape[1] // groups).mul_(scales[:, :, None])
 
 
-def _scales_and_minima(blocks: Blocks) -> tuple[Float[Tensor, "blocks 8"], Float[Tensor, "blocks 8"]]:
+def scales_and_minima(blocks: Blocks) -> tuple[UInt8[Tensor, "blocks 8"], UInt8[Tensor, "blocks 8"]]:
     """Q4_K's and Q5_K's eight scales and minima of 6 bits, in 12 bytes: the first four of each are the low 6 bits
     of bytes 0–3 and 4–7, whose top 2 bits complete the last four, kept as halves of bytes 8–11."""
     first, second, halves = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((first & 0x3F, (halves & 0x0F) | ((first >> 2) & 0x30)), dim=1)
     minima = torch.cat((second & 0x3F, (halves >> 4) | ((second >> 2) & 0x30)), dim=1)
+    return scales, minima
+
+
+def _float_scales_and_minima(blocks: Blocks) -> tuple[Float[Tensor, "blocks 8"], Float[Tensor, "blocks 8"]]:
+    scales, minima = scales_and_minima(blocks)
     return _half(blocks, 0) * scales.float(), _half(blocks, 2) * minima.float()
 
 

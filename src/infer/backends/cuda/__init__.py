@@ -1,20 +1,14 @@
-"""Kernels in Triton for CUDA: what each op has of its own so far; the others are `reference`'s, taken by name.
+"""Kernels in Triton for CUDA. What has none of its own so far is `reference`'s, taken by name.
 
 Importing it loads Triton. With TRITON_INTERPRET=1 set before that, the same kernels run on CPU tensors, slowly.
 """
 
 from infer.backends.cuda.attention import attend
+from infer.backends.cuda.embed import embed
+from infer.backends.cuda.packing import prepare
+from infer.backends.cuda.projection import head, norm_gate, norm_project, normalize, project_add
 from infer.backends.cuda.sampler import choose_tokens
-from infer.backends.reference import (
-    attention_weights,
-    embed,
-    head,
-    norm_gate,
-    norm_project,
-    normalize,
-    prepare,
-    project_add,
-)
+from infer.backends.reference import attention_weights
 
 __all__ = [
     "attend",

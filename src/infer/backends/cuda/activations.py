@@ -1,0 +1,145 @@
+"""Activations as products take them: normalised, in float32 or in integers with a scale for each block of 32.
+
+By the CPU's rule a block's scale is max |x| / 32512, or / 127 where there is one plane, and x is the nearest multiple:
+an integer of 16 bits in two planes of signed bytes, 256 high + low. Beside it stand the sums of its halves' integers,
+which what a type takes from its codes, or adds to a block, is multiplied with.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from infer.backends.cuda.layouts import BLOCK
+from infer.backends.cuda.sampler import EXACT
+from infer.operands.weights import Norm
+
+_BLOCKS = 32  # that a program has at once
+SMALLEST = tl.constexpr(1e-33)  # a block below this counts as this, so that its scale is a normal number
+ROUNDER = tl.constexpr(12582912.0)  # 1.5 × 2²³: the sum's low bits are the nearest integer
+ROUNDER_BITS = tl.constexpr(0x4B400000)
+
+
+class Quantized(NamedTuple):
+    """Activations of some tokens in integers."""
+
+    codes: Any  # int32 [tokens, planes, blocks, 8], or the same memory as int8
+    scales: Any  # float32 [tokens, blocks]
+    sums: Any  # int32 [tokens, blocks, 2], of the first 16 and the last
+
+
+def normalized(
+    x: Float[Tensor, "tokens in"], norm: Norm | None, indices: Int[Tensor, "logits"] | None = None
+) -> Float[Tensor, "selected in"]:
+    """norm(x), or of the tokens that `indices` names, in float32."""
+    if norm is None:
+        return x if indices is None else x[indices]
+    num_tokens = len(x) if indices is None else len(indices)
+    y = torch.empty(num_tokens, x.shape[1], device=x.device)
+    if num_tokens:
+        normalize_rows[(num_tokens,)](
+            x, x if indices is None else indices, norm.weight, y, x.shape[1], norm.eps,
+            HAS_INDICES=indices is not None, BLOCKS=_BLOCKS, num_warps=4, **EXACT,
+        )  # fmt: skip
+    return y
+
+
+def quantized(
+    x: Float[Tensor, "tokens in"], norm: Norm | None, planes: int, indices: Int[Tensor, "logits"] | None = None
+) -> Quantized:
+    """norm(x), or of the tokens that `indices` names, in so many int8 planes."""
+    num_tokens, num_blocks = len(x) if indices is None else len(indices), x.shape[1] // BLOCK
+    codes = torch.empty(num_tokens, planes, num_blocks, 8, dtype=torch.int32, device=x.device)
+    scales = torch.empty(num_tokens, num_blocks, device=x.device)
+    sums = torch.empty(num_tokens, num_blocks, 2, dtype=torch.int32, device=x.device)
+    if num_tokens:
+        quantize_rows[num_tokens, triton.cdiv(num_blocks, _BLOCKS)](
+            x, x if indices is None else indices, x if norm is None else norm.weight, codes.view(torch.int8), scales,
+            sums, x.shape[1], 0.0 if norm is None else norm.eps,
+            HAS_INDICES=indices is not None, HAS_NORM=norm is not None, PLANES=planes, BLOCKS=_BLOCKS, num_warps=4,
+            **EXACT,
+        )  # fmt: skip
+    return Quantized(codes, scales, sums)
+
+
+def add_normalized(residual: Float[Tensor, "tokens in"], y: Float[Tensor, "tokens in"], norm: Norm) -> None:
+    """residual += norm(y)"""
+    if len(y):
+        add_normalized_rows[(len(y),)](
+            residual, y, norm.weight, y.shape[1], norm.eps, BLOCKS=_BLOCKS, num_warps=4, **EXACT
+        )
+
+
+@triton.jit
+def normalize_rows(x, indices, weight, y, features, eps, HAS_INDICES: tl.constexpr, BLOCKS: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    row = x + (tl.load(indices + token) if HAS_INDICES else token) * features
+    factor = inverse_rms(row, features, eps, BLOCKS)
+    for start in range(0, features, BLOCKS * 32):
+        at = start + tl.arange(0, BLOCKS * 32)
+        mask = at < features
+        value = tl.load(row + at, mask=mask, other=0) * factor * tl.load(weight + at, mask=mask, other=0)
+        tl.store(y + token * features + at, value, mask=mask)
+
+
+@triton.jit
+def add_normalized_rows(residual, y, weight, features, eps, BLOCKS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * features
+    factor = inverse_rms(y + row, features, eps, BLOCKS)
+    for start in range(0, features, BLOCKS * 32):
+        at = start + tl.arange(0, BLOCKS * 32)
+        mask = at < features
+        value = tl.load(y + row + at, mask=mask, other=0) * factor * tl.load(weight + at, mask=mask, other=0)
+        tl.store(residual + row + at, tl.load(residual + row + at, mask=mask, other=0) + value, mask=mask)
+
+
+@triton.jit
+def quantize_rows(
+    x, indices, weight, codes, scales, sums, features, eps,
+    HAS_INDICES: tl.constexpr, HAS_NORM: tl.constexpr, PLANES: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Every program of a row finds the whole row's norm for itself."""
+    token, num_blocks = tl.program_id(0).to(tl.int64), features // 32
+    row = x + (tl.load(indices + token) if HAS_INDICES else token) * features
+    blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    at = blocks[:, None] * 32 + tl.arange(0, 32)[None, :]
+    mask = at < features
+    value = tl.load(row + at, mask=mask, other=0)
+    if HAS_NORM:
+        value = value * inverse_rms(row, features, eps, BLOCKS) * tl.load(weight + at, mask=mask, other=0)
+    q, scale = _nearest(value, 32512.0 if PLANES == 2 else 127.0)
+    to = codes + token * PLANES * features + at
+    high = (q + 128) >> 8 if PLANES == 2 else q
+    tl.store(to, high.to(tl.int8), mask=mask)
+    if PLANES == 2:
+        tl.store(to + features, (q - high * 256).to(tl.int8), mask=mask)
+    at_block = token * num_blocks + blocks
+    tl.store(scales + at_block, scale, mask=blocks < num_blocks)
+    halves = tl.sum(tl.reshape(q, (BLOCKS, 2, 16)), axis=2)
+    at_half = at_block[:, None] * 2 + tl.arange(0, 2)[None, :]
+    tl.store(sums + at_half, halves, mask=(blocks < num_blocks)[:, None])
+
+
+@triton.jit
+def _nearest(x, unit):
+    """int32 [blocks, 32], float32 [blocks]. A NaN makes the scale NaN: its bits, as an integer, are the largest."""
+    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    largest = bits.to(tl.float32, bitcast=True)
+    largest = tl.where(largest < SMALLEST, SMALLEST, largest)
+    units = tl.zeros_like(largest) + unit
+    scaled = x * tl.div_rn(units, largest)[:, None]
+    return (scaled + ROUNDER).to(tl.int32, bitcast=True) - ROUNDER_BITS, tl.div_rn(largest, units)
+
+
+@triton.jit
+def inverse_rms(x, features, eps, BLOCKS: tl.constexpr):
+    """1 / sqrt(mean(x²) + eps)"""
+    squares = tl.zeros((BLOCKS * 32,), tl.float32)
+    for start in range(0, features, BLOCKS * 32):
+        at = start + tl.arange(0, BLOCKS * 32)
+        value = tl.load(x + at, mask=at < features, other=0)
+        squares += value * value
+    return 1.0 / tl.sqrt_rn(tl.sum(squares) / features + eps)

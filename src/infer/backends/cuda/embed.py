@@ -1,0 +1,50 @@
+"""Rows of a table of any type, as float32."""
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from infer.backends.cuda.blocks import integers, matrix_of, number
+from infer.backends.cuda.layouts import PackedWeight
+from infer.backends.cuda.sampler import EXACT
+from infer.operands.weights import Weight
+
+_BLOCKS = 32  # that a program has
+
+
+def embed(table: Weight, token_ids: Int[Tensor, "tokens"], scale: float) -> Float[Tensor, "tokens hidden"]:
+    assert isinstance(table, PackedWeight)
+    if table.layout.is_float:
+        return table.codes[token_ids].float() * scale
+    x = torch.empty(len(token_ids), table.in_features, device=token_ids.device)
+    if len(token_ids):
+        matrix = matrix_of(table, torch.uint8)
+        embed_rows[len(token_ids), triton.cdiv(matrix.num_blocks, _BLOCKS)](
+            matrix, token_ids, x, float(scale), BLOCKS=_BLOCKS, num_warps=4, **EXACT
+        )
+    return x
+
+
+@triton.jit
+def embed_rows(matrix, token_ids, x, scale, BLOCKS: tl.constexpr):
+    """The values have the bits of `ggml_blocks.dequantize`."""
+    token = tl.program_id(0).to(tl.int64)
+    row, num_blocks = tl.load(token_ids + token), matrix.num_blocks
+    blocks = (tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS))[:, None]
+    inputs, mask = tl.arange(0, 32)[None, :], blocks < num_blocks
+    read = tl.minimum(blocks, num_blocks - 1)
+    at = row * num_blocks + read
+    q = integers(matrix, at, inputs).to(tl.float32) - matrix.OFFSET
+    if matrix.SCALES == 0:
+        value = q * number(matrix.scales, at, mask)
+        if matrix.HAS_MINIMUM:
+            value += number(matrix.minima, at, mask)
+    else:
+        above = (row * (num_blocks // 8) + read // 8) * (2 if matrix.HAS_MINIMUM else 1)
+        part = at * matrix.SCALES + inputs // 16 * (matrix.SCALES - 1)
+        value = q * (number(matrix.supers, above, mask) * number(matrix.scales, part, mask))
+        if matrix.HAS_MINIMUM:
+            value -= number(matrix.supers, above + 1, mask) * number(matrix.minima, part, mask)
+    tl.store(x + token * num_blocks * 32 + blocks * 32 + inputs, value * scale, mask=mask)

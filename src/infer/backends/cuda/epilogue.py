@@ -1,0 +1,78 @@
+"""What happens to a product before it is stored: bias, activation(gate) × up, residual, softcap; in float32."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Output(NamedTuple):
+    """Where `num_rows` rows of a product go: `out` [tokens, stride]. With ADD it is added to what stands there."""
+
+    out: Any
+    stride: Any
+    num_rows: Any
+    bias: Any  # `out` where HAS_BIAS is off
+    softcap: Any
+    HAS_BIAS: tl.constexpr
+    ADD: tl.constexpr
+    HAS_SOFTCAP: tl.constexpr
+
+
+@triton.jit
+def biased(value, y, rows):
+    """`rows` are some that there are."""
+    if y.HAS_BIAS:
+        value += tl.load(y.bias + rows)
+    return value
+
+
+@triton.jit
+def store(y, token, rows, value, mask):
+    """`token` and `rows` broadcast to the shape of `value`."""
+    to = y.out + token * y.stride + rows
+    if y.HAS_SOFTCAP:
+        value = y.softcap * tanh(value / y.softcap)
+    if y.ADD:
+        value += tl.load(to, mask=mask, other=0)
+    tl.store(to, value, mask=mask)
+
+
+@triton.jit
+def gated(gate, up, ACTIVATION: tl.constexpr):
+    return activated(gate, ACTIVATION) * up
+
+
+@triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        y = x * sigmoid(x)
+    elif ACTIVATION == "gelu_tanh":  # x / 2 × (1 + tanh u) = x × sigmoid(2 u), u = sqrt(2 / π) (x + 0.044715 x³)
+        y = x * sigmoid((x + x * x * x * 0.044715) * 1.5957691216057308)
+    elif ACTIVATION == "gelu":
+        y = x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_sigmoid":
+        y = x * sigmoid(x * 1.702)
+    elif ACTIVATION == "relu":
+        y = tl.where(x < 0, 0.0, x)
+    else:
+        tl.static_assert(ACTIVATION == "relu_squared")
+        y = tl.where(x < 0, 0.0, x * x)
+    return y
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def tanh(x):
+    """An odd polynomial where |x| < 0.625 (Cephes'), else 1 − 2 / (e^2|x| + 1) with x's sign."""
+    size, square = tl.abs(x), x * x
+    p = square * -5.70498872745e-3 + 2.06390887954e-2
+    p = p * square + -5.37397155531e-2
+    p = p * square + 1.33314422036e-1
+    p = p * square + -3.33332819422e-1
+    far = 1.0 - 2.0 / (tl.exp(size + size) + 1.0)
+    return tl.where(size < 0.625, p * square * x + x, tl.where(x < 0, -far, far))

@@ -1,0 +1,90 @@
+"""How a packed matrix lies in a GPU's memory: a plane for each kind of number, blocks of 32 inputs in each.
+
+    codes    [rows, blocks, bytes]   4 bits: 16 bytes, input i in the low nibble of byte i, i + 16 in the high one;
+                                     8 bits: 32 signed bytes; 2 bits: see below
+    high     [rows, blocks, bytes]   the bits above; 1 bit: 4 bytes, input 4 j + b in bit j of byte b; 2 bits: see below
+    scales   [rows, blocks]          f16, or bf16 where it is a power of two
+    minima   [rows, blocks]          f16, where the type has one
+
+2 bits: input 16 g + 4 w + b lies in byte 4 g + b, from bit 2 w on. So the four bytes of a word, shifted and masked, are
+four consecutive inputs of every type: an operand of dp4a.
+
+K types have an f16 scale (and minimum) for 8 blocks in `supers` [rows, blocks / 8, 1 or 2], and small integers in
+`scales` and `minima` [rows, blocks, 1 or 2]: int8, one for the block or one for each half.
+
+Every number is kept as the file means it; an integer q is stored as q + offset ≥ 0, or as the code that the type's
+table has for it. A matrix of a float type is `codes`, as stored.
+"""
+
+from dataclasses import dataclass
+from typing import final
+
+from torch import Tensor
+
+from infer.operands.weights import Weight
+from infer.quantization.ggml_types import FP4_VALUES, IQ4_VALUES
+
+BLOCK = 32  # inputs of a block of weights, and of quantised activations
+PLANES = {"exact": 2, "fast": 1}  # int8 planes of quantised activations, by their precision
+
+
+@final
+@dataclass(frozen=True)
+class Layout:
+    type: str
+    low_bits: int
+    high_bits: int = 0
+    offset: int = 0
+    has_minimum: bool = False
+    scales_per_block: int = 0  # integer scales under a super-block's; 0: each block has its own float
+    table: tuple[int, ...] = ()  # what the 16 codes of 4 bits stand for; (): themselves
+    is_float: bool = False
+
+
+LAYOUTS = {
+    layout.type: layout
+    for layout in (
+        Layout("Q4_0", low_bits=4, offset=8),
+        Layout("Q4_1", low_bits=4, has_minimum=True),
+        Layout("Q5_0", low_bits=4, high_bits=1, offset=16),
+        Layout("Q5_1", low_bits=4, high_bits=1, has_minimum=True),
+        Layout("Q8_0", low_bits=8),
+        Layout("Q2_K", low_bits=2, has_minimum=True, scales_per_block=2),
+        Layout("Q3_K", low_bits=2, high_bits=1, offset=4, scales_per_block=2),
+        Layout("Q4_K", low_bits=4, has_minimum=True, scales_per_block=1),
+        Layout("Q5_K", low_bits=4, high_bits=1, has_minimum=True, scales_per_block=1),
+        Layout("Q6_K", low_bits=4, high_bits=2, offset=32, scales_per_block=2),
+        Layout("IQ4_NL", low_bits=4, table=IQ4_VALUES),
+        Layout("IQ4_XS", low_bits=4, table=IQ4_VALUES, scales_per_block=1),
+        Layout("MXFP4", low_bits=4, table=FP4_VALUES),
+        Layout("F32", low_bits=32, is_float=True),
+        Layout("F16", low_bits=16, is_float=True),
+        Layout("BF16", low_bits=16, is_float=True),
+    )
+}
+
+
+@final
+@dataclass(frozen=True)
+class PackedWeight(Weight):
+    layout: Layout
+    shape: tuple[int, int]
+    planes: int  # int8 planes of the activations that it is multiplied with: 2 is exact, 1 is fast
+    codes: Tensor
+    high: Tensor | None = None
+    scales: Tensor | None = None
+    minima: Tensor | None = None
+    supers: Tensor | None = None
+
+    @property
+    def out_features(self) -> int:
+        return self.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = (self.codes, self.high, self.scales, self.minima, self.supers)
+        return sum(each.numel() * each.element_size() for each in tensors if each is not None)

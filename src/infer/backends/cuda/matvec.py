@@ -1,0 +1,92 @@
+"""Quantised matrices times few tokens: integer products of words by dp4a, a program for some rows and one token.
+
+The order of a row's sum follows from the number of its blocks alone. Lane l of L (`num_lanes`) adds blocks l, l + L,
+l + 2 L, … one after another; then neighbouring lanes are added, then neighbouring pairs, and so on. `matmul` has the
+same order, and any number of tokens the same bits.
+"""
+
+import triton
+import triton.language as tl
+
+from infer.backends.cuda.blocks import block_values, word_pair
+from infer.backends.cuda.epilogue import biased, gated, store
+
+MAX_LANES = 32
+
+
+def num_lanes(num_blocks: int) -> int:
+    return min(MAX_LANES, 1 << (num_blocks - 1).bit_length())
+
+
+@triton.jit
+def matvec(
+    x, matrix, y, num_tokens,
+    PLANES: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, GATE: tl.constexpr, DP4A: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    token, first = program % num_tokens, program // num_tokens * ROWS
+    num_rows = y.num_rows
+    rows = first + tl.arange(0, ROWS)
+    read = tl.minimum(rows, num_rows - 1)
+    sums = biased(row_sums(x, token, matrix, read, PLANES, ROWS, LANES, DP4A), y, read)
+    if GATE != "":
+        up = row_sums(x, token, matrix, read + num_rows, PLANES, ROWS, LANES, DP4A)
+        sums = gated(sums, biased(up, y, read + num_rows), GATE)
+    store(y, token, rows, sums, rows < num_rows)
+
+
+@triton.jit
+def row_sums(x, token, matrix, rows, PLANES: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, DP4A: tl.constexpr):
+    """float32 [ROWS]"""
+    lanes, words = tl.arange(0, LANES)[None, :], tl.arange(0, 4)[None, None, :]
+    row, num_blocks = rows[:, None] + lanes * 0, matrix.num_blocks
+    total = tl.zeros((ROWS, LANES), tl.float32)
+    for start in range(0, num_blocks, LANES):
+        block = start + lanes + rows[:, None] * 0
+        mask = block < num_blocks
+        first, second = word_pair(matrix, (row * num_blocks + block)[:, :, None], words, mask[:, :, None], DP4A)
+        at = token * num_blocks + block
+        codes = x.codes + (token * PLANES * num_blocks + block)[:, :, None] * 8 + words
+        first, second = _products(codes, num_blocks * 8, first, second, mask[:, :, None], PLANES, DP4A)
+        first_sum = tl.load(x.sums + at * 2, mask=mask, other=0)
+        second_sum = tl.load(x.sums + at * 2 + 1, mask=mask, other=0)
+        scale = tl.load(x.scales + at, mask=mask, other=0)
+        value = block_values(
+            matrix, row, block, tl.sum(first, axis=2), tl.sum(second, axis=2), first_sum, second_sum, mask
+        )
+        total += scale * value
+    return tree_sum(total, ROWS, LANES)
+
+
+@triton.jit
+def _products(codes, plane_words, first, second, mask, PLANES: tl.constexpr, DP4A: tl.constexpr):
+    """int32, Σ q a of each word's four inputs: a = 256 high + low where there are two planes."""
+    first_dot = dot4(first, tl.load(codes, mask=mask, other=0), DP4A)
+    second_dot = dot4(second, tl.load(codes + 4, mask=mask, other=0), DP4A)
+    if PLANES == 2:
+        low = codes + plane_words
+        first_dot = first_dot * 256 + dot4(first, tl.load(low, mask=mask, other=0), DP4A)
+        second_dot = second_dot * 256 + dot4(second, tl.load(low + 4, mask=mask, other=0), DP4A)
+    return first_dot, second_dot
+
+
+@triton.jit
+def dot4(a, b, DP4A: tl.constexpr):
+    """The dot product of two words' signed bytes."""
+    if DP4A:
+        return tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, 0;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:  # noqa: RET505 - a constant condition: only one of the two is compiled
+        total = (a >> 24) * (b >> 24)
+        for i in tl.static_range(1, 4):
+            total += ((a << (8 * i)) >> 24) * ((b << (8 * i)) >> 24)
+        return total
+
+
+@triton.jit
+def tree_sum(x, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """Neighbours first. A sum of two has one order, so no layout that a compiler chooses changes it."""
+    for level in tl.static_range(1, LANES.bit_length()):
+        x = tl.sum(tl.reshape(x, (ROWS, LANES >> level, 2)), axis=2)
+    return tl.reshape(x, (ROWS,))

@@ -1,0 +1,197 @@
+"""GGML's blocks → planes (`layouts`) on the device, some rows at a time: numbers are moved, none is changed."""
+
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Int8, UInt8
+from torch import Tensor
+
+from infer.backends.cuda.layouts import BLOCK, LAYOUTS, PLANES, Layout, PackedWeight
+from infer.operands.weights import ConvertedWeight, Projection, StoredWeight, UnreadWeight, Weight
+from infer.quantization.ggml_blocks import Blocks, fields, fifth_bits, nibbles, scales_and_minima
+from infer.quantization.ggml_types import BLOCK_TYPES
+
+_BYTES_AT_ONCE = 1 << 24
+FileWeight = StoredWeight | UnreadWeight | ConvertedWeight
+
+
+class Numbers(NamedTuple):
+    """What GGML's blocks hold, apart: integers or codes, scales and minima of 32 of them (or 16), scales of 256."""
+
+    codes: UInt8[Tensor, "blocks size"]
+    scales: Tensor
+    minima: Tensor | None = None
+    supers: Tensor | None = None
+
+
+def prepare(projection: Projection, device: torch.device, precision: str = "exact") -> Projection:
+    """Neighbours of one type become one matrix: q, k and v, or gate and up."""
+    parts = []
+    for _, same in groupby(projection.parts, key=lambda part: _stored(part).type):
+        parts.append(_pack([_stored(part) for part in same], device, PLANES[precision]))
+    bias = None if projection.bias is None else projection.bias.to(device, torch.float32)
+    return Projection(tuple(parts), bias)
+
+
+def _stored(weight: Weight) -> FileWeight:
+    assert isinstance(weight, StoredWeight | UnreadWeight | ConvertedWeight)
+    return weight
+
+
+def _pack(weights: list[FileWeight], device: torch.device, planes: int) -> PackedWeight:
+    layout = LAYOUTS[weights[0].type]
+    num_rows, in_features = sum(weight.out_features for weight in weights), weights[0].in_features
+    whole: list[Tensor | None] = []
+    first = 0
+    for data in _some_rows(weights, device):
+        tensors = (data, None, None, None, None) if layout.is_float else _planes(layout, data)
+        if not whole:
+            whole = [None if t is None else t.new_empty(num_rows, *t.shape[1:]) for t in tensors]
+        for to, part in zip(whole, tensors, strict=True):
+            if to is not None and part is not None:
+                to[first : first + len(data)] = part
+        first += len(data)
+    codes, *others = whole
+    assert codes is not None
+    return PackedWeight(layout, (num_rows, in_features), planes, codes, *others)
+
+
+def _some_rows(weights: list[FileWeight], device: torch.device) -> Iterator[Tensor]:
+    """The bytes or floats of rows one after another, on the device; on CUDA through memory that its driver can read."""
+    for weight in weights:
+        at_once = max(1, _BYTES_AT_ONCE // weight.row_bytes)
+        buffer = None
+        for first in range(0, weight.out_features, at_once):
+            data = weight.rows(first, min(first + at_once, weight.out_features)).data
+            if device.type != "cuda":
+                yield data.to(device)
+                continue
+            if buffer is None:
+                buffer = torch.empty(at_once, *data.shape[1:], dtype=data.dtype, pin_memory=True)
+            buffer[: len(data)] = data
+            yield buffer[: len(data)].to(device)
+
+
+def _planes(layout: Layout, data: UInt8[Tensor, "rows bytes"]) -> list[Tensor | None]:
+    """codes, high, scales, minima, supers of some rows."""
+    numbers = _NUMBERS[layout.type](data.reshape(-1, BLOCK_TYPES[layout.type].block_bytes))
+    codes, high = _split_bits(layout, numbers.codes.reshape(-1, BLOCK))
+    tensors = [codes, high, numbers.scales, numbers.minima, numbers.supers]
+    num_blocks = codes.numel() // codes.shape[-1] // len(data)
+    per_block = layout.scales_per_block or 1
+    lines = [codes.shape[-1], 4 * layout.high_bits, per_block, per_block, 1 + layout.has_minimum]
+    counts = [num_blocks] * 4 + [num_blocks * BLOCK // 256]
+    return [
+        None if tensor is None else tensor.reshape(len(data), count, line).contiguous()
+        for tensor, line, count in zip(tensors, lines, counts, strict=True)
+    ]
+
+
+def _split_bits(layout: Layout, q: UInt8[Tensor, "blocks 32"]) -> tuple[Tensor, Tensor | None]:
+    """Integers as codes of `low_bits` and what is above."""
+    high = None
+    if layout.high_bits == 1:
+        bits = (q >> layout.low_bits).view(-1, 8, 4) << torch.arange(8, dtype=torch.uint8, device=q.device)[:, None]
+        high = bits.sum(1, dtype=torch.uint8)
+    elif layout.high_bits == 2:
+        high = _pairs(q >> layout.low_bits)
+    if layout.low_bits == 8:
+        return q, high
+    if layout.low_bits == 2:
+        return _pairs(q & 3), high
+    return (q[:, :16] & 15) | (q[:, 16:] << 4), high
+
+
+def _pairs(q: UInt8[Tensor, "blocks 32"]) -> UInt8[Tensor, "blocks 8"]:
+    """Four pairs of bits a byte: input 16 g + 4 w + b in byte 4 g + b, from bit 2 w on."""
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=q.device)
+    return (q.view(-1, 2, 4, 4) << shifts[:, None]).sum(2, dtype=torch.uint8).flatten(1)
+
+
+def _half(blocks: Blocks, *starts: int) -> Tensor:
+    return torch.cat([blocks[:, start : start + 2].contiguous().view(torch.float16) for start in starts], dim=1)
+
+
+def _signed(scales: UInt8[Tensor, "blocks scales"], offset: int = 0) -> Int8[Tensor, "blocks scales"]:
+    return (scales.to(torch.int16) - offset).to(torch.int8)
+
+
+def _mxfp4_scale(exponent: UInt8[Tensor, "blocks 1"]) -> Tensor:
+    """2^(e − 128), which bf16 holds for every e."""
+    e = exponent.to(torch.int16)
+    return torch.where(e < 2, 0x20 << e.clamp(max=1), (e - 1).clamp(min=0) << 7).to(torch.int16).view(torch.bfloat16)
+
+
+def _q4_0(b: Blocks) -> Numbers:
+    return Numbers(nibbles(b[:, 2:], 16), _half(b, 0))
+
+
+def _q4_1(b: Blocks) -> Numbers:
+    return Numbers(nibbles(b[:, 4:], 16), _half(b, 0), _half(b, 2))
+
+
+def _q5_0(b: Blocks) -> Numbers:
+    return Numbers(nibbles(b[:, 6:], 16) | fifth_bits(b[:, 2:6]), _half(b, 0))
+
+
+def _q5_1(b: Blocks) -> Numbers:
+    return Numbers(nibbles(b[:, 8:], 16) | fifth_bits(b[:, 4:8]), _half(b, 0), _half(b, 2))
+
+
+def _q8_0(b: Blocks) -> Numbers:
+    return Numbers(b[:, 2:], _half(b, 0))
+
+
+def _q2_k(b: Blocks) -> Numbers:
+    scales, minima = b[:, :16] & 15, b[:, :16] >> 4
+    return Numbers(fields(b[:, 16:80], 32, 2), _signed(scales), _signed(minima), _half(b, 80, 82))
+
+
+def _q3_k(b: Blocks) -> Numbers:
+    scales = nibbles(b[:, 96:104], 8) | (fields(b[:, 104:108], 4, 2) << 4)
+    codes = fields(b[:, 32:96], 32, 2) | (fields(b[:, :32], 32, 1) << 2)
+    return Numbers(codes, _signed(scales, 32), supers=_half(b, 108))
+
+
+def _q4_k(b: Blocks) -> Numbers:
+    scales, minima = scales_and_minima(b)
+    return Numbers(nibbles(b[:, 16:], 32), _signed(scales), _signed(minima), _half(b, 0, 2))
+
+
+def _q5_k(b: Blocks) -> Numbers:
+    scales, minima = scales_and_minima(b)
+    codes = nibbles(b[:, 48:], 32) | (fields(b[:, 16:48], 32, 1) << 4)
+    return Numbers(codes, _signed(scales), _signed(minima), _half(b, 0, 2))
+
+
+def _q6_k(b: Blocks) -> Numbers:
+    codes = nibbles(b[:, :128], 64) | (fields(b[:, 128:192], 32, 2) << 4)
+    return Numbers(codes, b[:, 192:208].view(torch.int8), supers=_half(b, 208))
+
+
+def _iq4_xs(b: Blocks) -> Numbers:
+    scales = fields(b[:, 4:8], 1, 4) | (fields(b[:, 2:4], 1, 2) << 4)
+    return Numbers(nibbles(b[:, 8:], 16), _signed(scales, 32), supers=_half(b, 0))
+
+
+def _mxfp4(b: Blocks) -> Numbers:
+    return Numbers(nibbles(b[:, 1:], 16), _mxfp4_scale(b[:, :1]))
+
+
+_NUMBERS: dict[str, Callable[[Blocks], Numbers]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": _q4_0,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
+}

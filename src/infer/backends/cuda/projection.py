@@ -1,0 +1,134 @@
+"""The ops that multiply by weights: activations in the form that each matrix takes, then a kernel by type and size."""
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from infer.backends.cuda.activations import Quantized, add_normalized, normalized, quantized
+from infer.backends.cuda.blocks import matrix_of
+from infer.backends.cuda.dense import dense
+from infer.backends.cuda.epilogue import Output
+from infer.backends.cuda.layouts import PackedWeight
+from infer.backends.cuda.matmul import matmul
+from infer.backends.cuda.matvec import matvec, num_lanes
+from infer.backends.cuda.sampler import EXACT
+from infer.backends.reference import ACTIVATIONS
+from infer.operands.architecture import Activation
+from infer.operands.weights import Norm, Projection
+
+IS_INTERPRETED = triton.knobs.runtime.interpret
+HAS_DP4A = not IS_INTERPRETED and torch.version.hip is None
+FEW_TOKENS = 8  # up to which each has programs of its own: the matrix comes from memory once, then from the cache
+# Of a program, a warp. The interpreter takes about as long for many rows as for one.
+_MATVEC_ROWS = 256 if IS_INTERPRETED else 2
+_TILE = {"TOKENS": 32, "ROWS": 64, "num_warps": 8, "num_stages": 1}  # six sums of a tile fit the registers
+_DENSE_TILE = {"TOKENS": 16, "ROWS": 32, "DEPTH": 128, "num_warps": 4}
+
+
+def norm_project(
+    x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection
+) -> Float[Tensor, "tokens out"]:
+    y = torch.empty(len(x), projection.out_features, device=x.device)
+    multiply(x, norm, projection, y)
+    return y
+
+
+def project_add(
+    residual: Float[Tensor, "tokens hidden"],
+    x: Float[Tensor, "tokens in"],
+    projection: Projection,
+    post_norm: Norm | None,
+) -> Float[Tensor, "tokens hidden"]:
+    """Changes `residual` and returns it."""
+    if post_norm is None:
+        multiply(x, None, projection, residual, add=True)
+    else:
+        add_normalized(residual, norm_project(x, None, projection), post_norm)
+    return residual
+
+
+def norm_gate(
+    x: Float[Tensor, "tokens hidden"], norm: Norm | None, gate_up: Projection, activation: Activation
+) -> Float[Tensor, "tokens intermediate"]:
+    if len(gate_up.parts) > 1:  # gate and up are of two types
+        gate, up = norm_project(x, norm, gate_up).chunk(2, dim=-1)
+        return ACTIVATIONS[activation](gate) * up
+    y = torch.empty(len(x), gate_up.out_features // 2, device=x.device)
+    multiply(x, norm, gate_up, y, activation=activation)
+    return y
+
+
+def normalize(x: Float[Tensor, "tokens hidden"], norm: Norm) -> Float[Tensor, "tokens hidden"]:
+    return normalized(x, norm)
+
+
+def head(
+    x: Float[Tensor, "tokens hidden"],
+    logit_indices: Int[Tensor, "logits"],
+    norm: Norm,
+    projection: Projection,
+    softcap: float | None = None,
+) -> Float[Tensor, "logits vocab"]:
+    y = torch.empty(len(logit_indices), projection.out_features, device=x.device)
+    multiply(x, norm, projection, y, indices=logit_indices, softcap=softcap)
+    return y
+
+
+def multiply(
+    x: Float[Tensor, "tokens in"],
+    norm: Norm | None,
+    projection: Projection,
+    y: Float[Tensor, "selected out"],
+    *,
+    indices: Int[Tensor, "logits"] | None = None,
+    activation: Activation | None = None,
+    add: bool = False,
+    softcap: float | None = None,
+) -> None:
+    """Writes projection(norm(x)), of the tokens that `indices` names, to `y`, or with `add` adds it."""
+    if not len(y):
+        return
+    x, column, bias = x.float().contiguous(), 0, projection.bias
+    forms: dict[int, Tensor | Quantized] = {}
+    for weight in projection.parts:
+        assert isinstance(weight, PackedWeight)
+        form = 0 if weight.layout.is_float else weight.planes
+        if form not in forms:
+            forms[form] = quantized(x, norm, form, indices) if form else normalized(x, norm, indices)
+        output = Output(
+            out=y[:, column:],
+            stride=y.stride(0),
+            num_rows=weight.out_features // (2 if activation else 1),
+            bias=y if bias is None else bias[column:],
+            softcap=softcap or 0.0,
+            HAS_BIAS=tl.constexpr(bias is not None),
+            ADD=tl.constexpr(add),
+            HAS_SOFTCAP=tl.constexpr(softcap is not None),
+        )
+        launch(forms[form], weight, output, len(y), activation or "")
+        column += output.num_rows
+
+
+def launch(x: Tensor | Quantized, weight: PackedWeight, y: Output, num_tokens: int, gate: str) -> None:
+    """`gate`: the activation of the first half of the rows, which the second half is multiplied with; or ""."""
+    if not isinstance(x, Quantized):
+        tiles = triton.cdiv(num_tokens, _DENSE_TILE["TOKENS"]), triton.cdiv(y.num_rows, _DENSE_TILE["ROWS"])
+        dense[tiles](
+            x, weight.codes, y, num_tokens, weight.in_features,
+            SPLITS=weight.layout.type != "F32" and torch.version.hip is None, GATE=gate, **_DENSE_TILE, **EXACT,
+        )  # fmt: skip
+        return
+    constants = {"PLANES": weight.planes, "LANES": num_lanes(weight.codes.shape[1]), "GATE": gate}
+    if num_tokens <= FEW_TOKENS:
+        matvec[(num_tokens * triton.cdiv(y.num_rows, _MATVEC_ROWS),)](
+            x, matrix_of(weight, torch.int32), y, num_tokens, ROWS=_MATVEC_ROWS, DP4A=HAS_DP4A, **constants,
+            num_warps=1, **EXACT,
+        )  # fmt: skip
+    else:
+        tiles = triton.cdiv(num_tokens, _TILE["TOKENS"]), triton.cdiv(y.num_rows, _TILE["ROWS"])
+        matmul[tiles](
+            x._replace(codes=x.codes.view(torch.int8)), matrix_of(weight, torch.uint8), y, num_tokens,
+            **constants, **_TILE, **EXACT,
+        )  # fmt: skip

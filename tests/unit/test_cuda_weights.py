@@ -1,0 +1,182 @@
+"""Claims about the kernels that read weights on a GPU, in Triton's interpreter: what `reference` means, in one order
+of sums for any number of tokens."""
+
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from extent import IS_WHOLE
+from infer.backends import reference
+from infer.operands.architecture import Activation
+from infer.operands.weights import Norm, Projection, StoredWeight, UnreadWeight
+from infer.quantization.ggml_types import BLOCK_TYPES
+from test_packing import make_weight
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from infer.backends import cuda
+from infer.backends.cuda import packing
+from infer.backends.cuda.activations import quantized
+from infer.backends.cuda.layouts import LAYOUTS, PackedWeight
+
+CPU = torch.device("cpu")
+TYPES = sorted(LAYOUTS)
+QUANTIZED = [name for name in TYPES if not LAYOUTS[name].is_float]
+SCALES = (0.5, -0.37, 1.0, 0.01)
+pytestmark = pytest.mark.usefixtures("quick_interpreter")
+
+
+def weight_of(type_: str, rows: int, columns: int, seed: int = 0) -> StoredWeight:
+    return make_weight(type_, rows, columns, seed, SCALES)
+
+
+def columns_of(type_: str) -> int:
+    """Some blocks, not a power of two, or a tail."""
+    return {1: 45, 32: 96, 256: 512}[BLOCK_TYPES[type_].block_size]
+
+
+def activations(tokens: int, columns: int) -> Tensor:
+    x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(tokens))
+    x[:, ::7] *= 30
+    return x
+
+
+def norm_of(columns: int) -> Norm:
+    return Norm(torch.randn(columns, generator=torch.Generator().manual_seed(9)), 1e-5)
+
+
+def quantized_values(x: Tensor, precision: str = "exact") -> Tensor:
+    """x as the integers of its blocks mean it."""
+    unit = 32512.0 if precision == "exact" else 127.0
+    blocks = x.view(len(x), -1, 32)
+    largest = blocks.abs().amax(2, keepdim=True).clamp(min=1e-33)
+    return ((blocks * (unit / largest)).round() * (largest / unit)).flatten(1)
+
+
+def assert_near(got: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
+    assert got.shape == expected.shape
+    assert got.dtype == torch.float32
+    assert float((got - expected).abs().amax() / expected.abs().amax().clamp(min=1e-30)) < tolerance
+
+
+@pytest.mark.parametrize("type_", TYPES)
+def test_embedded_rows_have_the_bits_of_the_file(type_: str) -> None:
+    weight = weight_of(type_, 7, columns_of(type_))
+    table = cuda.prepare(Projection((weight,)), CPU).parts[0]
+    token_ids = torch.tensor([6, 0, 3, 3])
+    values = reference.dense(weight)[token_ids].float()
+    assert torch.equal(cuda.embed(table, token_ids, 1.0), values)
+    assert torch.equal(cuda.embed(table, token_ids, 3.7), values * 3.7)
+    assert cuda.embed(table, token_ids[:0], 1.0).shape == (0, weight.in_features)
+
+
+def products(type_: str, columns: int, precision: str) -> tuple[Tensor, Tensor, Projection]:
+    """Of 10 tokens by `matmul` or `dense`: activations, products, matrix."""
+    stored = Projection((weight_of(type_, 21, columns),), torch.randn(21))
+    prepared, x = cuda.prepare(stored, CPU, precision), activations(10, columns)
+    y = cuda.norm_project(x, None, prepared)
+    seen = x if LAYOUTS[type_].is_float else quantized_values(x, precision)
+    assert_near(y, reference.norm_project(seen, None, stored))
+    return x, y, prepared
+
+
+@pytest.mark.parametrize(
+    ("type_", "precision"),
+    [(type_, "exact") for type_ in TYPES]
+    + [(type_, "fast") for type_ in (QUANTIZED if IS_WHOLE else ("Q8_0", "Q6_K", "IQ4_NL"))],
+)
+def test_products_are_those_of_the_definition_and_have_one_order_for_any_number_of_tokens(
+    type_: str, precision: str
+) -> None:
+    columns = {1: 45, 32: 96, 256: 256}[BLOCK_TYPES[type_].block_size]
+    x, y, prepared = products(type_, columns, precision)
+    for first, last in ((0, 1), (3, 5), (1, 10)):
+        assert torch.equal(cuda.norm_project(x[first:last], None, prepared), y[first:last])
+
+
+@pytest.mark.parametrize("blocks", [1, 31, 33, 70])
+def test_lanes_take_several_blocks_or_none_in_one_order(blocks: int) -> None:
+    x, y, prepared = products("Q4_1", 32 * blocks, "fast")
+    assert torch.equal(cuda.norm_project(x[3:5], None, prepared), y[3:5])
+
+
+def test_quantised_activations_are_integers_by_the_rule_of_the_cpu() -> None:
+    x = activations(3, 96) * torch.tensor([[1.0], [1e-36], [0.0]])
+    for planes, unit in ((2, 32512), (1, 127)):
+        codes, scales, sums = quantized(x, None, planes)
+        bytes_ = codes.view(torch.int8).view(3, planes, 96).int()
+        integers = bytes_[:, 0] * 256 + bytes_[:, 1] if planes == 2 else bytes_[:, 0]
+        largest = x.view(3, 3, 32).abs().amax(2).clamp(min=1e-33)
+        assert torch.equal(scales, largest / unit)
+        inverse = (torch.tensor(float(unit)) / largest)[:, :, None]
+        assert torch.equal(integers, (x.view(3, 3, 32) * inverse).round().int().view(3, 96))
+        assert torch.equal(sums, integers.view(3, 3, 2, 16).sum(3, dtype=torch.int32))
+
+
+def test_a_fault_in_one_token_is_not_hidden_and_stays_there() -> None:
+    prepared = cuda.prepare(Projection((weight_of("Q4_0", 5, 64),)), CPU)
+    x = activations(3, 64)
+    alone = cuda.norm_project(x, None, prepared)
+    x[1, 40] = torch.nan
+    y = cuda.norm_project(x, None, prepared)
+    assert y[1].isnan().all()
+    assert torch.equal(y[::2], alone[::2])
+
+
+@pytest.mark.parametrize("tokens", [2, 11])
+@pytest.mark.parametrize("type_", ["Q4_K", "BF16"])
+def test_every_epilogue_is_that_of_the_definition(type_: str, tokens: int) -> None:
+    x, norm = activations(tokens, 256), norm_of(256)
+    bias = torch.randn(2 * 19)
+    stored = Projection((weight_of(type_, 19, 256, 1), weight_of(type_, 19, 256, 2)), bias)
+    prepared = cuda.prepare(stored, CPU)
+    assert len(prepared.parts) == 1
+    for activation in get_args(Activation):
+        expected = reference.norm_gate(x, norm, stored, activation)
+        assert_near(cuda.norm_gate(x, norm, prepared, activation), expected, 1e-4)
+    residual = torch.randn(tokens, 38)
+    for post_norm in (None, norm_of(38)):
+        expected = reference.project_add(residual, x, stored, post_norm)
+        assert_near(cuda.project_add(residual.clone(), x, prepared, post_norm), expected, 1e-4)
+    indices = torch.tensor([1, 0])
+    for softcap in (None, 30.0):
+        expected = reference.head(x, indices, norm, stored, softcap)
+        assert_near(cuda.head(x, indices, norm, prepared, softcap), expected, 1e-4)
+    assert_near(cuda.normalize(x, norm), reference.normalize(x, norm), 1e-6)
+
+
+def test_parts_of_several_types_keep_them() -> None:
+    parts = tuple(weight_of(type_, rows, 256) for type_, rows in (("Q4_K", 6), ("Q4_K", 4), ("Q6_K", 3), ("F16", 5)))
+    stored = Projection(parts, torch.randn(18))
+    prepared = cuda.prepare(stored, CPU)
+    assert [(part.layout.type, part.out_features) for part in prepared.parts] == [("Q4_K", 10), ("Q6_K", 3), ("F16", 5)]
+    x, norm = activations(3, 256), norm_of(256)
+    assert_near(cuda.norm_project(x, norm, prepared), reference.norm_project(x, norm, stored), 1e-4)
+    mixed = Projection((weight_of("Q4_K", 6, 256), weight_of("Q8_0", 6, 256)))
+    gated = cuda.norm_gate(x, norm, cuda.prepare(mixed, CPU), "silu")
+    assert_near(gated, reference.norm_gate(x, norm, mixed, "silu"), 1e-4)
+
+
+def test_no_tokens_have_no_products() -> None:
+    prepared = cuda.prepare(Projection((weight_of("Q8_0", 6, 64),)), CPU)
+    x, none = torch.zeros(0, 64), torch.zeros(0, dtype=torch.int64)
+    assert cuda.norm_project(x, norm_of(64), prepared).shape == (0, 6)
+    assert cuda.project_add(torch.zeros(0, 6), x, prepared, norm_of(6)).shape == (0, 6)
+    assert cuda.head(torch.zeros(4, 64), none, norm_of(64), prepared).shape == (0, 6)
+
+
+@pytest.mark.parametrize("type_", ["Q5_1", "Q3_K", "F32"])
+def test_rows_that_are_read_some_at_a_time_are_the_same(type_: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = columns_of(type_)
+    weight = weight_of(type_, 7, columns)
+    whole = cuda.prepare(Projection((weight, weight)), CPU).parts[0]
+    monkeypatch.setattr(packing, "_BYTES_AT_ONCE", 3 * weight.row_bytes)
+    unread = UnreadWeight(type_, weight.shape, lambda first, last: weight.data[first:last])
+    pieces = cuda.prepare(Projection((unread, weight)), CPU).parts[0]
+    assert isinstance(whole, PackedWeight)
+    assert isinstance(pieces, PackedWeight)
+    for name in ("codes", "high", "scales", "minima", "supers"):
+        one, other = getattr(whole, name), getattr(pieces, name)
+        assert (one is None and other is None) or torch.equal(one.view(torch.uint8), other.view(torch.uint8))

@@ -1,9 +1,11 @@
-"""The sampler's kernels on a CUDA GPU: the same tokens as torch's definition, and how long a step takes beside it.
+"""The kernels on a CUDA GPU: what they compute, and how long it takes.
 
-    python benchmarks/check_gpu.py                                   tokens, then timings: a few minutes
+    python benchmarks/check_gpu.py                                   the sampler: tokens, then timings, a few minutes
+    python benchmarks/check_gpu.py --weights                         the ops that read weights (`gpu_weights`)
     python benchmarks/check_gpu.py --no-timing                       tokens only
     python benchmarks/check_gpu.py --json benchmarks/reports/gpu_sampler.json
     TRITON_INTERPRET=1 python benchmarks/check_gpu.py --device cpu --no-timing --rows 2 --vocab 500     without a GPU
+    TRITON_INTERPRET=1 python benchmarks/check_gpu.py --weights --device cpu                            the same
 
 Tokens are compared with `sampling.sampler` on the same device and on the CPU: all three must agree. A timing is the
 median of CUDA events around replays of a graph, each replay on another buffer of logits, so that nothing is found in
@@ -17,12 +19,14 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import gpu_weights
 from command_line import make_parser
 from infer import __version__, ops
 from infer.sampling import sampler
@@ -154,6 +158,25 @@ def time_configuration(name: str, device: torch.device, num_rows: int, vocab_siz
     return {"configuration": name, "rows": num_rows, "vocab_size": vocab_size, **medians, "goal_microseconds": goal}
 
 
+def check_weights(device: torch.device, has_timing: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Checks and timings of the ops that read weights, printed one by one; in the interpreter of tiny matrices."""
+    rows, columns, counts, trials = (2048, 2048, [1, 2, 8, 16, 512], 200)
+    if device.type == "cpu":
+        rows, columns, counts, trials = (5, 256, [1, 9], 1)
+    checks, timings = [], []
+    for check in chain(
+        gpu_weights.check_values(device, rows, columns, counts),
+        gpu_weights.check_invariance(device, rows, columns, counts[-1] + 1, trials),
+    ):
+        checks.append(check)
+        print("right " if check["is_right"] else "WRONG ", *check.values(), flush=True)
+    if has_timing and device.type == "cuda":
+        for timing in gpu_weights.time_products(device, 8192, 4096, [1, 4, 64, 512]):
+            timings.append(timing)
+            print(*timing.values(), flush=True)
+    return checks, timings
+
+
 def describe(device: torch.device) -> dict[str, Any]:
     triton = sys.modules["triton"]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, interpreted"
@@ -170,6 +193,7 @@ def main() -> int:
     parser.add_argument("--vocab", type=int, nargs="+", default=[1000, 49_152, 128_256, 262_144])
     parser.add_argument("--timing-vocab", type=int, default=128_256)
     parser.add_argument("--no-timing", action="store_true")
+    parser.add_argument("--weights", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device = torch.device(options.device)
@@ -177,6 +201,12 @@ def main() -> int:
         print("there is no CUDA GPU: --device cpu with TRITON_INTERPRET=1 checks the tokens slowly", file=sys.stderr)
         return 2
 
+    if options.weights:
+        checks, timings = check_weights(device, not options.no_timing)
+        if options.json:
+            report = {**describe(device), "checks": checks, "timings": timings}
+            options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        return 0 if all(check["is_right"] for check in checks) else 1
     checks = []
     for result in check_tokens(device, options.rows, options.vocab):
         checks.append(result)

@@ -1,57 +1,209 @@
-"""Compiles every sampling kernel for an H100 or H200, which needs no GPU, and prints the assembly as JSON.
+"""Compiles the kernels for GPUs, which needs no GPU, and prints as JSON what the tests ask of their code.
+
+    python gpu_compiler.py sampler      PTX of each sampling kernel, for an H100 or H200
+    python gpu_compiler.py weights      registers, spills and instructions of the kernels that read weights
+    python gpu_compiler.py all          the same for every type and architecture
 
 A program of its own: in the tests' process Triton interprets.
 """
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 
 from infer.backends.cuda import filtered, plain
+from infer.backends.cuda.activations import Quantized, normalize_rows, quantize_rows
 from infer.backends.cuda.batch import Batch
+from infer.backends.cuda.blocks import Matrix, constants_of
+from infer.backends.cuda.dense import dense
+from infer.backends.cuda.embed import embed_rows
+from infer.backends.cuda.epilogue import Output
+from infer.backends.cuda.layouts import LAYOUTS
+from infer.backends.cuda.matmul import matmul
+from infer.backends.cuda.matvec import MAX_LANES, matvec
+from infer.backends.cuda.projection import DENSE_TILE, MATMUL_TILE, MATVEC_TILE
 from infer.backends.cuda.sampler import EXACT, tiling_of
 
-POINTERS = {
-    "scores": "*fp32", "score_ids": "*i32", "largests": "*fp32", "maxima": "*i32", "sums": "*i64",
-    "gathered": "*i32", "token_ids": "*i64", "num_blocks": "i32",
-}  # fmt: skip
-NUM_BLOCKS, NUM_CHUNKS = 32, 8192
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+QUANTIZED = [name for name, layout in LAYOUTS.items() if not layout.is_float]
+AMD = ("gfx942", "gfx1100")
+INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)(?:.*?\b(0x[0-9a-f]+)\s*;)?")
 
 
-def compiled(kernel: triton.JITFunction, num_warps: int, logits: str, edits: int) -> str:
-    batch = Batch(
-        logits=logits, row_stride="i32", vocab_size="i32", fields="*i64", positions="*i64", allowed="*i32",
-        allowed_stride="i32", masks="*i32", num_words="i32", bias_ids="*i64", biases="*fp64", end_ids="*i64",
-        last="*i32", counts="*i32", lengths="*i64",
-    )  # fmt: skip
-    tiling = tiling_of(128_256)
-    constants = {
-        "BLOCK": tiling.block, "BLOCKS": NUM_BLOCKS, "CHUNK": tiling.chunk, "CHUNKS": NUM_CHUNKS,
-        "CAPACITY": tiling.capacity, "EDITS": edits, "FILTERS": True,
-    }  # fmt: skip
-    names = kernel.arg_names
-    signature = {"batch": batch, **POINTERS, **dict.fromkeys(constants, "constexpr")}
-    source = ASTSource(
-        kernel,
-        signature={name: signature[name] for name in names},
-        constexprs={(i,): constants[name] for i, name in enumerate(names) if name in constants},
+def compiled(
+    kernel: triton.JITFunction, arguments: dict[str, Any], target: str | int = 90, num_warps: int = 4, **options: Any
+) -> CompiledKernel:
+    """`arguments`: Triton's names of their types, constants, tuples of both. Pointers and sizes that end with "!" are
+    multiples of 16."""
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+
+    def type_of(argument: Any, path: tuple[int, ...]) -> Any:
+        if isinstance(argument, tuple):
+            return type(argument)(*(type_of(each, (*path, i)) for i, each in enumerate(argument)))
+        if not isinstance(argument, str):
+            constants[path] = argument.value if isinstance(argument, tl.constexpr) else argument
+            return "constexpr"
+        if argument.endswith("!"):
+            attributes[path] = [["tt.divisibility", 16]]
+        return argument.removesuffix("!")
+
+    signature = {name: type_of(arguments[name], (i,)) for i, name in enumerate(kernel.arg_names)}
+    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
+    gpu = GPUTarget("cuda", target, 32)
+    if isinstance(target, str):
+        gpu = GPUTarget("hip", target, 64 if target.startswith("gfx9") else 32)
+    return triton.compile(source, target=gpu, options={"num_warps": num_warps, **EXACT, **options})
+
+
+def code_of(kernel: CompiledKernel) -> dict[str, Any]:
+    """Resources, how often each instruction occurs, and barriers in the innermost loop that multiplies."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage, listing = (
+            subprocess.run([TOOLS / "cuobjdump", flag, file.name], capture_output=True, text=True, check=True).stdout
+            for flag in ("--dump-resource-usage", "-sass")
+        )
+    resources = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
+    lines = [(int(at, 16), name, target) for at, name, target in INSTRUCTION.findall(listing)]
+    loops = [(int(target, 16), at) for at, name, target in lines if name.startswith("BRA") and target]
+    products = [at for at, name, _ in lines if re.match(r"IDP|IMMA|IGMMA|HMMA|HGMMA|FFMA", name)]
+    inner = min(
+        ((first, last) for first, last in loops if any(first <= at < last for at in products)),
+        key=lambda loop: loop[1] - loop[0],
+        default=(0, 0),
     )
-    target = GPUTarget("cuda", 90, 32)
-    return str(triton.compile(source, target=target, options={"num_warps": num_warps, **EXACT}).asm["ptx"])
+    return {
+        "registers": int(resources["REG"]),
+        "spilled": int(resources["STACK"]) + int(resources["LOCAL"]),
+        "instructions": Counter(name for _, name, _ in lines),
+        "loop_barriers": sum(name.startswith("BAR") and inner[0] <= at < inner[1] for at, name, _ in lines),
+        "has_wide_offsets": has_wide_offsets(kernel.asm["ttir"]),
+    }
+
+
+def has_wide_offsets(code: str) -> bool:
+    """Whether every address that is read or written is an argument's plus a 64-bit offset; a norm's weights may be
+    nearer."""
+    steps: dict[str, tuple[str, bool]] = {}
+    for name, operation, source, types in re.findall(
+        r"(%\w+) = tt\.(addptr|splat|broadcast|expand_dims|bitcast|reshape) (%\w+)(.*)", code
+    ):
+        steps[name] = source, operation == "addptr" and bool(re.search(r"i64>?\s*(?:loc|$)", types))
+    for pointer in re.findall(r"tt\.(?:load|store) (%\w+)", code):
+        is_wide, at = False, pointer
+        while at in steps:
+            at, is_step_wide = steps[at]
+            is_wide = is_wide or is_step_wide
+        if not is_wide and at != "%weight":
+            return False
+    return True
+
+
+def sampler_code() -> Iterator[tuple[str, str]]:
+    tiling = tiling_of(128_256)
+    kernels = [
+        (plain.score_blocks, tiling.num_warps, "*bf16", 2),
+        (plain.choose_plain, 4, "*fp32", 0),
+        (filtered.weigh_blocks, tiling.num_warps, "*fp16", 1),
+        (filtered.choose_filtered, tiling.filter_warps, "*fp32", 0),
+    ]
+    for kernel, num_warps, logits, edits in kernels:
+        batch = Batch(
+            logits=logits, row_stride="i32", vocab_size="i32", fields="*i64", positions="*i64", allowed="*i32",
+            allowed_stride="i32", masks="*i32", num_words="i32", bias_ids="*i64", biases="*fp64", end_ids="*i64",
+            last="*i32", counts="*i32", lengths="*i64",
+        )  # fmt: skip
+        arguments = {
+            "batch": batch, "scores": "*fp32", "score_ids": "*i32", "largests": "*fp32", "maxima": "*i32",
+            "sums": "*i64", "gathered": "*i32", "token_ids": "*i64", "num_blocks": "i32",
+            "BLOCK": tiling.block, "BLOCKS": 32, "CHUNK": tiling.chunk, "CHUNKS": 8192,
+            "CAPACITY": tiling.capacity, "EDITS": edits, "FILTERS": True,
+        }  # fmt: skip
+        yield kernel.__name__, str(compiled(kernel, arguments, num_warps=num_warps).asm["ptx"])
+
+
+def matrix_of(type_: str, unit: str) -> Matrix:
+    layout = LAYOUTS[type_]
+    scale = "*i8!" if layout.scales_per_block else "*bf16!" if type_ == "MXFP4" else "*fp16!"
+    return Matrix(unit, unit, scale, scale, "*fp16!", "i32", **constants_of(layout))
+
+
+def quantized_arguments(type_: str, unit: str, activations: str, gate: str) -> dict[str, Any]:
+    is_gated = gate != ""
+    return {
+        "x": Quantized(activations, "*fp32!", "*i32!"), "matrix": matrix_of(type_, unit), "num_tokens": "i32",
+        "y": Output("*fp32!", "i32", "i32", "*fp32", "fp32", *map(tl.constexpr, (is_gated, not is_gated, is_gated))),
+        "PLANES": 2, "LANES": MAX_LANES, "GATE": tl.constexpr(gate),
+    }  # fmt: skip
+
+
+def matvec_code(type_: str, target: str | int, gate: str = "") -> CompiledKernel:
+    arguments = quantized_arguments(type_, "*i32!", "*i32!", gate) | {"DP4A": isinstance(target, int)}
+    return compiled(matvec, arguments | MATVEC_TILE, target, **warps_of(MATVEC_TILE))
+
+
+def matmul_code(type_: str, target: str | int, gate: str = "") -> CompiledKernel:
+    arguments = quantized_arguments(type_, "*u8!", "*i8!", gate) | MATMUL_TILE
+    return compiled(matmul, arguments, target, **warps_of(MATMUL_TILE))
+
+
+def dense_code(type_: str, target: str | int, gate: str = "") -> CompiledKernel:
+    pointer = {"F32": "*fp32!", "F16": "*fp16!", "BF16": "*bf16!"}[type_]
+    arguments = quantized_arguments("Q8_0", "*i32", "*i32", gate) | DENSE_TILE
+    arguments |= {"x": "*fp32!", "codes": pointer, "num_inputs": "i32!"}
+    splits = type_ != "F32" and isinstance(target, int)
+    return compiled(dense, arguments | {"SPLITS": splits}, target, **warps_of(DENSE_TILE))
+
+
+def rows_code(type_: str, target: str | int, gate: str = "") -> Iterator[CompiledKernel]:
+    arguments = {
+        "x": "*fp32!", "y": "*fp32!", "indices": "*i64!", "weight": "*fp32!", "codes": "*i8!", "scales": "*fp32!",
+        "sums": "*i32!", "features": "i32!", "eps": "fp32", "matrix": matrix_of(type_, "*u8!"), "token_ids": "*i64!",
+        "scale": "fp32", "HAS_INDICES": True, "HAS_NORM": True, "PLANES": 2, "BLOCKS": 32,
+    }  # fmt: skip
+    for kernel in (quantize_rows, normalize_rows, embed_rows):
+        taken = arguments | ({"x": "*fp32!"} if kernel is embed_rows else {})
+        yield compiled(kernel, taken, target)
+
+
+def warps_of(tile: dict[str, int]) -> dict[str, int]:
+    return {name: value for name, value in tile.items() if name.startswith("num_")}
+
+
+def weights_code(is_whole: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    targets = (80, 89, 90, 120)
+    makers: list[tuple[Callable[..., CompiledKernel], list[str], list[str]]] = [
+        (matvec_code, QUANTIZED, ["Q4_0"]),
+        (matmul_code, QUANTIZED if is_whole else ["Q6_K"], ["Q4_0"]),
+        (dense_code, ["F32", "F16", "BF16"] if is_whole else ["F32"], ["BF16"]),
+    ]
+    for make, types_on_90, types in makers:
+        for target in targets:
+            for type_ in dict.fromkeys([*types, *types_on_90] if target == 90 or is_whole else types):
+                yield f"{make.__name__} {type_} {target}", code_of(make(type_, target))
+        yield f"{make.__name__} gated 90", code_of(make(types[0], 90, "silu"))
+        for target in AMD:
+            make(types[0], target)
+    for kernel in rows_code("Q6_K", 90):
+        yield kernel.metadata.name, code_of(kernel)
 
 
 def main() -> None:
-    tiling = tiling_of(128_256)
-    assembly = {
-        "score_blocks": compiled(plain.score_blocks, tiling.num_warps, "*bf16", 2),
-        "choose_plain": compiled(plain.choose_plain, 4, "*fp32", 0),
-        "weigh_blocks": compiled(filtered.weigh_blocks, tiling.num_warps, "*fp16", 1),
-        "choose_filtered": compiled(filtered.choose_filtered, tiling.filter_warps, "*fp32", 0),
-    }
-    json.dump(assembly, sys.stdout)
+    what = sys.argv[1]
+    json.dump(dict(sampler_code() if what == "sampler" else weights_code(what == "all")), sys.stdout)
 
 
 if __name__ == "__main__":

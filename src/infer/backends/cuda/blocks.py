@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from infer.backends.cuda.layouts import PackedWeight
+from infer.backends.cuda.layouts import Layout, PackedWeight
 
 
 class Matrix(NamedTuple):
@@ -21,7 +21,6 @@ class Matrix(NamedTuple):
     scales: Any
     minima: Any
     supers: Any
-    num_rows: Any
     num_blocks: Any
     LOW_BITS: tl.constexpr
     HIGH_BITS: tl.constexpr
@@ -41,20 +40,27 @@ def matrix_of(weight: PackedWeight, unit: torch.dtype) -> Matrix:
         scales=weight.scales,
         minima=codes if weight.minima is None else weight.minima,
         supers=codes if weight.supers is None else weight.supers,
-        num_rows=weight.out_features,
         num_blocks=weight.codes.shape[1],
-        LOW_BITS=tl.constexpr(layout.low_bits),
-        HIGH_BITS=tl.constexpr(layout.high_bits),
-        OFFSET=tl.constexpr(layout.offset),
-        HAS_MINIMUM=tl.constexpr(layout.has_minimum),
-        SCALES=tl.constexpr(layout.scales_per_block),
-        TABLE_LOW=tl.constexpr(_bytes_as_integer(layout.table[:8])),
-        TABLE_HIGH=tl.constexpr(_bytes_as_integer(layout.table[8:])),
+        **constants_of(layout),
     )
 
 
-def _bytes_as_integer(values: tuple[int, ...]) -> int:
-    return int.from_bytes((value % 256 for value in values), "little", signed=True)
+def constants_of(layout: Layout) -> dict[str, tl.constexpr]:
+    """What a kernel is compiled for."""
+
+    def as_integer(values: tuple[int, ...]) -> int:
+        return int.from_bytes((value % 256 for value in values), "little", signed=True)
+
+    constants = {
+        "LOW_BITS": layout.low_bits,
+        "HIGH_BITS": layout.high_bits,
+        "OFFSET": layout.offset,
+        "HAS_MINIMUM": layout.has_minimum,
+        "SCALES": layout.scales_per_block,
+        "TABLE_LOW": as_integer(layout.table[:8]),
+        "TABLE_HIGH": as_integer(layout.table[8:]),
+    }
+    return {name: tl.constexpr(value) for name, value in constants.items()}
 
 
 @triton.jit

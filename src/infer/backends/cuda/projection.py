@@ -21,10 +21,10 @@ from infer.operands.weights import Norm, Projection
 IS_INTERPRETED = triton.knobs.runtime.interpret
 HAS_DP4A = not IS_INTERPRETED and torch.version.hip is None
 FEW_TOKENS = 8  # up to which each has programs of its own: the matrix comes from memory once, then from the cache
-# Of a program, a warp. The interpreter takes about as long for many rows as for one.
-_MATVEC_ROWS = 256 if IS_INTERPRETED else 2
-_TILE = {"TOKENS": 32, "ROWS": 64, "num_warps": 8, "num_stages": 1}  # six sums of a tile fit the registers
-_DENSE_TILE = {"TOKENS": 16, "ROWS": 32, "DEPTH": 128, "num_warps": 4}
+# Bits depend on no tile's size but that of `dense`. The interpreter takes about as long for many rows as for one.
+MATVEC_TILE = {"ROWS": 256 if IS_INTERPRETED else 2, "num_warps": 1}
+MATMUL_TILE = {"TOKENS": 32, "ROWS": 64, "num_warps": 8, "num_stages": 1}  # six sums of a tile fit the registers
+DENSE_TILE = {"TOKENS": 16, "ROWS": 32, "DEPTH": 128, "num_warps": 4}
 
 
 def norm_project(
@@ -114,21 +114,20 @@ def multiply(
 def launch(x: Tensor | Quantized, weight: PackedWeight, y: Output, num_tokens: int, gate: str) -> None:
     """`gate`: the activation of the first half of the rows, which the second half is multiplied with; or ""."""
     if not isinstance(x, Quantized):
-        tiles = triton.cdiv(num_tokens, _DENSE_TILE["TOKENS"]), triton.cdiv(y.num_rows, _DENSE_TILE["ROWS"])
+        tiles = triton.cdiv(num_tokens, DENSE_TILE["TOKENS"]), triton.cdiv(y.num_rows, DENSE_TILE["ROWS"])
         dense[tiles](
             x, weight.codes, y, num_tokens, weight.in_features,
-            SPLITS=weight.layout.type != "F32" and torch.version.hip is None, GATE=gate, **_DENSE_TILE, **EXACT,
+            SPLITS=weight.layout.type != "F32" and torch.version.hip is None, GATE=gate, **DENSE_TILE, **EXACT,
         )  # fmt: skip
         return
     constants = {"PLANES": weight.planes, "LANES": num_lanes(weight.codes.shape[1]), "GATE": gate}
     if num_tokens <= FEW_TOKENS:
-        matvec[(num_tokens * triton.cdiv(y.num_rows, _MATVEC_ROWS),)](
-            x, matrix_of(weight, torch.int32), y, num_tokens, ROWS=_MATVEC_ROWS, DP4A=HAS_DP4A, **constants,
-            num_warps=1, **EXACT,
+        matvec[(num_tokens * triton.cdiv(y.num_rows, MATVEC_TILE["ROWS"]),)](
+            x, matrix_of(weight, torch.int32), y, num_tokens, DP4A=HAS_DP4A, **constants, **MATVEC_TILE, **EXACT,
         )  # fmt: skip
     else:
-        tiles = triton.cdiv(num_tokens, _TILE["TOKENS"]), triton.cdiv(y.num_rows, _TILE["ROWS"])
+        tiles = triton.cdiv(num_tokens, MATMUL_TILE["TOKENS"]), triton.cdiv(y.num_rows, MATMUL_TILE["ROWS"])
         matmul[tiles](
             x._replace(codes=x.codes.view(torch.int8)), matrix_of(weight, torch.uint8), y, num_tokens,
-            **constants, **_TILE, **EXACT,
+            **constants, **MATMUL_TILE, **EXACT,
         )  # fmt: skip

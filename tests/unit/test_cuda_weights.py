@@ -1,6 +1,9 @@
 """Claims about the kernels that read weights on a GPU, in Triton's interpreter: what `reference` means, in one order
 of sums for any number of tokens."""
 
+import ctypes
+import mmap
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -20,6 +23,7 @@ from infer.backends import cuda
 from infer.backends.cuda import packing
 from infer.backends.cuda.activations import quantized
 from infer.backends.cuda.layouts import LAYOUTS, PackedWeight
+from infer.backends.cuda.projection import multiply
 
 CPU = torch.device("cpu")
 TYPES = sorted(LAYOUTS)
@@ -129,21 +133,23 @@ def test_a_fault_in_one_token_is_not_hidden_and_stays_there() -> None:
 @pytest.mark.parametrize("type_", ["Q4_K", "BF16"])
 def test_every_epilogue_is_that_of_the_definition(type_: str, tokens: int) -> None:
     x, norm = activations(tokens, 256), norm_of(256)
-    bias = torch.randn(2 * 19)
-    stored = Projection((weight_of(type_, 19, 256, 1), weight_of(type_, 19, 256, 2)), bias)
+    stored = Projection((weight_of(type_, 19, 256, 1), weight_of(type_, 19, 256, 2)), torch.randn(2 * 19))
     prepared = cuda.prepare(stored, CPU)
     assert len(prepared.parts) == 1
+    y = cuda.norm_project(x, norm, prepared)
+    assert_near(y, reference.norm_project(x, norm, stored), 1e-4)  # activations are integers of 16 bits
     for activation in get_args(Activation):
-        expected = reference.norm_gate(x, norm, stored, activation)
-        assert_near(cuda.norm_gate(x, norm, prepared, activation), expected, 1e-4)
-    residual = torch.randn(tokens, 38)
-    for post_norm in (None, norm_of(38)):
-        expected = reference.project_add(residual, x, stored, post_norm)
-        assert_near(cuda.project_add(residual.clone(), x, prepared, post_norm), expected, 1e-4)
+        expected = reference.ACTIVATIONS[activation](y[:, :19]) * y[:, 19:]
+        assert_near(cuda.norm_gate(x, norm, prepared, activation), expected)
+    residual, plain = torch.randn(tokens, 38), cuda.norm_project(x, None, prepared)
+    assert torch.equal(cuda.project_add(residual.clone(), x, prepared, None), residual + plain)
+    post_norm = norm_of(38)
+    expected = residual + reference.normalize(plain, post_norm)
+    assert_near(cuda.project_add(residual.clone(), x, prepared, post_norm), expected)
     indices = torch.tensor([1, 0])
-    for softcap in (None, 30.0):
-        expected = reference.head(x, indices, norm, stored, softcap)
-        assert_near(cuda.head(x, indices, norm, prepared, softcap), expected, 1e-4)
+    assert torch.equal(cuda.head(x, indices, norm, prepared), cuda.norm_project(x[indices], norm, prepared))
+    cap = float(y.abs().max()) / 2
+    assert_near(cuda.head(x, indices, norm, prepared, cap), reference.softcapped(y[indices], cap))
     assert_near(cuda.normalize(x, norm), reference.normalize(x, norm), 1e-6)
 
 
@@ -157,6 +163,33 @@ def test_parts_of_several_types_keep_them() -> None:
     mixed = Projection((weight_of("Q4_K", 6, 256), weight_of("Q8_0", 6, 256)))
     gated = cuda.norm_gate(x, norm, cuda.prepare(mixed, CPU), "silu")
     assert_near(gated, reference.norm_gate(x, norm, mixed, "silu"), 1e-4)
+
+
+def guarded(values: Tensor) -> Tensor:
+    """A copy that ends where a page begins that may not be touched."""
+    num_bytes = values.numel() * values.element_size()
+    pages = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, pages + mmap.PAGESIZE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + pages), mmap.PAGESIZE, 0) == 0
+    copy = torch.frombuffer(memory, dtype=values.dtype, count=values.numel(), offset=pages - num_bytes)
+    return copy.view(values.shape).copy_(values)
+
+
+@pytest.mark.parametrize("type_", ["Q4_0", "Q8_0", "Q3_K", "Q5_K", "BF16"])
+def test_nothing_beyond_a_tensor_is_touched(type_: str) -> None:
+    """To touch it ends the process."""
+    columns = columns_of(type_)
+    part = cuda.prepare(Projection((weight_of(type_, 3, columns),)), CPU).parts[0]
+    assert isinstance(part, PackedWeight)
+    planes = {name: getattr(part, name) for name in ("codes", "high", "scales", "minima", "supers")}
+    part = replace(part, **{name: guarded(plane) for name, plane in planes.items() if plane is not None})
+    norm = Norm(guarded(torch.ones(columns)), 1e-5)
+    for tokens in (1, 9):
+        x, y = guarded(activations(tokens, columns)), guarded(torch.zeros(tokens, 3))
+        multiply(x, norm, Projection((part,), guarded(torch.zeros(3))), y, add=True)
+        assert y.isfinite().all()
+    cuda.embed(part, guarded(torch.tensor([2, 0])), 1.0)
 
 
 def test_no_tokens_have_no_products() -> None:

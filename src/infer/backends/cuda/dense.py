@@ -13,7 +13,7 @@ from infer.backends.cuda.epilogue import biased, gated, store
 TF32_BITS = tl.constexpr(-(1 << 13))  # sign, exponent and 10 bits
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def dense(
     x, codes, y, num_tokens, num_inputs,
     SPLITS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, GATE: tl.constexpr,

@@ -11,7 +11,7 @@ from infer.backends.cuda.blocks import block_values, integers
 from infer.backends.cuda.epilogue import biased, gated, store
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def matmul(
     x, matrix, y, num_tokens,
     PLANES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, GATE: tl.constexpr,

@@ -18,15 +18,14 @@ def num_lanes(num_blocks: int) -> int:
     return min(MAX_LANES, 1 << (num_blocks - 1).bit_length())
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def matvec(
     x, matrix, y, num_tokens,
     PLANES: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, GATE: tl.constexpr, DP4A: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
-    token, first = program % num_tokens, program // num_tokens * ROWS
-    num_rows = y.num_rows
-    rows = first + tl.arange(0, ROWS)
+    program, num_rows = tl.program_id(0), y.num_rows
+    token = (program % num_tokens).to(tl.int64)
+    rows = (program // num_tokens).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     read = tl.minimum(rows, num_rows - 1)
     sums = biased(row_sums(x, token, matrix, read, PLANES, ROWS, LANES, DP4A), y, read)
     if GATE != "":

@@ -97,18 +97,18 @@ def code_of(kernel: CompiledKernel) -> dict[str, Any]:
 def has_wide_offsets(code: str) -> bool:
     """Whether every address that is read or written is an argument's plus a 64-bit offset; a norm's weights may be
     nearer."""
-    steps: dict[str, tuple[str, bool]] = {}
-    for name, operation, source, types in re.findall(
-        r"(%\w+) = tt\.(addptr|splat|broadcast|expand_dims|bitcast|reshape) (%\w+)(.*)", code
-    ):
-        steps[name] = source, operation == "addptr" and bool(re.search(r"i64>?\s*(?:loc|$)", types))
-    for pointer in re.findall(r"tt\.(?:load|store) (%\w+)", code):
-        is_wide, at = False, pointer
-        while at in steps:
-            at, is_step_wide = steps[at]
-            is_wide = is_wide or is_step_wide
-        if not is_wide and at != "%weight":
-            return False
+    wide, bases = set(), dict[str, str]()
+    for line in code.splitlines():  # names are used again after a loop
+        if step := re.search(r"(%\w+) = tt\.(addptr|splat|broadcast|expand_dims|bitcast|reshape) (%\w+)(.*)", line):
+            name, operation, source, types = step.groups()
+            bases[name] = bases.get(source, source)
+            wide.discard(name)
+            if source in wide or (operation == "addptr" and re.search(r"i64>?\s*(?:loc|$)", types)):
+                wide.add(name)
+        elif access := re.search(r"tt\.(?:load|store) (%\w+)", line):
+            pointer = access[1]
+            if pointer not in wide and bases.get(pointer) != "%weight":
+                return False
     return True
 
 
@@ -191,10 +191,11 @@ def weights_code(is_whole: bool) -> Iterator[tuple[str, dict[str, Any]]]:
         (dense_code, ["F32", "F16", "BF16"] if is_whole else ["F32"], ["BF16"]),
     ]
     for make, types_on_90, types in makers:
+        name = make.__name__.removesuffix("_code")
         for target in targets:
             for type_ in dict.fromkeys([*types, *types_on_90] if target == 90 or is_whole else types):
-                yield f"{make.__name__} {type_} {target}", code_of(make(type_, target))
-        yield f"{make.__name__} gated 90", code_of(make(types[0], 90, "silu"))
+                yield f"{name} {type_} {target}", code_of(make(type_, target))
+        yield f"{name} gated 90", code_of(make(types[0], 90, "silu"))
         for target in AMD:
             make(types[0], target)
     for kernel in rows_code("Q6_K", 90):

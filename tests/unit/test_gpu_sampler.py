@@ -400,7 +400,7 @@ def run_compiled(script: Path, *arguments: str, cache: Path) -> subprocess.Compl
 
 def test_kernels_compile_for_cuda_without_fusing_what_must_round(tmp_path: Path) -> None:
     """The interpreter cannot show what a compiler does: constants in full precision, true division, no fma."""
-    assembly = json.loads(run_compiled(HERE / "gpu_compiler.py", cache=tmp_path).stdout)
+    assembly = json.loads(run_compiled(HERE / "gpu_compiler.py", "sampler", cache=tmp_path).stdout)
     for name, code in assembly.items():
         assert "fma.rn.f64" not in code, name
         assert "div.full" not in code or name == "score_blocks", name  # rough scores alone may divide roughly

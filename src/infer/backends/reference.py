@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from infer.operands.architecture import Activation
+from infer.operands.group import Shares
 from infer.operands.step import Step
 from infer.operands.weights import (
     ConvertedWeight,
@@ -59,7 +60,7 @@ def prepare(projection: Projection, device: torch.device, precision: str = "exac
         return StoredWeight(whole.type, whole.shape, whole.data.to(device))
 
     bias = None if projection.bias is None else projection.bias.to(device)
-    return Projection(tuple(map(move, projection.parts)), bias)
+    return replace(projection, parts=tuple(map(move, projection.parts)), bias=bias)
 
 
 def embed(table: Weight, token_ids: Int[Tensor, "tokens"], scale: float) -> Float[Tensor, "tokens hidden"]:
@@ -70,7 +71,7 @@ def embed(table: Weight, token_ids: Int[Tensor, "tokens"], scale: float) -> Floa
 def norm_project(
     x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection
 ) -> Float[Tensor, "tokens out"]:
-    return project(x if norm is None else normalize(x, norm), projection)
+    return gathered(project(x if norm is None else normalize(x, norm), projection), projection.shares)
 
 
 def attend(
@@ -100,7 +101,7 @@ def attend(
         decoded = decode_keys(row_keys, kv_type).to(q.dtype), decode_values(row_values, kv_type).to(q.dtype)
         are_sinks = held < pages.sinks[row]
         out[mine] = attend_row((q[mine], far[mine]), *decoded, seen[:, held], are_sinks, heads)
-    return out.flatten(1)
+    return gathered(out.flatten(1), heads.shares)
 
 
 def attention_weights(
@@ -178,15 +179,15 @@ def project_add(
     projection: Projection,
     post_norm: Norm | None,
 ) -> Float[Tensor, "tokens hidden"]:
-    y = project(x, projection)
+    y = gathered(project(x, projection), projection.shares)
     return residual + (y if post_norm is None else normalize(y, post_norm))
 
 
 def norm_gate(
     x: Float[Tensor, "tokens hidden"], norm: Norm | None, gate_up: Projection, activation: Activation
 ) -> Float[Tensor, "tokens intermediate"]:
-    gate, up = norm_project(x, norm, gate_up).chunk(2, dim=-1)
-    return ACTIVATIONS[activation](gate) * up
+    gate, up = project(x if norm is None else normalize(x, norm), gate_up).chunk(2, dim=-1)
+    return gathered(ACTIVATIONS[activation](gate) * up, gate_up.shares)
 
 
 def head(
@@ -196,7 +197,8 @@ def head(
     projection: Projection,
     softcap: float | None = None,
 ) -> Float[Tensor, "logits vocab"]:
-    return softcapped(project(normalize(x[logit_indices], norm), projection).float(), softcap)
+    logits = softcapped(project(normalize(x[logit_indices], norm), projection).float(), softcap)
+    return gathered(logits, projection.shares)
 
 
 def choose_tokens(
@@ -212,6 +214,10 @@ def choose_tokens(
 def project(x: Float[Tensor, "*rows in"], projection: Projection) -> Float[Tensor, "*rows out"]:
     y = torch.cat([F.linear(x, dense(part).to(x.dtype)) for part in projection.parts], dim=-1)
     return y if projection.bias is None else y + projection.bias.to(y.dtype)
+
+
+def gathered(own: Float[Tensor, "rows own"], shares: Shares | None) -> Float[Tensor, "rows width"]:
+    return own if shares is None else shares.gather(own)
 
 
 def normalize(x: Float[Tensor, "*rows hidden"], norm: Norm) -> Float[Tensor, "*rows hidden"]:

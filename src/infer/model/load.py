@@ -1,8 +1,8 @@
 """Checkpoint + architecture → `Transformer`, after every name and shape has been checked."""
 
 import errno
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -12,9 +12,11 @@ from torch import Tensor
 from infer import ops
 from infer.errors import ModelError
 from infer.model.rope import make_rope_table
+from infer.model.shares import Range, head_starts, kv_heads_of, part_ranges, row_starts, rows_of
 from infer.model.tensors import check_tensors, expected_shapes
 from infer.model.transformer import Block, Transformer
 from infer.operands.architecture import Architecture, Layer, Rope
+from infer.operands.group import Group, Shares
 from infer.operands.weights import ConvertedWeight, FileWeight, Heads, Norm, Projection, RopeTable, StoredWeight
 from infer.quantization.ggml_blocks import dequantize, quantize, quantize_fitted
 from infer.quantization.ggml_types import BLOCK_TYPES
@@ -37,20 +39,23 @@ def load_transformer(
     precision: ops.Precision = "exact",
     max_seq_len: int | None = None,
     on_progress: OnProgress | None = None,
+    group: Group | None = None,
 ) -> Transformer:
     """A model that runs. `dtype` None keeps each weight as its file stores it; otherwise all become dense in dtype.
-    `keep_floats_as` quantises matrices that are stored as floats; what a file has quantised stays as it is.
+    `keep_floats_as` quantises matrices that are stored as floats; what a file has quantised stays as it is. Of a model
+    that a `group` runs together, this rank's share.
 
     Raises ModelError that lists every missing, extra and misshapen tensor, twenty at most.
     """
     expected = expected_shapes(architecture)
     check_tensors(expected, weights)
-    maker = _Maker(architecture, expected, weights, backend, dtype, keep_floats_as, precision)
+    maker = _Maker(architecture, expected, weights, backend, dtype, keep_floats_as, precision, group)
     positions = max_seq_len or architecture.max_positions
     ropes = {layer.rope for layer in architecture.layers if layer.rope is not None}
     rope_tables = {rope: make_rope_table(rope, positions, backend.device) for rope in ropes}
     embedding = maker.projection("model.embed_tokens")
-    head = embedding if architecture.tied_embeddings else maker.projection("lm_head")
+    head_name = "model.embed_tokens" if architecture.tied_embeddings else "lm_head"
+    head = embedding if architecture.tied_embeddings and group is None else maker.by_rows(head_name)
     blocks = []
     for index, layer in enumerate(architecture.layers):
         blocks.append(maker.block(index, layer, rope_tables))
@@ -80,39 +85,76 @@ class _Maker:
     dtype: torch.dtype | None
     keep_floats_as: FloatsAs
     precision: ops.Precision
+    group: Group | None
 
     def block(self, index: int, layer: Layer, rope_tables: Mapping[Rope, RopeTable]) -> Block:
         at = f"model.layers.{index}."
+        qkv, own, heads_shares = self._qkv(at, layer)
         heads = Heads(
-            num_heads=layer.num_heads,
-            num_kv_heads=layer.num_kv_heads,
+            num_heads=own.num_heads,
+            num_kv_heads=own.num_kv_heads,
             head_dim=layer.head_dim,
             scale=layer.attention_scale,
             rope=None if layer.rope is None else rope_tables[layer.rope],
             q_norm=self.norm(at + "self_attn.q_norm") if layer.qk_norm else None,
             k_norm=self.norm(at + "self_attn.k_norm") if layer.qk_norm else None,
             softcap=layer.softcap,
+            shares=heads_shares,
         )
         return Block(
             attention_norm=self.norm(at + "attention_norm") if layer.has_pre_norms else None,
-            qkv=self.projection(at + "self_attn.q_proj", at + "self_attn.k_proj", at + "self_attn.v_proj"),
+            qkv=qkv,
             heads=heads,
-            output=self.projection(at + "self_attn.o_proj"),
+            output=self.by_rows(at + "self_attn.o_proj"),
             post_attention_norm=self.norm(at + "post_attention_norm") if layer.has_post_norms else None,
             mlp_norm=self.norm(at + "mlp_norm") if layer.has_pre_norms else None,
-            gate_up=self.projection(at + "mlp.gate_proj", at + "mlp.up_proj"),
+            gate_up=self._gate_up(at, layer),
             activation=layer.activation,
-            down=self.projection(at + "mlp.down_proj"),
+            down=self.by_rows(at + "mlp.down_proj"),
             post_mlp_norm=self.norm(at + "post_mlp_norm") if layer.has_post_norms else None,
         )
+
+    def _qkv(self, at: str, layer: Layer) -> tuple[Projection, Layer, Shares | None]:
+        """The projection, the layer with the heads that are this rank's, and how what they attended to is gathered."""
+        names = [f"{at}self_attn.{which}_proj" for which in "qkv"]
+        if self.group is None:
+            return self.projection(*names), layer, None
+        starts, dim = head_starts(layer, self.group.size), layer.head_dim
+        if starts is None:
+            return self.by_rows(*names), layer, None
+        shares = Shares(self.group, tuple(dim * start for start in starts))
+        heads = starts[self.group.rank], starts[self.group.rank + 1]
+        kv_heads = kv_heads_of(layer, heads)
+        ranges = [(dim * first, dim * end) for first, end in (heads, kv_heads, kv_heads)]
+        own = replace(layer, num_heads=heads[1] - heads[0], num_kv_heads=kv_heads[1] - kv_heads[0])
+        return self.projection(*names, ranges=ranges), own, shares
+
+    def _gate_up(self, at: str, layer: Layer) -> Projection:
+        names = [f"{at}mlp.{which}_proj" for which in ("gate", "up")]
+        if self.group is None:
+            return self.projection(*names)
+        shares = Shares(self.group, row_starts(layer.intermediate_size, self.group.size))
+        return replace(self.projection(*names, ranges=[shares.own] * 2), shares=shares)
+
+    def by_rows(self, *names: str) -> Projection:
+        """Shared out by rows, the matrices being one below the other."""
+        if self.group is None:
+            return self.projection(*names)
+        counts = tuple(self.expected[name + ".weight"][0] for name in names)
+        shares = Shares(self.group, row_starts(sum(counts), self.group.size))
+        return replace(self.projection(*names, ranges=part_ranges(counts, shares.own)), shares=shares)
 
     def norm(self, name: str, scale: float = 1.0) -> Norm:
         weight = dense(self.weights[name + ".weight"]).to(self.backend.device, torch.float32)
         return Norm(weight * scale, self.architecture.norm_eps)
 
-    def projection(self, *names: str) -> Projection:
-        parts = tuple(self._weight(name + ".weight") for name in names)
-        biases = [dense(self.weights[name + ".bias"]).float() for name in names if name + ".bias" in self.expected]
+    def projection(self, *names: str, ranges: Sequence[Range] | None = None) -> Projection:
+        """`ranges` are the rows that are taken of each matrix; None: all."""
+        if ranges is None:
+            ranges = [(0, self.expected[name + ".weight"][0]) for name in names]
+        some = [(name, rows) for name, rows in zip(names, ranges, strict=True) if rows[0] < rows[1]]
+        parts = tuple(self._weight(name + ".weight", rows) for name, rows in some)
+        biases = [self._bias(name + ".bias", rows) for name, rows in some if name + ".bias" in self.expected]
         whole = Projection(parts, torch.cat(biases) if biases else None)
         try:
             with ops.using(self.backend):
@@ -123,8 +165,11 @@ class _Maker:
             num_bytes = sum(part.num_bytes for part in parts)
             raise ModelError(f"no memory is left for the {num_bytes} bytes of {', '.join(names)}") from error
 
-    def _weight(self, name: str) -> FileWeight | ConvertedWeight:
-        weight = self.weights[name]
+    def _bias(self, name: str, rows: Range) -> Tensor:
+        return dense(self.weights[name]).float()[slice(*rows)]
+
+    def _weight(self, name: str, rows: Range) -> FileWeight | ConvertedWeight:
+        weight = rows_of(self.weights[name], rows)
         if self.dtype is not None:
             return _as_dtype(weight, self.dtype)
         if self.keep_floats_as == "auto" or not BLOCK_TYPES[weight.type].is_float:

@@ -3,7 +3,7 @@
 A block is five calls into `ops`. What differs between families is a value in `Architecture` or an optional weight here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from infer import ops
 from infer.kvcache.paged import PagedCache
-from infer.operands.architecture import Activation, Architecture
+from infer.operands.architecture import Activation, Architecture, Layer
 from infer.operands.step import Step
 from infer.operands.weights import Heads, Norm, Projection
 
@@ -52,6 +52,14 @@ class Transformer:
     def device(self) -> torch.device:
         """Where its tensors lie."""
         return self.backend.device
+
+    @property
+    def own_layers(self) -> list[Layer]:
+        """Those of the architecture, each with the heads that this rank of a group has of it."""
+        return [
+            replace(layer, num_heads=block.heads.num_heads, num_kv_heads=block.heads.num_kv_heads)
+            for layer, block in zip(self.architecture.layers, self.blocks, strict=True)
+        ]
 
     def is_long(self, length: int) -> bool:
         """Whether a sequence of so many tokens turns by the second set, from its first to its last."""

@@ -11,6 +11,7 @@ from typing import final
 from jaxtyping import Float
 from torch import Tensor
 
+from infer.operands.group import Shares
 from infer.quantization.ggml_types import BLOCK_TYPES
 
 
@@ -142,10 +143,14 @@ class ConvertedWeight(Weight):
 @final
 @dataclass(frozen=True)
 class Projection:
-    """y = x Wᵀ (+ bias), where W is its parts one below the other (q, k, v; gate, up): each keeps its own type."""
+    """y = x Wᵀ (+ bias), where W is its parts one below the other (q, k, v; gate, up): each keeps its own type.
+
+    With `shares` these are one rank's rows; what is made of y is gathered from all of them.
+    """
 
     parts: tuple[Weight, ...]
     bias: Float[Tensor, "out"] | None = None
+    shares: Shares | None = None
 
     @property
     def in_features(self) -> int:
@@ -190,3 +195,4 @@ class Heads:
     q_norm: Norm | None  # before rotation: over each head, or over all together if its weight is as long as they are
     k_norm: Norm | None
     softcap: float | None = None  # a score s becomes softcap × tanh(s / softcap), before what is not seen is left out
+    shares: Shares | None = None  # with them these are one rank's heads; what they attended to is gathered

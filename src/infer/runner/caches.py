@@ -1,6 +1,7 @@
 """The cache of a model, refused where the memory that is available would not hold it."""
 
 from contextlib import suppress
+from dataclasses import replace
 
 from infer import ops
 from infer.errors import InvalidRequestError
@@ -28,9 +29,9 @@ def make_cache(
     Raises InvalidRequestError, nothing allocated, where the memory that is available would not hold all pages.
     """
     settings = settings or CacheSettings()
-    kv_type = _kv_type(model, settings)
+    kv_type, layers = _kv_type(model, settings), model.own_layers
     check_rows_fit(
-        model.architecture,
+        replace(model.architecture, layers=tuple(layers)),
         settings,
         kv_type,
         num_tokens=capacity,
@@ -40,7 +41,7 @@ def make_cache(
     )
     with ops.using(model.backend):
         return PagedCache(
-            model.architecture.layers,
+            layers,
             num_rows,
             capacity,
             kv_type,

@@ -24,7 +24,7 @@ _NUM_SHORT_AT = field_offset(STATE, "threads") + field_offset(THREAD, "num_short
 
 
 @njit
-def _spin(word, number):  # type: ignore[no-untyped-def]
+def spin(word, number):  # type: ignore[no-untyped-def]
     for _ in range(_PAUSES):
         if control.atomic_load(word) >= number:
             return True
@@ -35,11 +35,11 @@ def _spin(word, number):  # type: ignore[no-untyped-def]
 @njit
 def wait_until(word, number, has_sleepers, spin_nanoseconds):  # type: ignore[no-untyped-def]
     """Return when a word has grown to a number: the nanoseconds that it took if that is more than a spin, else 0."""
-    if _spin(word, number):
+    if spin(word, number):
         return 0
     began = control.nanoseconds()
     while control.nanoseconds() - began < spin_nanoseconds:
-        if _spin(word, number):
+        if spin(word, number):
             return 0
     while True:
         control.atomic_exchange(has_sleepers, 1)

@@ -26,6 +26,7 @@ from infer.backends.cpu.records import (
 from infer.backends.cpu.table import BARRIER, BARRIER_IF_MANY, NO_BARRIER
 from infer.errors import InvalidRequestError
 from infer.operands.architecture import Activation
+from infer.operands.group import Shares
 from infer.operands.weights import Heads, Norm, Projection, Weight
 from infer.quantization.kv_formats import check_kv_type, key_block_bytes, value_block_bytes
 from infer.quantization.kv_layout import LayerCache
@@ -48,27 +49,31 @@ def embed(run: Run, table: Weight, scale: float) -> Tensor:
 def norm_project(run: Run, x: Tensor, norm: Norm | None, projection: Projection) -> Tensor:
     out = run.tensor("projected", run.capacity, projection.out_features)
     _project(run, x, norm, projection, out)
-    return out
+    return _gathered(run, out, projection.shares)
 
 
 def head(run: Run, x: Tensor, norm: Norm, projection: Projection, softcap: float | None) -> Tensor:
     logits = run.tensor("logits", run.max_logits, projection.out_features)
     _project(run, x, norm, projection, logits, of_logits=True, softcap=softcap)
-    return logits
+    return _gathered(run, logits, projection.shares, of_logits=True)
 
 
 def project_add(run: Run, residual: Tensor, x: Tensor, projection: Projection, post_norm: Norm | None) -> Tensor:
     _check_rows(residual)
-    if post_norm is None:
+    shares = projection.shares
+    if post_norm is None and shares is None:
         _project(run, x, None, projection, residual, adding=True)
         return residual
     y = run.tensor("before post norm", run.capacity, projection.out_features)
     _project(run, x, None, projection, y)
+    if post_norm is None and shares is not None:
+        return run.gathered(y, shares, residual=residual)
+    y = _gathered(run, y, shares)
     arguments, weight = np.zeros(1, ADD_NORMALIZED), post_norm.weight.float().contiguous()
     arguments["residual"], arguments["y"], arguments["weight"] = residual.data_ptr(), y.data_ptr(), weight.data_ptr()
-    arguments["eps"], arguments["features"] = post_norm.eps, projection.out_features
+    arguments["eps"], arguments["features"] = post_norm.eps, y.shape[1]
     function = compiled_address(".activations:make_add_normalized", ADD_NORMALIZED)
-    run.append(function, arguments, BARRIER, "post_norm", weight, residual)
+    run.append(function, arguments, BARRIER, "post_norm", weight, residual, y)
     return residual
 
 
@@ -83,7 +88,7 @@ def norm_gate(run: Run, x: Tensor, norm: Norm | None, gate_up: Projection, activ
         arguments["out"], arguments["row_stride"], arguments["num_columns"] = out.data_ptr(), both.data_ptr(), features
         function = compiled_address(".matmul:make_gate_rows", EPILOGUE, activation)
         run.append(function, arguments, BARRIER, "gate", both, out)
-        return out
+        return _gathered(run, out, gate_up.shares)
     weight, second = halves
     arguments = _epilogue(out, 0, features, gate_up.bias)
     if features % BLOCK == 0:
@@ -92,7 +97,7 @@ def norm_gate(run: Run, x: Tensor, norm: Norm | None, gate_up: Projection, activ
     source = _activations(run, x, norm, weight, of_logits=False)
     groups = -(-features // LANES)
     _matmul(run, weight, groups, second, source, (function, arguments), BARRIER, of_logits=False)
-    return out
+    return _gathered(run, out, gate_up.shares)
 
 
 def _gate_and_up(gate_up: Projection) -> tuple[PackedWeight, int] | None:
@@ -138,7 +143,7 @@ def attend(run: Run, qkv: Tensor, heads: Heads, layer: LayerCache) -> Tensor:
     run.append(finish, arguments, BARRIER, "merge", keeps)
     if features % BLOCK == 0:
         run.produced(out, arguments)
-    return out
+    return _gathered(run, out, heads.shares)
 
 
 def _attend_arguments(heads: Heads, layer: LayerCache) -> Arguments:
@@ -181,6 +186,10 @@ def _attend_arguments(heads: Heads, layer: LayerCache) -> Arguments:
             raise InvalidRequestError(f"the {name} of a cache must be contiguous int64, got {values.dtype}")
         arguments[name] = values.data_ptr()
     return arguments
+
+
+def _gathered(run: Run, own: Tensor, shares: Shares | None, *, of_logits: bool = False) -> Tensor:
+    return own if shares is None else run.gathered(own, shares, of_logits=of_logits)
 
 
 # Projections

@@ -19,6 +19,7 @@ _IS_MACOS = sys.platform == "darwin"
 _CLOCK = 8 if _IS_MACOS else 1  # CLOCK_UPTIME_RAW, CLOCK_MONOTONIC: the one that `time.perf_counter` reads
 _FOR_EVER = -1
 _TURN_NANOSECONDS = 50_000_000  # how long macOS waits at once, where no signal ends a wait
+_MOMENT_MICROSECONDS = 20
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform == "linux" else None  # its call number
 _FUTEX_WAIT, _FUTEX_WAKE = 128, 129  # of this process alone
 _ALL = 2**31 - 1
@@ -100,6 +101,12 @@ def _futex(b: Builder, where: Value, what: int, value: Value) -> None:
     kind = ir.FunctionType(I64, [I64], var_arg=True)
     call = cgutils.get_or_insert_function(b.module, kind, "syscall")
     b.call(call, [I64(_FUTEX), where, I64(what), b.zext(value, I64), I64(0)])
+
+
+@operation(types.void)
+def sleep_briefly(b: Builder) -> None:
+    """Give the core to another process for a moment: for who waits for one."""
+    _call(b, "usleep", I32, I32(_MOMENT_MICROSECONDS))
 
 
 @operation(types.void)

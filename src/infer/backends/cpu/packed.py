@@ -5,6 +5,7 @@ A weight is read some rows at a time, so that what is there beside the packed we
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, groupby
 from typing import Literal
 
@@ -40,7 +41,7 @@ def prepare(projection: Projection, device: torch.device, precision: Precision =
     for _, neighbours in groupby(enumerate(sources), key=_merge_key):
         parts.append(_pack([weight for _, weight in neighbours], PLANES[precision]))
     bias = None if projection.bias is None else projection.bias.float().contiguous()
-    return Projection(tuple(parts), bias)
+    return replace(projection, parts=tuple(parts), bias=bias)
 
 
 def _merge_key(indexed: tuple[int, Source]) -> tuple[str, int]:

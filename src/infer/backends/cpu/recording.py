@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, final
 
 import numpy as np
@@ -17,11 +18,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from infer.backends.cpu.memory_group import MemoryGroup
 from infer.backends.cpu.records import MAX_THREADS
 from infer.backends.cpu.state import STATE
 from infer.backends.cpu.table import Command, DispatchTable, Walk
 from infer.backends.cpu.threads import aligned, team
 from infer.errors import InvalidRequestError
+from infer.operands.group import Shares
 from infer.operands.step import Step
 
 Arguments = npt.NDArray[Any]
@@ -46,6 +49,12 @@ class Run(ABC):
         """A buffer for this role, with undefined contents."""
 
     @abstractmethod
+    def gathered(
+        self, own: Tensor, shares: Shares, *, residual: Tensor | None = None, of_logits: bool = False
+    ) -> Tensor:
+        """All ranks' columns, this one's being `own`; added to the residual in place where there is one."""
+
+    @abstractmethod
     def produced(self, x: Tensor, arguments: Arguments) -> None:
         """x will be written by the command with these arguments, which can quantise it on the way."""
 
@@ -64,6 +73,19 @@ class EagerRun(Run):
         fresh = torch.empty(shape, dtype=dtype)
         self._keeps.append(fresh)
         return fresh
+
+    def run(self) -> None:
+        """Walk what was appended since the last time."""
+        if self.capacity and self.table.commands:
+            team().run(Walk(self.table), self.state)
+        self.table = DispatchTable()
+
+    def gathered(
+        self, own: Tensor, shares: Shares, *, residual: Tensor | None = None, of_logits: bool = False
+    ) -> Tensor:
+        self.run()
+        whole = shares.gather(own)
+        return whole if residual is None else residual.add_(whole)
 
     def produced(self, x: Tensor, arguments: Arguments) -> None:
         pass
@@ -84,6 +106,7 @@ class Recording(Run):
         self._workspace: dict[tuple[Any, ...], Tensor] = {}
         self._producer_by_address: dict[int, Arguments] = {}
         self._layer, self._follows_attention = -1, False
+        self.group: MemoryGroup | None = None  # whose other ranks take part
 
     def tensor(self, role: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         key = (role, shape, dtype)
@@ -91,6 +114,17 @@ class Recording(Run):
             raw = aligned(math.prod(shape) * dtype.itemsize, np.dtype(np.uint8))  # pages come when they are written
             self._workspace[key] = torch.from_numpy(raw).view(dtype).view(shape)
         return self._workspace[key]
+
+    def gathered(
+        self, own: Tensor, shares: Shares, *, residual: Tensor | None = None, of_logits: bool = False
+    ) -> Tensor:
+        if not isinstance(shares.group, MemoryGroup):
+            raise InvalidRequestError("ranks that share no memory gather in Python: load with capture=False")
+        self.group = shares.group
+        out = self.tensor(f"gathered {self.label}", len(own), shares.width) if residual is None else residual
+        commands = self.group.commands(own, shares, out, adding=residual is not None, of_logits=of_logits)
+        self.table.append([replace(each, label=f"{self.label}.{each.label}") for each in commands])
+        return out
 
     def produced(self, x: Tensor, arguments: Arguments) -> None:
         self._producer_by_address[x.data_ptr()] = arguments
@@ -158,8 +192,7 @@ def scope(
     run.state["num_tokens"], run.state["num_logits"] = num_tokens, len(step.logit_indices)
     run.label = name
     yield run
-    if num_tokens:
-        team().run(Walk(run.table), run.state)
+    run.run()
 
 
 def point_to_step(state: Arguments, step: Step) -> None:

@@ -157,6 +157,36 @@ EPILOGUE = np.dtype(
     ]
 )
 
+# ranks
+
+EXCHANGE = np.dtype(
+    [
+        ("begun", np.int64),  # exchanges, counted alike in all ranks
+        ("done", np.int64),
+        ("rank", np.int64),
+        ("size", np.int64),
+        ("failed", np.int64),  # address of what all ranks see: 1 where nobody waits any more
+        ("arrivals", np.int64),  # likewise: the exchange that each rank has come to, a line each
+        ("buffers", np.int64),  # likewise, two
+        ("buffer_bytes", np.int64),
+    ]
+)
+
+GATHER = np.dtype(
+    [
+        ("exchange", np.int64),
+        ("own", np.int64),  # f32 [tokens, own_width]
+        ("own_width", np.int64),
+        ("first_column", np.int64),
+        ("width", np.int64),
+        ("out", np.int64),  # f32 [tokens, width]
+        ("adding", np.int64),
+        ("of_logits", np.int64),
+    ]
+)
+
+TELL = np.dtype([("exchange", np.int64), ("stop", np.int64)])  # addresses: of EXCHANGE, of what ends a multi-step
+
 # sampling
 
 SAMPLE_COLUMNS = (

@@ -1,0 +1,157 @@
+"""Ranks that share a model out give its bits: threads stand for ranks, each op by itself."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from threading import Barrier
+
+import pytest
+import torch
+from torch import Tensor
+
+from extent import IS_WHOLE
+from infer import ops
+from infer.checkpoint import open_checkpoint
+from infer.checkpoint.lazy_weights import LazyWeights
+from infer.kvcache.settings import CacheSettings
+from infer.model.families import make_architecture
+from infer.model.load import load_transformer
+from infer.model.shares import head_starts, kv_heads_of, part_ranges, row_starts
+from infer.model.transformer import Transformer
+from infer.operands.architecture import Layer
+from infer.operands.group import Group
+from infer.operands.step import Step
+from infer.runner.caches import make_cache
+from tiny import ONE_EACH, TINY, Tiny, make_tiny
+
+LENGTH = 40
+CHUNKS = (25, 1, 1, 13)
+
+
+class ThreadGroup(Group):
+    """Ranks as threads of this process."""
+
+    def __init__(self, rank: int, parts: list[Tensor | None], barrier: Barrier) -> None:
+        super().__init__(rank, len(parts))
+        self._parts, self._barrier = parts, barrier
+
+    def gather(self, own: Tensor, widths: Sequence[int]) -> Tensor:
+        assert own.shape[1] == widths[self.rank]
+        self._parts[self.rank] = own
+        self._barrier.wait(60)
+        whole = torch.cat([part for part in self._parts if part is not None], dim=1)
+        self._barrier.wait(60)
+        return whole
+
+
+def in_ranks(size: int, run: Callable[[Group], Tensor]) -> list[Tensor]:
+    """What each of them returns."""
+    parts, barrier = [None] * size, Barrier(size)
+
+    def call(rank: int) -> Tensor:
+        try:
+            return run(ThreadGroup(rank, parts, barrier))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(call, range(size)))
+
+
+def load(folder: Path, group: Group | None = None, weights: str = "auto") -> Transformer:
+    checkpoint = open_checkpoint(folder)
+    return load_transformer(
+        make_architecture(checkpoint.config),
+        LazyWeights(checkpoint.tensors),
+        device=torch.device("cpu"),
+        keep_floats_as=weights,
+        group=group,
+    )
+
+
+def logits_of(model: Transformer, settings: CacheSettings | None = None) -> Tensor:
+    """Of two rows, chunk after chunk."""
+    ids = torch.randint(3, 96, (2, LENGTH), generator=torch.Generator().manual_seed(0)).tolist()
+    cache, found, start = make_cache(model, LENGTH, 2, step_tokens=LENGTH, settings=settings), [], 0
+    with torch.inference_mode():
+        for count in CHUNKS:
+            for row in range(2):
+                cache.reserve(row, count)
+            steps = [Step.of(ids[row][start : start + count], start, row=row) for row in range(2)]
+            found.append(model.forward(Step.join(steps), cache).clone())
+            for row in range(2):
+                cache.commit(row, count)
+            start += count
+    return torch.cat(found)
+
+
+@pytest.fixture(scope="module", params=TINY if IS_WHOLE else ONE_EACH, ids=lambda tiny: tiny.name)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made: Path = tmp_path_factory.mktemp(request.param.name)
+    make_tiny(request.param, made)
+    return made
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_ranks_give_the_bits_of_one(folder: Path, size: int) -> None:
+    expected = logits_of(load(folder))
+    for logits in in_ranks(size, lambda group: logits_of(load(folder, group))):
+        assert torch.equal(logits, expected)
+
+
+def test_the_definition_of_ops_gathers_alike(folder: Path) -> None:
+    """To the bit it does not: the order of torch's sums depends on the number of rows."""
+
+    def run(group: Group | None = None) -> Tensor:
+        with ops.using("reference"):
+            return logits_of(load(folder, group))
+
+    expected = run()
+    for logits in in_ranks(3, run):
+        torch.testing.assert_close(logits, expected, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("kv_type", ["f32", "f16", "bf16", "q8", "q4"])
+@pytest.mark.parametrize("weights", ["auto", "bf16", "q8", "q4"])
+def test_of_every_type(tmp_path: Path, weights: str, kv_type: str) -> None:
+    from transformers import LlamaConfig
+
+    sizes = {"vocab_size": 96, "hidden_size": 128, "intermediate_size": 160, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64}
+    make_tiny(Tiny("llama", LlamaConfig(**sizes, **heads)), tmp_path)
+    settings = CacheSettings(kv_type=kv_type)
+    expected = logits_of(load(tmp_path, weights=weights), settings)
+    for logits in in_ranks(2, lambda group: logits_of(load(tmp_path, group, weights), settings)):
+        assert torch.equal(logits, expected)
+
+
+def layer(num_heads: int, num_kv_heads: int) -> Layer:
+    return Layer(num_heads, num_kv_heads, 64, 512, rope=None, attention_scale=1.0)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(32, 8), (14, 2), (9, 3), (4, 1), (5, 5), (64, 8)])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_each_head_is_one_ranks_and_ranks_have_whole_groups(num_heads: int, num_kv_heads: int, size: int) -> None:
+    starts = head_starts(layer(num_heads, num_kv_heads), size)
+    if starts is None:
+        assert size > num_heads or size > num_kv_heads
+        return
+    assert (starts[0], starts[-1], len(starts)) == (0, num_heads, size + 1)
+    for heads in pairwise(starts):
+        first, end = kv_heads_of(layer(num_heads, num_kv_heads), heads)
+        count = heads[1] - heads[0]
+        assert count > 0
+        assert end - first == 1 or count == (end - first) * num_heads // num_kv_heads
+
+
+def test_rows_are_shared_out_in_whole_tiles_where_there_are_enough() -> None:
+    assert row_starts(576, 2) == (0, 288, 576)
+    assert row_starts(96, 4) == (0, 16, 48, 64, 96)
+    assert row_starts(50, 4) == (0, 12, 25, 37, 50)
+
+
+def test_a_range_of_rows_may_end_within_a_matrix() -> None:
+    assert part_ranges((64, 32, 32), (0, 80)) == [(0, 64), (0, 16), (0, 0)]
+    assert part_ranges((64, 32, 32), (80, 128)) == [(64, 64), (16, 32), (0, 32)]

@@ -54,6 +54,8 @@ from infer.sampling.keywords import Params
 from infer.sampling_params import SamplingParams
 from infer.session.session import Session, begin_session
 from infer.system.available_memory import give_back_freed
+from infer.tensor_parallel.ranks import start_ranks
+from infer.tensor_parallel.settings import check_shared, threads_of_rank
 from infer.tokenizer import Tokenizer
 from infer.tokenizer.template_process import start_rendering
 from infer.toolcalls.tools import ToolLike
@@ -71,7 +73,8 @@ class LLM:
     activations beside quantised weights on a CPU: "exact" (16 bits) or "fast" (8). `max_seq_len` None is the model's
     own context, 8,192 tokens at most. `kv_type` to `reuse_prefixes` are `CacheSettings`; all answers and sessions share
     `pool_pages` pages of 64 tokens (None: 8 full contexts', or as many as the memory holds). `threads` counts for the
-    whole process. `capture=False` runs each op by itself: slower, with the same tokens. `chat_template` stands in place
+    whole process. With `tensor_parallel` so many processes share the model out, each with as many threads: the same
+    tokens. `capture=False` runs each op by itself: slower, with the same tokens. `chat_template` stands in place
     of the model's own; with `allow_special` control tokens that are written in a message are control, not text.
     `grammar_backend` holds answers to a schema, a pattern or a grammar. Safe to call from several threads.
 
@@ -100,6 +103,7 @@ class LLM:
         pool_pages: int | None = None,
         grammar_backend: GrammarBackend = "llguidance",
         threads: int | None = None,
+        tensor_parallel: int = 1,
         capture: bool = True,
         chat_template: str | None = None,
         allow_special: bool = False,
@@ -114,8 +118,9 @@ class LLM:
             memory_threshold_mb=memory_threshold_mb,
             reuse_prefixes=reuse_prefixes,
         )
-        kept_dtype = dtype_name(dtype)
-        with threads_if_loaded(threads):
+        kept_dtype, threads = dtype_name(dtype), threads_of_rank(threads, tensor_parallel)
+        check_shared(tensor_parallel, str(device), cache)
+        with threads_if_loaded(threads, tensor_parallel):
             checkpoint = open_checkpoint(model)
             tokenizer = load_tokenizer(checkpoint, chat_template=chat_template, allow_special=allow_special)
             stored = weights_name(checkpoint.metadata, checkpoint.tensors)
@@ -123,11 +128,13 @@ class LLM:
             if tokenizer.chat_template is not None:
                 start_rendering()
             self.sampling_defaults = defaults_of(checkpoint)
+            fingerprint, load = checkpoint.fingerprint(), (kept_dtype, weights, precision)
+            ranks = start_ranks(checkpoint, fingerprint, load, threads, tensor_parallel)
             asked = device, dtype, weights, precision, max_seq_len, on_progress, cache
-            network = load_checked(checkpoint, tokenizer, *asked)
-        fingerprint = f"{checkpoint.fingerprint()} {weights} {precision} {kept_dtype}"
-        kept = fingerprint, cache, pool_pages, capture, grammar_backend, self.sampling_defaults, checkpoint.pooling
-        self._host = Host(network, tokenizer, HostSettings(*kept))
+            network = load_checked(checkpoint, tokenizer, *asked, group=None if ranks is None else ranks.group)
+        named = f"{fingerprint} {weights} {precision} {kept_dtype}"
+        kept = named, cache, pool_pages, capture, grammar_backend, self.sampling_defaults, checkpoint.pooling
+        self._host = Host(network, tokenizer, HostSettings(*kept), ranks)
         loaded_as = next((each for each in (kept_dtype, weights) if each != "auto"), stored)
         self._shown = shown_as(model, checkpoint, network.architecture, loaded_as, network.max_seq_len)
         if (problem := self._host.template_problem()) is not None:

@@ -65,7 +65,7 @@ def load(folder: Path, group: Group | None = None, weights: str = "auto") -> Tra
     return load_transformer(
         make_architecture(checkpoint.config),
         LazyWeights(checkpoint.tensors),
-        device=torch.device("cpu"),
+        backend=ops.backend_of(torch.device("cpu")),
         keep_floats_as=weights,
         group=group,
     )

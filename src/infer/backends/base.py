@@ -1,5 +1,6 @@
 """What a backend is: all that differs by device. Above `ops` nobody names a device's kernels, threads or captures."""
 
+import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,6 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from infer.errors import InvalidRequestError
+from infer.operands.group import Group
 from infer.operands.outline import ModelOutline
 from infer.operands.step import Chunk, Interrupt, Masks, Step, StepEnd
 from infer.outputs import TokenLogprob
@@ -79,6 +82,10 @@ class Captured(Recorded):
     ) -> Generated:
         """Chunks from their positions on. For each with logits what is sampled after it: those of its drafts that were
         right, and the token after them."""
+
+    def follow(self, chunks: Sequence[Chunk], starts: Sequence[int], count: int) -> int:
+        """The steps that rank 0 of a group runs as a multi-step: how many they were. It tells what was sampled."""
+        raise InvalidRequestError("a group runs no multi-steps here")
 
     @abstractmethod
     def profile(self, step: Step) -> list[tuple[str, int]]:
@@ -147,6 +154,10 @@ class Backend(ABC):
         The tensors that it reads and writes (weights, cache) must stay where they are. Recording runs no kernel.
         """
         return None
+
+    def make_group(self, rank: int, size: int, memory: mmap.mmap) -> Group:
+        """A rank of a group whose processes share this memory, which is zero at first."""
+        raise InvalidRequestError(f"ranks share memory on a CPU, not on {self.device}")
 
     def num_threads(self) -> int:
         """How many threads a forward computes with."""

@@ -91,7 +91,9 @@ def run_batch(
             if todo and options["workers"] == 1:
                 _answer_here(load, rows, settings, cancel=event, write=write)
             elif todo:
-                threads = load_arguments["threads"] or max(1, num_processors() // options["workers"])
+                threads = load_arguments["threads"] or max(
+                    1, num_processors() // (options["workers"] * options["tensor_parallel"])
+                )
                 given = {**load_arguments, "threads": threads}
                 answer_by_workers(rows, settings, given, options["workers"], write, event.is_set)
         if not quiet:

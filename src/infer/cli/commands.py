@@ -108,6 +108,8 @@ def running_options(function: Function) -> Function:
         click.option("--device", "--backend", "device", type=Device(), default="cpu", show_default=True),
         click.option("--grammar-backend", type=click.Choice(get_args(GrammarBackend)), default="llguidance",
                      show_default=True, help="What holds an answer to a schema, a pattern or a grammar."),
+        click.option("--tensor-parallel", type=AT_LEAST_1, default=1, show_default=True,
+                     help="Processes that share the model out, each with --threads: the same tokens."),
         click.option("--no-capture", is_flag=True, help="Run each operation by itself: slower, with the same tokens."),
         template_options,
         click.option("-q", "--quiet", is_flag=True, help="Nothing but the text."),

@@ -38,7 +38,8 @@ def load_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     """What `LLM` is given of them."""
     names = ("model", "device", "dtype", "weights", "precision", "grammar_backend", "max_seq_len", "threads")
     given = {name: options[name] for name in (*names, "chat_template", "allow_special")}
-    return given | cache_values(options) | {"capture": not options["no_capture"]}
+    how = {"capture": not options["no_capture"], "tensor_parallel": options["tensor_parallel"]}
+    return given | cache_values(options) | how
 
 
 def kernels_ahead(options: Mapping[str, Any], device: str = "cpu") -> AbstractContextManager[None]:

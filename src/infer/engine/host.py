@@ -37,6 +37,9 @@ from infer.runner.runner import CachedRunner
 from infer.sampling.keywords import Params, params_of, refuse_sampling, split_keywords
 from infer.sampling_params import SamplingParams
 from infer.system.locks import long_lock
+from infer.tensor_parallel.leading import LeadingRunner
+from infer.tensor_parallel.ranks import Ranks
+from infer.tensor_parallel.settings import RunnerSettings
 from infer.tokenizer import Tokenizer
 from infer.toolcalls.answer_format import AnswerFormat
 from infer.toolcalls.lark import answer_lark
@@ -63,17 +66,13 @@ class HostSettings:
 
 @final
 class Host:
-    def __init__(self, model: Transformer, tokenizer: Tokenizer, settings: HostSettings) -> None:
+    def __init__(
+        self, model: Transformer, tokenizer: Tokenizer, settings: HostSettings, ranks: Ranks | None = None
+    ) -> None:
+        """`ranks` are the others of a model that is shared out: they load their shares."""
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
         self.vocab_size = vocab_size_of(model, tokenizer)
-        self.runner = CachedRunner(
-            model,
-            model.max_seq_len,
-            num_slots=MAX_STEP_LOGITS,
-            capture=settings.capture,
-            settings=settings.cache,
-            pool_pages=settings.pool_pages or default_pool_pages(model, settings.cache),
-        )
+        self.runner, self._ranks = _make_runner(model, settings, ranks), ranks
         self.engine = Engine(self.runner)
         self.service = Service(self.engine)
         self.answers = AsyncAnswers(self.service)
@@ -88,10 +87,15 @@ class Host:
         self.answers.close()
         self.engine.close()
         del self.runner
+        if self._ranks is not None:
+            self._ranks.close()
 
     @cached_property
     def hidden_states(self) -> HiddenStates:
-        """For who holds the lock. Made when it is first asked for."""
+        """For who holds the lock. Made when it is first asked for. Raises InvalidRequestError for a model that is
+        shared out."""
+        if self._ranks is not None:
+            raise InvalidRequestError("a model that is shared out embeds no texts: load it without tensor_parallel")
         return HiddenStates(self.model, self.settings.cache.kv_type, capture=self.settings.capture)
 
     @property
@@ -285,6 +289,22 @@ class Host:
         stream = Stream(self.engine, self.engine.submit(sequence), on_prefill=on_prefill)
         self.open.add(stream, Stream.close)
         return stream
+
+
+def _make_runner(model: Transformer, settings: HostSettings, ranks: Ranks | None) -> CachedRunner | LeadingRunner:
+    pool_pages = settings.pool_pages or default_pool_pages(model, settings.cache)
+    runner = CachedRunner(
+        model,
+        model.max_seq_len,
+        num_slots=MAX_STEP_LOGITS,
+        capture=settings.capture,
+        settings=settings.cache,
+        pool_pages=pool_pages,
+    )
+    if ranks is None:
+        return runner
+    ranks.load(RunnerSettings(model.max_seq_len, settings.cache, MAX_STEP_LOGITS, pool_pages, settings.capture))
+    return LeadingRunner(runner, ranks)
 
 
 def _digest(text: str) -> str:

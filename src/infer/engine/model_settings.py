@@ -50,6 +50,9 @@ _OTHER_NAMES = {
     "load_in_4bit": "weights='q4'",
     "load_in_8bit": "weights='q8'",
     "n_gpu_layers": "device",
+    "tensor_parallel_size": "tensor_parallel",
+    "tp_size": "tensor_parallel",
+    "split_mode": "tensor_parallel",
     "device_map": "device",
     "backend": "device",
     "cache_type_k": "kv_type",
@@ -101,6 +104,8 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             raise InvalidRequestError(f"{name} must be True or False, got {value!r:.80}")
         if name in ("max_seq_len", "threads", "pool_pages") and value is not None:
             _check_count(name, value, 2 if name == "max_seq_len" else 1)
+        if name == "tensor_parallel":
+            _check_count(name, value, 1)
         if name == "chat_template" and value is not None and not isinstance(value, str):
             raise InvalidRequestError(f"chat_template must be a template's text or None, got {value!r:.80}")
         if name == "on_progress" and value is not None and not callable(value):

@@ -32,6 +32,8 @@ def logits_of(host: Host, prompt: Prompt, last: int | None) -> Float[Tensor, "to
     """float32 logits after every token, or after the last few."""
     token_ids = check_prompt(host.model, host.tokenizer, host.encode(prompt), room=0)
     first = 0 if last is None else max(len(token_ids) - last, 0)
+    if not host.runner.has_whole_slots:  # ranks share it out, and take part in what its runner does
+        return torch.cat(list(logits_beside(host, token_ids, first, lambda: None)))
     model, found = host.model, list[Tensor]()
     cache = make_cache(model, len(token_ids), settings=host.settings.cache)
     cache.set_rope(0, is_long=model.is_long(len(token_ids)))

@@ -22,6 +22,7 @@ from infer.model.memory import LoadSettings, check_fits
 from infer.model.tensors import check_tensors, expected_shapes
 from infer.model.transformer import Transformer
 from infer.operands.architecture import Architecture
+from infer.operands.group import Group
 from infer.ops import Precision
 from infer.system.available_memory import give_back_freed
 from infer.system.cores import check_num_threads
@@ -65,7 +66,7 @@ def load_tokenizer(
 
 def load_checked(
     checkpoint: Checkpoint,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     device: str | torch.device,
     dtype: str | torch.dtype,
     weights: str,
@@ -73,11 +74,15 @@ def load_checked(
     max_seq_len: int | None,
     on_progress: OnProgress | None,
     cache: CacheSettings | None = None,
+    group: Group | None = None,
 ) -> Transformer:
+    """Of a model that a `group` runs together, this rank's share. `tokenizer` None: rank 0 has checked all that it
+    needs, and the memory of all ranks."""
     architecture = make_architecture(checkpoint.config)
     cache = cache or CacheSettings()
     cache.check_model(architecture.layers)
-    _check_vocabulary(architecture, tokenizer)
+    if tokenizer is not None:
+        _check_vocabulary(architecture, tokenizer)
     chosen_dtype = _dtype(dtype)
     if chosen_dtype is not None and weights != "auto":
         raise InvalidRequestError(f"dtype={dtype} and weights={weights} contradict each other: give one of them")
@@ -90,10 +95,11 @@ def load_checked(
     load = LoadSettings(dtype_name(dtype), weights, precision)
     check_tensors(expected_shapes(architecture), checkpoint.tensors)
     with backend.compiling([make_outline(architecture, checkpoint.tensors, load, cache)]):
-        settings = replace(load, num_threads=backend.num_threads(), device=backend.device.type)
-        if max_seq_len is None:
-            context = _fitting(checkpoint, architecture, settings, cache, context, backend.available_bytes())
-        _check_memory(checkpoint, architecture, settings, cache, context, backend.available_bytes())
+        if tokenizer is not None:
+            settings = replace(load, num_threads=backend.num_threads(), device=backend.device.type)
+            if max_seq_len is None:
+                context = _fitting(checkpoint, architecture, settings, cache, context, backend.available_bytes())
+            _check_memory(checkpoint, architecture, settings, cache, context, backend.available_bytes())
         give_back_freed()
         with backend.threads():
             model = load_transformer(
@@ -105,6 +111,7 @@ def load_checked(
                 precision=chosen_precision,
                 max_seq_len=context,
                 on_progress=on_progress,
+                group=group,
             )
     checkpoint.check_unchanged()
     give_back_freed()
@@ -155,14 +162,14 @@ def _check_memory(
 
 
 @contextmanager
-def threads_if_loaded(threads: int | None) -> Iterator[None]:
-    """`set_num_threads`, undone where what is within fails."""
+def threads_if_loaded(threads: int | None, num_ranks: int = 1) -> Iterator[None]:
+    """`set_num_threads` for rank 0, undone where what is within fails."""
     if threads is None:
         yield
         return
     before = torch.get_num_threads(), ops.backend_of(torch.device("cpu")).num_threads()
     try:
-        set_num_threads(threads)
+        set_num_threads(threads, 0, num_ranks)
         yield
     except BaseException:
         torch.set_num_threads(before[0])
@@ -170,11 +177,13 @@ def threads_if_loaded(threads: int | None) -> Iterator[None]:
         raise
 
 
-def set_num_threads(threads: int) -> None:
-    """How many threads the process computes with, in our kernels and in torch's."""
+def set_num_threads(threads: int, rank: int = 0, num_ranks: int = 1) -> None:
+    """How many threads the process computes with, in our kernels and in torch's. Those of `num_ranks` processes that
+    share a model out keep to nodes of memory as those of one would.
+    """
     check_num_threads(threads)
     torch.set_num_threads(threads)
-    ops.set_num_threads(threads)
+    ops.set_num_threads(threads, rank, num_ranks)
 
 
 def _choice(name: str, value: str, choices: Sequence[Any]) -> Any:

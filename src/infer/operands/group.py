@@ -25,6 +25,23 @@ class Group(ABC):
         ended.
         """
 
+    @property
+    def has_failed(self) -> bool:
+        """Then what was gathered since means nothing."""
+        return False
+
+    def fail(self) -> None:
+        """Let no rank wait for another. For any thread of any rank."""
+        return
+
+    def begin_anew(self) -> None:
+        """For each rank, between steps, after `fail`: as if it had gathered nothing."""
+        return
+
+    def mend(self) -> None:
+        """After all ranks have begun anew: they wait for each other again."""
+        return
+
 
 @final
 @dataclass(frozen=True)

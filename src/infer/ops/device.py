@@ -74,9 +74,9 @@ def opencl_devices() -> list[str]:
     return described
 
 
-def set_num_threads(num_threads: int) -> None:
-    """How many threads the CPU's kernels run on, from now on."""
-    import_module("infer.backends.cpu.threads").set_num_threads(num_threads)
+def set_num_threads(num_threads: int, rank: int = 0, num_ranks: int = 1) -> None:
+    """How many threads the CPU's kernels run on, from now on, in this process and in those of the other ranks."""
+    import_module("infer.backends.cpu.threads").set_num_threads(num_threads, rank, num_ranks)
 
 
 @cache

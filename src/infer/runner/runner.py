@@ -195,6 +195,11 @@ class CachedRunner(Runner):
         return self._cache
 
     @property
+    def has_whole_slots(self) -> bool:
+        """Whether what a slot stores is all here, to be saved."""
+        return True
+
+    @property
     def num_slots(self) -> int:
         return len(self._cache.lengths)
 
@@ -322,6 +327,14 @@ class CachedRunner(Runner):
             chunks, self._starts(chunks), count, columns, history, tuple(stop_ids), masks, interrupt
         )
         return list(map(SampledTokens, found.token_ids, found.logprobs)), found.ends
+
+    def can_multi_step(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> bool:
+        return isinstance(self._captured, ops.Captured) and self._captured.takes(chunks, columns)
+
+    def follow(self, chunks: Sequence[Chunk], count: int) -> None:
+        """The steps of rank 0's `multi_step`: it samples, and tells them what."""
+        assert isinstance(self._captured, ops.Captured)
+        self._captured.follow(chunks, self._starts(chunks), count)
 
     def sample(
         self, chunks: Sequence[Chunk], columns: SamplingColumns, history: History | None, masks: Masks | None = None

@@ -85,16 +85,24 @@ class SessionCache:
 
         def export(slot: int) -> None:
             num_cached = self._keep_common(token_ids, slot)
-            write(num_cached, partial(self._host.runner.cache.export_row, slot))
+            if self._host.runner.has_whole_slots:
+                write(num_cached, partial(self._host.runner.cache.export_row, slot))
+            else:
+                write(0, lambda: iter(()))
 
         self._host.engine.change(self.lease, export)
 
     def load(self, tensors: Mapping[str, Tensor], token_ids: Sequence[int]) -> None:
-        """Hold what was exported for these ids. Raises InvalidRequestError, nothing changed, for what does not fit."""
+        """Hold what was exported for these ids, or nothing where that cannot be. Raises InvalidRequestError, nothing
+        changed, for what does not fit.
+        """
 
         def load(slot: int) -> None:
-            self._host.runner.import_slot(slot, tensors, len(token_ids))
-            self.lease.token_ids = list(token_ids)
+            if token_ids:
+                self._host.runner.import_slot(slot, tensors, len(token_ids))
+            else:
+                self._host.runner.truncate(slot, 0)
+            self.lease.token_ids = list(token_ids[: self._host.runner.lengths[slot]])
 
         self._host.engine.change(self.lease, load)
 

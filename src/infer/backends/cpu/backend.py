@@ -3,6 +3,7 @@
 What compiles, and what records, is imported when it is first asked for.
 """
 
+import mmap
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -16,6 +17,7 @@ import torch
 from infer.backends import torch_threads
 from infer.backends.base import Captured, Forward, KernelStore
 from infer.backends.cpu import compiled, isa, kernel_cache, operations, threads
+from infer.backends.cpu.memory_group import MemoryGroup
 from infer.backends.cpu.needed_kernels import needed_kernels
 from infer.backends.torch_backend import TorchBackend
 from infer.operands.outline import ModelOutline
@@ -44,6 +46,9 @@ class CpuBackend(TorchBackend):
             forward, capacity, max_logits
         )
         return captured
+
+    def make_group(self, rank: int, size: int, memory: mmap.mmap) -> MemoryGroup:
+        return MemoryGroup(rank, size, memory)
 
     def num_threads(self) -> int:
         return threads.team().num_threads

@@ -64,10 +64,10 @@ def project_add(run: Run, residual: Tensor, x: Tensor, projection: Projection, p
     if post_norm is None and shares is None:
         _project(run, x, None, projection, residual, adding=True)
         return residual
-    y = run.tensor("before post norm", run.capacity, projection.out_features)
+    y = run.tensor("before it is added", run.capacity, projection.out_features)
     _project(run, x, None, projection, y)
-    if post_norm is None and shares is not None:
-        return run.gathered(y, shares, residual=residual)
+    if post_norm is None:
+        return _gathered(run, y, shares, residual=residual)
     y = _gathered(run, y, shares)
     arguments, weight = np.zeros(1, ADD_NORMALIZED), post_norm.weight.float().contiguous()
     arguments["residual"], arguments["y"], arguments["weight"] = residual.data_ptr(), y.data_ptr(), weight.data_ptr()
@@ -188,8 +188,10 @@ def _attend_arguments(heads: Heads, layer: LayerCache) -> Arguments:
     return arguments
 
 
-def _gathered(run: Run, own: Tensor, shares: Shares | None, *, of_logits: bool = False) -> Tensor:
-    return own if shares is None else run.gathered(own, shares, of_logits=of_logits)
+def _gathered(
+    run: Run, own: Tensor, shares: Shares | None, *, residual: Tensor | None = None, of_logits: bool = False
+) -> Tensor:
+    return own if shares is None else run.gathered(own, shares, residual=residual, of_logits=of_logits)
 
 
 # Projections

@@ -49,16 +49,13 @@ class MemoryGroup(Group):
         return self._words[0] != 0
 
     def fail(self) -> None:
-        """Nobody waits any more: what is gathered from now on means nothing. For any thread of any rank."""
         self._words[0] = 1
 
     def begin_anew(self) -> None:
-        """This rank has done no exchange. For all ranks, while none is in one."""
         self.exchange["begun"] = self.exchange["done"] = 0
         self._words[_WORDS * (1 + self.rank)] = 0
 
     def mend(self) -> None:
-        """After all ranks have begun anew: they wait for each other again."""
         self._words[0] = 0
 
     def gather(self, own: Float[Tensor, "rows own"], widths: Sequence[int]) -> Float[Tensor, "rows width"]:

@@ -59,8 +59,10 @@ def forbid_walks() -> None:
 class Team:
     """`num_threads` threads, the caller's own among them. Workers start with the first walk that needs them."""
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, rank: int = 0, num_ranks: int = 1) -> None:
+        """One of as many teams as ranks share a model out, whose threads keep to nodes of memory as those of one would."""
         self.num_threads = min(num_threads, MAX_THREADS)
+        self._rank, self._num_ranks = rank, num_ranks
         self._job = aligned(1, JOB)
         self._job_words, self._job_at = words_of(self._job), self._job.ctypes.data
         self._job_words[_JOB["walk"]] = walk_address()
@@ -157,7 +159,7 @@ class Team:
                 raise InferError(self._failure) from None
 
     def _work(self, thread: int) -> None:
-        keep_on_node(thread, self.num_threads)
+        keep_on_node(self._rank * self.num_threads + thread, self._num_ranks * self.num_threads)
         self._serve(self._job_at, self._job_at, thread, _SPINS_AFTER_WALK)
 
 
@@ -184,6 +186,7 @@ class CurrentTeam:
 
     def __init__(self) -> None:
         self._requested: int | None = None
+        self._place = 0, 1  # rank and number of ranks
         self.forget()
 
     def forget(self) -> None:
@@ -197,12 +200,12 @@ class CurrentTeam:
             return current
         with self._lock:
             if self._team is None or self._team.is_closed:
-                self._team = Team(self._requested or default_num_threads())
+                self._team = Team(self._requested or default_num_threads(), *self._place)
             return self._team
 
-    def replace(self, num_threads: int | None) -> None:
+    def replace(self, num_threads: int | None, rank: int = 0, num_ranks: int = 1) -> None:
         with self._lock:
-            self._requested = num_threads
+            self._requested, self._place = num_threads, (rank, num_ranks)
             if self._team is not None:
                 self._team.close()
 
@@ -221,9 +224,9 @@ def team() -> Team:
     return _current.get()
 
 
-def set_num_threads(num_threads: int) -> None:
+def set_num_threads(num_threads: int, rank: int = 0, num_ranks: int = 1) -> None:
     """For all that runs from now on. Returns when the walk that runs, if any, has ended."""
-    _current.replace(num_threads)
+    _current.replace(num_threads, rank, num_ranks)
 
 
 def publisher(flag: npt.NDArray[np.int64]) -> Callable[[], None]:

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infer.backends.base import Captured, Generated
-from infer.backends.cpu.capture.sampled import MultiStep, Verifier
+from infer.backends.cpu.capture.sampled import Followed, MultiStep, Verifier
 from infer.backends.cpu.recording import record
 from infer.backends.cpu.state import STATE, field_index, words_of
 from infer.backends.cpu.table import Walk
@@ -47,6 +47,7 @@ class CapturedForward(Captured):
         self._walk = Walk(self.table)
         self._multi_step: MultiStep | None = None
         self._verifier: Verifier | None = None
+        self._followed: Followed | None = None
 
     def run(self, step: Step, num_threads: int | None = None) -> Float[Tensor, "logits vocab"]:
         """The logits asked for, in a buffer that the next run overwrites if they fit one piece."""
@@ -98,6 +99,14 @@ class CapturedForward(Captured):
         if self._verifier is None:
             self._verifier = Verifier(self._walk, self._logits)
         return self._verifier.run(self._recording.state, chunks, starts, columns, history, masks, num_threads)
+
+    def follow(self, chunks: Sequence[Chunk], starts: Sequence[int], count: int, num_threads: int | None = None) -> int:
+        self._load(chunks, starts)
+        if self._followed is None:
+            if self._recording.group is None:
+                raise InvalidRequestError("a model that is not shared out has nobody to follow")
+            self._followed = Followed(self._recording.group, self._walk)
+        return self._followed.run(self._recording.state, count, num_threads)
 
     def profile(self, step: Step, num_threads: int | None = None) -> list[tuple[str, int]]:
         """Each command's label and the cycles that thread 0 spent in it, barrier included."""

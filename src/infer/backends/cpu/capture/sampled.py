@@ -5,7 +5,8 @@ arguments. Whatever a run needs is written before it, so one that an exception k
 next.
 
 MultiStep  forward, await_mask, scan, narrow, choose,        walked once per token, each the next one's input
-           score, merge, advance
+           score, merge, advance, and of a group lead
+Followed   forward, follow                                   the same steps of another rank
 Verifier   forward, await_mask; scan, narrow, choose,        the rest walked once per entry: a row's entries are its
            score, merge, accept                              line after the last known token and one after each draft
 """
@@ -22,11 +23,12 @@ from torch import Tensor
 from infer.backends.base import Generated
 from infer.backends.cpu import sampling
 from infer.backends.cpu.capture.logprobs import Logprobs
+from infer.backends.cpu.memory_group import MemoryGroup
 from infer.backends.cpu.recording import Recording
 from infer.backends.cpu.records import SAMPLE, WALK
 from infer.backends.cpu.sample_rows import FIELD, SampleArguments
 from infer.backends.cpu.state import Words, field_index, field_offset, integers
-from infer.backends.cpu.table import DispatchTable, Walk
+from infer.backends.cpu.table import Command, DispatchTable, Walk
 from infer.backends.cpu.threads import team
 from infer.operands.step import Chunk, Interrupt, Masks, StepEnd
 from infer.sampling.columns import SamplingColumns
@@ -36,7 +38,7 @@ State = npt.NDArray[Any]
 _STEPS = 64  # without a return, that there is room for from the beginning
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 _STOP, _ENTRY, _NUM_GENERATED = FIELD["stop"], FIELD["entry"], FIELD["num_generated"]
-_REPEATS = field_index(WALK, "repeats")
+_REPEATS, _WALKED = (field_index(WALK, name) for name in ("repeats", "walked"))
 
 
 @final
@@ -46,7 +48,9 @@ class MultiStep:
 
     def __init__(self, recording: Recording, forward: Walk, logits: Tensor) -> None:
         self._arguments = SampleArguments(logits, recording.step.positions.data_ptr(), position_offset=1)
-        self._walk = _walk(forward, self._arguments, ".sample_advance:make_advance")
+        stop_at, group = _stop_at(self._arguments), recording.group
+        after = [] if group is None else [group.tell("lead", stop_at)]
+        self._walk = _walk(forward, self._arguments, ".sample_advance:make_advance", after)
         self._num_steps, self._num_rows = 0, 0  # that there is room for
         self._logprobs = Logprobs(self._arguments)
 
@@ -191,13 +195,33 @@ class Verifier:
         self._num_rows = num_rows
 
 
-def _walk(forward: Walk, arguments: SampleArguments, last: str) -> Walk:
+@final
+class Followed:
+    """The forwards of a multi-step that rank 0 of a group runs: it samples, and tells the other ranks what."""
+
+    def __init__(self, group: MemoryGroup, forward: Walk) -> None:
+        self._stop = integers(1)
+        self._walk = Walk(DispatchTable([group.tell("follow", ctypes.addressof(self._stop))]), forward)
+        self._walk.arguments["stop"] = ctypes.addressof(self._stop)
+
+    def run(self, state: State, count: int, num_threads: int | None) -> int:
+        self._stop[0] = 0
+        self._walk.words[_REPEATS] = count
+        team().run(self._walk, state, num_threads)
+        return self._walk.words[_WALKED]
+
+
+def _stop_at(arguments: SampleArguments) -> int:
+    return int(arguments.record.ctypes.data) + field_offset(SAMPLE, "stop")
+
+
+def _walk(forward: Walk, arguments: SampleArguments, last: str, after: Sequence[Command] = ()) -> Walk:
     """The forward, the sampler's commands, and what makes of their tokens the next repeat."""
     first = sampling.command(".sample_advance:make_await_mask", arguments)
     sampler = [*sampling.commands(arguments), *sampling.scoring(arguments)]
-    table = DispatchTable([first, *sampler, sampling.command(last, arguments)])
+    table = DispatchTable([first, *sampler, sampling.command(last, arguments), *after])
     walk = Walk(table, forward)
-    walk.arguments["stop"] = arguments.record.ctypes.data + field_offset(SAMPLE, "stop")
+    walk.arguments["stop"] = _stop_at(arguments)
     return walk
 
 

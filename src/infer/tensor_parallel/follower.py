@@ -1,0 +1,123 @@
+"""The program of a rank but the first: it loads its share of the model, then does what rank 0 tells, in its order."""
+
+import hashlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any, cast, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from infer.checkpoint import open_checkpoint
+from infer.errors import InferError
+from infer.model.from_checkpoint import load_checked, set_num_threads
+from infer.operands.group import Group
+from infer.operands.step import Chunk
+from infer.runner.runner import CachedRunner
+from infer.tensor_parallel.ranks import Call, make_group
+from infer.tensor_parallel.settings import ModelSource, RunnerSettings, Transport
+
+
+def main() -> None:
+    rank, size, transport, place, pipe = sys.argv[1:]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    follow(Connection(int(pipe)), make_group(int(rank), int(size), cast("Transport", transport), place))
+
+
+def follow(pipe: Connection, group: Group) -> None:
+    """Until the other end of the pipe is closed: then the process ends. First comes what to load."""
+    messages = SimpleQueue[Any]()
+    threading.Thread(target=_receive, args=(pipe, messages), daemon=True).start()
+    follower: Follower | None = None
+    while True:
+        message = messages.get()
+        if isinstance(message, list) and follower is not None:
+            follower.do(message)
+            continue
+        try:
+            follower = Follower(pipe, group, *message)
+        except InferError as error:
+            pipe.send(str(error))
+            raise SystemExit(1) from None
+        pipe.send(None)
+
+
+def _receive(pipe: Connection, messages: "SimpleQueue[Any]") -> None:
+    """In a thread: a step that waits for rank 0 would not see that it has ended."""
+    try:
+        while True:
+            messages.put(pipe.recv())
+    except (EOFError, OSError):
+        os._exit(0)
+
+
+@final
+class Follower:
+    """A runner of one rank's share, which does what rank 0's does."""
+
+    def __init__(self, pipe: Connection, group: Group, source: ModelSource, settings: RunnerSettings) -> None:
+        self._pipe, self._group = pipe, group
+        checkpoint = open_checkpoint(source.path).without_metadata()
+        if checkpoint.fingerprint() != source.fingerprint:
+            raise InferError(f"{source.path} changed while its ranks were loading it: load it again")
+        set_num_threads(source.num_threads, group.rank, group.size)
+        asked = "cpu", source.dtype, source.weights, source.precision, settings.max_seq_len, None, settings.cache
+        model = load_checked(checkpoint, None, *asked, group=group)
+        self._runner = CachedRunner(
+            model,
+            model.max_seq_len,
+            num_slots=settings.num_slots,
+            capture=settings.capture,
+            settings=settings.cache,
+            pool_pages=settings.pool_pages,
+        )
+        self._logits = torch.empty(0, 0)
+
+    def do(self, calls: Sequence[Call]) -> None:
+        """An error here is one that rank 0 has seen too, or the end of the group, of which it knows."""
+        for name, arguments in calls:
+            own = getattr(self, name, None)
+            try:
+                (getattr(self._runner, name) if own is None else own)(*arguments)
+            except InferError:
+                continue
+
+    @torch.inference_mode()
+    def forward(self, chunks: Sequence[Chunk], starts: Sequence[int]) -> None:
+        self._check(chunks, starts)
+        with self._runner.model.backend.threads():
+            self._logits = self._runner.forward(chunks)
+
+    def multi_step(self, chunks: Sequence[Chunk], starts: Sequence[int], count: int) -> None:
+        self._check(chunks, starts)
+        with self._runner.model.backend.threads():
+            self._runner.follow(chunks, count)
+
+    def begin_anew(self) -> None:
+        self._runner.reset()
+        self._group.begin_anew()
+        self._pipe.send(None)
+
+    def digest(self) -> None:
+        self._pipe.send(digest_of(self._logits))
+
+    def _check(self, chunks: Sequence[Chunk], starts: Sequence[int]) -> None:
+        """A cache that is not what rank 0's is would answer, and wrongly."""
+        own = [self._runner.lengths[chunk.slot] for chunk in chunks]
+        if own != list(starts):
+            print(f"infer: rank {self._group.rank} has {own} tokens where rank 0 has {starts}", file=sys.stderr)
+            os._exit(1)
+
+
+def digest_of(logits: Float[Tensor, "logits vocab"]) -> bytes:
+    return hashlib.blake2b(logits.float().contiguous().cpu().numpy().tobytes(), digest_size=16).digest()
+
+
+if __name__ == "__main__":
+    main()

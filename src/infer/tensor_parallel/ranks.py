@@ -1,0 +1,209 @@
+"""The other ranks of a model: processes that rank 0 starts, tells what to do, and ends.
+
+They are told through a socket each, all in the same order, and answer only where rank 0 waits for it. Rank 0's end,
+however it comes, closes the sockets, and they end too. One that dies ends the group: whoever gathers stops waiting.
+"""
+
+import mmap
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, BinaryIO, final
+
+import torch
+
+from infer import ops
+from infer.checkpoint import Checkpoint
+from infer.errors import InferError
+from infer.model.families import make_architecture
+from infer.operands.architecture import Architecture
+from infer.operands.group import Group
+from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
+from infer.tensor_parallel.settings import ModelSource, RunnerSettings, Transport
+
+Call = tuple[str, tuple[Any, ...]]  # a method of the runner, and its arguments
+_HEADER_BYTES = 1 << 14
+
+
+def start_ranks(
+    checkpoint: Checkpoint, fingerprint: str, load: tuple[str, str, str], threads: int | None, size: int
+) -> "Ranks | None":
+    """Those of a model but the first, if it is shared out. `load` is its dtype, weights and precision."""
+    if size == 1:
+        return None
+    source = ModelSource(checkpoint.path, fingerprint, *load, threads or 1)
+    return Ranks(source, make_architecture(checkpoint.config), size)
+
+
+def exchange_bytes(architecture: Architecture) -> int:
+    """Of the memory that ranks share: twice the largest activation that a step gathers."""
+    widths = [architecture.hidden_size]
+    for layer in architecture.layers:
+        widths += [layer.intermediate_size, (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim]
+    most = max(MAX_STEP_TOKENS * max(widths), MAX_STEP_LOGITS * architecture.vocab_size)
+    return 2 * 4 * most + _HEADER_BYTES
+
+
+@final
+class Ranks:
+    """`group` is rank 0's. For one thread at a time, but for what the end of a process does."""
+
+    def __init__(
+        self, source: ModelSource, architecture: Architecture, size: int, transport: Transport = "memory"
+    ) -> None:
+        self.source = source  # of what `load` loads
+        self._pending = list[Call]()
+        self._failure: str | None = None
+        self._is_closed = False
+        self._processes, self._pipes = list[subprocess.Popen[bytes]](), list[Connection]()
+        folder = tempfile.mkdtemp(prefix="infer-ranks-")
+        self._end = weakref.finalize(self, _end, self._processes, self._pipes, folder)
+        if transport == "memory":
+            with _shared_memory(exchange_bytes(architecture)) as memory:
+                self._start(size, transport, str(memory.fileno()), [memory.fileno()])
+        else:
+            self._start(size, transport, str(Path(folder) / "meeting"), [])
+
+    def load(self, settings: RunnerSettings) -> None:
+        """Returns when all have loaded their shares, in place of what they had. Raises InferError with what a rank says
+        that cannot.
+        """
+        self._send((self.source, settings))
+        for problem in self._answers():
+            if problem is not None:
+                self.close()
+                raise InferError(problem)
+        self.check()
+
+    def tell(self, name: str, *arguments: Any) -> None:
+        """They call this method of their runners before the next `lead`."""
+        self._pending.append((name, arguments))
+
+    def lead(self, name: str, *arguments: Any) -> None:
+        """They begin now to do what was told, and this after it."""
+        self.check()
+        calls = [*self._pending, (name, arguments)]
+        self._pending.clear()
+        self._send(calls)
+
+    def begin_anew(self) -> None:
+        """They leave the step that they are in, if any, empty their runners, and wait for what is told next."""
+        self.check()
+        self._pending.clear()
+        self.group.fail()
+        self._send([("begin_anew", ())])
+        self._answers()
+        self.check()
+        self.group.begin_anew()
+        self.group.mend()
+
+    def digests(self) -> list[bytes]:
+        """Of the logits that each had last."""
+        self.lead("digest")
+        return [found for found in self._answers() if found is not None]
+
+    def check(self) -> None:
+        """Raises InferError once one has ended."""
+        if self._failure is not None:
+            raise InferError(self._failure)
+
+    def close(self) -> None:
+        """End them. Again does nothing."""
+        self._is_closed = True
+        self.group.fail()
+        self._end()
+
+    def note_end(self, rank: int) -> None:
+        """A rank has ended, or is about to. For any thread."""
+        status = self._processes[rank - 1].wait()
+        if not self._is_closed:
+            how = f"by signal {-status}" if status < 0 else f"with status {status}"
+            self._failure = f"rank {rank} of the model's {self.group.size} ended {how}: load the model again"
+            self.group.fail()
+
+    def _start(self, size: int, transport: Transport, place: str, descriptors: Sequence[int]) -> None:
+        for rank in range(1, size):
+            own, theirs = socket.socketpair()
+            with theirs:
+                self._processes.append(_start(rank, size, transport, place, [theirs.fileno(), *descriptors]))
+            self._pipes.append(Connection(own.detach()))
+        self.group = make_group(0, size, transport, place)
+        for rank, process in enumerate(self._processes, 1):
+            arguments = weakref.ref(self), rank, process
+            threading.Thread(target=_watch, args=arguments, name=f"infer-rank-{rank}", daemon=True).start()
+
+    def _send(self, message: object) -> None:
+        for pipe in self._pipes:
+            with suppress(OSError):  # it has ended, as `_watch` finds
+                pipe.send(message)
+
+    def _answers(self) -> list[Any]:
+        """One of each rank, None of one that has ended."""
+        found = list[Any]()
+        for rank, pipe in enumerate(self._pipes, 1):
+            try:
+                found.append(pipe.recv())
+            except (EOFError, OSError):
+                self.note_end(rank)
+                found.append(None)
+        return found
+
+
+def _watch(ranks: weakref.ref[Ranks], rank: int, process: subprocess.Popen[bytes]) -> None:
+    """Until it ends. In a thread, which does not keep the ranks."""
+    process.wait()
+    found = ranks()
+    if found is not None:
+        found.note_end(rank)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]], pipes: Sequence[Connection], folder: str) -> None:
+    for process in processes:
+        process.kill()
+        process.wait()
+    for pipe in pipes:
+        pipe.close()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _shared_memory(num_bytes: int) -> BinaryIO:
+    """Of no name, and of zeros. The caller closes it."""
+    if sys.platform == "linux":
+        memory: Any = os.fdopen(os.memfd_create("infer-ranks"), "w+b")
+    else:
+        memory = tempfile.TemporaryFile()  # noqa: SIM115
+    memory.truncate(num_bytes)
+    found: BinaryIO = memory
+    return found
+
+
+def _start(
+    rank: int, size: int, transport: Transport, place: str, descriptors: Sequence[int]
+) -> subprocess.Popen[bytes]:
+    """The first descriptor is of its pipe."""
+    program = [sys.executable, "-m", "infer.tensor_parallel.follower"]
+    return subprocess.Popen(
+        [*program, str(rank), str(size), transport, place, str(descriptors[0])],
+        stdin=subprocess.DEVNULL,
+        pass_fds=descriptors,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        start_new_session=True,  # Ctrl-C is rank 0's
+    )
+
+
+def make_group(rank: int, size: int, transport: Transport, place: str) -> Group:
+    """`place` is the descriptor of the memory that ranks share, or the file at which torch connects them."""
+    if transport == "memory":
+        return ops.backend_of(torch.device("cpu")).make_group(rank, size, mmap.mmap(int(place), 0))
+    made: Group = import_module("infer.tensor_parallel.torch_group").TorchGroup(rank, size, Path(place))
+    return made

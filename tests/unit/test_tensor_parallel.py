@@ -1,0 +1,269 @@
+"""Ranks as processes: the bits of one, recorded and op by op, through shared memory and through gloo; their ends."""
+
+import signal
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from extent import IS_WHOLE
+from infer import LLM
+from infer.backends.cpu.threads import set_num_threads
+from infer.checkpoint import open_checkpoint
+from infer.engine.batch import answer_all
+from infer.engine.engine import Engine
+from infer.errors import InferError, InvalidRequestError
+from infer.kvcache.settings import CacheSettings
+from infer.model.families import make_architecture
+from infer.model.from_checkpoint import load_checked
+from infer.operands.step import Chunk
+from infer.runner.runner import CachedRunner, Runner
+from infer.sampling.columns import SamplingColumns
+from infer.sampling_params import SamplingParams
+from infer.tensor_parallel.follower import digest_of
+from infer.tensor_parallel.leading import LeadingRunner
+from infer.tensor_parallel.ranks import Ranks
+from infer.tensor_parallel.settings import ModelSource, RunnerSettings, Transport
+from path_cases import CASES, CONTEXT, Outcome, Way, World, make_sequence, make_world
+from tiny import LONGROPE, ONE_EACH, TINY, make_tiny
+
+CAPACITY, NUM_SLOTS = 96, 4
+FAMILIES = [*(TINY if IS_WHOLE else ONE_EACH), LONGROPE]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread_a_rank() -> None:
+    set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folders = [tmp_path_factory.mktemp(tiny.name) for tiny in FAMILIES]
+    for tiny, folder in zip(FAMILIES, folders, strict=True):
+        make_tiny(tiny, folder)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("llama")
+
+
+@pytest.fixture(scope="module")
+def world(folder: Path) -> World:
+    return make_world("llama", folder)
+
+
+def ranks_of(folder: Path, size: int, transport: Transport = "memory") -> Ranks:
+    return Ranks(source_of(folder), make_architecture(open_checkpoint(folder).config), size, transport)
+
+
+def source_of(folder: Path) -> ModelSource:
+    return ModelSource(folder, open_checkpoint(folder).fingerprint(), "auto", "auto", "exact", 1)
+
+
+def runner_of(
+    folder: Path,
+    ranks: Ranks | None = None,
+    *,
+    capture: bool = True,
+    settings: CacheSettings | None = None,
+    capacity: int = CAPACITY,
+) -> CachedRunner | LeadingRunner:
+    """By itself, or rank 0's."""
+    settings, group = settings or CacheSettings(), None if ranks is None else ranks.group
+    model = load_checked(
+        open_checkpoint(folder), None, "cpu", "auto", "auto", "exact", capacity, None, settings, group=group
+    )
+    runner = CachedRunner(model, capacity, num_slots=NUM_SLOTS, capture=capture, settings=settings)
+    if ranks is None:
+        return runner
+    ranks.source = source_of(folder)
+    ranks.load(RunnerSettings(capacity, settings, NUM_SLOTS, None, capture))
+    return LeadingRunner(runner, ranks)
+
+
+def columns_of(runner: Runner) -> SamplingColumns:
+    columns = SamplingColumns(NUM_SLOTS, 96, end_ids=[], device=torch.device("cpu"))
+    for slot in range(NUM_SLOTS):
+        columns.write(slot, SamplingParams(temperature=0.9, seed=slot), 0)
+    columns.select(range(NUM_SLOTS))
+    return columns
+
+
+def steps(runner: Runner) -> tuple[list[Tensor], list[list[int]]]:
+    """Logits of prompts, a draft that is dropped, and what is sampled after, in steps with and without a return."""
+    ids = torch.randint(3, 96, (NUM_SLOTS, 40), generator=torch.Generator().manual_seed(0)).tolist()
+    logits, columns, sampled = list[Tensor](), columns_of(runner), [list[int]() for _ in ids]
+
+    def run(lengths: Sequence[int], num_drafts: int = 0) -> list[Chunk]:
+        chunks = []
+        for slot, length in enumerate(lengths):
+            runner.choose_rope(slot, CAPACITY if slot % 2 else 40)
+            runner.reserve(slot, length)
+            start = runner.lengths[slot]
+            chunks.append(Chunk(slot, ids[slot][start : start + length], num_drafts))
+        with torch.inference_mode():
+            logits.append(runner.forward(chunks).clone())
+        return chunks
+
+    for lengths, num_drafts, count in (((9, 1, 20, 5), 0, None), ((3, 3, 3, 3), 2, 1), ((1, 1, 1, 1), 0, None)):
+        run(lengths, num_drafts)
+        for slot, length in enumerate(lengths):
+            runner.commit(slot, length if count is None else count)
+    chunks = [Chunk(slot, [7]) for slot in range(NUM_SLOTS)]
+    for slot in range(NUM_SLOTS):
+        runner.reserve(slot, 9)
+    found, _ = runner.multi_step(chunks, 8, columns, None, [])
+    if not found:
+        for _ in range(8):
+            one, _ = runner.sample(chunks, columns, None)
+            for slot in range(NUM_SLOTS):
+                runner.commit(slot, 1)
+                sampled[slot] += one[slot].token_ids
+            chunks = [Chunk(slot, [sampled[slot][-1]]) for slot in range(NUM_SLOTS)]
+    else:
+        sampled = [each.token_ids for each in found]
+        for slot in range(NUM_SLOTS):
+            runner.commit(slot, 8)
+        chunks = [Chunk(slot, [sampled[slot][-1]]) for slot in range(NUM_SLOTS)]
+    with torch.inference_mode():
+        for slot in range(NUM_SLOTS):
+            runner.reserve(slot, 1)
+        logits.append(runner.forward(chunks).clone())
+    runner.reset()
+    return logits, sampled
+
+
+def check_same(runner: Runner, expected: tuple[list[Tensor], list[list[int]]]) -> None:
+    logits, sampled = steps(runner)
+    assert sampled == expected[1]
+    assert all(map(torch.equal, logits, expected[0]))
+
+
+@pytest.mark.parametrize(("size", "transport"), [(2, "memory"), (3, "memory"), (4, "memory"), (2, "gloo"), (4, "gloo")])
+def test_every_family_has_the_bits_of_one_rank(families: list[Path], size: int, transport: Transport) -> None:
+    ranks = ranks_of(families[0], size, transport)
+    try:
+        for folder in families:
+            check_same(runner_of(folder, ranks, capture=transport == "memory"), steps(runner_of(folder)))
+    finally:
+        ranks.close()
+
+
+@pytest.fixture(scope="module")
+def pair(families: list[Path]) -> Iterator[Ranks]:
+    ranks = ranks_of(families[0], 2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.parametrize("kv_type", ["f32", "q8", "q4"])
+@pytest.mark.parametrize("capture", [True, False])
+def test_every_cache_has_the_bits_of_one_rank(families: list[Path], pair: Ranks, kv_type: str, capture: bool) -> None:
+    settings = CacheSettings(kv_type=kv_type)
+    wide = families[[tiny.name for tiny in FAMILIES].index("gemma3")]  # heads of 32
+    expected = steps(runner_of(wide, settings=settings))
+    check_same(runner_of(wide, pair, capture=capture, settings=settings), expected)
+
+
+POLICIES = {
+    "sliding": CacheSettings(eviction_policy="sliding", eviction_window=24, page_tokens=16),
+    "snapkv": CacheSettings(eviction_policy="snapkv", eviction_window=48, page_tokens=16),
+    "prefixes": CacheSettings(reuse_prefixes=True, page_tokens=16),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_answers_are_those_of_one_rank(world: World, folder: Path, pair: Ranks, policy: str) -> None:
+    """Batches with drafts, grammars and all samplers, of a cache that forgets or shares."""
+    cases, settings = CASES[:: 1 if IS_WHOLE else 3], POLICIES[policy]
+
+    def run(runner: Runner) -> list[Outcome]:
+        engine, ways = Engine(runner, max_steps=8), [Way("none"), Way("ngram")]
+        made = [make_sequence(world, case, ways[index % 2]) for index, case in enumerate(cases)]
+        ended = dict(answer_all(engine, enumerate(made), NUM_SLOTS))
+        return [Outcome.of(ended[number]) for number in range(len(cases))]
+
+    expected = run(runner_of(folder, settings=settings, capacity=CONTEXT))
+    assert run(runner_of(folder, pair, settings=settings, capacity=CONTEXT)) == expected
+
+
+def test_a_step_that_an_exception_left_midway_is_followed_by_right_ones(families: list[Path], pair: Ranks) -> None:
+    expected, runner = steps(runner_of(families[0])), runner_of(families[0], pair)
+    for name in ("forward", "multi_step", "extend"):
+        pair.lead(
+            name, *([[Chunk(0, [5])], [0]] if name != "extend" else [0, [5]]), *([4] if name == "multi_step" else [])
+        )
+        runner.reset()  # rank 0 runs none of it
+        check_same(runner, expected)
+
+
+def test_ranks_have_the_same_logits(families: list[Path], pair: Ranks) -> None:
+    runner = runner_of(families[0], pair)
+    runner.reserve(0, 3)
+    with torch.inference_mode():
+        logits = runner.forward([Chunk(0, [5, 6, 7], num_drafts=2)])
+    assert pair.digests() == [digest_of(logits)]
+
+
+def test_a_rank_that_dies_within_a_step_ends_the_group_with_one_error(families: list[Path]) -> None:
+    ranks = ranks_of(families[0], 3)
+    try:
+        runner = runner_of(families[0], ranks)
+        runner.reserve(0, 1)
+        process = ranks._processes[1]
+        process.send_signal(signal.SIGSTOP)
+        with ThreadPoolExecutor() as threads:
+            step = threads.submit(runner.forward, [Chunk(0, [5])])
+            process.kill()
+            with pytest.raises(InferError, match=r"^rank 2 of the model's 3 ended by signal 9: load the model again$"):
+                step.result(60)
+        with pytest.raises(InferError, match="rank 2"):
+            runner.reset()
+    finally:
+        ranks.close()
+
+
+def test_ranks_end_with_rank_0(families: list[Path]) -> None:
+    ranks = ranks_of(families[0], 2)
+    process = ranks._processes[0]
+    runner_of(families[0], ranks)
+    ranks.lead("forward", [Chunk(0, [5])], [0])  # in which it waits for us
+    ranks._pipes[0].close()
+    assert process.wait(60) == 0
+    ranks.close()
+
+
+def test_files_that_changed_are_refused(families: list[Path]) -> None:
+    ranks = ranks_of(families[0], 2)
+    ranks.source = source_of(families[0])._replace(fingerprint="another")
+    with pytest.raises(InferError, match="changed while its ranks were loading it"):
+        ranks.load(RunnerSettings(CAPACITY, CacheSettings(), NUM_SLOTS, None, capture=True))
+
+
+def test_a_model_that_is_shared_out_answers_converses_and_is_closed(world: World, folder: Path, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"max_new_tokens": 20, "temperature": 0.8, "seed": 1}
+    with LLM(folder, threads=1) as one, LLM(folder, threads=1, tensor_parallel=2) as two:
+        assert two.generate("abc abc", **asked).token_ids == one.generate("abc abc", **asked).token_ids
+        ids = one.tokenizer.encode("abc bar abc")
+        assert torch.equal(two.logits(ids), one.logits(ids))
+        assert two.prompt_logprobs(ids) == one.prompt_logprobs(ids)
+        with pytest.raises(InvalidRequestError, match="load it without tensor_parallel"):
+            two.embed(["abc"])
+        processes = two._opened._ranks._processes
+    assert [process.poll() for process in processes] == [-signal.SIGKILL]
+
+
+@pytest.mark.parametrize(("settings", "problem"), [
+    ({"tensor_parallel": 0}, "tensor_parallel must be a whole number from 1, got 0"),
+    ({"tensor_parallel": 2, "device": "cuda"}, "tensor_parallel=2 shares a model out on a CPU, got device 'cuda'"),
+    ({"tensor_parallel": 2, "eviction_policy": "sliding", "memory_threshold_mb": 1}, "would forget at different"),
+])  # fmt: skip
+def test_what_cannot_be_shared_out_is_refused(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidRequestError, match=problem):
+        LLM("nothing", **settings)

@@ -24,7 +24,7 @@ from infer.operands.step import Chunk
 from infer.runner.runner import CachedRunner, Runner
 from infer.sampling.columns import SamplingColumns
 from infer.sampling_params import SamplingParams
-from infer.tensor_parallel.follower import digest_of
+from infer.tensor_parallel.digest import digest_of
 from infer.tensor_parallel.leading import LeadingRunner
 from infer.tensor_parallel.ranks import Ranks
 from infer.tensor_parallel.settings import ModelSource, RunnerSettings, Transport
@@ -255,6 +255,15 @@ def test_a_model_that_is_shared_out_answers_converses_and_is_closed(world: World
         assert two.prompt_logprobs(ids) == one.prompt_logprobs(ids)
         with pytest.raises(InvalidRequestError, match="load it without tensor_parallel"):
             two.embed(["abc"])
+        params, path = SamplingParams(temperature=0.8, seed=1, max_new_tokens=9), tmp_path / "session"
+        found = []
+        for saving, loading in ((one, two), (two, one), (two, two)):
+            session = saving.session()
+            session.append(ids)
+            session.generate(params)
+            session.save(path)
+            found.append(loading.load_session(path).generate(params).token_ids)
+        assert found == [found[0]] * 3
         processes = two._opened._ranks._processes
     assert [process.poll() for process in processes] == [-signal.SIGKILL]
 

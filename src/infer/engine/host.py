@@ -304,7 +304,9 @@ def _make_runner(model: Transformer, settings: HostSettings, ranks: Ranks | None
     if ranks is None:
         return runner
     ranks.load(RunnerSettings(model.max_seq_len, settings.cache, MAX_STEP_LOGITS, pool_pages, settings.capture))
-    return LeadingRunner(runner, ranks)
+    leading = LeadingRunner(runner, ranks)
+    leading.check_logits()
+    return leading
 
 
 def _digest(text: str) -> str:

@@ -1,6 +1,5 @@
 """The program of a rank but the first: it loads its share of the model, then does what rank 0 tells, in its order."""
 
-import hashlib
 import os
 import signal
 import sys
@@ -11,8 +10,6 @@ from queue import SimpleQueue
 from typing import Any, cast, final
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from infer.checkpoint import open_checkpoint
 from infer.errors import InferError
@@ -20,6 +17,7 @@ from infer.model.from_checkpoint import load_checked, set_num_threads
 from infer.operands.group import Group
 from infer.operands.step import Chunk
 from infer.runner.runner import CachedRunner
+from infer.tensor_parallel.digest import digest_of
 from infer.tensor_parallel.ranks import Call, make_group
 from infer.tensor_parallel.settings import ModelSource, RunnerSettings, Transport
 
@@ -113,10 +111,6 @@ class Follower:
         if own != list(starts):
             print(f"infer: rank {self._group.rank} has {own} tokens where rank 0 has {starts}", file=sys.stderr)
             os._exit(1)
-
-
-def digest_of(logits: Float[Tensor, "logits vocab"]) -> bytes:
-    return hashlib.blake2b(logits.float().contiguous().cpu().numpy().tobytes(), digest_size=16).digest()
 
 
 if __name__ == "__main__":

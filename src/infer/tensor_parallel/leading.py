@@ -8,15 +8,18 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from infer.errors import InferError
 from infer.kvcache.paged import PagedCache
 from infer.operands.step import Chunk, Interrupt, Masks, StepEnd
 from infer.runner.runner import CachedRunner, Runner
 from infer.runner.verify import SampledTokens
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
+from infer.tensor_parallel.digest import digest_of
 from infer.tensor_parallel.ranks import Ranks
 
 
@@ -25,6 +28,14 @@ class LeadingRunner(Runner):
     def __init__(self, runner: CachedRunner, ranks: Ranks) -> None:
         super().__init__(runner.model)
         self._runner, self._ranks = runner, ranks
+
+    def check_logits(self) -> None:
+        """Raises InferError where the ranks do not find the same logits."""
+        self.reserve(0, 1)
+        logits = self.forward([Chunk(0, [0])])
+        if set(self._ranks.digests()) != {digest_of(logits)}:
+            raise InferError("the ranks of the model do not find the same logits: the memory or a build is faulty")
+        self.truncate(0, 0)
 
     @contextmanager
     def _leading(self, name: str, *arguments: Any) -> Iterator[None]:
@@ -38,6 +49,7 @@ class LeadingRunner(Runner):
 
     # What runs the model
 
+    @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk]) -> Float[Tensor, "logits vocab"]:
         with self._leading("forward", chunks, self._starts(chunks)):
             return self._runner.forward(chunks)

@@ -60,7 +60,7 @@ class Team:
     """`num_threads` threads, the caller's own among them. Workers start with the first walk that needs them."""
 
     def __init__(self, num_threads: int, rank: int = 0, num_ranks: int = 1) -> None:
-        """One of as many teams as ranks share a model out, whose threads keep to nodes of memory as those of one would."""
+        """The teams of ranks that share a model out keep to nodes of memory as one of all their threads would."""
         self.num_threads = min(num_threads, MAX_THREADS)
         self._rank, self._num_ranks = rank, num_ranks
         self._job = aligned(1, JOB)

@@ -1,0 +1,10 @@
+"""What ranks compare: logits as few bytes."""
+
+import hashlib
+
+from jaxtyping import Float
+from torch import Tensor
+
+
+def digest_of(logits: Float[Tensor, "logits vocab"]) -> bytes:
+    return hashlib.blake2b(logits.float().contiguous().cpu().numpy().tobytes(), digest_size=16).digest()

@@ -55,7 +55,6 @@ from infer.sampling_params import SamplingParams
 from infer.session.session import Session, begin_session
 from infer.system.available_memory import give_back_freed
 from infer.tensor_parallel.ranks import start_ranks
-from infer.tensor_parallel.settings import check_shared, threads_of_rank
 from infer.tokenizer import Tokenizer
 from infer.tokenizer.template_process import start_rendering
 from infer.toolcalls.tools import ToolLike
@@ -68,15 +67,15 @@ class LLM:
     """A loaded model. `model` is a folder, a `.gguf` file, the name of an installed package (`smollm2`) or one on the
     hub (`org/repo`, `org/repo:Q4_K_M`: `checkpoint.hub`).
 
-    `dtype="auto"` keeps the weights as their file stores them; a float type dequantises them at load.
-    `weights="q8"` or `"q4"` quantises float weights at load, `"bf16"` rounds them. `precision` is that of the
-    activations beside quantised weights on a CPU: "exact" (16 bits) or "fast" (8). `max_seq_len` None is the model's
-    own context, 8,192 tokens at most. `kv_type` to `reuse_prefixes` are `CacheSettings`; all answers and sessions share
-    `pool_pages` pages of 64 tokens (None: 8 full contexts', or as many as the memory holds). `threads` counts for the
-    whole process. With `tensor_parallel` so many processes share the model out, each with as many threads: the same
-    tokens. `capture=False` runs each op by itself: slower, with the same tokens. `chat_template` stands in place
-    of the model's own; with `allow_special` control tokens that are written in a message are control, not text.
-    `grammar_backend` holds answers to a schema, a pattern or a grammar. Safe to call from several threads.
+    `dtype="auto"` keeps the weights as their file stores them; a float type dequantises them at load. `weights="q8"` or
+    `"q4"` quantises float weights at load, `"bf16"` rounds them. `precision` is that of the activations beside
+    quantised weights on a CPU: "exact" (16 bits) or "fast" (8). `max_seq_len` None is the model's own context, 8,192
+    tokens at most. `kv_type` to `reuse_prefixes` are `CacheSettings`; all answers and sessions share `pool_pages` pages
+    of 64 tokens (None: 8 full contexts', or as many as the memory holds). `threads` counts for the whole process;
+    `tensor_parallel` processes share the model out, each with so many. `capture=False` runs each op by itself: slower,
+    with the same tokens. `chat_template` stands in place of the model's own; with `allow_special` control tokens that
+    are written in a message are control, not text. `grammar_backend` holds answers to a schema, a pattern or a grammar.
+    Safe to call from several threads.
 
     How an answer is sampled is given as `SamplingParams`, exactly, or as a mapping or keywords, over the model's own
     defaults: `generate("Once", temperature=0)`. `close()`, or `with LLM(...) as llm`, gives the memory back.
@@ -111,15 +110,10 @@ class LLM:
     ) -> None:
         self._host, self._shown = None, str(model)
         cache = CacheSettings(
-            kv_type=kv_type,
-            eviction_policy=eviction_policy,
-            eviction_window=eviction_window,
-            protected_prefix=protected_prefix,
-            memory_threshold_mb=memory_threshold_mb,
-            reuse_prefixes=reuse_prefixes,
-        )
-        kept_dtype, threads = dtype_name(dtype), threads_of_rank(threads, tensor_parallel)
-        check_shared(tensor_parallel, str(device), cache)
+            kv_type=kv_type, eviction_policy=eviction_policy, eviction_window=eviction_window,
+            protected_prefix=protected_prefix, memory_threshold_mb=memory_threshold_mb, reuse_prefixes=reuse_prefixes,
+        )  # fmt: skip
+        kept_dtype = dtype_name(dtype)
         with threads_if_loaded(threads, tensor_parallel):
             checkpoint = open_checkpoint(model)
             tokenizer = load_tokenizer(checkpoint, chat_template=chat_template, allow_special=allow_special)
@@ -128,12 +122,11 @@ class LLM:
             if tokenizer.chat_template is not None:
                 start_rendering()
             self.sampling_defaults = defaults_of(checkpoint)
-            fingerprint, load = checkpoint.fingerprint(), (kept_dtype, weights, precision)
-            ranks = start_ranks(checkpoint, fingerprint, load, threads, tensor_parallel)
+            ranks = start_ranks(checkpoint, (kept_dtype, weights, precision), str(device), cache, tensor_parallel)
             asked = device, dtype, weights, precision, max_seq_len, on_progress, cache
             network = load_checked(checkpoint, tokenizer, *asked, group=None if ranks is None else ranks.group)
-        named = f"{fingerprint} {weights} {precision} {kept_dtype}"
-        kept = named, cache, pool_pages, capture, grammar_backend, self.sampling_defaults, checkpoint.pooling
+        fingerprint = f"{checkpoint.fingerprint()} {weights} {precision} {kept_dtype}"
+        kept = fingerprint, cache, pool_pages, capture, grammar_backend, self.sampling_defaults, checkpoint.pooling
         self._host = Host(network, tokenizer, HostSettings(*kept), ranks)
         loaded_as = next((each for each in (kept_dtype, weights) if each != "auto"), stored)
         self._shown = shown_as(model, checkpoint, network.architecture, loaded_as, network.max_seq_len)

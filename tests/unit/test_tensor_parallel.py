@@ -273,6 +273,8 @@ def test_a_model_that_is_shared_out_answers_converses_and_is_closed(world: World
     ({"tensor_parallel": 2, "device": "cuda"}, "tensor_parallel=2 shares a model out on a CPU, got device 'cuda'"),
     ({"tensor_parallel": 2, "eviction_policy": "sliding", "memory_threshold_mb": 1}, "would forget at different"),
 ])  # fmt: skip
-def test_what_cannot_be_shared_out_is_refused(settings: dict[str, Any], problem: str) -> None:
+def test_what_cannot_be_shared_out_is_refused(
+    world: World, folder: Path, settings: dict[str, Any], problem: str
+) -> None:
     with pytest.raises(InvalidRequestError, match=problem):
-        LLM("nothing", **settings)
+        LLM(folder, **settings)

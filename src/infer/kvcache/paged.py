@@ -155,10 +155,6 @@ class PagedCache:
             raise InvalidRequestError(f"only an empty row gets other rope factors, row {row} has tokens")
         self.memory.set_rope(row, int(is_long))
 
-    @property
-    def shares_prefixes(self) -> bool:
-        return self._shares
-
     def reset(self) -> None:
         """Empty every row, whatever a change that was left midway has made of it."""
         self.observer = None
@@ -271,17 +267,23 @@ class PagedCache:
     # What several rows begin with
 
     @property
-    def _shares(self) -> bool:
+    def shares_prefixes(self) -> bool:
         return self.settings.reuse_prefixes and not self.settings.evicts
+
+    def has_new_pages(self, row: int) -> bool:
+        """Whether `remember` would find whole pages of a row that it does not know yet."""
+        return self.shares_prefixes and not self.is_long(row) and self._shareable_pages(row) > len(self._keys[row])
+
+    def _shareable_pages(self, row: int) -> int:  # one row's are at most half of the largest pool
+        return min(self._lengths[row] // self.settings.page_tokens, max(self.pool_pages) // 2)
 
     def remember(self, row: int, token_ids: Sequence[int], salt: bytes = b"") -> None:
         """The row's committed tokens are the first of these: other rows that begin with them, and have the same salt,
-        may share what is stored, unless it is long. One row's is at most half of the largest pool."""
-        page_tokens, known = self.settings.page_tokens, len(self._keys[row])
-        length = min(self._lengths[row], max(self.pool_pages) // 2 * page_tokens)
-        if length // page_tokens <= known or not self._shares or self.is_long(row):
+        may share what is stored, unless it is long."""
+        if not self.has_new_pages(row):
             return
-        self._keys[row] = page_keys(token_ids[:length], page_tokens, self._keys[row], salt)
+        page_tokens, known, count = self.settings.page_tokens, len(self._keys[row]), self._shareable_pages(row)
+        self._keys[row] = page_keys(token_ids[: count * page_tokens], page_tokens, self._keys[row], salt)
         for index, key in enumerate(self._keys[row][known:], known):
             for rows in self.groups:
                 rows.table.remember(row, index, key)
@@ -296,7 +298,7 @@ class PagedCache:
     def adopt(self, row: int, token_ids: Sequence[int], salt: bytes = b"") -> int:
         """Give an empty row what is stored, with this salt, for the first of these tokens; how many, and never the
         last. Takes no free page but cached ones. A row that is long gets nothing."""
-        if not self._shares or self._lengths[row] or self.is_long(row):
+        if not self.shares_prefixes or self._lengths[row] or self.is_long(row):
             return 0
         page_tokens = self.settings.page_tokens
         keys = page_keys(token_ids[:-1], page_tokens, salt=salt)

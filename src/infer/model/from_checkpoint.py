@@ -25,7 +25,7 @@ from infer.operands.architecture import Architecture
 from infer.operands.group import Group
 from infer.ops import Precision
 from infer.system.available_memory import give_back_freed
-from infer.system.cores import check_num_threads
+from infer.system.cores import check_num_threads, default_num_threads
 from infer.tokenizer import Tokenizer
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -163,7 +163,9 @@ def _check_memory(
 
 @contextmanager
 def threads_if_loaded(threads: int | None, num_ranks: int = 1) -> Iterator[None]:
-    """`set_num_threads` for rank 0, undone where what is within fails."""
+    """`set_num_threads` for rank 0, undone where what is within fails. None: the default, which ranks share."""
+    if threads is None and num_ranks > 1:
+        threads = max(1, default_num_threads() // num_ranks)
     if threads is None:
         yield
         return

@@ -116,9 +116,9 @@ class LeadingRunner(Runner):
         return self._runner.adopt(slot, token_ids, salt)
 
     def remember(self, slot: int, token_ids: Sequence[int], salt: bytes = b"") -> None:
-        if self.shares_prefixes:
+        if self.shares_prefixes and self.cache.has_new_pages(slot):
             self._ranks.tell("remember", slot, list(token_ids), salt)
-        self._runner.remember(slot, token_ids, salt)
+            self._runner.remember(slot, token_ids, salt)
 
     def choose_rope(self, slot: int, length: int) -> bool:
         if self.model.rope_border is not None:

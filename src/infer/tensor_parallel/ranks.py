@@ -25,23 +25,28 @@ import torch
 from infer import ops
 from infer.checkpoint import Checkpoint
 from infer.errors import InferError
+from infer.kvcache.settings import CacheSettings
 from infer.model.families import make_architecture
 from infer.operands.architecture import Architecture
 from infer.operands.group import Group
 from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
-from infer.tensor_parallel.settings import ModelSource, RunnerSettings, Transport
+from infer.tensor_parallel.settings import ModelSource, RunnerSettings, Transport, check_shared
 
 Call = tuple[str, tuple[Any, ...]]  # a method of the runner, and its arguments
 _HEADER_BYTES = 1 << 14
 
 
 def start_ranks(
-    checkpoint: Checkpoint, fingerprint: str, load: tuple[str, str, str], threads: int | None, size: int
+    checkpoint: Checkpoint, load: tuple[str, str, str], device: str, cache: CacheSettings, size: int
 ) -> "Ranks | None":
-    """Those of a model but the first, if it is shared out. `load` is its dtype, weights and precision."""
+    """Those of a model but the first, if it is shared out, each with as many threads as this process. `load` is its
+    dtype, weights and precision. Raises InvalidRequestError where it cannot be shared out.
+    """
     if size == 1:
         return None
-    source = ModelSource(checkpoint.path, fingerprint, *load, threads or 1)
+    check_shared(size, device, cache)
+    num_threads = ops.backend_of(torch.device(device)).num_threads()
+    source = ModelSource(checkpoint.path, checkpoint.fingerprint(), *load, num_threads)
     return Ranks(source, make_architecture(checkpoint.config), size)
 
 

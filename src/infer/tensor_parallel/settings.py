@@ -5,7 +5,6 @@ from typing import Literal, NamedTuple, final
 
 from infer.errors import InvalidRequestError
 from infer.kvcache.settings import CacheSettings
-from infer.system.cores import default_num_threads
 
 Transport = Literal["memory", "gloo"]
 
@@ -33,16 +32,11 @@ class RunnerSettings(NamedTuple):
     capture: bool
 
 
-def threads_of_rank(threads: int | None, num_ranks: int) -> int | None:
-    """`threads` count for each rank; by default the ranks share the cores."""
-    return max(1, default_num_threads() // num_ranks) if threads is None and num_ranks > 1 else threads
-
-
 def check_shared(num_ranks: int, device: str, cache: CacheSettings) -> None:
     """Raises InvalidRequestError where a model cannot be shared out among so many ranks."""
-    if num_ranks > 1 and device != "cpu":
+    if device != "cpu":
         raise InvalidRequestError(f"tensor_parallel={num_ranks} shares a model out on a CPU, got device {device!r:.80}")
-    if num_ranks > 1 and cache.memory_threshold_mb is not None:
+    if cache.memory_threshold_mb is not None:
         raise InvalidRequestError(
             f"memory_threshold_mb={cache.memory_threshold_mb}: the ranks of tensor_parallel={num_ranks} would forget "
             "at different moments; leave it out to evict from the start"

@@ -70,7 +70,7 @@ class LeadingRunner(Runner):
         masks: Masks | None = None,
         interrupt: Interrupt | None = None,
     ) -> tuple[list[SampledTokens], list[StepEnd]]:
-        if not self._runner.can_multi_step(chunks):
+        if not self._runner.can_multi_step(chunks, columns):
             return [], []
         with self._leading("multi_step", chunks, self._starts(chunks), count):
             return self._runner.multi_step(chunks, count, columns, history, stop_ids, masks, interrupt)

@@ -278,7 +278,7 @@ class PagedCache:
         return min(self._lengths[row] // self.settings.page_tokens, max(self.pool_pages) // 2)
 
     def remember(self, row: int, token_ids: Sequence[int], salt: bytes = b"") -> None:
-        """The row's committed tokens are the first of these: other rows that begin so, with this salt, may share them."""
+        """The row's committed tokens are the first of these: others that begin so, with this salt, may share them."""
         if not self.has_new_pages(row):
             return
         page_tokens, known, count = self.settings.page_tokens, len(self._keys[row]), self._shareable_pages(row)

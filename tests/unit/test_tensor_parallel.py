@@ -147,9 +147,13 @@ def check_same(runner: Runner, expected: tuple[list[Tensor], list[list[int]]]) -
 
 @pytest.mark.parametrize(("size", "transport"), [(2, "memory"), (3, "memory"), (4, "memory"), (2, "gloo"), (4, "gloo")])
 def test_every_family_has_the_bits_of_one_rank(families: list[Path], size: int, transport: Transport) -> None:
+    """Of more than two ranks, which fight for the cores here, and over gloo, a few: one with post norms, one with norms
+    over all heads."""
     ranks = ranks_of(families[0], size, transport)
     try:
-        for folder in families:
+        for tiny, folder in zip(FAMILIES, families, strict=True):
+            if not IS_WHOLE and (size > 2 or transport == "gloo") and tiny.name not in ("llama", "gemma3", "olmo2"):
+                continue
             check_same(runner_of(folder, ranks, capture=transport == "memory"), steps(runner_of(folder)))
     finally:
         ranks.close()

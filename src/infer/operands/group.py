@@ -35,7 +35,9 @@ class Group(ABC):
         return
 
     def begin_anew(self) -> None:
-        """For each rank, between steps, after `fail`: as if it had gathered nothing."""
+        """For each rank, between steps or after `fail`: as if it had gathered nothing. Raises InferError where it cannot
+        leave a step.
+        """
         return
 
     def mend(self) -> None:

@@ -42,7 +42,7 @@ class LeadingRunner(Runner):
         """The others run a step, for the same one here within."""
         self._ranks.lead(name, *arguments)
         yield
-        self._ranks.check()
+        self._ranks.has_led()
 
     def _starts(self, chunks: Sequence[Chunk]) -> list[int]:
         return [self.lengths[chunk.slot] for chunk in chunks]

@@ -69,7 +69,7 @@ class Ranks:
         self.source = source  # of what `load` loads
         self._pending = list[Call]()
         self._failure: str | None = None
-        self._is_closed = False
+        self._is_closed = self._is_midway = False
         self._processes, self._pipes = list[subprocess.Popen[bytes]](), list[Connection]()
         folder = tempfile.mkdtemp(prefix="infer-ranks-")
         self._end = weakref.finalize(self, _end, self._processes, self._pipes, folder)
@@ -99,23 +99,33 @@ class Ranks:
         self.check()
         calls = [*self._pending, (name, arguments)]
         self._pending.clear()
+        self._is_midway = True
         self._send(calls)
+
+    def has_led(self) -> None:
+        """Rank 0 has done the same. Raises InferError where a rank has ended meanwhile."""
+        self.check()
+        self._is_midway = False
 
     def begin_anew(self) -> None:
         """They leave the step that they are in, if any, empty their runners, and wait for what is told next."""
         self.check()
         self._pending.clear()
-        self.group.fail()
+        if self._is_midway:
+            self.group.fail()
+        self.group.begin_anew()
         self._send([("begin_anew", ())])
         self._answers()
         self.check()
-        self.group.begin_anew()
         self.group.mend()
+        self._is_midway = False
 
     def digests(self) -> list[bytes]:
         """Of the logits that each had last."""
         self.lead("digest")
-        return [found for found in self._answers() if found is not None]
+        found = self._answers()
+        self.has_led()
+        return found
 
     def check(self) -> None:
         """Raises InferError once one has ended."""

@@ -59,6 +59,10 @@ ALLOWED = {
     ("server/metrics_page.py", "asyncio"),
     ("server/state.py", "asyncio"),
     ("server/tls.py", "ssl"),
+    ("tensor_parallel/follower.py", "multiprocessing.connection"),  # calls, from the process that started this one
+    ("tensor_parallel/ranks.py", "multiprocessing.connection"),
+    ("tensor_parallel/ranks.py", "socket"),  # pairs of them, of no address
+    ("tensor_parallel/ranks.py", "subprocess"),
 }
 
 

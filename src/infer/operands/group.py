@@ -35,7 +35,7 @@ class Group(ABC):
         return
 
     def begin_anew(self) -> None:
-        """For each rank, between steps or after `fail`: as if it had gathered nothing. Raises InferError where it cannot
+        """For each rank, between steps or after `fail`: as if it had gathered nothing. InferError where it cannot
         leave a step.
         """
         return

@@ -1,7 +1,8 @@
 """How chat templates of public models write tools, calls and results, in as few lines as tell them apart.
 
 Written after the models' own templates (Apache-2.0 or MIT: Qwen2.5, Qwen3-Coder, Mistral v3, v7 and v13, Granite 3.3,
-Phi-4-mini, SmolLM3, DeepSeek-V3.1) and the published prompt formats of Llama 3.1, LFM2, Firefunction and Command R+.
+Phi-4-mini, SmolLM3, DeepSeek-V3.1, GLM-4.6, MiniMax-M2, Seed-OSS) and the published prompt formats of Llama 3.1, LFM2,
+Firefunction and Command R+.
 """
 
 _TURN = "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
@@ -22,6 +23,18 @@ _QWEN3_CODER = _HERMES[: _HERMES.index("\n<tool_call>\n")] + (
     "</function>\n</tool_call>{% endfor %}<|im_end|>\n{% elif message.role == 'tool' %}<|im_start|>user\n"
     "<tool_response>\n{{ message.content }}\n</tool_response><|im_end|>\n{% else %}" + _TURN + "{% endif %}{% endfor %}"
 )
+
+
+# One that writes arguments of a call as XML, after Qwen3-Coder's.
+def _xml_template(opening: str, call: str, argument: str, closing: str) -> str:
+    return _HERMES[: _HERMES.index("{% for tool_call")] + (
+        f"\n{opening}{{% for tool_call in message.tool_calls %}}{{% set tool_call = tool_call.function %}}{call}"
+        f"{{% for name, value in tool_call.arguments.items() %}}{argument}{{% endfor %}}{closing}<|im_end|>\n"
+        + _HERMES[_HERMES.index("{% elif message.role == 'tool' %}") :]
+    )
+
+
+_VALUE = "{{ value if value is string else value | tojson }}"
 _MISTRAL_RESULT = (
     "{% elif message.role == 'tool' %}{% if message.tool_call_id | length != 9 %}"
     "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}"
@@ -97,6 +110,29 @@ TEMPLATES = {
         "{% for message in messages %}{% if message.tool_calls %}{% for call in message.tool_calls %}"
         "[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}{% endfor %}</s>"
     ) + _MISTRAL_RESULT,
+    "mistral-call-id": (
+        "{% for message in messages %}{% if message.tool_calls %}{% for call in message.tool_calls %}"
+        "[TOOL_CALLS]{{ call.function.name }}[CALL_ID]{{ call.id }}[ARGS]{{ call.function.arguments | tojson }}"
+        "{% endfor %}</s>"
+    ) + _MISTRAL_RESULT,
+    "glm-4.5": _xml_template(
+        "",
+        "<tool_call>{{ tool_call.name }}\n",
+        f"<arg_key>{{{{ name }}}}</arg_key>\n<arg_value>{_VALUE}</arg_value>\n",
+        "</tool_call>{% endfor %}",
+    ),
+    "minimax-m2": _xml_template(
+        "<minimax:tool_call>\n",
+        '<invoke name="{{ tool_call.name }}">\n',
+        f'<parameter name="{{{{ name }}}}">{_VALUE}</parameter>\n',
+        "</invoke>\n{% endfor %}</minimax:tool_call>",
+    ),
+    "seed-oss": _xml_template(
+        "",
+        "<seed:tool_call>\n<function={{ tool_call.name }}>\n",
+        f"<parameter={{{{ name }}}}>{_VALUE}</parameter>\n",
+        "</function>\n</seed:tool_call>{% endfor %}",
+    ),
     "llama": _LLAMA,
     "granite": _GRANITE,
     "phi-4-mini": _PHI,

@@ -375,15 +375,18 @@ class LLM:
         *,
         step: int = 1,
         num_candidates: int = 10,
+        prompt_ids: Sequence[int] | None = None,
         options: RequestOptions | None = None,
         **keywords: Unpack[RequestKeywords],
     ) -> SampleTrace:
         """How the token of this step (1 follows the prompt) is sampled, stage by stage: the one `generate` gives.
 
-        A prompt of messages is rendered as `chat` does. Raises InvalidRequestError where the answer ends before.
+        A prompt of messages is rendered as `chat` does; `prompt_ids` are its ids where they are spelled in another way,
+        as a session's may be. Raises InvalidRequestError where the answer ends before.
         """
         host, (options, sampling) = self._opened, split_options(options, keywords)
-        return trace_token(host, prompt, host.sampled_by(prompt, params, sampling), options, step, num_candidates)
+        params = host.sampled_by(prompt, params, sampling)
+        return trace_token(host, prompt, params, options, step, num_candidates, prompt_ids)
 
     def embed(
         self, texts: Sequence[Prompt], pooling: Pooling | None = None, *, normalize: bool = True

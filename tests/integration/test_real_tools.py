@@ -56,7 +56,7 @@ def test_a_real_template_shows_a_call_as_its_grammar_writes_it(
     answer = found.answer_format(found.encode([ASKED]))
     assert answer is not None
     compiler = make_compiler(tokenizer)
-    lark = answer_lark(answer, compiler.json_rule, is_held=False)
+    lark = answer_lark(answer, compiler, is_held=False)
     assert lark is not None
     constraint, parser = compiler.compile_around(lark, None), AnswerParser(answer, str)
     ids = tokenizer.encode(call, add_special_tokens=False)

@@ -152,13 +152,14 @@ class FakeModel:
         *,
         step: int = 1,
         num_candidates: int = 10,
+        prompt_ids: Sequence[int] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> SampleTrace:
         """Three tokens, of which top-k drops one; the prompt and the parameters are shown as the text before."""
         if "long" in prompt:
             raise ContextLengthError("the prompt has 101 tokens and the context holds 100")
         assert params is not None
-        said = params if "params" in prompt else prompt
+        said = params if "params" in prompt else prompt_ids or prompt
         values = [("<b>&\n", (0.5, 0.625), 0.1), ("é\x1b[1m", (0.3, 0.375), 1.2), ("深い" * 20, (0.2, 0.0), None)]
         candidates = [
             TraceCandidate(

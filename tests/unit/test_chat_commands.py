@@ -180,13 +180,6 @@ def test_a_link_of_an_answer_with_tools_holds_them(session: ChatSession) -> None
     assert read_permalink(shown_lines(run_command(session, "/link"))[0]).body["tools"] == TOOLS
 
 
-def test_a_trace_of_messages_that_are_spelt_otherwise_is_refused(session: ChatSession) -> None:
-    session.tools = TOOLS
-    ask(session, "one")
-    with pytest.raises(InvalidRequestError, match="spells these messages in another way: /tools off"):
-        run_command(session, "/trace")
-
-
 def test_reasoning_is_folded(session: ChatSession) -> None:
     ask(session, "one")
     assert run_command(session, "/reasoning") == "(the last answer has no reasoning)"

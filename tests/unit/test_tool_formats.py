@@ -26,8 +26,8 @@ from infer.toolcalls.lark import answer_lark
 from infer.toolcalls.parser import AnswerParser
 from infer.toolcalls.tools import Kind, Tool, read_tool_choice, read_tools
 
-CONTROLS = ("[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "[THINK]", "[/THINK]")
-THINK, THINK_CONTROL = REASONING_FORMATS
+CONTROLS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|tool_call|>", "[THINK]", "[/THINK]")
+THINK, THINK_CONTROL, _ = REASONING_FORMATS
 NAME = "get_weather"
 PROPERTIES = {
     "city": {"type": "string"},
@@ -85,7 +85,7 @@ def answer_format(
 
 
 def constraint_of(compiler: Compiler, form: AnswerFormat, answer: Grammar | None = None) -> Constraint:
-    lark = answer_lark(form, compiler.json_rule, is_held=answer is not None)
+    lark = answer_lark(form, compiler, is_held=answer is not None)
     assert lark is not None
     return compiler.compile_around(lark, answer)
 
@@ -330,17 +330,36 @@ def test_what_a_format_cannot_hold_names_the_tool(tokenizer: Tokenizer, compiler
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("pythonic", {"properties": {"a b": {}}}, "cannot name 'a b'"),
         ("qwen3-coder", {"anyOf": [{}]}, "anyOf cannot be held"),
-        (
-            "qwen3-coder",
-            {"properties": {"a": {"type": "string", "pattern": "a+"}}},
-            "pattern of the text a cannot be held",
-        ),
+        ("qwen3-coder", {"properties": {"a": {"type": "string", "not": {}}}}, "not of the text a cannot be held"),
+        ("qwen3-coder", {"properties": {"a": {"type": "string", "pattern": "(?=a)"}}}, "look-around"),
         ("hermes", {"properties": {"a": {"type": "strange"}}}, "json_schema"),
     ]
     for name, parameters, rule in cases:
         tools = read_tools([{"name": "f", "parameters": parameters}])
         with pytest.raises(InvalidRequestError, match=rf"tools\[0\] \(f\): .*{rule}"):
             constraint_of(compiler, answer_format(tokenizer, FORMATS[name], tools))
+
+
+@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.syntax == "xml"])
+@pytest.mark.parametrize(
+    ("schema", "allowed", "refused"),
+    [
+        ({"pattern": "^[a-z]{2}/\\d+$"}, ["ab/12"], ["ab", "xab/12", "ab/1\n"]),
+        ({"pattern": "b+"}, ["b", "abc\n"], ["", "ac"]),
+        ({"minLength": 30}, ["x" * 30], ["x", "x{end}" + "x" * 30]),
+        ({"pattern": "b$", "maxLength": 3}, ["ab"], ["b{end}b", "aaab"]),
+    ],
+)
+def test_a_text_without_quotes_is_held_by_its_pattern_and_its_lengths(
+    name: str, schema: dict[str, Any], allowed: list[str], refused: list[str], tokenizer: Tokenizer, compiler: Compiler
+) -> None:
+    tools = read_tools([{"name": "f", "parameters": {"properties": {"a": {"type": "string", **schema}}}}])
+    form = answer_format(tokenizer, FORMATS[name], tools, "required")
+    for text, is_allowed in [(each, True) for each in allowed] + [(each, False) for each in refused]:
+        value = text.replace("{end}", FORMATS[name].after_value)
+        written = FORMATS[name].written([("f", written_arguments(FORMATS[name], tools[0], {"a": value}))])
+        ids = tokenizer.encode(written, add_special_tokens=False)
+        assert (constraint_of(compiler, form).accept(ids) == len(ids)) == is_allowed, value
 
 
 @pytest.mark.parametrize("name", ["pythonic", "lfm2"])

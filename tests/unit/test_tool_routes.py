@@ -158,6 +158,16 @@ def test_a_chat_traces_an_answer_that_tools_hold(llm: LLM) -> None:
     assert "allowed" in {stage.name for stage in found.stages}
 
 
+def test_a_chat_traces_an_answer_with_a_schema_after_its_reasoning(llm: LLM) -> None:
+    schema = {"type": "object", "properties": {"flag": {"type": "boolean"}}, "required": ["flag"]}
+    chat = ChatSession(llm, "tiny", SamplingParams(seed=3, max_new_tokens=30, temperature=1.5, json_schema=schema))
+    chat.answer("weather?", lambda text: None)
+    second = chat.answer("and now?", lambda text: None)
+    for step in (1, 2, len(second.token_ids)):
+        found = chat.trace(step)
+        assert (found.token_id, found.position) == (second.token_ids[step - 1], second.prompt_tokens + step - 1)
+
+
 @pytest.mark.parametrize("name", ["tools", "thinking_token_budget", "reasoning_effort"])
 def test_what_belongs_to_messages_is_refused_beside_a_text(served: Served, name: str) -> None:
     value = {"tools": TOOLS, "thinking_token_budget": 1, "reasoning_effort": "low"}[name]

@@ -112,5 +112,6 @@ class Model(Protocol):
         *,
         step: int = 1,
         num_candidates: int = 10,
+        prompt_ids: Sequence[int] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> SampleTrace: ...

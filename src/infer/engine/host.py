@@ -262,7 +262,7 @@ class Host:
     def _constraint_maker(self, grammar: Grammar | None, form: AnswerFormat | None) -> Callable[[], Constraint] | None:
         """Of the user's grammar, with what may stand around it."""
         compiler = self._compiler
-        lark = None if form is None else answer_lark(form, compiler.json_rule, is_held=grammar is not None)
+        lark = None if form is None else answer_lark(form, compiler, is_held=grammar is not None)
         if form is None or lark is None:
             return None if grammar is None else partial(compiler.compile, grammar)
         make = partial(compiler.compile_around, lark, grammar)

@@ -16,6 +16,7 @@ from infer.engine.lease import Lease
 from infer.engine.prompt_ids import Prompt
 from infer.engine.request import Request, check_prompt
 from infer.engine.request_options import RequestOptions, check_count
+from infer.engine.sequence import Sequence as QueuedSequence
 from infer.errors import InferError, InvalidRequestError
 from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
 from infer.operands.step import Step
@@ -94,14 +95,23 @@ def score_prompt(host: Host, prompt: Prompt, num_top: int, check: Check = lambda
 
 
 def trace_token(
-    host: Host, prompt: Prompt, params: SamplingParams, options: RequestOptions, step: int, num_candidates: int
+    host: Host,
+    prompt: Prompt,
+    params: SamplingParams,
+    options: RequestOptions,
+    step: int,
+    num_candidates: int,
+    prompt_ids: Sequence[int] | None = None,
 ) -> SampleTrace:
     """Raises InvalidRequestError where the answer ends before `step`, and as `check_traceable` does."""
     check_count("step", step, 1, host.model.max_seq_len)
     check_count("num_candidates", num_candidates, 1, host.vocab_size)
     check_traceable(host)
     asked = replace(params, max_new_tokens=step, min_new_tokens=min(params.min_new_tokens, step))
-    sequence = host.sequence(prompt, asked, options, {})
+    conversation = host.conversation(prompt, options)
+    encode = conversation.encode if conversation is not None and prompt_ids is None else None
+    fitting = host.fit(prompt if prompt_ids is None else prompt_ids, asked, options, encode)
+    sequence = QueuedSequence(host.request(fitting, asked, options, conversation))
     result = host.stream(sequence).run()
     if result.error is not None:
         raise InvalidRequestError(f"the generation ended early: {result.error}")

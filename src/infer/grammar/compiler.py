@@ -20,6 +20,7 @@ from infer.grammar.matcher import StepwiseConstraint
 from infer.grammar.pattern import check_pattern, encoded, without_anchors
 from infer.grammar.sandbox import trial_of
 from infer.grammar.schema import BuiltSchema, build_schema
+from infer.grammar.schema_pattern import translated
 from infer.grammar.vocabulary import Vocabulary
 from infer.grammar.xgrammar import XgrammarBackend
 from infer.system.locks import long_lock
@@ -85,9 +86,22 @@ class Compiler:
             _keep(self._rules, grammar, found, MAX_RULES)
         return found
 
+    def text_pattern(self, pattern: str) -> str:
+        """A schema's pattern, for a whole text, between the slashes of a pattern of Lark. Raises InvalidRequestError.
+
+        With an anchor it holds each of its alternatives.
+        """
+        self.json_rule({"type": "string", "pattern": pattern})
+        body = without_anchors(pattern)
+        check_pattern(body, "pattern", allows_anchors=False)
+        found = re.sub(r"(\\.)|/", lambda match: match[1] or "\\/", translated(body), flags=re.DOTALL)
+        before = "" if pattern.startswith("^") else "(.|\\n)*"
+        after = "" if pattern.removeprefix("^") != body else "(.|\\n)*"
+        return f"{before}({found})".replace("\n", "\\n") + after
+
     def compile_around(self, lark: str, answer: Grammar | None) -> Constraint:
         """A grammar of infer's own, in which `@answer` is the request's. It may name control tokens by their ids, so
-        nothing of a request may be in it but what `json_rule` gives.
+        nothing of a request may be in it but what `json_rule` and `text_pattern` give.
         """
 
         def compile_(backend: Backend) -> Any:

@@ -75,7 +75,11 @@ def written_arguments(form: ToolCallFormat, tool: Tool | None, arguments: Mappin
         return ", ".join(f"{name}={written_value(value)}" for name, value in arguments.items())
     properties = {} if tool is None else tool.parameters.get("properties", {})
     return "".join(
-        f"<parameter={name}>\n{value if is_plain_text(properties.get(name)) else json.dumps(value)}\n</parameter>\n"
+        form.before_key
+        + name
+        + form.after_key
+        + (value if is_plain_text(properties.get(name)) else json.dumps(value))
+        + form.after_value
         for name, value in arguments.items()
     )
 

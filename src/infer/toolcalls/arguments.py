@@ -1,14 +1,11 @@
 """Arguments as each syntax writes them, made JSON as they come: characters in, characters of JSON out."""
 
 import json
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from typing import NamedTuple, final
 
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
-_PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n")
-_PARAMETER_END = "\n</parameter>\n"
 
 
 class Scanned(NamedTuple):
@@ -96,10 +93,11 @@ class PythonArguments(Arguments):
 
 @final
 class XmlArguments(Arguments):
-    """`<parameter=name>`, a line break, a value, a line break, `</parameter>`; texts stand there without quotes."""
+    """`before_key`, a name, `after_key`, a value, `after_value`; texts stand there without quotes."""
 
-    def __init__(self, text_names: Collection[str]) -> None:
+    def __init__(self, text_names: Collection[str], before_key: str, after_key: str, after_value: str) -> None:
         self._text_names = text_names
+        self._before_key, self._after_key, self._after_value = before_key, after_key, after_value
         self._is_inside = self._is_text = self._has_any = False
 
     def scan(self, text: str) -> Scanned:
@@ -111,25 +109,27 @@ class XmlArguments(Arguments):
                 return Scanned(found, at, step.is_done)
 
     def _between(self, text: str) -> Scanned:
-        if text.startswith("</"):
-            return Scanned("}" if self._has_any else "{}", 0, is_done=True)
-        opened = _PARAMETER.match(text)
-        if opened is None:
+        if not text.startswith(self._before_key):
+            is_done = bool(text) and not self._before_key.startswith(text)
+            return Scanned(("}" if self._has_any else "{}") if is_done else "", 0, is_done)
+        end = text.find(self._after_key)
+        if end < 0:
             return Scanned("", 0, is_done=False)
+        name = text[len(self._before_key) : end]
         start = ", " if self._has_any else "{"
         self._is_inside = self._has_any = True
-        self._is_text = opened[1] in self._text_names
+        self._is_text = name in self._text_names
         quote = '"' if self._is_text else ""
-        return Scanned(f"{start}{json.dumps(opened[1])}: {quote}", opened.end(), is_done=False)
+        return Scanned(f"{start}{json.dumps(name)}: {quote}", end + len(self._after_key), is_done=False)
 
     def _value(self, text: str) -> Scanned:
-        end = text.find(_PARAMETER_END)
-        shown = text[: end if end >= 0 else len(text) - num_held(text, _PARAMETER_END)]
+        end = text.find(self._after_value)
+        shown = text[: end if end >= 0 else len(text) - num_held(text, self._after_value)]
         found = json.dumps(shown, ensure_ascii=False)[1:-1] if self._is_text else shown
         if end < 0:
             return Scanned(found, len(shown), is_done=False)
         self._is_inside = False
-        return Scanned(found + '"' * self._is_text, end + len(_PARAMETER_END), is_done=False)
+        return Scanned(found + '"' * self._is_text, end + len(self._after_value), is_done=False)
 
 
 def num_held(text: str, literal: str) -> int:

@@ -3,11 +3,15 @@
 In a format that is `in_vocabulary` a control token is one lone surrogate: no decoded text has one.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Literal, TypeVar, final
 
 ArgumentSyntax = Literal["json", "python", "xml"]
+ID = "{id}"  # in `before_arguments`: nine letters and digits of the model's own, which are read over
+ID_PATTERN = "[A-Za-z0-9]{9}"
 _FIRST_MARK = 0xD800
 
 
@@ -16,7 +20,7 @@ _FIRST_MARK = 0xD800
 class ToolCallFormat:
     """A call is `before_name` name `before_arguments` arguments `after_arguments`. The calls of an answer stand between
     `opening` and `closing`, with `separator` between two. Text may stand before the first `trigger`; without one, calls
-    are told from text by how an answer begins.
+    are told from text by how an answer begins. In XML an argument is `before_key` key `after_key` value `after_value`.
     """
 
     name: str
@@ -24,6 +28,9 @@ class ToolCallFormat:
     before_arguments: str = '", "arguments": '
     after_arguments: str = "}"
     syntax: ArgumentSyntax = "json"
+    before_key: str = ""
+    after_key: str = ""
+    after_value: str = ""
     opening: str = ""
     separator: str = ""
     closing: str = ""
@@ -45,8 +52,12 @@ class ToolCallFormat:
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
         """Calls as (name, arguments in this syntax)."""
         each = [
-            self.before_name + name + self.before_arguments + arguments + self.after_arguments
-            for name, arguments in calls
+            self.before_name
+            + name
+            + self.before_arguments.replace(ID, f"{index:09}")
+            + arguments
+            + self.after_arguments
+            for index, (name, arguments) in enumerate(calls)
         ]
         return self.opening + self.separator.join(each) + self.closing
 
@@ -58,7 +69,11 @@ class ReasoningFormat:
     closing: str
 
 
-REASONING_FORMATS = (ReasoningFormat("<think>", "</think>"), ReasoningFormat("[THINK]", "[/THINK]"))
+REASONING_FORMATS = (
+    ReasoningFormat("<think>", "</think>"),
+    ReasoningFormat("[THINK]", "[/THINK]"),
+    ReasoningFormat("<seed:think>", "</seed:think>"),
+)
 
 GENERIC = ToolCallFormat(name="json", separator="\n")
 _FORMATS = (
@@ -76,8 +91,48 @@ _FORMATS = (
         before_arguments=">\n",
         after_arguments="</function>\n</tool_call>",
         syntax="xml",
+        before_key="<parameter=",
+        after_key=">\n",
+        after_value="\n</parameter>\n",
         separator="\n",
         trigger="<tool_call>",
+    ),
+    ToolCallFormat(
+        name="glm-4.5",
+        before_name="<tool_call>",
+        before_arguments="\n",
+        after_arguments="</tool_call>",
+        syntax="xml",
+        before_key="<arg_key>",
+        after_key="</arg_key>\n<arg_value>",
+        after_value="</arg_value>\n",
+        separator="\n",
+        trigger="<tool_call>",
+    ),
+    ToolCallFormat(
+        name="minimax-m2",
+        opening="<minimax:tool_call>\n",
+        before_name='<invoke name="',
+        before_arguments='">\n',
+        after_arguments="</invoke>\n",
+        syntax="xml",
+        before_key='<parameter name="',
+        after_key='">',
+        after_value="</parameter>\n",
+        closing="</minimax:tool_call>",
+        trigger="<minimax:tool_call>",
+    ),
+    ToolCallFormat(
+        name="seed-oss",
+        before_name="<seed:tool_call>\n<function=",
+        before_arguments=">\n",
+        after_arguments="</function>\n</seed:tool_call>",
+        syntax="xml",
+        before_key="<parameter=",
+        after_key=">",
+        after_value="</parameter>\n",
+        separator="\n",
+        trigger="<seed:tool_call>",
     ),
     ToolCallFormat(
         name="mistral",
@@ -99,6 +154,14 @@ _FORMATS = (
         name="mistral-v11",
         before_name="[TOOL_CALLS]",
         before_arguments="[ARGS]",
+        after_arguments="",
+        trigger="[TOOL_CALLS]",
+        has_short_ids=True,
+    ),
+    ToolCallFormat(
+        name="mistral-call-id",
+        before_name="[TOOL_CALLS]",
+        before_arguments=f"[CALL_ID]{ID}[ARGS]",
         after_arguments="",
         trigger="[TOOL_CALLS]",
         has_short_ids=True,
@@ -175,6 +238,12 @@ _FORMATS = (
 FORMATS = {each.name: each for each in _FORMATS}
 
 _Format = TypeVar("_Format", ToolCallFormat, ReasoningFormat)
+
+
+@cache
+def pattern_of(literal: str) -> re.Pattern[str]:
+    """What a literal of a format is in a text."""
+    return re.compile(re.escape(literal).replace(re.escape(ID), ID_PATTERN))
 
 
 def literals_of(form: ToolCallFormat | ReasoningFormat) -> list[str]:

@@ -6,40 +6,48 @@ tokens stand in it by their ids: only this grammar can name them, never a reques
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from infer.errors import InvalidRequestError
 from infer.toolcalls.answer_format import AnswerFormat, Calls, is_plain_text, written_value
-from infer.toolcalls.formats import ReasoningFormat
+from infer.toolcalls.formats import ID, ID_PATTERN, ReasoningFormat, ToolCallFormat
 from infer.toolcalls.tools import Tool
 
-JsonRule = Callable[[Mapping[str, Any]], str]  # a schema as an expression of Lark; InvalidRequestError
 _ANY = "(.|\\n)*"
 _SPACES = "[ \\t\\r\\n]*"
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$/&~#]")
-_MARKS = re.compile("([\ud800-\udfff])")
+_PARTS = re.compile("([\ud800-\udfff]|" + re.escape(ID) + ")")
 _LENGTHS = ("minLength", "maxLength")
 _PYTHON_KEYS = frozenset({"type", "enum", "const", "anyOf", "items", "properties", "required", "additionalProperties"})
 _NOTES = frozenset({"title", "description", "default", "examples", "$schema", "deprecated"})
 _OBJECT_KEYS = _NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
 
 
-def answer_lark(form: AnswerFormat, json_rule: JsonRule, *, is_held: bool) -> str | None:
+class Rules(Protocol):
+    """What makes Lark of a tool's schema. Raises InvalidRequestError."""
+
+    def json_rule(self, schema: Mapping[str, Any]) -> str: ...
+
+    def text_pattern(self, pattern: str) -> str: ...
+
+
+def answer_lark(form: AnswerFormat, rules: Rules, *, is_held: bool) -> str | None:
     """None where nothing holds the answer. With `is_held` its text is `@answer`, a grammar of the request's.
 
     Raises InvalidRequestError for a tool that cannot be held to its schema.
     """
     if form.calls is None and not (form.reasoning and (is_held or form.budget is not None)):
         return None
-    return _Builder(form, json_rule, is_held=is_held).lark()
+    return _Builder(form, rules, is_held=is_held).lark()
 
 
 @final
 class _Builder:
-    def __init__(self, form: AnswerFormat, json_rule: JsonRule, *, is_held: bool) -> None:
-        self._form, self._json_rule, self._is_held = form, json_rule, is_held
+    def __init__(self, form: AnswerFormat, rules: Rules, *, is_held: bool) -> None:
+        self._form, self._rules_of, self._is_held = form, rules, is_held
+        self._json_rule = rules.json_rule
         self._id_by_mark = {mark: token_id for token_id, mark in form.marks.items()}
         self._rules: dict[str, str] = {}
         self._numbers = count()  # of rules that are made while another one is
@@ -146,7 +154,10 @@ class _Builder:
             if not key.isidentifier():
                 raise InvalidRequestError(f"the tool format {calls.form.name} cannot name {key!r:.80}: rename it")
         each = [
-            (self._keyword(key, schema) if is_python else self._parameter(key, schema), key in required)
+            (
+                self._keyword(key, schema) if is_python else self._parameter(calls.form, key, schema),
+                key in required,
+            )
             for key, schema in _properties_of(tool, calls.form.name).items()
         ]
         return self._in_order(name, each, '", "' if is_python else '""')
@@ -154,21 +165,28 @@ class _Builder:
     def _keyword(self, name: str, schema: Any) -> str:
         return f"{json.dumps(name + '=')} {self._python(schema)}"
 
-    def _parameter(self, name: str, schema: Any) -> str:
-        opened, closed = json.dumps(f"<parameter={name}>\n"), "\n</parameter>\n"
+    def _parameter(self, form: ToolCallFormat, name: str, schema: Any) -> str:
+        opened, closed = self._literal(form.before_key + name + form.after_key), self._literal(form.after_value)
         if not is_plain_text(schema):
-            return f"{opened} {self._json_rule(schema)} {json.dumps(closed)}"
+            return f"{opened} {self._json_rule(schema)} {closed}"
         if (values := _values_of(schema)) is not None:
-            return f"{opened} {_one_of(json.dumps(value + closed, ensure_ascii=False) for value in values)}"
-        if others := sorted(set(schema) - _NOTES - {"type", "format", *_LENGTHS}):
+            return f"{opened} {_one_of(json.dumps(value, ensure_ascii=False) for value in values)} {closed}"
+        return f"{opened} {self._plain_text(name, schema, form.after_value)}"
+
+    def _plain_text(self, name: str, schema: Mapping[str, Any], closed: str) -> str:
+        """Any text that the schema allows, up to and with the first of this literal. Raises InvalidRequestError."""
+        if others := sorted(set(schema) - _NOTES - {"type", "format", "pattern", *_LENGTHS}):
             raise InvalidRequestError(
                 f"{others[0]} of the text {name} cannot be held in this tool format: leave it out"
             )
-        number = f"{schema.get('minLength', 0)},{schema.get('maxLength', '')}"
-        rule = f"text_{next(self._numbers)}"
-        length = "" if number == "0," else f" & /(.|\\n){{{number}}}{_plain(closed)}/"
-        self._rules[f"{rule}[lazy]"] = f"/{_ANY}{_plain(closed)}/{length}"
-        return f"{opened} {rule}"
+        rule, end = f"text_{next(self._numbers)}", _plain(closed)
+        bounds = f"{schema.get('minLength', 0)},{schema.get('maxLength', '')}"
+        held = [] if bounds == "0," else [f"(.|\\n){{{bounds}}}"]
+        if "pattern" in schema:
+            held.append(self._rules_of.text_pattern(schema["pattern"]))
+        limits = [f"/{each}{end}/" for each in held] + [f"~/{_ANY}{end}(.|\\n)+/"] * bool(held)  # which ends once
+        self._rules[f"{rule}[lazy]"] = " & ".join([f"/{_ANY}{end}/", *limits])
+        return rule
 
     def _python(self, schema: Any) -> str:
         """A schema's values as Python writes them; as JSON does where no word differs, or more is asked."""
@@ -211,11 +229,14 @@ class _Builder:
         return literal[:1] in self._id_by_mark
 
     def _literal(self, text: str) -> str:
-        parts = (part for part in _MARKS.split(text) if part)
-        return " ".join(
-            f"<[{self._id_by_mark[part]}]>" if part in self._id_by_mark else json.dumps(part, ensure_ascii=False)
-            for part in parts
-        )
+        return " ".join(self._part(part) for part in _PARTS.split(text) if part)
+
+    def _part(self, part: str) -> str:
+        if part == ID:
+            return f"/{ID_PATTERN}/"
+        if part in self._id_by_mark:
+            return f"<[{self._id_by_mark[part]}]>"
+        return json.dumps(part, ensure_ascii=False)
 
 
 def _plain(text: str) -> str:

@@ -11,6 +11,7 @@ from typing import NamedTuple, final
 from infer.outputs import ReasoningDelta, ToolCallDelta
 from infer.toolcalls.answer_format import AnswerFormat, is_plain_text
 from infer.toolcalls.arguments import Arguments, JsonArguments, PythonArguments, XmlArguments, num_held
+from infer.toolcalls.formats import pattern_of
 
 SPACES = " \t\r\n"
 _MARKS = re.compile("[\ud800-\udfff]")
@@ -162,9 +163,10 @@ class AnswerParser:
     def _name(self) -> bool:
         assert self._form.calls is not None
         form = self._form.calls.form
-        name, separator, rest = self._held.partition(form.before_arguments)
-        if not separator:
+        found = pattern_of(form.before_arguments).search(self._held)
+        if found is None:
             return False
+        name, rest = self._held[: found.start()], self._held[found.end() :]
         self._deltas.append(ToolCallDelta(self._num_calls, self._id_of(self._num_calls), name))
         self._num_calls += 1
         self._arguments = self._arguments_of(name)
@@ -173,14 +175,16 @@ class AnswerParser:
 
     def _arguments_of(self, name: str) -> Arguments:
         assert self._form.calls is not None
-        match self._form.calls.form.syntax:
+        form = self._form.calls.form
+        match form.syntax:
             case "json":
                 return JsonArguments()
             case "python":
                 return PythonArguments()
         tool = next((each for each in self._form.calls.tools if each.name == name), None)
         properties = {} if tool is None else tool.parameters.get("properties", {})
-        return XmlArguments([key for key, schema in properties.items() if is_plain_text(schema)])
+        text_names = [key for key, schema in properties.items() if is_plain_text(schema)]
+        return XmlArguments(text_names, form.before_key, form.after_key, form.after_value)
 
     def _in_arguments(self) -> bool:
         assert self._form.calls is not None

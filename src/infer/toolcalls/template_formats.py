@@ -7,7 +7,7 @@ from typing import Any, final
 
 from infer.errors import InvalidRequestError
 from infer.toolcalls.answer_format import written_arguments
-from infer.toolcalls.formats import FORMATS, GENERIC, REASONING_FORMATS, ReasoningFormat, ToolCallFormat
+from infer.toolcalls.formats import FORMATS, GENERIC, REASONING_FORMATS, ReasoningFormat, ToolCallFormat, pattern_of
 from infer.toolcalls.tools import Tool
 
 Message = Mapping[str, Any]
@@ -94,7 +94,7 @@ def _written_format(past_calls: Sequence[str]) -> ToolCallFormat | None:
 def _is_written(form: ToolCallFormat, text: str, squeeze: Callable[[str], str] | None = None) -> bool:
     squeeze = squeeze or _squeezed
     written = form.start + _TOOL.name + form.before_arguments + written_arguments(form, _TOOL, _ARGUMENTS)
-    return squeeze(written) in squeeze(text)
+    return pattern_of(squeeze(written)).search(squeeze(text)) is not None
 
 
 def _squeezed(text: str) -> str:

@@ -94,6 +94,16 @@ _FUNCTOOLS = (
     '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
     "{% if not loop.last %}, {% endif %}{% endfor %}]{% endif %}\n{% endfor %}"
 )
+# After FunctionGemma's published format, and Gemma 4's, whose quote is another.
+_GEMMA = (
+    "{% for tool in tools or [] %}declaration:{{ tool.function.name }}"
+    "{description:QUOTE{{ tool.function.description }}QUOTE}{% endfor %}"
+    "{% for message in messages %}<start_of_turn>{{ message.role }}\n"
+    "{% for call in message.tool_calls or [] %}OPENINGcall:{{ call.function.name }}{{ '{' }}"
+    "{% for name, value in call.function.arguments | dictsort %}"
+    "{{ name }}:{{ 'QUOTE' + value + 'QUOTE' if value is string else value | tojson }}{{ ',' if not loop.last }}"
+    "{% endfor %}}CLOSING{% endfor %}{{ message.content }}<end_of_turn>\n{% endfor %}"
+)
 _PLAIN = "{% for message in messages %}" + _TURN + "{% endfor %}"
 _ALTERNATING = (
     "{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
@@ -139,6 +149,14 @@ TEMPLATES = {
     "lfm2": _LFM2,
     "deepseek-v3.1": _DEEPSEEK,
     "functools": _FUNCTOOLS,
+    "functiongemma": (
+        _GEMMA.replace("OPENING", "<start_function_call>")
+        .replace("CLOSING", "<end_function_call>")
+        .replace("QUOTE", "<escape>")
+    ),
+    "gemma-4": (
+        _GEMMA.replace("OPENING", "<|tool_call>").replace("CLOSING", "<tool_call|>").replace("QUOTE", '<|"|>')
+    ),
     "json": _PLAIN,
 }  # fmt: skip
 ALTERNATING = _ALTERNATING

@@ -73,6 +73,8 @@ def written_arguments(form: ToolCallFormat, tool: Tool | None, arguments: Mappin
         return json.dumps(arguments, ensure_ascii=False)
     if form.syntax == "python":
         return ", ".join(f"{name}={written_value(value)}" for name, value in arguments.items())
+    if form.syntax == "gemma":
+        return gemma_value(arguments, form.quote)[1:-1]
     properties = {} if tool is None else tool.parameters.get("properties", {})
     return "".join(
         form.before_key
@@ -95,3 +97,15 @@ def written_value(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return str(value)
     return json.dumps(value, ensure_ascii=False)
+
+
+def gemma_value(value: Any, quote: str) -> str:
+    """As JSON without spaces, but for names and texts."""
+    match value:
+        case str():
+            return f"{quote}{value}{quote}"
+        case Mapping():
+            return "{" + ",".join(f"{name}:{gemma_value(each, quote)}" for name, each in value.items()) + "}"
+        case list() | tuple():
+            return f"[{','.join(gemma_value(each, quote) for each in value)}]"
+    return json.dumps(value)

@@ -92,6 +92,53 @@ class PythonArguments(Arguments):
 
 
 @final
+class GemmaArguments(Arguments):
+    """`a:1,b:<escape>x<escape>,c:{d:[true]}`, up to the closing brace: names and texts without JSON's quotes."""
+
+    def __init__(self, quote: str) -> None:
+        self._quote = quote
+        self._found, self._word = "{", ""
+        self._depth = 0
+        self._is_text = False
+
+    def scan(self, text: str) -> Scanned:
+        at = 0
+        while at < len(text):
+            if self._is_text:
+                end = text.find(self._quote, at)
+                known = text[at : end if end >= 0 else len(text) - num_held(text[at:], self._quote)]
+                self._found += json.dumps(known, ensure_ascii=False)[1:-1]
+                at += len(known)
+                if end < 0:
+                    break
+            if text.startswith(self._quote, at):
+                self._found += '"'
+                self._is_text = not self._is_text
+                at += len(self._quote)
+            elif self._quote.startswith(text[at:]):
+                break
+            elif text[at] == "}" and self._depth == 0:
+                return Scanned(self._take() + self._word + "}", at, is_done=True)
+            else:
+                self._push(text[at])
+                at += 1
+        return Scanned(self._take(), at, is_done=False)
+
+    def _push(self, character: str) -> None:
+        if character not in "{}[],:":
+            self._word += character
+            return
+        self._depth += (character in "{[") - (character in "}]")
+        word, self._word = self._word, ""
+        self._found += json.dumps(word) if character == ":" else word
+        self._found += f"{character} " if character in ",:" else character
+
+    def _take(self) -> str:
+        found, self._found = self._found, ""
+        return found
+
+
+@final
 class XmlArguments(Arguments):
     """`before_key`, a name, `after_key`, a value, `after_value`; texts stand there without quotes."""
 

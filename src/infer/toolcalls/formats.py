@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Literal, TypeVar, final
 
-ArgumentSyntax = Literal["json", "python", "xml"]
+ArgumentSyntax = Literal["json", "python", "xml", "gemma"]
 ID = "{id}"  # in `before_arguments`: nine letters and digits of the model's own, which are read over
 ID_PATTERN = "[A-Za-z0-9]{9}"
 _FIRST_MARK = 0xD800
@@ -20,7 +20,8 @@ _FIRST_MARK = 0xD800
 class ToolCallFormat:
     """A call is `before_name` name `before_arguments` arguments `after_arguments`. The calls of an answer stand between
     `opening` and `closing`, with `separator` between two. Text may stand before the first `trigger`; without one, calls
-    are told from text by how an answer begins. In XML an argument is `before_key` key `after_key` value `after_value`.
+    are told from text by how an answer begins. In XML an argument is `before_key` key `after_key` value `after_value`;
+    a text of Gemma stands between two `quote`.
     """
 
     name: str
@@ -31,6 +32,7 @@ class ToolCallFormat:
     before_key: str = ""
     after_key: str = ""
     after_value: str = ""
+    quote: str = ""
     opening: str = ""
     separator: str = ""
     closing: str = ""
@@ -216,6 +218,24 @@ _FORMATS = (
         separator=", ",
         closing="]<|tool_call_end|>",
         trigger="<|tool_call_start|>",
+    ),
+    ToolCallFormat(
+        name="functiongemma",
+        before_name="<start_function_call>call:",
+        before_arguments="{",
+        after_arguments="}<end_function_call>",
+        syntax="gemma",
+        quote="<escape>",
+        trigger="<start_function_call>",
+    ),
+    ToolCallFormat(
+        name="gemma-4",
+        before_name="<|tool_call>call:",
+        before_arguments="{",
+        after_arguments="}<tool_call|>",
+        syntax="gemma",
+        quote='<|"|>',
+        trigger="<|tool_call>",
     ),
     ToolCallFormat(
         name="llama",

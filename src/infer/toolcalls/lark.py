@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any, Protocol, final
 
 from infer.errors import InvalidRequestError
-from infer.toolcalls.answer_format import AnswerFormat, Calls, is_plain_text, written_value
+from infer.toolcalls.answer_format import AnswerFormat, Calls, gemma_value, is_plain_text, written_value
 from infer.toolcalls.formats import ID, ID_PATTERN, ReasoningFormat, ToolCallFormat
 from infer.toolcalls.tools import Tool
 
@@ -21,6 +21,10 @@ _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$/&~#]")
 _PARTS = re.compile("([\ud800-\udfff]|" + re.escape(ID) + ")")
 _LENGTHS = ("minLength", "maxLength")
 _PYTHON_KEYS = frozenset({"type", "enum", "const", "anyOf", "items", "properties", "required", "additionalProperties"})
+_NUMBER_KEYS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
+_GEMMA_KEYS = _PYTHON_KEYS | _NUMBER_KEYS | {"prefixItems", "minItems", "maxItems", "format", "pattern", *_LENGTHS}
+_GEMMA_SIGNS = re.compile(r"[{}\[\],:]|^$")
+_SEPARATORS = {"python": '", "', "xml": '""', "gemma": '","'}
 _NOTES = frozenset({"title", "description", "default", "examples", "$schema", "deprecated"})
 _OBJECT_KEYS = _NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
 
@@ -149,18 +153,21 @@ class _Builder:
             is_simple = not set(tool.parameters) - _OBJECT_KEYS
             return self._json_rule({"additionalProperties": False, **tool.parameters} if is_simple else tool.parameters)
         required = tool.parameters.get("required", [])
-        is_python = calls.form.syntax == "python"
         for key in tool.parameters.get("properties", {}):
-            if not key.isidentifier():
-                raise InvalidRequestError(f"the tool format {calls.form.name} cannot name {key!r:.80}: rename it")
+            _check_name(key, calls.form.name)
         each = [
-            (
-                self._keyword(key, schema) if is_python else self._parameter(calls.form, key, schema),
-                key in required,
-            )
+            (self._argument(calls.form, key, schema), key in required)
             for key, schema in _properties_of(tool, calls.form.name).items()
         ]
-        return self._in_order(name, each, '", "' if is_python else '""')
+        return self._in_order(name, each, _SEPARATORS[calls.form.syntax])
+
+    def _argument(self, form: ToolCallFormat, name: str, schema: Any) -> str:
+        match form.syntax:
+            case "python":
+                return self._keyword(name, schema)
+            case "gemma":
+                return f"{json.dumps(name + ':')} {self._gemma(form, name, schema)}"
+        return self._parameter(form, name, schema)
 
     def _keyword(self, name: str, schema: Any) -> str:
         return f"{json.dumps(name + '=')} {self._python(schema)}"
@@ -179,14 +186,85 @@ class _Builder:
             raise InvalidRequestError(
                 f"{others[0]} of the text {name} cannot be held in this tool format: leave it out"
             )
-        rule, end = f"text_{next(self._numbers)}", _plain(closed)
+        number, end = next(self._numbers), "" if self._is_control(closed) else _plain(closed)
         bounds = f"{schema.get('minLength', 0)},{schema.get('maxLength', '')}"
         held = [] if bounds == "0," else [f"(.|\\n){{{bounds}}}"]
         if "pattern" in schema:
             held.append(self._rules_of.text_pattern(schema["pattern"]))
-        limits = [f"/{each}{end}/" for each in held] + [f"~/{_ANY}{end}(.|\\n)+/"] * bool(held)  # which ends once
-        self._rules[f"{rule}[lazy]"] = " & ".join([f"/{_ANY}{end}/", *limits])
-        return rule
+        limits = [f"/{each}{end}/" for each in held]
+        if not end:
+            self._rules[f"TEXT_{number}"] = " & ".join([f"/{_ANY}/", *limits])
+            may_be_empty = not schema.get("minLength") and "pattern" not in schema
+            return f"TEXT_{number}{'?' * may_be_empty} {self._literal(closed)}"
+        limits += [f"~/{_ANY}{end}(.|\\n)+/"] * bool(held)  # it ends once
+        self._rules[f"text_{number}[lazy]"] = " & ".join([f"/{_ANY}{end}/", *limits])
+        return f"text_{number}"
+
+    def _gemma(self, form: ToolCallFormat, name: str, schema: Any) -> str:
+        """A schema's values with Gemma's quotes. Raises InvalidRequestError."""
+        if not isinstance(schema, Mapping) or not set(schema) - _NOTES - {"$defs", "definitions"}:
+            return self._any_gemma(form)
+        if others := sorted(set(schema) - _NOTES - _GEMMA_KEYS - {"$defs", "definitions"}):
+            raise InvalidRequestError(f"{others[0]} of {name} cannot be held in this tool format: leave it out")
+        if (values := _values_of(schema)) is not None:
+            return _one_of(self._literal(gemma_value(value, form.quote)) for value in values)
+        if "anyOf" in schema:
+            return _one_of(self._gemma(form, name, each) for each in schema["anyOf"])
+        match schema.get("type"):
+            case list(kinds):
+                return _one_of(self._gemma(form, name, {**schema, "type": kind}) for kind in kinds)
+            case "string":
+                return f"{self._literal(form.quote)} {self._plain_text(name, _of_texts(schema), form.quote)}"
+            case "array":
+                return self._gemma_array(form, name, schema)
+            case "object":
+                return self._gemma_object(form, name, schema)
+            case None:
+                return self._any_gemma(form)
+        return self._json_rule({key: schema[key] for key in schema if key == "type" or key in _NUMBER_KEYS})
+
+    def _gemma_array(self, form: ToolCallFormat, name: str, schema: Mapping[str, Any]) -> str:
+        least, most, rule = schema.get("minItems", 0), schema.get("maxItems"), f"item_{next(self._numbers)}"
+        if parts := schema.get("prefixItems"):
+            if schema.get("items") is not False or least != len(parts):
+                raise InvalidRequestError(f"prefixItems of {name} need items: false and minItems: {len(parts)} here")
+            each = ' "," '.join(self._gemma(form, name, part) for part in parts)
+            return f'"[" {each} "]"'
+        if most == 0:
+            return '"[]"'
+        self._rules[rule] = self._gemma(form, name, schema.get("items", {}))
+        bounds = f"{max(least - 1, 0)},{'' if most is None else most - 1}"
+        others = "" if most == 1 else f'("," {rule}){{{bounds}}}'
+        return f'"[" ({rule} {others}){"" if least else "?"} "]"'
+
+    def _gemma_object(self, form: ToolCallFormat, name: str, schema: Mapping[str, Any]) -> str:
+        """Of other members than are named none, or any where none is."""
+        members, more = schema.get("properties", {}), schema.get("additionalProperties", True)
+        if not members and more is not False:
+            return self._gemma_members(self._gemma(form, name, more))
+        rule, required, each = f"object_{next(self._numbers)}", schema.get("required", []), list[tuple[str, bool]]()
+        for key, inner in members.items():
+            if _GEMMA_SIGNS.search(key) or form.quote in key:
+                raise InvalidRequestError(f"the tool format {form.name} cannot name {key!r:.80}: rename it")
+            each.append(
+                (f"{json.dumps(key + ':', ensure_ascii=False)} {self._gemma(form, key, inner)}", key in required)
+            )
+        return f'"{{" {self._in_order(rule, each, _SEPARATORS["gemma"])} "}}"'
+
+    def _gemma_members(self, value: str) -> str:
+        """Any of this value."""
+        rule = f"member_{next(self._numbers)}"
+        self._rules[rule] = f'/[A-Za-z_][A-Za-z_0-9]*/ ":" {value}'
+        return f'"{{" ({rule} ("," {rule})*)? "}}"'
+
+    def _any_gemma(self, form: ToolCallFormat) -> str:
+        if "any_value" not in self._rules:
+            self._rules["any_value"] = ""
+            text = f"{self._literal(form.quote)} {self._plain_text('a value', {}, form.quote)}"
+            plain = self._json_rule({"type": ["number", "boolean", "null"]})
+            items = '"[" (any_value ("," any_value)*)? "]"'
+            self._rules["any_value"] = f"{text} | {plain} | {items} | {self._gemma_members('any_value')}"
+        return "any_value"
 
     def _python(self, schema: Any) -> str:
         """A schema's values as Python writes them; as JSON does where no word differs, or more is asked."""
@@ -253,6 +331,17 @@ def _properties_of(tool: Tool, form: str) -> dict[str, Any]:
         name: {**shared, **schema} if shared and isinstance(schema, Mapping) else schema
         for name, schema in tool.parameters.get("properties", {}).items()
     }
+
+
+def _of_texts(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """What a schema says of texts."""
+    return {key: schema[key] for key in ("pattern", *_LENGTHS) if key in schema}
+
+
+def _check_name(name: str, form: str) -> None:
+    """Of an argument. Raises InvalidRequestError."""
+    if not name.isidentifier():
+        raise InvalidRequestError(f"the tool format {form} cannot name {name!r:.80}: rename it")
 
 
 def _values_of(schema: Mapping[str, Any]) -> list[Any] | None:

@@ -10,7 +10,7 @@ from typing import NamedTuple, final
 
 from infer.outputs import ReasoningDelta, ToolCallDelta
 from infer.toolcalls.answer_format import AnswerFormat, is_plain_text
-from infer.toolcalls.arguments import Arguments, JsonArguments, PythonArguments, XmlArguments, num_held
+from infer.toolcalls.arguments import Arguments, GemmaArguments, JsonArguments, PythonArguments, XmlArguments, num_held
 from infer.toolcalls.formats import pattern_of
 
 SPACES = " \t\r\n"
@@ -181,6 +181,8 @@ class AnswerParser:
                 return JsonArguments()
             case "python":
                 return PythonArguments()
+            case "gemma":
+                return GemmaArguments(form.quote)
         tool = next((each for each in self._form.calls.tools if each.name == name), None)
         properties = {} if tool is None else tool.parameters.get("properties", {})
         text_names = [key for key, schema in properties.items() if is_plain_text(schema)]

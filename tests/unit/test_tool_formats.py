@@ -344,6 +344,11 @@ def test_what_a_format_cannot_hold_names_the_tool(tokenizer: Tokenizer, compiler
         ("qwen3-coder", {"properties": {"a": {"type": "string", "pattern": "(?=a)"}}}, "look-around"),
         ("hermes", {"properties": {"a": {"type": "strange"}}}, "json_schema"),
         ("functiongemma", {"properties": {"a": {"not": {}}}}, "not of a cannot be held"),
+        ("functiongemma", {"properties": {"a": {"anyOf": [{}], "minLength": 2}}}, "minLength of a cannot be held"),
+        ("functiongemma", {"properties": {"a": {"minLength": 2}}}, "a needs a type"),
+        ("functiongemma", {"properties": {"a": {"type": "array", "items": False}}}, "a may have no value"),
+        ("functiongemma", {"properties": {"a": {"anyOf": 3}}}, "json_schema at /properties/a"),
+        ("functiongemma", {"properties": {"a": {"type": "object", "required": ["b"]}}}, "b of a is required"),
         ("functiongemma", {"properties": {"a": {"type": "object", "properties": {"b:c": {}}}}}, "cannot name 'b:c'"),
         ("functiongemma", {"properties": {"a": {"type": "array", "prefixItems": [{}]}}}, "prefixItems of a need"),
     ]

@@ -22,10 +22,17 @@ _PARTS = re.compile("([\ud800-\udfff]|" + re.escape(ID) + ")")
 _LENGTHS = ("minLength", "maxLength")
 _PYTHON_KEYS = frozenset({"type", "enum", "const", "anyOf", "items", "properties", "required", "additionalProperties"})
 _NUMBER_KEYS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
-_GEMMA_KEYS = _PYTHON_KEYS | _NUMBER_KEYS | {"prefixItems", "minItems", "maxItems", "format", "pattern", *_LENGTHS}
+_GEMMA_KEYS = {
+    "anyOf": {"anyOf"},
+    "enum": {"enum", "type"},
+    "const": {"const", "type"},
+    "type": {"type", "properties", "required", "additionalProperties", "items", "prefixItems", "minItems", "maxItems"}
+    | {"format", "pattern", *_LENGTHS, *_NUMBER_KEYS},
+}  # each with what may stand beside it
 _GEMMA_SIGNS = re.compile(r"[{}\[\],:]|^$")
 _SEPARATORS = {"python": '", "', "xml": '""', "gemma": '","'}
 _NOTES = frozenset({"title", "description", "default", "examples", "$schema", "deprecated"})
+_UNSAID = _NOTES | {"$defs", "definitions"}
 _OBJECT_KEYS = _NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
 
 
@@ -152,6 +159,8 @@ class _Builder:
         if calls.form.syntax == "json":
             is_simple = not set(tool.parameters) - _OBJECT_KEYS
             return self._json_rule({"additionalProperties": False, **tool.parameters} if is_simple else tool.parameters)
+        if calls.form.syntax == "gemma":
+            self._json_rule(tool.parameters)  # refuses what is no schema
         required = tool.parameters.get("required", [])
         for key in tool.parameters.get("properties", {}):
             _check_name(key, calls.form.name)
@@ -202,14 +211,18 @@ class _Builder:
 
     def _gemma(self, form: ToolCallFormat, name: str, schema: Any) -> str:
         """A schema's values with Gemma's quotes. Raises InvalidRequestError."""
-        if not isinstance(schema, Mapping) or not set(schema) - _NOTES - {"$defs", "definitions"}:
+        if schema is False:
+            raise InvalidRequestError(f"{name} may have no value: leave it out")
+        said = {} if schema is True else {key: schema[key] for key in schema if key not in _UNSAID}
+        if not said:
             return self._any_gemma(form)
-        if others := sorted(set(schema) - _NOTES - _GEMMA_KEYS - {"$defs", "definitions"}):
+        word = next((each for each in ("anyOf", "enum", "const") if each in said), "type")
+        if others := sorted(set(said) - _GEMMA_KEYS[word]):
             raise InvalidRequestError(f"{others[0]} of {name} cannot be held in this tool format: leave it out")
-        if (values := _values_of(schema)) is not None:
+        if (values := _values_of(said)) is not None:
             return _one_of(self._literal(gemma_value(value, form.quote)) for value in values)
-        if "anyOf" in schema:
-            return _one_of(self._gemma(form, name, each) for each in schema["anyOf"])
+        if "anyOf" in said:
+            return _one_of(self._gemma(form, name, each) for each in said["anyOf"])
         match schema.get("type"):
             case list(kinds):
                 return _one_of(self._gemma(form, name, {**schema, "type": kind}) for kind in kinds)
@@ -220,8 +233,8 @@ class _Builder:
             case "object":
                 return self._gemma_object(form, name, schema)
             case None:
-                return self._any_gemma(form)
-        return self._json_rule({key: schema[key] for key in schema if key == "type" or key in _NUMBER_KEYS})
+                raise InvalidRequestError(f"{name} needs a type in this tool format")
+        return self._json_rule({key: said[key] for key in said if key == "type" or key in _NUMBER_KEYS})
 
     def _gemma_array(self, form: ToolCallFormat, name: str, schema: Mapping[str, Any]) -> str:
         least, most, rule = schema.get("minItems", 0), schema.get("maxItems"), f"item_{next(self._numbers)}"
@@ -240,9 +253,11 @@ class _Builder:
     def _gemma_object(self, form: ToolCallFormat, name: str, schema: Mapping[str, Any]) -> str:
         """Of other members than are named none, or any where none is."""
         members, more = schema.get("properties", {}), schema.get("additionalProperties", True)
+        rule, required, each = f"object_{next(self._numbers)}", schema.get("required", []), list[tuple[str, bool]]()
+        if absent := sorted(set(required) - set(members)):
+            raise InvalidRequestError(f"{absent[0]} of {name} is required: give it among the properties")
         if not members and more is not False:
             return self._gemma_members(self._gemma(form, name, more))
-        rule, required, each = f"object_{next(self._numbers)}", schema.get("required", []), list[tuple[str, bool]]()
         for key, inner in members.items():
             if _GEMMA_SIGNS.search(key) or form.quote in key:
                 raise InvalidRequestError(f"the tool format {form.name} cannot name {key!r:.80}: rename it")

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
-from typing import Any, Protocol, final
+from typing import Any, Protocol, final, runtime_checkable
 
 from infer.errors import InvalidRequestError
 from infer.toolcalls.answer_format import AnswerFormat, Calls, gemma_value, is_plain_text, written_value
@@ -36,6 +36,7 @@ _UNSAID = _NOTES | {"$defs", "definitions"}
 _OBJECT_KEYS = _NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
 
 
+@runtime_checkable
 class Rules(Protocol):
     """What makes Lark of a tool's schema. Raises InvalidRequestError."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from command_line import make_parser
-from infer import LLM, set_num_threads
+from infer.llm import LLM, set_num_threads
 from machine import cpu_model, write_report
 
 NEW_TOKENS, PROMPT_TOKENS = 96, 512

@@ -2,6 +2,8 @@
 
     python benchmarks/check_gpu.py                                   the sampler: tokens, then timings, a few minutes
     python benchmarks/check_gpu.py --weights                         the ops that read weights (`gpu_weights`)
+    python benchmarks/check_gpu.py --all --json benchmarks/reports/gpu.json     every section, within 8 minutes
+    python benchmarks/check_gpu.py --all --device cpu --tiny                    the same in the interpreter
     python benchmarks/check_gpu.py --no-timing                       tokens only
     python benchmarks/check_gpu.py --json benchmarks/reports/gpu_sampler.json
     TRITON_INTERPRET=1 python benchmarks/check_gpu.py --device cpu --no-timing --rows 2 --vocab 500     without a GPU
@@ -26,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import gpu_all
 import gpu_weights
 from command_line import make_parser
 from infer import __version__, ops
@@ -178,7 +181,8 @@ def check_weights(device: torch.device, has_timing: bool) -> tuple[list[dict[str
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    triton = sys.modules["triton"]
+    import triton
+
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, interpreted"
     return {
         "infer": __version__, "torch": torch.__version__, "triton": triton.__version__, "device": name,
@@ -194,12 +198,24 @@ def main() -> int:
     parser.add_argument("--timing-vocab", type=int, default=128_256)
     parser.add_argument("--no-timing", action="store_true")
     parser.add_argument("--weights", action="store_true")
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--section", choices=list(gpu_all.SECTIONS))
+    parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         print("there is no CUDA GPU: --device cpu with TRITON_INTERPRET=1 checks the tokens slowly", file=sys.stderr)
         return 2
+    if options.section:
+        gpu_all.run_section(options.section, device, options.tiny)
+        return 0
+    if options.all:
+        reports = gpu_all.run_all(device, options.tiny)
+        if options.json:
+            report = {**describe(device), "sections": reports}
+            options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        return 1 if any(report["wrong"] or report["trouble"] for report in reports) else 0
 
     if options.weights:
         checks, timings = check_weights(device, not options.no_timing)

@@ -1,0 +1,82 @@
+"""`check_gpu`'s section on attention: values beside the CPU's reference, and bits that depend on no chunk."""
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infer.backends import cuda, reference
+from infer.operands.step import Step
+from infer.operands.weights import Heads, Norm, RopeTable
+from infer.quantization.kv_formats import BLOCK_POSITIONS, KV_TYPES, key_block_bytes, value_block_bytes
+from infer.quantization.kv_layout import LayerCache, Pages
+
+TOLERANCE = 1e-4  # of values about 1
+PAGE_TOKENS = 64
+SHAPES = [(32, 8, 64), (16, 8, 128), (9, 3, 64), (8, 4, 256), (12, 1, 96)]
+
+
+def make_heads(num_heads: int, kv_heads: int, dim: int, positions: int, device: torch.device) -> Heads:
+    angles = torch.arange(positions)[:, None] / 10_000.0 ** torch.linspace(0, 1, dim // 2)
+    rope = RopeTable(angles.cos()[None].to(device), angles.sin()[None].to(device))
+    norm = Norm(torch.ones(dim, device=device), 1e-6)
+    return Heads(num_heads, kv_heads, dim, dim**-0.5, rope, norm, norm)
+
+
+def make_layer(heads: Heads, capacity: int, kv_type: str, device: torch.device, window: int, sinks: int) -> LayerCache:
+    """One row, every byte of whose pages is NaN."""
+    count = -(-capacity // PAGE_TOKENS)
+    zeros, one = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, dtype=torch.int64, device=device)
+    pages = Pages(
+        PAGE_TOKENS, torch.randperm(count, generator=torch.manual_seed(0))[None].to(device), zeros, one * sinks,
+        one * window, zeros.clone(),
+    )  # fmt: skip
+    shape = heads.num_kv_heads, count, PAGE_TOKENS // BLOCK_POSITIONS
+    keys, values = (
+        torch.full((*shape, size(kv_type, heads.head_dim)), 0xFF, dtype=torch.uint8, device=device)
+        for size in (key_block_bytes, value_block_bytes)
+    )
+    return LayerCache(kv_type, keys, values, pages)
+
+
+def attend(qkv: Tensor, heads: Heads, layer: LayerCache, sizes: Sequence[int], ops: Any = cuda) -> Tensor:
+    found, at = [], 0
+    for size in sizes:
+        step = Step.of([1] * size, at).to(qkv.device)
+        found.append(ops.attend(qkv[at : at + size], heads, layer, step))
+        at += size
+    return torch.cat(found)
+
+
+def check_attention(device: torch.device, is_tiny: bool) -> Iterator[dict[str, Any]]:
+    """Values of every kv type and shape, with and without a window, then trials of other chunks."""
+    length, trials, shapes = (18, 1, [(2, 1, 32)]) if is_tiny else (600, 40, SHAPES)
+    generator, host = random.Random(0), torch.device("cpu")
+    for num_heads, kv_heads, dim in shapes:
+        heads, on_host = (make_heads(num_heads, kv_heads, dim, length, where) for where in (device, host))
+        qkv = torch.randn(length, (num_heads + 2 * kv_heads) * dim, generator=torch.manual_seed(1))
+        for kv_type in KV_TYPES:
+            for window, sinks in ((0, 0), (length // 3, 5))[is_tiny:]:
+                there, here = (
+                    make_layer(each, length, kv_type, each.rope.cos.device, window, sinks) for each in (heads, on_host)
+                )
+                found = attend(qkv.to(device), heads, there, [length])
+                apart = (found.cpu() - attend(qkv, on_host, here, [length], reference)).abs()
+                error = float(apart.max() if kv_type == "f32" else apart.mean())  # roundings flip, a few
+                what = {"type": f"{kv_type}, {num_heads}/{kv_heads} x {dim}, window {window}", "tokens": length}
+                yield {"op": "attend", **what, "error": error, "is_right": error < TOLERANCE}
+                wrong = 0
+                for _ in range(trials):
+                    sizes = _split(length, generator)
+                    layer = make_layer(heads, length, kv_type, device, window, sinks)
+                    wrong += not torch.equal(attend(qkv.to(device), heads, layer, sizes), found)
+                yield {"op": f"attend, {trials} other chunks", **what, "error": wrong, "is_right": not wrong}
+
+
+def _split(length: int, generator: random.Random) -> list[int]:
+    sizes = list[int]()
+    while sum(sizes) < length:
+        sizes.append(min(generator.choice([1, 2, 3, 15, 16, 17, 64, 200]), length - sum(sizes)))
+    return sizes

@@ -1,0 +1,191 @@
+"""Models of random weights in known shapes, and what they are asked on a device: the same bits on every path, tokens a
+second. No file, no tokenizer: a runner and token ids.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from gpu_weights import make_weight
+from infer import ops
+from infer.model.families import make_architecture
+from infer.model.load import load_transformer
+from infer.model.tensors import expected_shapes
+from infer.model.transformer import Transformer
+from infer.operands.step import Chunk
+from infer.operands.weights import FileWeight, StoredWeight
+from infer.runner.runner import CachedRunner
+from infer.sampling.columns import SamplingColumns
+from infer.sampling_params import SamplingParams
+
+_LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "tie_word_embeddings": True}
+SHAPES: dict[str, dict[str, Any]] = {
+    "Llama-3.2-1B": _LLAMA | {
+        "vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
+    },
+    "Qwen3-0.6B": {
+        "model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072,
+        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True, "max_position_embeddings": 8192,
+    },
+    "two layers": _LLAMA | {
+        "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
+    },
+    "tiny": _LLAMA | {
+        "vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256,
+    },
+}  # fmt: skip
+STEPS = 16  # without a return
+
+
+def make_model(shape: str, type_: str, device: torch.device, context: int) -> Transformer:
+    architecture = make_architecture(SHAPES[shape])
+    weights = dict[str, FileWeight]()
+    for name, size in expected_shapes(architecture).items():
+        if len(size) == 2:
+            weights[name] = make_weight(type_, *size)
+        else:
+            weights[name] = StoredWeight("F32", size, torch.ones(size))
+    with ops.using("cuda"):
+        backend = ops.backend_of(device)
+    return load_transformer(architecture, weights, backend=backend, max_seq_len=context)
+
+
+def make_runner(model: Transformer, rows: int, context: int, **options: Any) -> CachedRunner:
+    with ops.using(model.backend):
+        return CachedRunner(model, context, num_slots=rows, **options)
+
+
+def columns_of(model: Transformer, rows: int, **params: Any) -> SamplingColumns:
+    each = [SamplingParams(seed=row, **params) for row in range(rows)]
+    return SamplingColumns.of(each, model.architecture.vocab_size, device=model.device)
+
+
+def random_ids(count: int, seed: int, vocab_size: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(vocab_size) for _ in range(count)]
+
+
+def generated(
+    runner: CachedRunner, prompts: Sequence[Sequence[int]], count: int, steps: int, **params: Any
+) -> list[list[int]]:
+    """`count` tokens after each prompt, so many steps without a return."""
+    columns = columns_of(runner.model, len(prompts), **params)
+    found = [list[int]() for _ in prompts]
+    for slot, prompt in enumerate(prompts):
+        runner.extend(slot, prompt[:-1])
+    last = [prompt[-1] for prompt in prompts]
+    while len(found[0]) < count:
+        ahead = min(steps, count - len(found[0]))
+        for slot in range(len(prompts)):
+            runner.reserve(slot, ahead)
+        chunks = [Chunk(slot, [token_id]) for slot, token_id in enumerate(last)]
+        sampled, _ = (
+            runner.multi_step(chunks, ahead, columns, None, ()) if steps > 1 else runner.sample(chunks, columns, None)
+        )
+        for slot, tokens in enumerate(sampled):
+            found[slot] += tokens.token_ids
+            runner.commit(slot, len(tokens.token_ids))
+            last[slot] = tokens.token_ids[-1]
+    return found
+
+
+def check_paths(device: torch.device, is_tiny: bool) -> Iterator[dict[str, Any]]:
+    """Graphs, several steps without a return and company change no token: all are what ops say one by one."""
+    shape, count, lengths = ("tiny", 3, (2, 3)) if is_tiny else ("two layers", 96, (3, 40, 300, 7))
+    context, vocab_size = SHAPES[shape]["max_position_embeddings"], SHAPES[shape]["vocab_size"]
+    for type_ in ("Q4_0",) if is_tiny else ("Q4_0", "Q8_0", "Q6_K", "BF16"):
+        model = make_model(shape, type_, device, context)
+        prompts = [random_ids(length, length, vocab_size) for length in lengths]
+        for params in ({"temperature": 0.0}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}):
+            expected = [
+                generated(make_runner(model, 1, context, capture=False), [prompt], count, 1, **params)[0]
+                for prompt in prompts[:1]
+            ]
+            for name, rows, steps in (
+                ("graphs", 1, 1),
+                ("several steps", 1, STEPS),
+                ("in company", len(prompts), STEPS),
+            ):
+                found = generated(make_runner(model, rows, context), prompts[:rows], count, steps, **params)
+                yield {
+                    "op": f"model, {name}", "type": type_, "tokens": count, "error": float(found[0] != expected[0]),
+                    "is_right": found[0] == expected[0],
+                }  # fmt: skip
+
+
+def time_model(model: Transformer, name: str, rows: int, context: int, tokens: int, rounds: int) -> dict[str, Any]:
+    """Tokens a second of decoding after prompts of 16, greedy, and of reading a prompt of 512: medians."""
+    decode, prefill = [], []
+    for _ in range(rounds + 1):
+        runner = make_runner(model, rows, context)
+        prompts = [random_ids(16, row, model.architecture.vocab_size) for row in range(rows)]
+        generated(runner, prompts, 2, 2, temperature=0.0)
+        model.backend.synchronize()
+        started = time.perf_counter()
+        columns = columns_of(model, rows, temperature=0.0)
+        chunks = [Chunk(slot, [5]) for slot in range(rows)]
+        for slot in range(rows):
+            runner.reserve(slot, tokens)
+        runner.multi_step(chunks, tokens, columns, None, ())
+        decode.append(rows * tokens / (time.perf_counter() - started))
+        runner.reset()
+        length = min(512, context)
+        started = time.perf_counter()
+        runner.extend(0, random_ids(length, 1, model.architecture.vocab_size))
+        model.backend.synchronize()
+        prefill.append(length / (time.perf_counter() - started))
+    return {
+        "model": name, "rows": rows, "decode_tokens_per_second": statistics.median(decode[1:]),
+        "prefill_tokens_per_second": statistics.median(prefill[1:]),
+    }  # fmt: skip
+
+
+def time_models(device: torch.device, is_tiny: bool) -> Iterator[dict[str, Any]]:
+    if is_tiny:
+        yield time_model(make_model("tiny", "Q8_0", device, 32), "tiny, Q8_0", 2, 32, 2, 1)
+        return
+    for type_ in ("BF16", "Q8_0", "Q4_0"):
+        model = make_model("Llama-3.2-1B", type_, device, 2048)
+        yield time_model(model, f"Llama-3.2-1B, {type_}", 1, 2048, 256, 3)
+        del model
+    model = make_model("Qwen3-0.6B", "BF16", device, 2048)
+    for rows in (1, 8, 64):  # a step has 64 lines of logits
+        yield time_model(model, "Qwen3-0.6B, BF16", rows, 1024, 128, 3)
+    yield time_many(model, 256, 2048)
+
+
+def time_many(model: Transformer, num_requests: int, context: int) -> dict[str, Any]:
+    """nano-vllm's bench: prompts and answers of 100 to 1,024 random tokens each, 64 at a time; generated tokens a
+    second."""
+    generator = random.Random(0)
+    sizes = [(generator.randint(100, 1024), generator.randint(100, 1024)) for _ in range(num_requests)]
+    rows = min(64, num_requests)
+    runner, left, last = make_runner(model, rows, context), dict[int, int](), dict[int, int]()
+    started, total = time.perf_counter(), sum(answer for _, answer in sizes)
+    while sizes or left:
+        for slot in set(range(rows)) - left.keys():
+            if sizes:
+                prompt, left[slot] = sizes.pop()
+                runner.truncate(slot, 0)
+                runner.extend(slot, random_ids(prompt, prompt, model.architecture.vocab_size))
+                last[slot] = 5
+        slots, ahead = sorted(left), min(STEPS, *left.values())
+        for slot in slots:
+            runner.reserve(slot, ahead)
+        columns = columns_of(model, len(slots), temperature=0.6)
+        found, _ = runner.multi_step([Chunk(slot, [last[slot]]) for slot in slots], ahead, columns, None, ())
+        for slot, tokens in zip(slots, found, strict=True):
+            runner.commit(slot, ahead)
+            left[slot], last[slot] = left[slot] - ahead, tokens.token_ids[-1]
+        left = {slot: count for slot, count in left.items() if count}
+    seconds = time.perf_counter() - started
+    return {"model": "Qwen3-0.6B, nano-vllm's bench", "rows": rows, "requests": num_requests,
+            "decode_tokens_per_second": total / seconds}  # fmt: skip

@@ -28,6 +28,33 @@ SERIOUS = """axe.run(document, {resultTypes: ['violations']}).then((found) => fo
     .filter((each) => ['serious', 'critical'].includes(each.impact))
     .map((each) => [each.id, each.nodes.map((node) => node.html).slice(0, 3)]))"""
 
+GROWING = r"""Promise.all([import('/page/tokens.js'), import('/page/answer.js')]).then(([tokens, { Answer }]) => {
+  const pieces = ['Hi', '\n', '```', 'py\n', 'x', ' =', ' 1\n', '\n', 'y\n', '``', '`\n', '*a*', '\n```', '\n', 'z',
+    '~~', ' b'];
+  const show = (sizes) => {
+    const answer = new Answer('/v1/chat/completions', {});
+    const root = document.createElement('article');
+    const part = document.createElement('div');
+    const view = new tokens.TokenView(answer, false);
+    const grown = new tokens.PartView(answer, part);
+    root.append(view.element, part);
+    let index = 0;
+    for (const size of sizes) {
+      for (const text of pieces.slice(index, index + size)) {
+        answer.tokens.push({ id: 0, bytes: [], origin: 'sampled', logprob: null, top: null });
+        answer.tokenText.push([...new TextEncoder().encode(text)]);
+        answer.content += text;
+      }
+      index += size;
+      view.update();
+      grown.update(answer.content);
+    }
+    return [view.element.innerHTML, part.innerHTML];
+  };
+  const [whole, single] = [show([pieces.length]), show(pieces.map(() => 1))];
+  return whole.map((html, index) => html === single[index]);
+})"""
+
 MARKDOWN = r"""import('/page/markdown.js').then(({ markdownBlocks }) => {
   const signs = ['#', '*', '_', '`', '~', '[', ']', '(http://a)', '>', '- ', '|', '\n', ' ', '\\', 'word', '1. ', '<b>',
     '```', '**'];
@@ -232,14 +259,13 @@ def test_a_tool_call_can_be_branched_and_its_result_goes_back(page: Page, served
     calls = [json.loads(call["function"]["arguments"]) for call in traced["tool_calls"]]
     assert [json.loads(each) for each in page.texts(".call pre")] == calls
     assert page.texts(".call summary code") == ["get_weather"]
-    press(page, "label", "Tokens as written")
     index, other = next(
         (index, each["text"])
         for index, token in enumerate(traced["tokens"])
         for each in token["candidates"]
         if each["dropped_by"] != "allowed" and each["token_id"] != token["token_id"] and each["text"].startswith("L")
     )
-    page.click(f'.answer [data-i="{index}"]')
+    page.click(f'.call [data-i="{index}"]')
     page.until("document.querySelector('#token .funnel')?.textContent.includes('grammar')")
     assert page.run("[...document.querySelectorAll('#token .dropped')].some((e) => !e.querySelector('.branch'))")
     page.click(f"#token .branch[aria-label={json.dumps('Branch with ' + other)}]")
@@ -253,6 +279,7 @@ def test_a_tool_call_can_be_branched_and_its_result_goes_back(page: Page, served
     page.until("document.querySelectorAll('.answer').length === 3")
     ended(page)
     assert page.texts(".message.tool .text") == ["18 degrees"]
+    assert page.run("[...document.querySelectorAll('.call')].map((each) => each.open)") == [True, False, True]
     call = traced["tool_calls"][0] | {
         "function": {"name": "get_weather", "arguments": page.texts(".pair .call pre")[1]},
     }
@@ -319,7 +346,7 @@ def test_a_link_of_another_model_says_so(page: Page, served: Served) -> None:
     said = page.until("document.querySelector('.notice.error')?.textContent")
     here = served.state.llm().llm.system_fingerprint
     assert f"Not the answer of the link: its fingerprint is fp_other, here it is {here}" in said
-    assert "another answer than the link's" in page.texts(".answer .facts")[0]
+    page.until("document.querySelector('.answer .facts').textContent.includes(\"another answer than the link's\")")
 
 
 def test_a_link_gives_the_same_answer_again(page: Page, served: Served) -> None:
@@ -387,6 +414,10 @@ def test_nothing_that_is_shown_becomes_html(page: Page, served: Served) -> None:
     assert page.run(
         "[document.images.length, document.scripts.length, document.querySelectorAll('a[href^=javascript]').length]"
     ) == [0, scripts, 0]
+
+
+def test_code_and_reasoning_grow_token_by_token_as_if_they_had_come_at_once(page: Page) -> None:
+    assert page.run(GROWING) == [True, True]
 
 
 def test_any_markdown_becomes_few_kinds_of_elements_and_keeps_its_words(page: Page) -> None:

@@ -3,10 +3,11 @@
 import { Answer } from "./answer.js";
 import { connection } from "./api.js";
 import { $, announce, button, h, notify, perFrame } from "./dom.js";
+import { prettyJson } from "./json.js";
 import { makeLink } from "./permalink.js";
 import { makeBody, routeOf, showFault } from "./settings.js";
 import { Message, saveConversations, settings } from "./state.js";
-import { listenToTokens, TokenView } from "./tokens.js";
+import { listenToTokens, PartView, tokenNodes, TokenView } from "./tokens.js";
 
 // Whether the end is in view: asked when it scrolls, for asking lays everything out.
 let isAtEnd = true;
@@ -176,7 +177,8 @@ class AnswerPane {
   constructor(message, owner, chooser) {
     Object.assign(this, { message, owner, answer: message.answer, afterUpdate: () => {} });
     this.view = new TokenView(this.answer, settings.view.isRaw);
-    this.reasoning = h("details", { class: "folded", hidden: true }, h("summary", {}), h("div", { class: "text" }));
+    this.reasoning = h("details", { class: "folded", hidden: true }, h("summary", {}), h("div", { class: "text part" }));
+    this.thought = new PartView(this.answer, this.reasoning.lastChild);
     this.calls = h("div", { class: "calls" });
     this.foot = h("p", { class: "facts" });
     this.fault = h("p", { class: "fault", hidden: true });
@@ -201,7 +203,7 @@ class AnswerPane {
     this.reasoning.hidden = !answer.reasoning;
     if (answer.reasoning) {
       this.reasoning.firstChild.textContent = answer.content || !answer.isRunning ? "Reasoning" : "Reasoning …";
-      this.reasoning.lastChild.textContent = answer.reasoning;
+      this.thought.update(answer.reasoning);
     }
     this.updateCalls();
     this.foot.textContent = factsOf(answer);
@@ -218,13 +220,26 @@ class AnswerPane {
     const key = JSON.stringify([calls, isRunning]);
     if (key === this.shownCalls) return;
     this.shownCalls = key;
+    const isAnswered = this.message.children.length > 0;
+    const isAsked = !isRunning && !isAnswered;
     const results = calls.map((call) => h("textarea", { rows: 2, "aria-label": `Result of ${call.name}`, placeholder: "Its result, as text or JSON" }));
+    const shown = this.argumentNodes();
     this.calls.replaceChildren(...calls.map((call, index) =>
-      h("details", { class: "folded call", open: !isRunning }, h("summary", {}, "Tool call ", h("code", {}, call.name)),
-        h("pre", { tabIndex: 0, role: "region", "aria-label": `Arguments of call ${index + 1}` }, pretty(call.arguments)), !isRunning && results[index])));
-    if (!calls.length || isRunning) return;
+      h("details", { class: "folded call", open: isAsked }, h("summary", {}, "Tool call ", h("code", {}, call.name)),
+        h("pre", { class: "part", tabIndex: 0, role: "region", "aria-label": `Arguments of call ${index + 1}` }, shown[index]), isAsked && results[index])));
+    if (!calls.length || !isAsked) return;
     const send = () => this.owner.answerTools(this.message, calls, results.map((each) => each.value));
     this.calls.append(button(calls.length > 1 ? "Send the results" : "Send the result", send, { class: "primary" }));
+  }
+
+  // The arguments of each call, as their tokens where the model wrote this very JSON.
+  argumentNodes() {
+    let end = 0;
+    return this.answer.calls.map(({ arguments: json }) => {
+      const base = this.answer.tokenText.text.indexOf(json, end);
+      if (base >= 0) end = base + json.length;
+      return prettyJson(json, (start, end) => tokenNodes(this.answer, base, json, start, end));
+    });
   }
 
   updateActions() {
@@ -286,14 +301,6 @@ function welcome(mode) {
   const text = mode === "text" ? "Write the beginning of a text; the model goes on with it." : "Ask something.";
   return h("div", { class: "welcome" }, h("p", {}, text),
     h("p", { class: "faint" }, "Point at a word of the answer, or tap it, to see how it was chosen. Press ? for all keys."));
-}
-
-function pretty(text) {
-  try {
-    return JSON.stringify(JSON.parse(text), null, 2);
-  } catch {
-    return text; // while it streams
-  }
 }
 
 async function copy(text, message) {

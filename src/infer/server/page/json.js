@@ -1,6 +1,24 @@
-// An editor for JSON that shows a fault at its place, be it one of syntax or one that the server found by a pointer.
+// JSON with indents, and an editor that shows a fault at its place, of syntax or found by the server at a pointer.
 
 import { h } from "./dom.js";
+
+// JSON, or the beginning of one, a line for each member; `text(start, end)` makes the nodes of a piece of it.
+export function prettyJson(source, text) {
+  const nodes = [];
+  let depth = 0;
+  let before = "";
+  for (const { 0: piece, index } of source.matchAll(/"(?:[^"\\]|\\.)*"?|[{}[\],:]|[^\s"{}[\],:]+/gs)) {
+    const isOpened = before === "{" || before === "[";
+    const isClosing = piece === "}" || piece === "]";
+    if (isClosing) depth--;
+    if (before === "," || isOpened !== isClosing) nodes.push(before && `\n${"  ".repeat(depth)}`);
+    else if (before === ":") nodes.push(" ");
+    nodes.push(text(index, index + piece.length));
+    if (piece === "{" || piece === "[") depth++;
+    before = piece;
+  }
+  return nodes;
+}
 
 export class JsonFault extends Error {
   constructor(message, start, end = start + 1) {

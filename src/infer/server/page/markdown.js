@@ -44,7 +44,7 @@ function* blocksOf(source, lines, text, depth = 0) {
     if ((match = FENCE.exec(line))) {
       const close = new RegExp(`^ {0,3}${match[1][0]}{${match[1].length},}\\s*$`);
       for (i++; i < lines.length && !close.test(at(lines[i])); i++);
-      yield [lines[first].start, codeBlock(match[2].trim(), lines.slice(first + 1, i), text)];
+      yield [lines[first].start, codeBlock(match[2].trim(), lines.slice(first + 1, i), text, i === lines.length)];
       i++;
     } else if ((match = HEADING.exec(line))) {
       const level = Math.min(match[1].length + 2, 6);
@@ -84,10 +84,10 @@ function paragraph(source, lines, text) {
   ]);
 }
 
-function codeBlock(language, lines, text) {
+function codeBlock(language, lines, text, isOpen) {
   const code = h("code", {}, lines.length ? text(lines[0].start, lines[lines.length - 1].end) : "");
   const copy = button("Copy", () => navigator.clipboard?.writeText(code.textContent), { class: "plain" });
-  return h("div", { class: "code" }, h("div", { class: "code-head" }, h("span", {}, language || "text"), copy),
+  return h("div", { class: isOpen ? "code open" : "code" }, h("div", { class: "code-head" }, h("span", {}, language || "text"), copy),
     h("pre", { tabIndex: 0, role: "region", "aria-label": "Code" }, code));
 }
 

@@ -52,7 +52,7 @@ export class TokenView {
     const { tokens, tokenText } = this.answer;
     if (tokens.length < this.num) this.clear();
     if (this.num) this.element.lastChild.textContent = shownRaw(tokenText.of(this.num - 1));
-    for (; this.num < tokens.length; this.num++) this.element.append(this.span(this.num, shownRaw(tokenText.of(this.num))));
+    for (; this.num < tokens.length; this.num++) this.element.append(spanOf(this.answer, this.num, shownRaw(tokenText.of(this.num))));
   }
 
   updateProse() {
@@ -60,15 +60,26 @@ export class TokenView {
     if (content === this.before) return;
     if (!content.startsWith(this.before)) this.clear();
     const base = tokenText.text.startsWith(content) ? 0 : tokenText.text.indexOf(content);
-    const last = this.blocks.pop();
-    last?.node.remove();
-    const text = (start, end) =>
-      base < 0 ? document.createTextNode(content.slice(start, end)) : this.spans(base + start, base + end);
-    for (const block of markdownBlocks(content, last?.start ?? 0, text)) {
-      this.blocks.push(block);
-      this.element.append(block.node);
+    const text = (start, end) => tokenNodes(this.answer, base, content, start, end);
+    const code = this.openCode(content);
+    if (code) goOn(code, this.before.length, content.length, text);
+    else {
+      const last = this.blocks.pop();
+      last?.node.remove();
+      for (const block of markdownBlocks(content, last?.start ?? 0, text)) {
+        this.blocks.push(block);
+        this.element.append(block.node);
+      }
     }
     this.before = content;
+  }
+
+  // The code in which the text before ended, where what is new can only go on with it.
+  openCode(content) {
+    const last = this.blocks.at(-1);
+    if (!last?.node.matches(".code.open")) return null;
+    const line = content.lastIndexOf("\n", this.before.length - 1) + 1;
+    return line > last.start && !/^ {0,3}[`~]/m.test(content.slice(line)) ? last.node.querySelector("code") : null;
   }
 
   clear() {
@@ -76,33 +87,58 @@ export class TokenView {
     Object.assign(this, { blocks: [], num: 0, before: "" });
   }
 
-  spans(start, end) {
-    const { tokenText } = this.answer;
-    const fragment = document.createDocumentFragment();
-    if (start >= end) return fragment;
-    for (let index = tokenText.at(start); index < tokenText.starts.length && tokenText.starts[index] < end; index++) {
-      const until = tokenText.starts[index + 1] ?? tokenText.text.length;
-      const piece = tokenText.text.slice(Math.max(start, tokenText.starts[index]), Math.min(end, until));
-      if (piece) fragment.append(this.span(index, piece));
-    }
-    return fragment;
-  }
-
-  span(index, text) {
-    const span = document.createElement("span");
-    span.className = classOf(this.answer, index);
-    span.dataset.i = index;
-    span.textContent = text;
-    return span;
-  }
-
   // Whose marks have changed.
   remark() {
-    for (const span of this.element.querySelectorAll("[data-i]")) {
+    for (const span of this.element.closest(".answer").querySelectorAll("[data-i]")) {
       const name = classOf(this.answer, Number(span.dataset.i));
       if (span.className !== name) span.className = name;
     }
   }
+}
+
+// A part of the answer's text, which grows, as its tokens.
+export class PartView {
+  constructor(answer, element) {
+    Object.assign(this, { answer, element, before: "" });
+  }
+
+  update(part) {
+    if (part === this.before) return;
+    if (!part.startsWith(this.before)) this.element.replaceChildren();
+    const base = this.answer.tokenText.text.indexOf(part);
+    const from = this.element.firstChild ? this.before.length : 0;
+    goOn(this.element, from, part.length, (start, end) => tokenNodes(this.answer, base, part, start, end));
+    this.before = part;
+  }
+}
+
+// What an element shows up to `from` goes on to `until`; its last token may have grown.
+function goOn(element, from, until, text) {
+  const last = element.lastChild;
+  const start = from - (last?.textContent.length ?? 0);
+  last?.remove();
+  element.append(text(start, until));
+}
+
+// part[start:end] as spans of the tokens that it is made of; `base` is where the part begins in the answer's text.
+export function tokenNodes(answer, base, part, start, end) {
+  const fragment = document.createDocumentFragment();
+  if (base < 0) fragment.append(part.slice(start, end));
+  if (base < 0 || start >= end) return fragment;
+  const { text, starts } = answer.tokenText;
+  for (let index = answer.tokenText.at(base + start); starts[index] < base + end; index++) {
+    const piece = text.slice(Math.max(base + start, starts[index]), Math.min(base + end, starts[index + 1] ?? text.length));
+    if (piece) fragment.append(spanOf(answer, index, piece));
+  }
+  return fragment;
+}
+
+function spanOf(answer, index, text) {
+  const span = document.createElement("span");
+  span.className = classOf(answer, index);
+  span.dataset.i = index;
+  span.textContent = text;
+  return span;
 }
 
 function classOf({ tokens, differsAt, branchedAt, otherwise }, index) {
@@ -116,6 +152,8 @@ function classOf({ tokens, differsAt, branchedAt, otherwise }, index) {
 }
 
 const shownRaw = (text) => (text === "" ? "␀" : text.replace(/\n/g, "↵\n"));
+
+const VIEWS = ".tokens, .part";
 
 // ←, → and Enter over the tokens of one answer; the pointer over all. `choose(answer, index, isPinned)`.
 export function listenToTokens(root, answerOf, choose) {
@@ -134,7 +172,7 @@ export function listenToTokens(root, answerOf, choose) {
     choose(found[0], found[1], true);
   });
   root.addEventListener("keydown", (event) => {
-    const view = event.target.closest?.(".tokens");
+    const view = event.target.closest?.(VIEWS);
     if (!view || event.altKey || event.ctrlKey || event.metaKey) return;
     const spans = Array.from(view.querySelectorAll("[data-i]"));
     const here = spans.indexOf(event.target);
@@ -150,7 +188,7 @@ export function listenToTokens(root, answerOf, choose) {
 }
 
 function focusToken(span) {
-  for (const other of span.closest(".tokens").querySelectorAll("[tabindex]:not(pre,.table)")) other.removeAttribute("tabindex");
+  for (const other of span.closest(VIEWS).querySelectorAll("[tabindex]:not(pre,.table)")) other.removeAttribute("tabindex");
   span.tabIndex = 0;
   span.focus();
 }

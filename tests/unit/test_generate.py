@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from byte_tokenizer import END_OF_TURN, EOS, VOCAB_SIZE, write_byte_tokenizer
+from infer import ops
 from infer.engine.engine import Engine
 from infer.engine.request import Request
 from infer.engine.sequence import Sequence as Answering
@@ -34,7 +35,10 @@ class Rowwise(Runner):
     """One slot without a model: `logits` says what follows each token."""
 
     def __init__(self) -> None:
-        super().__init__(Mock(spec=Transformer, device=torch.device("cpu"), max_seq_len=1000, rope_border=None))
+        backend = ops.backend_of(torch.device("cpu"))
+        super().__init__(
+            Mock(spec=Transformer, backend=backend, device=backend.device, max_seq_len=1000, rope_border=None)
+        )
         self.chunks: list[list[int]] = []
         self._length = 0
 

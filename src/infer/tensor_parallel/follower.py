@@ -97,6 +97,10 @@ class Follower:
         with self._runner.model.backend.threads():
             self._runner.follow(chunks, count)
 
+    def leave(self) -> None:
+        """What was told before is done, or left."""
+        self._pipe.send(None)
+
     def begin_anew(self) -> None:
         self._runner.reset()
         self._group.begin_anew()

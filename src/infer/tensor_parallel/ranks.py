@@ -113,6 +113,8 @@ class Ranks:
         self._pending.clear()
         if self._is_midway:
             self.group.fail()
+        self._send([("leave", ())])
+        self._answers()  # until then a slower rank may wait for what this one has come to
         self.group.begin_anew()
         self._send([("begin_anew", ())])
         self._answers()

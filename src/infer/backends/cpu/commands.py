@@ -64,7 +64,7 @@ def project_add(run: Run, residual: Tensor, x: Tensor, projection: Projection, p
     if post_norm is None and shares is None:
         _project(run, x, None, projection, residual, adding=True)
         return residual
-    y = run.tensor("before it is added", run.capacity, projection.out_features)
+    y = run.tensor("before post norm", run.capacity, projection.out_features)
     _project(run, x, None, projection, y)
     if post_norm is None:
         return _gathered(run, y, shares, residual=residual)

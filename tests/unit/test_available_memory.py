@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-import infer.runner.caches
 from infer import LLM, InvalidRequestError, SamplingParams
 from infer.kvcache.settings import CacheSettings
 from infer.model.memory import cache_bytes
@@ -79,7 +78,7 @@ def test_the_least_of_the_machine_and_its_groups_counts(
 
 
 def set_available(monkeypatch: pytest.MonkeyPatch, num_bytes: int | None) -> None:
-    monkeypatch.setattr(infer.runner.caches, "available_memory_bytes", lambda: num_bytes)
+    monkeypatch.setattr("infer.backends.base.available_memory_bytes", lambda: num_bytes)
 
 
 def row_bytes(llm: LLM, num_tokens: int) -> int:
@@ -95,9 +94,10 @@ def test_a_model_has_pages_for_as_many_contexts_as_fit_and_batches_wait_for_them
     params = SamplingParams(temperature=0, max_new_tokens=95, ignore_eos=True)
     prompts: list[Any] = [[40 + index] * 5 for index in range(20)]
     expected = [llm.generate(each, params).token_ids for each in prompts]
+    monkeypatch.setattr("infer.model.from_checkpoint._check_memory", lambda *arguments: None)  # it counts the workspace
     for count, found in ((2.5, 2), (1.2, 1), (100, 8)):
         set_available(monkeypatch, int(count * row_bytes(llm, 400)))
-        small = LLM(make_model(tmp_path))
+        small = LLM(make_model(tmp_path), max_seq_len=400)
         assert small._opened.runner.cache.pool_pages == [found * 7]
         assert [result.token_ids for result in small.generate_all(prompts, params, batch_size=64)] == expected
 

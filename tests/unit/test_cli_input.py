@@ -193,7 +193,7 @@ def test_the_command_lines_of_document_003_run(fake: FakeModel, capsys: Capture,
         assert capsys.readouterr().err == ""
     assert main(["generate", "-p", "a", "--zero-copy", "--gpu-attn"]) == 0
     told = capsys.readouterr().err
-    assert "infer: --zero-copy is always so on a CPU" in told
+    assert "infer: --zero-copy is always so where a device has the host's memory: nothing is copied" in told
     assert "infer: --gpu-attn is not needed: attention runs where the model does (--device)" in told
     assert main(["generate", "-q", "-p", "a", "--zero-copy"]) == 0
     assert capsys.readouterr().err == ""

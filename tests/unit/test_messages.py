@@ -102,7 +102,7 @@ def test_a_stream_is_the_same_answer_in_anthropic_s_events(served: Served) -> No
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "invalid_request_error",
          "messages[0].content[0].type"),
         ({"tools": [{"name": "f"}]}, 400, "invalid_request_error", "tools[0].input_schema"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, 400, "invalid_request_error", "thinking_token_budget"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, 400, "invalid_request_error", "thinking.budget_tokens"),
         ({"temperature": 1.5}, 400, "invalid_request_error", "temperature"),
         ({"max_token": 3}, 400, "invalid_request_error", "max_token"),
         ({"messages": [{"role": "user", "content": "a" * 900}]}, 400, "invalid_request_error", "messages"),

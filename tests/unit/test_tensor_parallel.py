@@ -207,6 +207,21 @@ def test_a_step_that_an_exception_left_midway_is_followed_by_right_ones(families
         check_same(runner, expected)
 
 
+def test_no_rank_takes_back_what_another_may_still_wait_for(
+    families: list[Path], pair: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slower rank is in the step that rank 0 has done, until it says that it has left it."""
+    runner, told = runner_of(families[0], pair), list[str]()
+    send, begin_anew = Ranks._send, type(pair.group).begin_anew
+    monkeypatch.setattr(Ranks, "_send", lambda self, calls: [told.append(calls[0][0]), send(self, calls)])
+    monkeypatch.setattr(
+        Ranks, "_answers", lambda self: [told.append("answered"), *[each.recv() for each in self._pipes]]
+    )
+    monkeypatch.setattr(type(pair.group), "begin_anew", lambda self: [told.append("rank 0"), begin_anew(self)])
+    runner.reset()
+    assert told == ["leave", "answered", "rank 0", "begin_anew", "answered"]
+
+
 def test_ranks_have_the_same_logits(families: list[Path], pair: Ranks) -> None:
     runner = runner_of(families[0], pair)
     runner.reserve(0, 3)

@@ -7,16 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import click
 
 import infer as package
 from infer.cli.checks import check_grammar, check_options, needs_extra
 from infer.cli.model_load import kernels_ahead, load_arguments, load_for_server, load_model, served_arguments
+from infer.cli.model_options import AT_LEAST_1, model_options, number_options, running_options, weight_options
 from infer.cli.options import (
-    Function,
-    apply_options,
     batch_options,
     cache_options,
     check_constraints,
@@ -25,7 +24,6 @@ from infer.cli.options import (
     path_options,
     prompt_options,
     prompts_options,
-    template_options,
 )
 from infer.cli.prompts import many_prompts, one_prompt
 from infer.cli.sampling_options import (
@@ -38,14 +36,11 @@ from infer.cli.sampling_options import (
     sampling_options,
 )
 from infer.cli.serve_options import deploy_options, serve_options
-from infer.cli.spelling import Command, Device, what_to_type
+from infer.cli.spelling import Command, what_to_type
 from infer.cli.terminal import Spinner, exit_on_signal
-from infer.engine.model_settings import GrammarBackend
 from infer.sampling.defaults import neutral_values
 from infer.sampling_params import SamplingParams
 from infer.system.status_line import silence
-
-AT_LEAST_1 = click.IntRange(min=1)
 
 
 @dataclass
@@ -67,55 +62,6 @@ class Commands(click.Group):
         if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
             raise click.UsageError(what_to_type(args[0], self.commands), ctx)
         return super().resolve_command(ctx, args)
-
-
-def weight_options(function: Function) -> Function:
-    """What a model is and in which numbers it runs."""
-    options = [
-        click.option("-m", "--model", default="smollm2", show_default=True, metavar="NAME|PATH",
-                     help="An installed model, a folder, a .gguf file, or org/repo[@revision][:Q4_K_M] on the hub."),
-        number_options,
-    ]  # fmt: skip
-    return apply_options(options, function)
-
-
-def number_options(function: Function) -> Function:
-    dtypes, weights = (
-        click.Choice(["auto", "float32", "float16", "bfloat16"]),
-        click.Choice(["auto", "bf16", "q8", "q4"]),
-    )
-    options = [
-        click.option("--threads", type=AT_LEAST_1, help="Threads to compute with.  [default: all cores]"),
-        click.option("--precision", type=click.Choice(["exact", "fast"]), default="exact", show_default=True,
-                     help="Of activations beside quantised weights, on a CPU: 16 bits or 8."),
-        click.option("--weights", type=weights, default="auto", show_default=True,
-                     help="Quantise float weights at load; auto: as the file stores them."),
-        click.option("--dtype", type=dtypes, default="auto", show_default=True,
-                     help="Dequantise at load; auto: as the file stores it."),
-    ]  # fmt: skip
-    return apply_options(options, function)
-
-
-def model_options(function: Function) -> Function:
-    return apply_options([weight_options, cache_options, running_options], function)
-
-
-def running_options(function: Function) -> Function:
-    """How a model runs, and what is told of it."""
-    options = [
-        click.option("--max-seq-len", type=int,
-                     help="Prompt and answer together, in tokens.  [default: the model's own, at most 8192]"),
-        click.option("--device", "--backend", "device", type=Device(), default="cpu", show_default=True),
-        click.option("--grammar-backend", type=click.Choice(get_args(GrammarBackend)), default="llguidance",
-                     show_default=True, help="What holds an answer to a schema, a pattern or a grammar."),
-        click.option("--tensor-parallel", type=AT_LEAST_1, default=1, show_default=True,
-                     help="Processes that share the model out, each with --threads: the same tokens."),
-        click.option("--no-capture", is_flag=True, help="Run each operation by itself: slower, with the same tokens."),
-        template_options,
-        click.option("-q", "--quiet", is_flag=True, help="Nothing but the text."),
-        click.option("-v", "--verbose", is_flag=True, help="Counts, seed and reason; a traceback with an error."),
-    ]  # fmt: skip
-    return apply_options(options, function)
 
 
 def _show_version(*, with_machine: bool) -> None:

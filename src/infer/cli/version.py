@@ -41,8 +41,7 @@ def version_lines() -> Iterator[str]:
 def device_lines() -> Iterator[str]:
     """What `--device` may name here."""
     yield f"cpu: {ops.backend_of(torch.device('cpu')).description()}"
-    for index in range(torch.cuda.device_count()):
-        yield f"cuda:{index}: {ops.backend_of(torch.device('cuda', index)).description()}"
+    yield from (f"cuda:{index}: {name}" for index, name in enumerate(ops.cuda_devices()))
     yield from (f"opencl: {name}" for name in ops.opencl_devices())
 
 

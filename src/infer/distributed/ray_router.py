@@ -4,16 +4,14 @@ from typing import final
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from infer.distributed.router import RoutedPrompt, Router
-
-_NUM_PAGES = 1024  # that an engine is taken to keep: those of 8 full contexts
+from infer.distributed.router import NUM_PAGES, RoutedPrompt, Router
 
 
 @final
 class PrefixRouter(RequestRouter):
     """Of calls whose second argument is a `RoutedPrompt`."""
 
-    def initialize_state(self, num_pages: int = _NUM_PAGES) -> None:
+    def initialize_state(self, num_pages: int = NUM_PAGES) -> None:
         self._router = Router(num_pages)
         self._under_way: dict[str, tuple[str, float]] = {}  # replica and tokens, by request
 

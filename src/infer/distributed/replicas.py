@@ -9,13 +9,12 @@ from typing import final
 
 from infer.distributed.exchange import Exchange, GoneError
 from infer.distributed.replica import Replica
-from infer.distributed.router import RoutedPrompt, Router
+from infer.distributed.router import NUM_PAGES, RoutedPrompt, Router
 from infer.errors import InferError
 from infer.server.state import ServerState
 
 log = logging.getLogger("infer.server")
 _PAUSE_SECONDS = 10.0  # before one is tried again
-_NUM_PAGES = 1024  # that a replica is taken to keep: those of 8 full contexts
 
 
 @final
@@ -23,7 +22,7 @@ class Replicas:
     """For the event loop. `commands` start them, each with a socket of its own. A single one has a spare."""
 
     def __init__(self, state: ServerState, commands: Sequence[Sequence[str]], sockets: Sequence[socket.socket]) -> None:
-        self._state, self._router = state, Router(_NUM_PAGES)
+        self._state, self._router = state, Router(NUM_PAGES)
         self._replicas = [
             Replica(str(index), own, command, self._notice)
             for index, (own, command) in enumerate(zip(sockets, commands, strict=True))

@@ -21,6 +21,7 @@ from typing import NamedTuple, TypeVar, final
 
 _TEXT_BLOCK, _KEY_BYTES = 256, 16  # a page of 64 tokens is some 256 bytes of English
 _MOST_SESSIONS = 1 << 16
+NUM_PAGES = 1024  # that a replica is taken to keep: those of 8 full contexts
 _MISSING_COST, _SENT_COST = 8.0, 0.2  # of a token, where one that is queued costs 1
 _KEPT = 0.999  # of what was sent, with each request: some thousand of them are remembered
 _Key = TypeVar("_Key")

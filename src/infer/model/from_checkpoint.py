@@ -88,10 +88,8 @@ def load_checked(
         raise InvalidRequestError(f"dtype={dtype} and weights={weights} contradict each other: give one of them")
 
     backend, context = _backend(device), context_length(max_seq_len, architecture, cache)
-    keep_floats_as, chosen_precision = (
-        _choice("weights", weights, get_args(FloatsAs)),
-        _choice("precision", precision, get_args(Precision)),
-    )
+    keep_floats_as = _choice("weights", weights, get_args(FloatsAs))
+    chosen_precision = _choice("precision", precision, get_args(Precision))
     load = LoadSettings(dtype_name(dtype), weights, precision)
     check_tensors(expected_shapes(architecture), checkpoint.tensors)
     with backend.compiling([make_outline(architecture, checkpoint.tensors, load, cache)]):
@@ -136,7 +134,6 @@ def _fitting(
     available: int | None,
 ) -> int:
     """The default context, or as much of it as the memory has room for, which a warning says."""
-    check_tensors(expected_shapes(architecture), checkpoint.tensors)
     found = fitting_length(architecture, checkpoint.tensors, load, cache, most=default, available=available)
     if found < default:
         warnings.warn(
@@ -156,7 +153,6 @@ def _check_memory(
     available: int | None,
 ) -> None:
     """What does not fit is refused before anything is allocated."""
-    check_tensors(expected_shapes(architecture), checkpoint.tensors)
     name, tensors = checkpoint.path.name, checkpoint.tensors
     check_fits(name, architecture, tensors, load, cache, num_tokens=num_tokens, available=available)
 

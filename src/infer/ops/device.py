@@ -66,6 +66,11 @@ def backend_named(name: str) -> Backend:
     return _named(name.partition(":")[2])
 
 
+def cuda_devices() -> list[str]:
+    """What each is, in the order of their indices."""
+    return list(map(str, gpus.visible_gpus()))
+
+
 def opencl_devices() -> list[str]:
     """Their names, and why one cannot be used; none where pyopencl is not installed."""
     if find_spec("pyopencl") is None:

@@ -321,15 +321,21 @@ class CachedRunner(Runner):
         masks: Masks | None = None,
         interrupt: Interrupt | None = None,
     ) -> tuple[list[SampledTokens], list[StepEnd]]:
-        if not isinstance(self._captured, ops.Captured) or not self._captured.takes(chunks, columns):
+        captured = self._captured_for(chunks, columns)
+        if captured is None:
             return [], []
-        found = self._captured.run_multi_step(
+        found = captured.run_multi_step(
             chunks, self._starts(chunks), count, columns, history, tuple(stop_ids), masks, interrupt
         )
         return list(map(SampledTokens, found.token_ids, found.logprobs)), found.ends
 
     def can_multi_step(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> bool:
-        return isinstance(self._captured, ops.Captured) and self._captured.takes(chunks, columns)
+        return self._captured_for(chunks, columns) is not None
+
+    def _captured_for(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> ops.Captured | None:
+        """What runs the chunks and samples after them in one go; None where nothing does."""
+        captured = self._captured
+        return captured if isinstance(captured, ops.Captured) and captured.takes(chunks, columns) else None
 
     def follow(self, chunks: Sequence[Chunk], count: int) -> None:
         """The steps of rank 0's `multi_step`: it samples, and tells them what."""
@@ -339,8 +345,8 @@ class CachedRunner(Runner):
     def sample(
         self, chunks: Sequence[Chunk], columns: SamplingColumns, history: History | None, masks: Masks | None = None
     ) -> tuple[list[SampledTokens], list[StepEnd]]:
-        captured = self._captured
-        if not isinstance(captured, ops.Captured) or not captured.takes(chunks, columns):
+        captured = self._captured_for(chunks, columns)
+        if captured is None:
             return super().sample(chunks, columns, history, masks)
         found = captured.run_verified(chunks, self._starts(chunks), columns, history, masks)
         return list(map(SampledTokens, found.token_ids, found.logprobs)), found.ends

@@ -21,6 +21,8 @@ from infer.tensor_parallel.digest import digest_of
 from infer.tensor_parallel.ranks import Call, make_group
 from infer.tensor_parallel.settings import ModelSource, RunnerSettings, Transport
 
+_OWN = {"forward", "multi_step", "leave", "begin_anew", "digest"}  # what a follower does that its runner does not
+
 
 def main() -> None:
     rank, size, transport, place, pipe = sys.argv[1:]
@@ -80,9 +82,8 @@ class Follower:
     def do(self, calls: Sequence[Call]) -> None:
         """An error here is one that rank 0 has seen too, or the end of the group, of which it knows."""
         for name, arguments in calls:
-            own = getattr(self, name, None)
             try:
-                (getattr(self._runner, name) if own is None else own)(*arguments)
+                getattr(self if name in _OWN else self._runner, name)(*arguments)
             except InferError:
                 continue
 

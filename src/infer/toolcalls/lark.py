@@ -32,7 +32,7 @@ _GEMMA_KEYS = {
 _GEMMA_SIGNS = re.compile(r"[{}\[\],:]|^$")
 _SEPARATORS = {"python": '", "', "xml": '""', "gemma": '","'}
 _NOTES = frozenset({"title", "description", "default", "examples", "$schema", "deprecated"})
-_UNSAID = _NOTES | {"$defs", "definitions"}
+_NOT_HELD = _NOTES | {"$defs", "definitions"}
 _OBJECT_KEYS = _NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
 
 
@@ -214,16 +214,16 @@ class _Builder:
         """A schema's values with Gemma's quotes. Raises InvalidRequestError."""
         if schema is False:
             raise InvalidRequestError(f"{name} may have no value: leave it out")
-        said = {} if schema is True else {key: schema[key] for key in schema if key not in _UNSAID}
-        if not said:
+        held = {} if schema is True else {key: schema[key] for key in schema if key not in _NOT_HELD}
+        if not held:
             return self._any_gemma(form)
-        word = next((each for each in ("anyOf", "enum", "const") if each in said), "type")
-        if others := sorted(set(said) - _GEMMA_KEYS[word]):
+        word = next((each for each in ("anyOf", "enum", "const") if each in held), "type")
+        if others := sorted(set(held) - _GEMMA_KEYS[word]):
             raise InvalidRequestError(f"{others[0]} of {name} cannot be held in this tool format: leave it out")
-        if (values := _values_of(said)) is not None:
+        if (values := _values_of(held)) is not None:
             return _one_of(self._literal(gemma_value(value, form.quote)) for value in values)
-        if "anyOf" in said:
-            return _one_of(self._gemma(form, name, each) for each in said["anyOf"])
+        if "anyOf" in held:
+            return _one_of(self._gemma(form, name, each) for each in held["anyOf"])
         match schema.get("type"):
             case list(kinds):
                 return _one_of(self._gemma(form, name, {**schema, "type": kind}) for kind in kinds)
@@ -235,7 +235,7 @@ class _Builder:
                 return self._gemma_object(form, name, schema)
             case None:
                 raise InvalidRequestError(f"{name} needs a type in this tool format")
-        return self._json_rule({key: said[key] for key in said if key == "type" or key in _NUMBER_KEYS})
+        return self._json_rule({key: held[key] for key in held if key == "type" or key in _NUMBER_KEYS})
 
     def _gemma_array(self, form: ToolCallFormat, name: str, schema: Mapping[str, Any]) -> str:
         least, most, rule = schema.get("minItems", 0), schema.get("maxItems"), f"item_{next(self._numbers)}"

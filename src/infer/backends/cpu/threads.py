@@ -220,7 +220,7 @@ atexit.register(_current.close)
 
 
 def team() -> Team:
-    """The process's team, created on first use with `default_num_threads()` or what `set_num_threads` said."""
+    """The process's team, created on first use with `default_num_threads()` threads or those of `set_num_threads`."""
     return _current.get()
 
 

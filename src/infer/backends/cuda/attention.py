@@ -141,31 +141,10 @@ def attend_chunks(
         for chunk in range(tl.program_id(2), last_slot // CHUNK + 1, tl.num_programs(2)):
             start = chunk * CHUNK
             if _is_seen(start, CHUNK, first_slot, sinks, window):
-                part_largest, part_total, part_values = _nothing(QUERIES, SIZE)
-                for slot in range(start, tl.minimum(start + CHUNK, last_slot + 1), LANES):
-                    if _is_seen(slot, LANES, first_slot, sinks, window):
-                        slots = slot + tl.arange(0, LANES)
-                        seen = (slots[None, :] <= own[:, None]) & is_mine[:, None]
-                        seen &= (window == 0) | (slots < sinks)[None, :] | (slots[None, :] > own[:, None] - window)
-                        page, block, _ = place_of(cache, row, slot)
-                        keys = load_keys(cache, head, page, block, i, DIM, KV_TYPE)
-                        scores = tl.dot(q, keys, input_precision="ieee")
-                        if HAS_FAR:  # noqa: SIM102 - known when compiled
-                            if slot < sinks:
-                                far_scores = tl.dot(q_far, keys, input_precision="ieee")
-                                scores = tl.where((slots < sinks)[None, :], far_scores, scores)
-                        scores = scores * scale
-                        if HAS_SOFTCAP:
-                            scores = softcap * _tanh(tl.div_rn(scores, softcap))
-                        scores = tl.where(seen, scores * LOG2_E, -INFINITY)
-                        block_largest = tl.max(scores, axis=1)
-                        weights = tl.exp2(scores - _finite(block_largest)[:, None])
-                        v = load_values(cache, head, page, block, i, DIM, KV_TYPE)
-                        v = tl.where((tl.max(seen.to(tl.int32), axis=0) > 0)[:, None], v, 0.0)
-                        part_largest, part_total, part_values = _merged(
-                            part_largest, part_total, part_values,
-                            block_largest, tl.sum(weights, axis=1), tl.dot(weights, v, input_precision="ieee"),
-                        )  # fmt: skip
+                part_largest, part_total, part_values = _chunk_part(
+                    q, q_far, own, is_mine, start, first_slot, last_slot, row, sinks, window, head, cache, scale,
+                    softcap, QUERIES, DIM, SIZE, KV_TYPE, HAS_FAR, HAS_SOFTCAP,
+                )  # fmt: skip
                 if SPLIT:
                     place = lines * parts.num_chunks + chunk
                     tl.store(parts.largests + place, part_largest, mask=is_mine)
@@ -175,6 +154,43 @@ def attend_chunks(
                     largest, total, values = _merged(largest, total, values, part_largest, part_total, part_values)
         if not SPLIT:
             tl.store(out + at, _mean(total, values), mask=is_there)
+
+
+@triton.jit
+def _chunk_part(
+    q, q_far, own, is_mine, start, first_slot, last_slot, row, sinks, window, head, cache, scale, softcap,
+    QUERIES: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, KV_TYPE: tl.constexpr, HAS_FAR: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """The largest score, the sum of weights and the values times weights of the chunk that begins at slot `start`: what
+    each query sees of it, a cache block at a time."""
+    i = tl.arange(0, SIZE)
+    largest, total, values = _nothing(QUERIES, SIZE)
+    for slot in range(start, tl.minimum(start + CHUNK, last_slot + 1), LANES):
+        if _is_seen(slot, LANES, first_slot, sinks, window):
+            slots = slot + tl.arange(0, LANES)
+            seen = (slots[None, :] <= own[:, None]) & is_mine[:, None]
+            seen &= (window == 0) | (slots < sinks)[None, :] | (slots[None, :] > own[:, None] - window)
+            page, block, _ = place_of(cache, row, slot)
+            keys = load_keys(cache, head, page, block, i, DIM, KV_TYPE)
+            scores = tl.dot(q, keys, input_precision="ieee")
+            if HAS_FAR:  # noqa: SIM102 - known when compiled
+                if slot < sinks:
+                    far_scores = tl.dot(q_far, keys, input_precision="ieee")
+                    scores = tl.where((slots < sinks)[None, :], far_scores, scores)
+            scores = scores * scale
+            if HAS_SOFTCAP:
+                scores = softcap * _tanh(tl.div_rn(scores, softcap))
+            scores = tl.where(seen, scores * LOG2_E, -INFINITY)
+            block_largest = tl.max(scores, axis=1)
+            weights = tl.exp2(scores - _finite(block_largest)[:, None])
+            v = load_values(cache, head, page, block, i, DIM, KV_TYPE)
+            v = tl.where((tl.max(seen.to(tl.int32), axis=0) > 0)[:, None], v, 0.0)
+            block_values = tl.dot(weights, v, input_precision="ieee")
+            largest, total, values = _merged(
+                largest, total, values, block_largest, tl.sum(weights, axis=1), block_values
+            )
+    return largest, total, values
 
 
 @triton.jit

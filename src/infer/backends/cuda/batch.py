@@ -78,9 +78,17 @@ class Batch(NamedTuple):
 
 
 def make_batch(
-    logits: Tensor, columns: SamplingColumns, history: History | None, positions: Tensor, allowed: Tensor | None
+    logits: Tensor,
+    columns: SamplingColumns,
+    history: History | None,
+    positions: Tensor,
+    allowed: Tensor | None,
+    rows: Tensor | None,
 ) -> Batch:
+    """`rows` are those of the lines of logits; None: each line's own."""
     fields = fields_of(columns)
+    if rows is not None:
+        fields = fields[rows]
     has_history = columns.has_penalty and history is not None
     return Batch(
         logits=logits,

@@ -69,7 +69,7 @@ def choose_by(
     allowed: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """The same tokens by any tiling. `rows` are those of the lines, where they are not each line's own."""
+    """The same tokens by any tiling."""
     num_lines = len(logits)
     token_ids = torch.empty(num_lines, dtype=torch.int64, device=logits.device)
     if not num_lines:
@@ -83,14 +83,12 @@ def choose_by(
     has_filters = columns.max_top_k > 0 or columns.has_top_p or columns.has_min_p
     edits = {"EDITS": 2 if allowed is not None else int(columns.has_edits)}
     blocks = {"BLOCK": tiling.block, "BLOCKS": triton.next_power_of_2(num_blocks)}
-    batch = make_batch(logits, columns, history, positions, allowed)
-    if rows is not None:
-        batch = batch._replace(fields=batch.fields[rows])
+    batch = make_batch(logits, columns, history, positions, allowed, rows)
 
     def scratch(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(num_lines, *shape, dtype=dtype, device=logits.device)
 
-    scores, largests = scratch(num_blocks, dtype=torch.float32), scratch(num_blocks, dtype=torch.float32)
+    scores, largests = (scratch(num_blocks, dtype=torch.float32) for _ in range(2))
     score_ids = scratch(num_blocks, dtype=torch.int32)
     maxima = scratch(num_chunks if has_filters else 1, dtype=torch.int32)
     score_blocks[num_blocks, num_lines](

@@ -1,7 +1,7 @@
 """A forward recorded once as a list of launches on an in-order queue, and run for any step.
 
 Kernels read the step's arrays and counts from fixed slots in memory that host and device share; how many work items
-there are is said when a launch is enqueued. What is sampled after is the CPU's sampler, on the same memory.
+there are is told when a launch is enqueued. What is sampled after is the CPU's sampler, on the same memory.
 """
 
 from typing import final

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 import triton
 import triton.language as tl
+from jaxtyping import Int
 from torch import Tensor
 
 from infer.sampling.columns import SamplingColumns
@@ -35,6 +36,7 @@ FIELDS = (
     "bias_stop",
     "end_start",
     "end_stop",
+    "num_drafts",  # of the row before this line: its history ends with them
 )
 NUM_FIELDS = tl.constexpr(len(FIELDS))
 TEMPERATURE = tl.constexpr(FIELDS.index("temperature"))
@@ -55,6 +57,7 @@ BIAS_START = tl.constexpr(FIELDS.index("bias_start"))
 BIAS_STOP = tl.constexpr(FIELDS.index("bias_stop"))
 END_START = tl.constexpr(FIELDS.index("end_start"))
 END_STOP = tl.constexpr(FIELDS.index("end_stop"))
+NUM_DRAFTS = tl.constexpr(FIELDS.index("num_drafts"))
 
 
 class Batch(NamedTuple):
@@ -75,6 +78,15 @@ class Batch(NamedTuple):
     last: Any
     counts: Any
     lengths: Any
+    drafts: Any
+
+
+class Lines(NamedTuple):
+    """Lines of logits that verify drafts, each row's one after the other."""
+
+    rows: Int[Tensor, "lines"]  # whose a line is
+    entries: Int[Tensor, "lines"]  # how many drafts of its row come before it
+    drafts: Int[Tensor, "lines"]  # what is drafted after it
 
 
 def make_batch(
@@ -83,12 +95,13 @@ def make_batch(
     history: History | None,
     positions: Tensor,
     allowed: Tensor | None,
-    rows: Tensor | None,
+    lines: Lines | None,
 ) -> Batch:
-    """`rows` are those of the lines of logits; None: each line's own."""
+    """Without `lines` a row has one."""
     fields = fields_of(columns)
-    if rows is not None:
-        fields = fields[rows]
+    if lines is not None:
+        fields = fields[lines.rows]
+        fields[:, NUM_DRAFTS.value] = lines.entries
     has_history = columns.has_penalty and history is not None
     return Batch(
         logits=logits,
@@ -106,6 +119,7 @@ def make_batch(
         last=history.last if has_history and history else fields,
         counts=history.counts if has_history and history else fields,
         lengths=history.lengths if has_history and history else fields,
+        drafts=fields if lines is None else lines.drafts,
     )
 
 
@@ -142,6 +156,7 @@ def fields_of(columns: SamplingColumns) -> Tensor:
         "bias_stop": columns.bias_starts[1:],
         "end_start": columns.end_starts[:-1],
         "end_stop": columns.end_starts[1:],
+        "num_drafts": torch.zeros_like(columns.seed),
     }
     torch.stack([column_by_name[name] for name in FIELDS], dim=1, out=fields[: len(columns)])
     _fields_by_columns[columns] = columns.selection, fields

@@ -15,18 +15,18 @@ from torch import Tensor
 from infer.backends.base import Captured, Forward, Generated
 from infer.backends.cuda.graphs import Graphs, Recording
 from infer.backends.cuda.multi_step import MultiStep
-from infer.backends.cuda.sampler import choose_lines
 from infer.backends.cuda.step_inputs import StepInputs
+from infer.backends.cuda.verifier import Verifier
 from infer.errors import InvalidRequestError
 from infer.operands.step import Chunk, Interrupt, Masks, Step, StepEnd
 from infer.sampling.columns import SamplingColumns
-from infer.sampling.history import History, remember
+from infer.sampling.history import History
 
 
 @final
 class CapturedForward(Captured):
-    """Steps of more than `capacity` tokens run in pieces. What needs a look between two lines, log-probabilities and
-    drafts of rows with penalties, is no step for it: the runner samples that line by line."""
+    """Steps of more than `capacity` tokens run in pieces. The runner samples line by line where a row asks for
+    log-probabilities, but for raw ones in a step with drafts."""
 
     def __init__(self, forward: Forward, capacity: int, max_logits: int, device: torch.device, graphs: Graphs) -> None:
         self.capacity, self.max_logits = capacity, max_logits
@@ -34,6 +34,7 @@ class CapturedForward(Captured):
         self._inputs = StepInputs(capacity, max_logits, device, graphs)
         self._recordings: dict[tuple[int, int], Recording] = {}
         self._multi_step = MultiStep(max_logits, device, graphs)
+        self._verifier = Verifier(max_logits, device, graphs)
 
     @torch.inference_mode()
     def run(self, step: Step) -> Tensor:
@@ -49,7 +50,7 @@ class CapturedForward(Captured):
             sum(chunk.num_logits for chunk in chunks),
         )
         has_drafts = any(chunk.num_drafts for chunk in chunks)
-        is_one_by_one = columns.has_logprobs or (columns.has_penalty and has_drafts)
+        is_one_by_one = columns.has_logprobs and (any(columns.is_processed) or not has_drafts)
         return num_tokens <= self.capacity and num_logits <= self.max_logits and not is_one_by_one
 
     @torch.inference_mode()
@@ -82,37 +83,23 @@ class CapturedForward(Captured):
         history: History | None = None,
         masks: Masks | None = None,
     ) -> Generated:
-        """Noise is keyed by the position: every line can be sampled at once, and those after a surprise are dropped."""
         if len(chunks) != len(columns):
             raise InvalidRequestError(f"a step takes a chunk for each of {len(columns)} rows, got {len(chunks)}")
         step = Step.of_chunks(chunks, starts)
         if not len(step.logit_indices):
             self.run(step)
             return Generated([[] for _ in chunks], [], [[] for _ in chunks])
+        size = _size_of(len(step.tokens), self.capacity), _size_of(len(step.logit_indices), self.max_logits)
         with self._graphs.on_device():
-            rows = [row for row, chunk in enumerate(chunks) for _ in range(chunk.num_logits)]
-            where = torch.tensor([rows, (step.positions[step.logit_indices] + 1).tolist()], device=self._device)
-            logits = self.run(step)[:, : columns.vocab_size]
-            if masks is not None:
-                masks.wait()
-            allowed = None if masks is None else masks.words.to(self._device)
-            sampled = choose_lines(logits, columns, history, where[1], allowed, where[0])
-            lines = iter(sampled.tolist())
-        found = [_right(chunk, [next(lines) for _ in range(chunk.num_logits)]) for chunk in chunks]
-        self._remember(found, columns, history)
+            forward = self._recording(*size)
+            self._inputs.fill(step, *size)
+            found = self._verifier.run(forward, chunks, starts, columns, history, masks)
         ended = time.perf_counter()
-        ends = [StepEnd(ended, ended) for _ in range(max(map(len, found)))]
-        return Generated(found, ends, [[] for _ in chunks])
+        ends = [StepEnd(ended, ended) for _ in range(max(map(len, found.token_ids)))]
+        return Generated(found.token_ids, ends, found.logprobs)
 
     def profile(self, step: Step) -> list[tuple[str, int]]:
         raise InvalidRequestError("a profile counts the cycles of a CPU's commands: on a GPU use Nsight Systems")
-
-    def _remember(self, found: Sequence[Sequence[int]], columns: SamplingColumns, history: History | None) -> None:
-        """Rows with a penalty have no drafts here: a token each."""
-        rows = [row for row, token_ids in enumerate(found) if token_ids and token_ids[0] >= 0]
-        if rows and columns.has_penalty:
-            last = torch.tensor([token_ids[-1] if token_ids else 0 for token_ids in found], device=self._device)
-            remember(history, columns, rows, last)
 
     def _run_piece(self, step: Step) -> Tensor:
         num_logits = len(step.logit_indices)
@@ -135,11 +122,3 @@ class CapturedForward(Captured):
 def _size_of(count: int, most: int) -> int:
     """The next power of 2."""
     return min(most, 1 << max(count - 1, 0).bit_length())
-
-
-def _right(chunk: Chunk, sampled: Sequence[int]) -> list[int]:
-    """What was sampled up to the first that is not what was drafted."""
-    for index, draft in enumerate(chunk.drafts if sampled else ()):
-        if sampled[index] != draft:
-            return list(sampled[: index + 1])
-    return list(sampled)

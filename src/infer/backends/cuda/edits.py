@@ -16,6 +16,7 @@ from infer.backends.cuda.batch import (
     FREQUENCY_PENALTY,
     HISTORY_SLOT,
     MASK_INDEX,
+    NUM_DRAFTS,
     PRESENCE_PENALTY,
     REPETITION_PENALTY,
     REPETITION_WINDOW,
@@ -77,10 +78,15 @@ def _penalised(x, batch, row, slot, ids):
     at = slot * batch.vocab_size + ids
     last = tl.load(batch.last + at, mask=is_valid, other=0)
     counts = tl.load(batch.counts + at, mask=is_valid, other=0)
+    length, num_drafts = tl.load(batch.lengths + slot), integer(batch, row, NUM_DRAFTS)
+    for i in range(num_drafts):  # right, or the line does not count
+        is_drafted = ids == tl.load(batch.drafts + row - num_drafts + i)
+        last = tl.where(is_drafted, (length + i + 1).to(tl.int32), last)
+        counts += is_drafted.to(tl.int32)
 
     penalty = single(batch, row, REPETITION_PENALTY)
     if penalty != 1.0:
-        start = tl.load(batch.lengths + slot) - integer(batch, row, REPETITION_WINDOW)
+        start = length + num_drafts - integer(batch, row, REPETITION_WINDOW)
         penalised = finite(x, tl.where(x > 0, tl.div_rn(x, penalty), x * penalty))
         x = tl.where((last > 0) & (last > start), penalised, x)
     penalty = single(batch, row, FREQUENCY_PENALTY)

@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from infer.backends.cuda.batch import make_batch
+from infer.backends.cuda.batch import Lines, make_batch
 from infer.backends.cuda.filtered import choose_filtered, weigh_blocks
 from infer.backends.cuda.plain import choose_plain, score_blocks
 from infer.sampling.columns import SamplingColumns
@@ -54,10 +54,10 @@ def choose_lines(
     history: History | None,
     positions: Tensor,
     allowed: Tensor | None,
-    rows: Tensor,
+    lines: Lines,
 ) -> Tensor:
-    """`choose_tokens` of lines that each name their row of the columns."""
-    return choose_by(tiling_of(columns.vocab_size), logits, columns, history, positions, allowed, rows)
+    """`choose_tokens` of rows that have several lines: each as if the drafts before it were right."""
+    return choose_by(tiling_of(columns.vocab_size), logits, columns, history, positions, allowed, lines)
 
 
 def choose_by(
@@ -67,7 +67,7 @@ def choose_by(
     history: History | None,
     positions: Tensor,
     allowed: Tensor | None = None,
-    rows: Tensor | None = None,
+    lines: Lines | None = None,
 ) -> Tensor:
     """The same tokens by any tiling."""
     num_lines = len(logits)
@@ -83,7 +83,7 @@ def choose_by(
     has_filters = columns.max_top_k > 0 or columns.has_top_p or columns.has_min_p
     edits = {"EDITS": 2 if allowed is not None else int(columns.has_edits)}
     blocks = {"BLOCK": tiling.block, "BLOCKS": triton.next_power_of_2(num_blocks)}
-    batch = make_batch(logits, columns, history, positions, allowed, rows)
+    batch = make_batch(logits, columns, history, positions, allowed, lines)
 
     def scratch(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(num_lines, *shape, dtype=dtype, device=logits.device)

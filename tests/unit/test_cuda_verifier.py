@@ -1,0 +1,133 @@
+"""Claims about drafts that are verified on a GPU, in Triton's interpreter: all lines at once give what
+`runner.verify` gives one by one."""
+
+from copy import deepcopy
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from infer.operands.step import Chunk, Masks
+from infer.runner.verify import verify
+from infer.sampling.columns import SamplingColumns
+from infer.sampling.history import History
+from infer.sampling_params import SamplingParams
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from infer.backends.cuda.capture import CapturedForward
+from infer.backends.cuda.graphs import Recording, Repeats
+from infer.backends.cuda.verifier import Verifier
+from test_gpu_sampler import drawn_batch
+
+pytestmark = pytest.mark.usefixtures("quick_interpreter")
+CPU = torch.device("cpu")
+VOCAB_SIZE, MAX_LINES = 61, 16
+NUM_LINES = (3, 1, 0, 5, 2, 3)  # of each row; none within a prompt
+
+
+class Rows(NamedTuple):
+    """What is sampled: lines of logits, row after row, and where each row's first stands."""
+
+    logits: Tensor
+    positions: list[int]
+    columns: SamplingColumns
+    history: History
+    masks: Tensor | None
+
+
+def make_rows(seed: int) -> Rows:
+    logits, _, _, _, allowed = drawn_batch(seed, sum(NUM_LINES), VOCAB_SIZE)
+    _, columns, history, positions, _ = drawn_batch(seed + 1, len(NUM_LINES), VOCAB_SIZE)
+    return Rows(logits, positions.tolist(), columns, history, allowed)
+
+
+def first_lines(counts: list[int]) -> list[int]:
+    """Of each row's lines as many as `counts` says."""
+    starts = np.cumsum([0, *NUM_LINES]).tolist()
+    return [start + entry for start, count in zip(starts, counts, strict=False) for entry in range(count)]
+
+
+def one_by_one(rows: Rows, drafts: list[list[int]], history: History) -> list[list[int]]:
+    counts = [min(len(mine) + 1, most) for mine, most in zip(drafts, NUM_LINES, strict=True)]
+    lines = first_lines(counts)
+    masks = None if rows.masks is None else rows.masks[lines]
+    found, _ = verify(rows.logits[lines], chunks_of(drafts), rows.positions, rows.columns, history, masks)
+    return [tokens.token_ids for tokens in found]
+
+
+def chunks_of(drafts: list[list[int]]) -> list[Chunk]:
+    return [
+        Chunk(slot, [3, 4, *mine], len(mine), has_logits=count > 0)
+        for slot, (mine, count) in enumerate(zip(drafts, NUM_LINES, strict=True))
+    ]
+
+
+def right_drafts(rows: Rows) -> list[list[int]]:
+    """What would be sampled; anything after a row that failed."""
+    drafts = [list[int]() for _ in NUM_LINES]
+    for _ in range(max(NUM_LINES) - 1):
+        found = one_by_one(rows, drafts, deepcopy(rows.history))
+        for mine, ids, count in zip(drafts, found, NUM_LINES, strict=True):
+            if len(mine) + 1 < count:
+                mine.append(max(ids[-1], 0))
+    return drafts
+
+
+def test_all_lines_at_once_give_what_they_give_one_by_one_and_the_history_sees_it() -> None:
+    verifier, kept = Verifier(MAX_LINES, CPU, Repeats()), list[int]()
+    for seed in range(0, 16, 2):
+        rows = make_rows(seed)
+        drafts = right_drafts(rows)
+        for row, entry in ((0, 1), (5, 0))[: 1 + seed % 4]:
+            drafts[row][entry] = (drafts[row][entry] + 1) % VOCAB_SIZE
+        ours, theirs = deepcopy(rows.history), deepcopy(rows.history)
+        starts = [position - 2 for position in rows.positions]
+        masks = None
+        if rows.masks is not None:
+            masks = Masks(rows.masks, np.ones(1, np.int64), lambda: None, lambda *_: False)
+        padded = torch.full((MAX_LINES, VOCAB_SIZE + 3), torch.nan)
+        padded[: len(rows.logits), :VOCAB_SIZE] = rows.logits
+        forward = Recording(lambda: None, padded)
+        found = verifier.run(forward, chunks_of(drafts), starts, rows.columns, ours, masks).token_ids
+        assert found == one_by_one(rows, drafts, theirs)
+        for name in ("lengths", "last", "counts", "tokens"):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+        kept += map(len, found)
+    assert {0, 1, 2, 5} <= set(kept)
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "frequency_penalty", "presence_penalty"])
+def test_a_draft_is_in_the_history_of_the_lines_after_it(name: str) -> None:
+    """Greedy: token 5 leads until it was generated, then 9 until it was, and only drafts say that they were."""
+    logits = torch.zeros(3, VOCAB_SIZE)
+    logits[:, 5], logits[:, 9] = 2.0, 1.9
+    params = SamplingParams(temperature=0, repetition_window=1, **{name: 1.5})
+    columns, history = SamplingColumns.of([params], VOCAB_SIZE), History(1, 8, VOCAB_SIZE)
+    history.begin(0, [3, 4])
+    verifier = Verifier(4, CPU, Repeats())
+    padded = torch.cat([logits, logits[:1]])
+    found = verifier.run(Recording(lambda: None, padded), [Chunk(0, [4, 5, 9], 2)], [1], columns, history, None)
+    assert found.token_ids == [[5, 9, 5]]
+
+
+def test_log_probabilities_of_raw_logits_are_those_of_the_lines_that_count() -> None:
+    logits = torch.randn(4, VOCAB_SIZE, generator=torch.manual_seed(0))
+    options = ({"temperature": 0, "logprobs": 2}, {"temperature": 0}, {"seed": 1, "logprobs": 0})
+    columns = SamplingColumns.of([SamplingParams(**each) for each in options], VOCAB_SIZE)
+    chunks = [Chunk(0, [1, int(logits[0].argmax())], 1), Chunk(1, [1]), Chunk(2, [1])]
+    found = Verifier(4, CPU, Repeats()).run(Recording(lambda: None, logits), chunks, [3] * 3, columns, None, None)
+    expected, _ = verify(logits, chunks, [4] * 3, columns, None, None)
+    assert found.token_ids == [tokens.token_ids for tokens in expected]
+    assert found.logprobs == [tokens.logprobs for tokens in expected]
+    assert [len(each) for each in found.logprobs] == [2, 0, 1]
+
+
+def test_drafts_are_verified_at_once_but_for_log_probabilities_of_processed_logits() -> None:
+    captured = CapturedForward(lambda step: torch.zeros(4, 9), 4, 4, CPU, Repeats())
+    drafts, processed = [Chunk(0, [1, 2], 1)], {"logprobs": 0, "logprobs_mode": "processed"}
+    for options, is_taken in (({"presence_penalty": 1.0}, True), ({"logprobs": 0}, True), (processed, False)):
+        assert captured.takes(drafts, SamplingColumns.of([SamplingParams(seed=1, **options)], 9)) == is_taken
+    assert not captured.takes([Chunk(0, [1])], SamplingColumns.of([SamplingParams(seed=1, logprobs=0)], 9))

@@ -97,11 +97,13 @@ def generated(
     return found
 
 
-def check_paths(device: torch.device, is_tiny: bool) -> Iterator[dict[str, Any]]:
+def check_paths(
+    device: torch.device, is_tiny: bool, types: Sequence[str] = ("Q4_0", "Q8_0", "Q6_K", "BF16")
+) -> Iterator[dict[str, Any]]:
     """Graphs, several steps without a return and company change no token: all are what ops say one by one."""
     shape, count, lengths = ("tiny", 3, (2, 3)) if is_tiny else ("two layers", 96, (3, 40, 300, 7))
     context, vocab_size = SHAPES[shape]["max_position_embeddings"], SHAPES[shape]["vocab_size"]
-    for type_ in ("Q4_0",) if is_tiny else ("Q4_0", "Q8_0", "Q6_K", "BF16"):
+    for type_ in types[:1] if is_tiny else types:
         model = make_model(shape, type_, device, context)
         prompts = [random_ids(length, length, vocab_size) for length in lengths]
         for params in ({"temperature": 0.0}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}):

@@ -2,10 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
 
 from infer import LLM
@@ -38,29 +35,8 @@ def served(llm: LLM) -> Iterator[Served]:
 
 
 @pytest.fixture
-def quick_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Triton's interpreter prepares the language anew at each call of a device function, half of its time: once a
-    launch is enough, for kernels and the language's own functions alike. NumPy's warnings of arithmetic with infinities
-    mean nothing to a kernel."""
-    import triton.language as tl
-    from triton.runtime import interpreter
+def quick_interpreter() -> Iterator[None]:
+    from quick_interpreter import quick_interpreter  # loads Triton, which there may not be
 
-    prepare, is_prepared = interpreter._patch_lang, [False]
-    whole_language = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
-
-    def prepare_once(function: Any) -> Any:
-        if is_prepared[0]:
-            return None
-        scope = prepare(whole_language)
-        restore, is_prepared[0] = scope.restore, True
-
-        def restore_all() -> None:
-            is_prepared[0] = False
-            restore()
-
-        scope.restore = restore_all
-        return scope
-
-    monkeypatch.setattr(interpreter, "_patch_lang", prepare_once)
-    with np.errstate(all="ignore"):
+    with quick_interpreter():
         yield

@@ -1,16 +1,7 @@
-"""Compiles the kernels for GPUs, which needs no GPU, and prints as JSON what the tests ask of their code.
+"""Compiles kernels for GPUs, which needs no GPU: those of the sampler and those that read weights."""
 
-    python gpu_compiler.py sampler      PTX of each sampling kernel, for an H100 or H200
-    python gpu_compiler.py weights      registers, spills and instructions of the kernels that read weights
-    python gpu_compiler.py all          the same for every type and architecture
-
-A program of its own: in the tests' process Triton interprets.
-"""
-
-import json
 import re
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -38,7 +29,9 @@ from infer.backends.cuda.sampler import EXACT, tiling_of
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 QUANTIZED = [name for name, layout in LAYOUTS.items() if not layout.is_float]
 AMD = ("gfx942", "gfx1100")
-INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)(?:.*?\b(0x[0-9a-f]+)\s*;)?")
+INSTRUCTION = re.compile(r"\s+(?:@!?%p\d+\s+)?([a-z]\w*(?:\.\w+)+)")  # of PTX
+LABEL, BRANCH = re.compile(r"\$(L__BB\w+):"), re.compile(r"\bbra(?:\.uni)?\s+\$(L__BB\w+)")
+LISTED = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)")
 
 
 def compiled(
@@ -67,31 +60,38 @@ def compiled(
     return triton.compile(source, target=gpu, options={"num_warps": num_warps, **EXACT, **options})
 
 
-def code_of(kernel: CompiledKernel) -> dict[str, Any]:
-    """Resources, how often each instruction occurs, and barriers in the innermost loop that multiplies."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        usage, listing = (
-            subprocess.run([TOOLS / "cuobjdump", flag, file.name], capture_output=True, text=True, check=True).stdout
-            for flag in ("--dump-resource-usage", "-sass")
-        )
+def code_of(kernel: CompiledKernel, *, is_listed: bool = False) -> dict[str, Any]:
+    """Resources, how often each instruction of PTX occurs, and barriers in the innermost loop that multiplies. Listed,
+    also how often each instruction of the device itself does, which takes half a second."""
+    usage, *listing = cuobjdump(kernel, "--dump-resource-usage", *(["-sass"] if is_listed else []))
     resources = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
-    lines = [(int(at, 16), name, target) for at, name, target in INSTRUCTION.findall(listing)]
-    loops = [(int(target, 16), at) for at, name, target in lines if name.startswith("BRA") and target]
-    products = [at for at, name, _ in lines if re.match(r"IDP|IMMA|IGMMA|HMMA|HGMMA|FFMA", name)]
+    lines = kernel.asm["ptx"].splitlines()
+    labels = {found[1]: at for at, line in enumerate(lines) if (found := LABEL.match(line))}
+    branches = [(labels[found[1]], at) for at, line in enumerate(lines) if (found := BRANCH.search(line))]
+    instructions = [(at, found[1]) for at, line in enumerate(lines) if (found := INSTRUCTION.match(line))]
+    products = [at for at, name in instructions if re.match(r"dp4a|mma|wgmma\.mma|fma\.rn\.f32", name)]
     inner = min(
-        ((first, last) for first, last in loops if any(first <= at < last for at in products)),
+        ((first, last) for first, last in branches if any(first <= at < last for at in products)),
         key=lambda loop: loop[1] - loop[0],
         default=(0, 0),
     )
     return {
         "registers": int(resources["REG"]),
         "spilled": int(resources["STACK"]) + int(resources["LOCAL"]),
-        "instructions": Counter(name for _, name, _ in lines),
-        "loop_barriers": sum(name.startswith("BAR") and inner[0] <= at < inner[1] for at, name, _ in lines),
+        "instructions": Counter(name for _, name in instructions),
+        "loop_barriers": sum(name.startswith("bar.") and inner[0] <= at < inner[1] for at, name in instructions),
         "has_wide_offsets": has_wide_offsets(kernel.asm["ttir"]),
+        "listed": Counter(LISTED.findall("".join(listing))),
     }
+
+
+def cuobjdump(kernel: CompiledKernel, *flags: str) -> Iterator[str]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        for flag in flags:
+            command = [TOOLS / "cuobjdump", flag, file.name]
+            yield subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def has_wide_offsets(code: str) -> bool:
@@ -124,7 +124,7 @@ def sampler_code() -> Iterator[tuple[str, str]]:
         batch = Batch(
             logits=logits, row_stride="i32", vocab_size="i32", fields="*i64", positions="*i64", allowed="*i32",
             allowed_stride="i32", masks="*i32", num_words="i32", bias_ids="*i64", biases="*fp64", end_ids="*i64",
-            last="*i32", counts="*i32", lengths="*i64",
+            last="*i32", counts="*i32", lengths="*i64", drafts="*i64",
         )  # fmt: skip
         arguments = {
             "batch": batch, "scores": "*fp32", "score_ids": "*i32", "largests": "*fp32", "maxima": "*i32",
@@ -194,18 +194,10 @@ def weights_code(is_whole: bool) -> Iterator[tuple[str, dict[str, Any]]]:
         name = make.__name__.removesuffix("_code")
         for target in targets:
             for type_ in dict.fromkeys([*types, *types_on_90] if target == 90 or is_whole else types):
-                yield f"{name} {type_} {target}", code_of(make(type_, target))
+                is_listed = type_ == types[0] and target == 90
+                yield f"{name} {type_} {target}", code_of(make(type_, target), is_listed=is_listed)
         yield f"{name} gated 90", code_of(make(types[0], 90, "silu"))
         for target in AMD:
             make(types[0], target)
     for kernel in rows_code("Q6_K", 90):
         yield kernel.metadata.name, code_of(kernel)
-
-
-def main() -> None:
-    what = sys.argv[1]
-    json.dump(dict(sampler_code() if what == "sampler" else weights_code(what == "all")), sys.stdout)
-
-
-if __name__ == "__main__":
-    main()

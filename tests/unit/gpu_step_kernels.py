@@ -1,19 +1,12 @@
-"""Compiles the kernels of a step besides its products, and prints as JSON what the tests ask of their code.
+"""Compiles the kernels of a step besides its products: rotation, attention, merging, `advance`, `accept`."""
 
-    python gpu_step_kernels.py          rotation, attention, merging, `advance`
-    python gpu_step_kernels.py all      the same for every kv type and size of heads
-
-A program of its own, as `gpu_compiler`.
-"""
-
-import json
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 from triton.compiler import CompiledKernel
 
 from gpu_compiler import AMD, code_of, compiled
+from infer.backends.cuda.accept import accept_rows
 from infer.backends.cuda.advance import advance_rows
 from infer.backends.cuda.attention import KV_TYPES, Parts, attend_chunks, merge_chunks
 from infer.backends.cuda.kv_blocks import Blocks
@@ -25,6 +18,10 @@ _ADVANCE = {
     **dict.fromkeys(("seen", "last", "counts"), "*i32!"),
     **dict.fromkeys(("num_rows", "max_rows", "capacity", "vocab_size"), "i32"),
     "ROWS": 64, "HAS_HISTORY": True,
+}  # fmt: skip
+_ACCEPT = {
+    **_ADVANCE, **dict.fromkeys(("drafts", "starts", "token_ids"), "*i64!"), "occurrences": "*i32!", "counts": "*i64!",
+    "LINES": 64,
 }  # fmt: skip
 
 
@@ -52,14 +49,12 @@ def step_code(is_whole: bool) -> Iterator[tuple[str, dict[str, Any]]]:
         cases += [(t, dim, 90, s) for t in _STORED for dim in (64, 128, 256) for s in (True, False)]
     for kv_type, dim, target, is_split in dict.fromkeys(cases):
         kernel = step_kernel(attend_chunks, kv_type, dim, target, is_split=is_split)
-        yield f"attend {kv_type} {dim} {target}{' split' if is_split else ''}", code_of(kernel)
+        name = f"attend {kv_type} {dim} {target}{' split' if is_split else ''}"
+        yield name, code_of(kernel, is_listed=name == "attend f16 128 90")
     for kv_type in ("bf16", "q4"):
         yield f"rotate {kv_type} 90", code_of(step_kernel(rotate_append, kv_type, 128, 90))
     yield "merge 90", code_of(step_kernel(merge_chunks, "f16", 128, 90))
     yield "advance 90", code_of(compiled(advance_rows, _ADVANCE, 90, num_warps=1))
+    yield "accept 90", code_of(compiled(accept_rows, _ACCEPT, 90, num_warps=1))
     for target in AMD:
         step_kernel(attend_chunks, "f16", 64, target)
-
-
-if __name__ == "__main__":
-    json.dump(dict(step_code(sys.argv[1:] == ["all"])), sys.stdout)

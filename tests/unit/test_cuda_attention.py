@@ -89,11 +89,11 @@ def test_tokens_at_the_borders_of_blocks_tiles_and_chunks(length: int) -> None:
     ids=str,
 )
 def test_windows_sinks_shifts_and_sets_are_the_references(pages: dict[str, int]) -> None:
-    check(make_heads(), [1, 17, 1], start=310, **pages)
+    check(make_heads(2, 1, 32), [1, 17, 1], start=310, **pages)
 
 
 def test_sinks_that_are_far_are_seen_mixed_where_keys_are_stored_so() -> None:
-    check(make_heads(), [1, 17], "q8", start=100, windows=30, sinks=20, furthest=60)
+    check(make_heads(2, 1, 32), [1, 17], "q8", start=100, windows=30, sinks=20, furthest=60)
 
 
 @pytest.mark.parametrize("norms", ["head", "whole"])

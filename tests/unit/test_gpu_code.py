@@ -1,60 +1,146 @@
-"""Claims about the machine code of the kernels that read weights. Triton compiles it without a GPU."""
+"""Claims about the machine code of the kernels. Triton compiles it without a GPU."""
 
 import json
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from extent import IS_WHOLE
+from infer.sampling import integer_probs, noise
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from test_gpu_sampler import run_compiled
 
 HERE = Path(__file__).parent
+Kernels = dict[str, dict[str, Any]]
+STEP = ("attend", "rotate", "merge", "advance", "accept")
+MOST_REGISTERS = dict.fromkeys((*STEP, "matvec"), 96) | {"attend": 250}
+# What ptxas makes of instructions that the claims are about.
+LISTED = {
+    r"dp4a": r"IDP\.4A",
+    r"ld\.global\.v4": r"LDG\.E\.128",
+    r"w?g?mma\S*\.s8": "IMMA|IGMMA",
+    r"w?g?mma\S*\.(bf16|tf32)": "HMMA|HGMMA",
+    r"fma\.rn\.f32": "FFMA",
+    r"bar\.sync": r"BAR\.SYNC",
+}
 
 
 @pytest.fixture(scope="module")
-def code(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """By kernel, type and architecture. AMD's have compiled, too."""
-    what = "all" if IS_WHOLE else "weights"
-    done = run_compiled(HERE / "gpu_compiler.py", what, cache=tmp_path_factory.mktemp("triton"))
-    kernels: dict[str, Any] = json.loads(done.stdout)
-    return kernels
+def code(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """PTX of the sampler's kernels, and what is asked of the others, by kernel, type and architecture. AMD's have
+    compiled, too."""
+    what = ["all"] if IS_WHOLE else []
+    done = run_compiled(HERE / "gpu_code.py", *what, cache=tmp_path_factory.mktemp("triton"))
+    code: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    return code
 
 
-def count(kernel: dict[str, Any], pattern: str) -> int:
-    return sum(times for name, times in kernel["instructions"].items() if re.match(pattern, name))
+@pytest.fixture(scope="module")
+def kernels(code: dict[str, dict[str, Any]]) -> Kernels:
+    return code["kernels"]
 
 
-def test_nothing_is_spilled_and_addresses_have_64_bits(code: dict[str, Any]) -> None:
-    for name, kernel in code.items():
-        assert kernel["spilled"] == 0, name
-        assert kernel["has_wide_offsets"], name
+def count(kernel: dict[str, Any], pattern: str, instructions: str = "instructions") -> int:
+    return sum(times for name, times in kernel[instructions].items() if re.match(pattern, name))
 
 
-def test_a_matvec_streams_wide_words_into_integer_products_without_a_barrier(code: dict[str, Any]) -> None:
-    kernels = {name: kernel for name, kernel in code.items() if name.startswith("matvec")}
-    assert len(kernels) >= 16
+def test_nothing_is_spilled_on_any_architecture(kernels: Kernels) -> None:
+    for kind in ("matvec", "matmul", "dense", "attend"):
+        targets = {part for name in kernels if name.startswith(kind) for part in name.split()}
+        assert {"80", "89", "90", "120"} <= targets
     for name, kernel in kernels.items():
+        assert kernel["spilled"] == 0, name
+        assert kernel["registers"] <= MOST_REGISTERS.get(name.split()[0], 255), name
+
+
+def test_addresses_in_weights_have_64_bits(kernels: Kernels) -> None:
+    for name, kernel in kernels.items():
+        if name.split()[0] not in STEP:
+            assert kernel["has_wide_offsets"], name
+
+
+def test_instructions_are_what_they_are_meant_to_become(kernels: Kernels) -> None:
+    listed = {name: kernel for name, kernel in kernels.items() if kernel["listed"]}
+    assert len(listed) == 4
+    found = set()
+    for name, kernel in listed.items():
+        for pattern, meant in LISTED.items():
+            is_there = count(kernel, pattern) > 0
+            assert is_there == (count(kernel, meant, "listed") > 0), (name, pattern)
+            found |= {pattern} if is_there else set()
+    assert found == set(LISTED)
+
+
+def test_a_matvec_streams_wide_words_into_integer_products_without_a_barrier(kernels: Kernels) -> None:
+    matvecs = {name: kernel for name, kernel in kernels.items() if name.startswith("matvec")}
+    assert len(matvecs) >= 16
+    for name, kernel in matvecs.items():
         rows = 4 if "gated" in name else 2
-        assert count(kernel, r"IDP\.4A") == rows * 16, name  # 8 words of 4 inputs, in two planes
+        assert count(kernel, "dp4a") == rows * 16, name  # 8 words of 4 inputs, in two planes
         wide = 4 if "Q2_K" in name or "Q3_K" in name else 5  # of activations, and of codes but those of 2 bits
-        assert count(kernel, r"LDG\.E\.128") >= rows * wide, name
+        assert count(kernel, r"ld\.global\.v4\.b32") >= rows * wide, name
         assert kernel["loop_barriers"] == 0, name
-        assert kernel["registers"] <= 96, name
 
 
-def test_products_of_many_tokens_are_made_by_tensor_cores(code: dict[str, Any]) -> None:
-    for name, kernel in code.items():
+def test_products_of_many_tokens_are_made_by_tensor_cores(kernels: Kernels) -> None:
+    for name, kernel in kernels.items():
         if name.startswith("matmul"):
-            assert count(kernel, "IMMA|IGMMA") > 0, name
+            assert count(kernel, r"w?g?mma\S*\.s8") > 0, name
         elif name.startswith("dense F32"):
-            assert count(kernel, "FFMA") > 0, name
+            assert count(kernel, r"fma\.rn\.f32") > 0, name
         elif name.startswith("dense"):
-            assert count(kernel, "HMMA|HGMMA") > 0, name
-            assert count(kernel, r"LDG(STS)?\.E\.(BYPASS\.)?128") > 0, name
+            assert count(kernel, r"w?g?mma\S*\.(bf16|tf32)") > 0, name
+            assert count(kernel, r"ld\.global\.v4|cp\.async\.cg") > 0, name
         if name.startswith(("matmul", "dense")):
             assert kernel["loop_barriers"] <= 6, name
+
+
+def test_blocks_of_the_cache_are_read_in_wide_words(kernels: Kernels) -> None:
+    for name, kernel in kernels.items():
+        if name.startswith("attend"):
+            assert count(kernel, r"ld\.global\.v4\.b32") >= 4, name  # of keys, of values and of queries
+
+
+@pytest.mark.parametrize("name", ["advance 90", "accept 90"])
+def test_what_stands_after_the_sampler_is_one_warp_without_a_barrier(kernels: Kernels, name: str) -> None:
+    assert count(kernels[name], r"bar\.") == 0
+
+
+def test_the_sampler_fuses_nothing_that_must_round(code: dict[str, dict[str, Any]]) -> None:
+    """The interpreter cannot show what a compiler does: constants in full precision, true division, no fma."""
+    assembly = code["sampler"]
+    for name, ptx in assembly.items():
+        assert "fma.rn.f64" not in ptx, name
+        assert "div.full" not in ptx or name == "score_blocks", name  # rough scores alone may divide roughly
+        assert "ftz" not in ptx.replace("lg2.approx.ftz", ""), name
+        assert ("fma.rn.f32" in ptx) == (name == "score_blocks"), name
+    for name, literal_of, constants in (
+        (
+            "weigh_blocks",
+            double_literal,
+            (integer_probs.LOG2_E, integer_probs.LN2_HIGH, integer_probs.LN2_LOW, integer_probs.TAYLOR[0]),
+        ),
+        ("choose_plain", single_literal, (*noise.LOG_COEFFICIENTS[:3], noise.LN2_LOW)),
+    ):
+        for constant in constants:
+            literals = (literal_of(constant), literal_of(-constant))  # x − y × c is x + y × −c
+            assert any(literal in assembly[name].upper() for literal in literals), (name, constant)
+    assert len(re.findall(r"fma\.rn\.f32", assembly["score_blocks"])) == 2 * num_rough_tokens(assembly["score_blocks"])
+
+
+def num_rough_tokens(code: str) -> int:
+    """Per thread. Each takes two rough logarithms, and fuses in two places that are meant."""
+    return len(re.findall(r"lg2\.approx", code)) // 2
+
+
+def double_literal(value: float) -> str:
+    return "0D" + struct.pack(">d", value).hex().upper()
+
+
+def single_literal(value: float) -> str:
+    return "0F" + struct.pack(">f", value).hex().upper()

@@ -1,11 +1,8 @@
 """Claims about the sampler's kernels for GPUs, in Triton's interpreter: exactly the tokens of `sampling.sampler`."""
 
-import json
 import math
 import os
 import random
-import re
-import struct
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -396,41 +393,6 @@ def run_compiled(script: Path, *arguments: str, cache: Path) -> subprocess.Compl
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
-
-
-def test_kernels_compile_for_cuda_without_fusing_what_must_round(tmp_path: Path) -> None:
-    """The interpreter cannot show what a compiler does: constants in full precision, true division, no fma."""
-    assembly = json.loads(run_compiled(HERE / "gpu_compiler.py", "sampler", cache=tmp_path).stdout)
-    for name, code in assembly.items():
-        assert "fma.rn.f64" not in code, name
-        assert "div.full" not in code or name == "score_blocks", name  # rough scores alone may divide roughly
-        assert "ftz" not in code.replace("lg2.approx.ftz", ""), name
-        assert ("fma.rn.f32" in code) == (name == "score_blocks"), name
-    for name, literal_of, constants in (
-        (
-            "weigh_blocks",
-            double_literal,
-            (integer_probs.LOG2_E, integer_probs.LN2_HIGH, integer_probs.LN2_LOW, integer_probs.TAYLOR[0]),
-        ),
-        ("choose_plain", single_literal, (*noise.LOG_COEFFICIENTS[:3], noise.LN2_LOW)),
-    ):
-        for constant in constants:
-            literals = (literal_of(constant), literal_of(-constant))  # x − y × c is x + y × −c
-            assert any(literal in assembly[name].upper() for literal in literals), (name, constant)
-    assert len(re.findall(r"fma\.rn\.f32", assembly["score_blocks"])) == 2 * num_rough_tokens(assembly["score_blocks"])
-
-
-def num_rough_tokens(code: str) -> int:
-    """Per thread. Each takes two rough logarithms, and fuses in two places that are meant."""
-    return len(re.findall(r"lg2\.approx", code)) // 2
-
-
-def double_literal(value: float) -> str:
-    return "0D" + struct.pack(">d", value).hex().upper()
-
-
-def single_literal(value: float) -> str:
-    return "0F" + struct.pack(">f", value).hex().upper()
 
 
 def test_a_gpu_gives_the_tokens_of_torch(tmp_path: Path) -> None:

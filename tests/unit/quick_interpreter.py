@@ -1,0 +1,87 @@
+"""Triton's interpreter does much again for each operation of a kernel; here once is enough. What is computed is the
+same."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+@contextmanager
+def quick_interpreter() -> Iterator[None]:
+    """Without NumPy's warnings: arithmetic with infinities means nothing bad to a kernel."""
+    with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
+        _prepare_once_a_launch(patch)
+        _leave_out_sums_of_no_use(patch)
+        _make_types_once(patch)
+        yield
+
+
+def _prepare_once_a_launch(patch: pytest.MonkeyPatch) -> None:
+    """The language is prepared for kernels and its own functions alike, not anew at each call of a device function."""
+    prepare, is_prepared = interpreter._patch_lang, [False]
+    whole_language = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+
+    def prepare_once(function: Any) -> Any:
+        if is_prepared[0]:
+            return None
+        scope = prepare(whole_language)
+        restore, is_prepared[0] = scope.restore, True
+
+        def restore_all() -> None:
+            is_prepared[0] = False
+            restore()
+
+        scope.restore = restore_all
+        return scope
+
+    patch.setattr(interpreter, "_patch_lang", prepare_once)
+
+
+def _leave_out_sums_of_no_use(patch: pytest.MonkeyPatch) -> None:
+    """Each sum and product of integers is computed again in 64 bits, for an assertion of `debug`, which is off."""
+    builder = interpreter.interpreter_builder
+    patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
+
+
+def _make_types_once(patch: pytest.MonkeyPatch) -> None:
+    """Types and shapes are values: those of one description are one object."""
+    make, find, types = tl.block_type, interpreter._get_np_dtype, dict[Any, Any]()
+
+    def block_type(element: Any, shape: Any) -> Any:
+        key = (element.name, *shape)
+        if key not in types:
+            types[key] = make(element, shape)
+        return types[key]
+
+    def numpy_type(type_: Any) -> Any:
+        name = type_.scalar.name
+        if name not in types:
+            types[name] = find(type_)
+        return types[name]
+
+    @cache
+    def shape_of(*sizes: int) -> tuple[Any, Any]:
+        return tl.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(int(np.prod(sizes)))
+
+    def make_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shape_of(*(type.shape if type.is_block() else ()))
+
+    patch.setattr(make, "with_element_ty", lambda self, element: block_type(element, self.shape))
+    patch.setattr(interpreter.InterpreterBuilder, "get_block_ty", lambda self, *of: block_type(*of))
+    patch.setattr(interpreter, "_get_np_dtype", numpy_type)
+    patch.setattr(tl.tensor, "__init__", make_tensor)
+    for kind in (tl.dtype, tl.tuple):
+        patch.setattr(kind, "__eq__", _same_or(kind.__eq__))
+
+
+def _same_or(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    return lambda one, other: one is other or equal(one, other)

@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -14,12 +16,16 @@ from torch import Tensor
 import opencl_platform
 from infer import LLM, SamplingParams, ops
 from infer.backends.cpu.layouts import LAYOUTS
+from infer.backends.cpu.sampling import choose_tokens
 from infer.cli.commands import infer
 from infer.errors import InvalidRequestError
 from infer.operands.architecture import Activation
-from infer.operands.step import Step
+from infer.operands.step import Chunk, Interrupt, Masks, Step
 from infer.operands.weights import Heads, Norm, Projection, RopeTable, Weight
 from infer.quantization.kv_formats import KV_TYPES
+from infer.sampling.columns import SamplingColumns
+from infer.sampling.failure_codes import NOT_A_NUMBER, NOTHING_ALLOWED
+from infer.sampling.masks import pack_masks
 from layer_caches import make_layer
 from path_cases import CASES, DRAFTS, Drafts, Outcome, Way, World, by_definition, make_world, run_batch
 from test_cpu_kernels import make_weight
@@ -30,7 +36,10 @@ from tiny import ONE_EACH, Tiny, make_tiny
 pytest.importorskip("pyopencl")
 opencl_platform.use_pocl()
 
-from infer.backends.opencl import devices, runtime  # noqa: E402  # the platform is chosen before they are imported
+# The platform is chosen before they are imported.
+from infer.backends.opencl import devices, runtime  # noqa: E402
+from infer.backends.opencl.launches import Recording  # noqa: E402
+from infer.backends.opencl.sampled import Sampler  # noqa: E402
 
 CPU = torch.device("cpu")
 FAST = ("Q4_1", "Q6_K")
@@ -172,6 +181,51 @@ def test_answers_are_those_of_the_cpu(tmp_path: Path) -> None:
     assert eager.generate("hello", replace(greedy, max_new_tokens=3)).token_ids == found[0][0][0][:3]
 
 
+@pytest.mark.parametrize("vocab_size", [5, 1000, 49_152])
+def test_tokens_sampled_on_the_device_are_those_of_the_cpu(vocab_size: int) -> None:
+    """Greedy and with noise, with and without masks, where two are the largest, where nothing is left, and where a
+    logit is not finite or too large for its temperature."""
+    temperatures = [0, 0, 1, 0.7, 1.5, 1e-30, 1, 0, 1, 0]
+    params = [SamplingParams(temperature=value, seed=3 * row) for row, value in enumerate(temperatures)]
+    columns = SamplingColumns.of(params, vocab_size)
+    recording = Recording(runtime.Runtime(devices.choose()), 16, 16)
+    logits = recording.tensor("logits", 16, vocab_size + 3)
+    sampler = Sampler(recording, logits, vocab_size)
+    recording.step.logit_indices[:10], recording.step.positions[:10] = torch.arange(10), torch.arange(10) ** 3
+    masks = pack_masks([range(row % 3, vocab_size, 3) for row in range(9)] + [[]], vocab_size)
+    for allowed in (None, masks):
+        logits.copy_(4 * torch.randn(16, vocab_size + 3))
+        logits[1, [2, 4]] = 99
+        logits[5], logits[6, 3] = 1e10 * logits[5], torch.nan
+        logits[7, 1], logits[8] = torch.inf, -torch.inf
+        ready = None if allowed is None else Masks(allowed, np.ones(1, np.int64), lambda: None, Mock())
+        found = sampler.run(columns, range(10), 10, ready)
+        expected = choose_tokens(logits[:10, :vocab_size], columns, None, torch.arange(10) ** 3 + 1, allowed)
+        assert found == expected.tolist()
+        assert found[6:9] == [NOT_A_NUMBER, NOT_A_NUMBER, NOTHING_ALLOWED]
+
+
+def test_several_steps_are_run_without_a_wait_between(tmp_path: Path) -> None:
+    """Where rows are greedy or have noise alone, and as many as are asked for, or up to a stop id or an interrupt."""
+    with ops.using("opencl"):
+        model = load(make_model(tmp_path))
+    cache = make_reserved(model)
+    captured = model.backend.capture(lambda step: model.forward(step, cache), 8, 8)
+    assert isinstance(captured, ops.Captured)
+    chunks, columns = [Chunk(0, [5])], SamplingColumns.of([SamplingParams(temperature=1, seed=1)], model.architecture.vocab_size)
+    assert captured.takes(chunks, columns)
+    tokens = captured.run_multi_step(chunks, [0], 70, columns).token_ids[0]
+    assert len(tokens) == 70
+    found = captured.run_multi_step(chunks, [0], 70, columns, stop_ids=[tokens[6]] * 65)
+    assert found.token_ids[0] == tokens[: tokens.index(tokens[6]) + 1]
+    assert len(found.ends) == len(found.token_ids[0])
+    interrupted = captured.run_multi_step(chunks, [0], 70, columns, interrupt=Interrupt(1)).token_ids[0]
+    assert interrupted == tokens[: len(interrupted)]
+    assert 1 <= len(interrupted) <= 2
+    filtered = SamplingColumns.of([SamplingParams(temperature=1, top_k=5, seed=1)], model.architecture.vocab_size)
+    assert not captured.takes(chunks, filtered)
+
+
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> tuple[World, World]:
     """One model with windows on the CPU and on OpenCL."""
@@ -208,6 +262,16 @@ def test_without_pyopencl_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) ->
     assert ops.opencl_devices() == []
 
 
+def pretend(platform: str, **facts: Any) -> Mock:
+    """A device of PoCL's, of another platform and with other facts."""
+    real = devices.choose()
+    usual = {name: getattr(real, name) for name in ("name", "available", "compiler_available", "profile")}
+    usual |= {"host_unified_memory": True, "endian_little": True}
+    device = Mock(spec=type(real), platform=SimpleNamespace(name=platform))
+    device.configure_mock(**usual | facts)
+    return device
+
+
 @pytest.mark.parametrize(
     ("fact", "words"),
     [
@@ -219,13 +283,24 @@ def test_without_pyopencl_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_device_that_cannot_be_used_is_refused(
     fact: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = devices.choose()
-    facts = {name: getattr(real, name) for name in ("name", "platform", "available", "compiler_available", "profile")}
-    facts |= {"host_unified_memory": True, "endian_little": True} | fact
-    monkeypatch.setattr(devices, "all_devices", lambda: [Mock(spec=type(real), **facts)])
-    with pytest.raises(InvalidRequestError, match=f"{words}.*: use another device, or --device cpu"):
+    refused = pretend("Oclgrind", **fact)
+    monkeypatch.setattr(devices, "all_devices", lambda: [refused])
+    with pytest.raises(InvalidRequestError, match=f"Oclgrind: .* {words}.*: use another device, or --device cpu"):
         devices.choose()
     assert words in devices.describe()[0]
+
+
+def test_a_name_means_a_platform_first_and_then_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which the first that can be used is taken."""
+    found = [
+        pretend("Oclgrind", host_unified_memory=False),
+        pretend("Portable Computing Language", name="pthread-Intel(R) Xeon"),
+        pretend("Intel(R) OpenCL", name="Intel(R) Xeon"),
+        pretend("QUALCOMM Snapdragon(TM)", name="QUALCOMM Adreno(TM)"),
+    ]
+    monkeypatch.setattr(devices, "all_devices", lambda: found)
+    chosen = [found.index(devices.choose(name)) for name in ("", "pocl", "PORTABLE", "intel", "adreno", "xeon")]
+    assert chosen == [1, 1, 1, 2, 3, 1]
 
 
 def test_a_kernel_that_does_not_build_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

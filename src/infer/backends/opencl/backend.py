@@ -6,8 +6,8 @@ from typing import final
 import torch
 
 from infer.backends import torch_threads
-from infer.backends.base import Forward, Recorded
-from infer.backends.opencl.capture import RecordedForward
+from infer.backends.base import Captured, Forward
+from infer.backends.opencl.capture import CapturedForward
 from infer.backends.opencl.devices import choose
 from infer.backends.opencl.operations import Operations
 from infer.backends.opencl.runtime import Runtime
@@ -35,8 +35,8 @@ class OpenCLBackend(TorchBackend):
         """In the host's memory at least."""
         return True
 
-    def capture(self, forward: Forward, capacity: int, max_logits: int) -> Recorded:
-        return RecordedForward(self._runtime, forward, capacity, max_logits)
+    def capture(self, forward: Forward, capacity: int, max_logits: int) -> Captured:
+        return CapturedForward(self._runtime, forward, capacity, max_logits)
 
     def num_threads(self) -> int:
         return int(self._runtime.device.max_compute_units)

@@ -1,44 +1,104 @@
 """A forward recorded once as a list of launches on an in-order queue, and run for any step.
 
 Kernels read the step's arrays and counts from fixed slots in memory that host and device share; how many work items
-there are is told when a launch is enqueued. What is sampled after is the CPU's sampler, on the same memory.
+there are is told when a launch is enqueued. Rows that are greedy or have noise alone are sampled on the device; all
+else is sampled by the CPU, on the same memory.
 """
 
+import time
+from collections.abc import Sequence
 from typing import final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from infer.backends.base import Forward, Recorded
+from infer.backends.base import Captured, Forward, Generated
 from infer.backends.opencl.launches import record
 from infer.backends.opencl.runtime import Runtime
-from infer.operands.step import Step
+from infer.backends.opencl.sampled import Sampler, is_plain
+from infer.errors import InvalidRequestError
+from infer.operands.step import Chunk, Interrupt, Masks, Step, StepEnd
+from infer.sampling.columns import SamplingColumns
+from infer.sampling.history import History
 
 
 @final
-class RecordedForward(Recorded):
+class CapturedForward(Captured):
     """Recorded for up to `capacity` tokens at once; longer steps run in pieces."""
 
     def __init__(self, runtime: Runtime, forward: Forward, capacity: int, max_logits: int) -> None:
         with record(runtime, capacity, max_logits) as self._recording:
             self._logits = forward(self._recording.step)
+        self._forward = list(self._recording.launches)
         self.capacity, self.max_logits = capacity, max_logits
+        self._sampler: Sampler | None = None
 
     @property
     def num_launches(self) -> int:
         """Of a step with logits."""
-        return len(self._recording.launches)
+        return len(self._forward)
 
     def run(self, step: Step) -> Float[Tensor, "logits vocab"]:
         pieces = []
         for piece in step.pieces(self.capacity, self.max_logits):
             self._fill(piece)
-            self._recording.execute(len(piece.tokens), len(piece.logit_indices))
+            self._recording.begin(len(piece.tokens), len(piece.logit_indices))
+            self._recording.enqueue(self._forward)
+            self._recording.finish()
             pieces.append(self._logits[: len(piece.logit_indices)])
             if len(piece.tokens) < len(step.tokens):
                 pieces[-1] = pieces[-1].clone()
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def takes(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> bool:
+        num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
+        num_logits = sum(chunk.num_logits for chunk in chunks)
+        has_room = num_tokens <= self.capacity and num_logits <= self.max_logits
+        return has_room and is_plain(columns) and not any(chunk.num_drafts for chunk in chunks)
+
+    def run_multi_step(
+        self,
+        chunks: Sequence[Chunk],
+        starts: Sequence[int],
+        count: int,
+        columns: SamplingColumns,
+        history: History | None = None,
+        stop_ids: Sequence[int] = (),
+        masks: Masks | None = None,
+        interrupt: Interrupt | None = None,
+    ) -> Generated:
+        if len(chunks) != len(columns) or any(not len(chunk.token_ids) == chunk.num_logits == 1 for chunk in chunks):
+            raise InvalidRequestError(f"a multi-step takes one token with logits for each of {len(columns)} rows")
+        self._fill(Step.of_chunks(chunks, starts))
+        return self._made_sampler(columns).run_multi_step(count, columns, stop_ids, masks, interrupt)
+
+    def run_verified(
+        self,
+        chunks: Sequence[Chunk],
+        starts: Sequence[int],
+        columns: SamplingColumns,
+        history: History | None = None,
+        masks: Masks | None = None,
+    ) -> Generated:
+        if len(chunks) != len(columns):
+            raise InvalidRequestError(f"a step takes a chunk for each of {len(columns)} rows, got {len(chunks)}")
+        step = Step.of_chunks(chunks, starts)
+        self._fill(step)
+        rows = [row for row, chunk in enumerate(chunks) if chunk.has_logits]
+        sampled = self._made_sampler(columns).run(columns, rows, len(step.tokens), masks)
+        token_ids = dict(zip(rows, sampled, strict=True))
+        ended = time.perf_counter()
+        found = [[token_ids[row]] if row in token_ids else [] for row in range(len(chunks))]
+        return Generated(found, [StepEnd(ended, ended)] if rows else [], [[] for _ in chunks])
+
+    def profile(self, step: Step) -> list[tuple[str, int]]:
+        raise InvalidRequestError("a profile counts the cycles of a CPU's commands: use --device cpu")
+
+    def _made_sampler(self, columns: SamplingColumns) -> Sampler:
+        if self._sampler is None:
+            self._sampler = Sampler(self._recording, self._logits, columns.vocab_size)
+        return self._sampler
 
     def _fill(self, step: Step) -> None:
         slots = self._recording.step

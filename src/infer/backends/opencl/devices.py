@@ -10,6 +10,7 @@ _NO_PLATFORM = (
     "device opencl: no OpenCL platform is installed: install the device's driver (Debian: intel-opencl-icd, "
     "mesa-opencl-icd, pocl-opencl-icd), or use --device cpu"
 )
+_FULL_NAMES = {"pocl": "portable computing language"}  # of platforms whose short name is no part of their own
 
 
 def all_devices() -> list[cl.Device]:
@@ -20,19 +21,24 @@ def all_devices() -> list[cl.Device]:
 
 
 def choose(name: str = "") -> cl.Device:
-    """The first device in whose name, or its platform's, this is. InvalidRequestError says why it cannot be used."""
+    """The first device that can be used of those in whose platform's name, or else in their own, this is.
+
+    InvalidRequestError says why none can.
+    """
     found = all_devices()
     if not found:
         raise InvalidRequestError(_NO_PLATFORM)
-    named = [device for device in found if name.lower() in full_name(device).lower()]
+    part = _FULL_NAMES.get(name.lower(), name.lower())
+    named = [device for device in found if part in device.platform.name.lower()]
+    named = named or [device for device in found if part in device.name.lower()]
     if not named:
         known = "; ".join(map(full_name, found))
         raise InvalidRequestError(f"device opencl:{name}: no such device; there are: {known}")
-    if trouble := next(troubles(named[0]), None):
-        raise InvalidRequestError(
-            f"device opencl: {full_name(named[0])} {trouble}: use another device, or --device cpu"
-        )
-    return named[0]
+    usable = next((device for device in named if not any(troubles(device))), None)
+    if usable is None:
+        whys = "; ".join(f"{full_name(device)} {next(troubles(device))}" for device in named)
+        raise InvalidRequestError(f"device opencl: {whys}: use another device, or --device cpu")
+    return usable
 
 
 def describe() -> list[str]:

@@ -4,7 +4,7 @@ A run has buffers that its launches share. An eager run has fresh ones, and the 
 for each role and size, and slots of a fixed capacity for the step's arrays. So one builder serves both.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from infer.backends import host_memory
 from infer.backends.opencl.runtime import Runtime
 from infer.operands.step import Step
 
-Axis = Literal["tokens", "logits"]
+Axis = Literal["tokens", "logits", "once"]
 _NO_MACROS: Mapping[str, Any] = {}
 
 
@@ -32,10 +32,19 @@ class Launch:
     width: int  # work items for each token, or for so many
     axis: Axis
     label: str
+    kernel: cl.Kernel | None = None  # the variant for the step's counts, its work items and those of a work group
+    items: tuple[int, int] = (0, 0)
+    group: tuple[int, int] | None = None
 
     def set(self, index: int, value: Any) -> None:
         for _, kernel in self.variants:
             kernel.set_arg(index, value)
+
+    def fit(self, count: int, runtime: Runtime) -> None:
+        """To so many tokens or logits."""
+        tokens, self.kernel = next((each for each in self.variants if each[0] >= count), self.variants[-1])
+        self.items = self.width, -(-count // tokens)
+        self.group = runtime.group_size(*self.items)
 
 
 class Shared(NamedTuple):
@@ -44,14 +53,6 @@ class Shared(NamedTuple):
     buffer: cl.Buffer
     tensor: Tensor
     is_constant: bool
-
-
-class Sized(NamedTuple):
-    """A kernel, its work items and those of a work group."""
-
-    kernel: cl.Kernel
-    items: tuple[int, int]
-    group: tuple[int, int] | None
 
 
 class Run:
@@ -63,7 +64,7 @@ class Run:
         self.label = ""
         self.counts = host_memory.zeros((2,), torch.int32)  # of tokens and logits
         self._buffers: dict[tuple[int, int], Shared] = {}
-        self._enqueued: list[Sized] = []  # the launches for these counts
+        self._num_fitted = 0  # launches that are made for these counts
 
     def tensor(self, role: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A buffer for this role, with undefined contents."""
@@ -130,29 +131,47 @@ class Run:
         return None
 
     def execute(self, num_tokens: int, num_logits: int) -> None:
-        """Enqueue all launches, for so many; returns when they are done. A device that is no CPU is told where the host
-        has written and will read: a copy from memory to itself.
-        """
-        if self.counts.tolist() != [num_tokens, num_logits]:
-            self.counts[0], self.counts[1] = num_tokens, num_logits
-            counts = {"tokens": num_tokens, "logits": num_logits}
-            self._enqueued = [
-                self._sizes(launch, counts[launch.axis]) for launch in self.launches if counts[launch.axis]
-            ]
-        queue = self.runtime.queue
-        shared = [] if self.runtime.is_cpu else [each for each in self._buffers.values() if not each.is_constant]
-        for each in shared:
-            cl.enqueue_copy(queue, each.buffer, each.tensor.view(-1).numpy(), is_blocking=False)
-        for kernel, items, group in self._enqueued:
-            cl.enqueue_nd_range_kernel(queue, kernel, items, group)
-        for each in shared:
-            cl.enqueue_copy(queue, each.tensor.view(-1).numpy(), each.buffer, is_blocking=False)
-        queue.finish()
+        """All launches, for so many; returns when they are done."""
+        self.begin(num_tokens, num_logits)
+        self.enqueue(self.launches)
+        self.finish()
 
-    def _sizes(self, launch: Launch, count: int) -> Sized:
-        tokens, kernel = next((each for each in launch.variants if each[0] >= count), launch.variants[-1])
-        items = launch.width, -(-count // tokens)
-        return Sized(kernel, items, self.runtime.group_size(*items))
+    def begin(self, num_tokens: int, num_logits: int) -> None:
+        """Make launches for so many. The device sees what the host has written."""
+        counts = {"tokens": num_tokens, "logits": num_logits, "once": 1}
+        if self.counts.tolist() != [num_tokens, num_logits] or self._num_fitted != len(self.launches):
+            self.counts[0], self.counts[1], self._num_fitted = num_tokens, num_logits, len(self.launches)
+            for launch in self.launches:
+                launch.fit(counts[launch.axis], self.runtime)
+        self.to_device(*(each.tensor for each in self._buffers.values() if not each.is_constant))
+
+    def enqueue(self, launches: Iterable[Launch]) -> None:
+        queue = self.runtime.queue
+        for launch in launches:
+            if launch.items[1]:
+                cl.enqueue_nd_range_kernel(queue, launch.kernel, launch.items, launch.group)
+
+    def finish(self) -> None:
+        """Wait. The host sees what the device has written."""
+        self.to_host(*(each.tensor for each in self._buffers.values() if not each.is_constant))
+        self.runtime.queue.finish()
+
+    def ended(self, *tensors: Tensor) -> cl.Event:
+        """Of what was enqueued: when it is waited for, the host sees these."""
+        self.to_host(*tensors)
+        event = cl.enqueue_marker(self.runtime.queue)
+        self.runtime.queue.flush()
+        return event
+
+    def to_device(self, *tensors: Tensor) -> None:
+        """A device that is no CPU is told that the host has written: a copy from memory to itself."""
+        for tensor in () if self.runtime.is_cpu else tensors:
+            cl.enqueue_copy(self.runtime.queue, self.buffer(tensor), tensor.view(-1).numpy(), is_blocking=False)
+
+    def to_host(self, *tensors: Tensor) -> None:
+        """And that the host will read, when what was enqueued is done."""
+        for tensor in () if self.runtime.is_cpu else tensors:
+            cl.enqueue_copy(self.runtime.queue, tensor.view(-1).numpy(), self.buffer(tensor), is_blocking=False)
 
 
 @final

@@ -23,6 +23,7 @@ class Runtime:
         self.context = cl.Context([device])
         self.queue = cl.CommandQueue(self.context, device)
         self.is_cpu = bool(device.type & cl.device_type.CPU)
+        self._before = ["inlined.cl", "common.cl"] if self.is_cpu else ["common.cl"]
         self.lanes = 16 if self.is_cpu else 1  # rows of a weight that a work item has as a vector
         self.most_bytes = int(device.max_mem_alloc_size)  # of a buffer
         self._programs: dict[tuple[Any, ...], cl.Program] = {}
@@ -39,7 +40,7 @@ class Runtime:
         if self.device.single_fp_config & cl.device_fp_config.CORRECTLY_ROUNDED_DIVIDE_SQRT:
             options.append("-cl-fp32-correctly-rounded-divide-sqrt")
         try:
-            return cl.Program(self.context, _text("common.cl") + _text(source)).build(options)
+            return cl.Program(self.context, "".join(map(_text, [*self._before, source]))).build(options)
         except cl.Error as error:
             lines = [line for line in str(error).splitlines() if "error" in line] or str(error).splitlines()
             raise InvalidRequestError(

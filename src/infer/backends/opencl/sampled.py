@@ -1,0 +1,151 @@
+"""The sampler on the device for rows that are greedy or have noise alone, and several steps without a wait between.
+
+`advance` makes of a step's tokens the next one's input, and the host looks at a step while the next one runs. What was
+begun after the last step computes a token once more, in positions that are reserved, and nothing of it counts.
+"""
+
+import ctypes
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, final
+
+import pyopencl as cl
+import torch
+from torch import Tensor
+
+from infer.backends.base import Generated
+from infer.backends.opencl.launches import Launch, Recording
+from infer.operands.step import Interrupt, Masks, StepEnd
+from infer.sampling import failure_codes, noise_constants
+from infer.sampling.columns import SamplingColumns
+from infer.sampling.masks import num_mask_words
+
+_PARTS = 64  # of a row's vocabulary
+_ROOM = 64  # for steps, and for stop ids, from the beginning
+_AHEAD = 2  # steps that are under way while the host looks at none
+_IS_STOPPED = 1  # of `control`: steps that count, whether they are over, how many stop ids, whether there are masks
+_MACROS: dict[str, Any] = {
+    "PARTS": _PARTS,
+    "LOG_COEFFICIENTS": "{" + ",".join(f"{value!r}f" for value in noise_constants.LOG_COEFFICIENTS) + "}",
+    **{name: f"{getattr(noise_constants, name)!r}f" for name in ("LN2_HIGH", "LN2_LOW", "MAX_NOISE")},
+    **{name: getattr(noise_constants, name) for name in ("SQRT_HALF_BITS", "ONE_BITS")},
+    **{name: f"({getattr(failure_codes, name)})" for name in ("NOT_A_NUMBER", "NOTHING_ALLOWED")},
+}
+
+
+def is_plain(columns: SamplingColumns) -> bool:
+    """Whether no row has more than a temperature."""
+    has_filters = columns.max_top_k or columns.has_top_p or columns.has_min_p
+    return not (has_filters or columns.has_edits or columns.has_logprobs)
+
+
+@final
+class Sampler:
+    """After the forward of a recording, whose launches become longer by four."""
+
+    def __init__(self, recording: Recording, logits: Tensor, vocab_size: int) -> None:
+        self._recording, self._forward = recording, list(recording.launches)
+        lines = recording.max_logits
+        self._temperatures, self._seeds, self._control, self._has_ended, self._sampled = (
+            recording.tensor(role, size, dtype=dtype)
+            for role, size, dtype in (
+                ("temperatures", lines, torch.float32),
+                ("seeds", lines, torch.int64),
+                ("control", 4, torch.int64),
+                ("ended", lines, torch.int64),
+                ("sampled", lines, torch.int64),
+            )
+        )
+        self._words = recording.tensor("masks", lines, num_mask_words(vocab_size), dtype=torch.int32)
+        self._sampler = self._record(logits, vocab_size)
+        self._num_steps, self._num_stop_ids = 0, 0  # that there is room for
+        self._make_room(_ROOM, _ROOM)
+
+    def run(self, columns: SamplingColumns, rows: Sequence[int], num_tokens: int, masks: Masks | None) -> list[int]:
+        """Run the recording's step: the tokens after its logits, which are of these rows."""
+        self._begin(columns, rows, num_tokens, (), masks)
+        self._enqueue(self._sampler[:-1], masks)
+        self._recording.finish()
+        token_ids: list[int] = self._sampled[: len(rows)].tolist()
+        return token_ids
+
+    def run_multi_step(
+        self,
+        count: int,
+        columns: SamplingColumns,
+        stop_ids: Sequence[int],
+        masks: Masks | None,
+        interrupt: Interrupt | None,
+    ) -> Generated:
+        """The recording's step, which has a token of each row, and those after it."""
+        num_rows, ends, under_way = len(columns), list[float](), deque[cl.Event]()
+        self._make_room(count, len(stop_ids))
+        self._begin(columns, range(num_rows), num_rows, stop_ids, masks)
+        for done in range(1, count + 1):
+            self._enqueue(self._sampler, masks)
+            under_way.append(self._recording.ended(self._control, self._generated))
+            if masks is None and len(under_way) < _AHEAD:
+                continue
+            under_way.popleft().wait()
+            ends.append(time.perf_counter())
+            is_over = self._control[_IS_STOPPED] or (interrupt is not None and interrupt.value)
+            if is_over or (masks is not None and not masks.advance(self._ids, count, done)):
+                break
+        self._recording.finish()
+        num_steps = int(self._control[0])
+        ends += [time.perf_counter()] * (num_steps - len(ends))
+        token_ids = [self._ids[row : num_steps * num_rows : num_rows] for row in range(num_rows)]
+        return Generated(token_ids, [StepEnd(end, end) for end in ends[:num_steps]], [[] for _ in token_ids])
+
+    def _begin(
+        self,
+        columns: SamplingColumns,
+        rows: Sequence[int],
+        num_tokens: int,
+        stop_ids: Sequence[int],
+        masks: Masks | None,
+    ) -> None:
+        num_lines, index = len(rows), list(rows)
+        self._temperatures[:num_lines], self._seeds[:num_lines] = columns.temperature[index], columns.seed[index]
+        self._control.copy_(torch.tensor([0, 0, len(stop_ids), masks is not None]))
+        self._stop_ids[: len(stop_ids)] = torch.tensor(stop_ids, dtype=torch.int64)
+        self._has_ended.zero_()
+        self._recording.begin(num_tokens, num_lines)
+
+    def _enqueue(self, sampler: Sequence[Launch], masks: Masks | None) -> None:
+        """Masks may be filled while the forward runs."""
+        self._recording.enqueue(self._forward)
+        if masks is not None:
+            self._recording.runtime.queue.flush()
+            masks.wait()
+            self._words[: len(masks.words)] = masks.words
+            self._recording.to_device(self._words)
+        self._recording.enqueue(sampler)
+
+    def _make_room(self, num_steps: int, num_stop_ids: int) -> None:
+        num_steps, num_stop_ids = max(num_steps, self._num_steps), max(num_stop_ids, self._num_stop_ids)
+        if (num_steps, num_stop_ids) == (self._num_steps, self._num_stop_ids):
+            return
+        run = self._recording
+        self._stop_ids = run.tensor("stop ids", num_stop_ids, dtype=torch.int64)
+        self._generated = run.tensor("generated", num_steps * run.max_logits, dtype=torch.int64)
+        self._ids = (ctypes.c_int64 * len(self._generated)).from_address(self._generated.data_ptr())
+        self._sampler[-1].set(6, run.buffer(self._stop_ids))
+        self._sampler[-1].set(7, run.buffer(self._generated))
+        self._num_steps, self._num_stop_ids = num_steps, num_stop_ids
+
+    def _record(self, logits: Tensor, vocab_size: int) -> list[Launch]:
+        run, step = self._recording, self._recording.step
+        run.label = "sample"
+        largest, scores = (run.tensor(role, run.max_logits, _PARTS) for role in ("largest", "scores"))
+        found = run.tensor("found", run.max_logits, _PARTS, dtype=torch.int32)
+        inputs = [logits, logits.shape[1], vocab_size, self._words, self._words.shape[1], self._control, largest]
+        own = [self._temperatures, self._seeds, step.positions, step.logit_indices, scores, found]
+        after = [self._sampled, run.counts[1:], step.tokens, step.positions, self._control, self._has_ended, None, None]
+        return [
+            run.launch("sample.cl", "find_largest", _PARTS, inputs, _MACROS, axis="logits"),
+            run.launch("sample.cl", "score", _PARTS, [*inputs, *own], _MACROS, axis="logits"),
+            run.launch("sample.cl", "choose", 1, [scores, found, self._sampled], _MACROS, axis="logits"),
+            run.launch("sample.cl", "advance", 1, after, _MACROS, axis="once"),
+        ]

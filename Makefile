@@ -43,6 +43,11 @@ fuzz: $(VENV)/.fuzz ## fuzz what reads files, FUZZ_SECONDS (60) for each reader
 ray: $(VENV)/.ray ## install Ray (660 MB), then a model served and a file answered through it
 	$(BIN)/python -m pytest tests/integration/test_ray.py
 
+.PHONY: intel
+intel: $(VENV)/.dev ## OpenCL's kernels on Intel's CPU runtime (installs 300 MB): the same bits
+	$(PIP) install "intel-opencl-rt>=2026" "intel-cmplr-lib-rt>=2026"
+	INFER_OPENCL=intel $(BIN)/python -m pytest tests/unit/test_opencl.py
+
 .PHONY: emulate
 emulate: $(VENV)/.demo ## the CPU kernels on an emulated Haswell, Nehalem, Neoverse N1 and one with i8mm: the same bits (needs qemu-user)
 	$(BIN)/python scripts/check_emulated.py

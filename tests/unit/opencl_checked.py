@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -22,9 +23,13 @@ opencl_platform.use_oclgrind()
 
 from infer import ops
 from infer.backends.opencl import devices, runtime
-from infer.backends.opencl.launches import scope
-from infer.operands.step import Step
+from infer.backends.opencl.launches import Recording, scope
+from infer.backends.opencl.sampled import Sampler
+from infer.operands.step import Masks, Step
 from infer.operands.weights import Heads, Norm, Projection, RopeTable
+from infer.sampling.columns import SamplingColumns
+from infer.sampling.masks import pack_masks
+from infer.sampling_params import SamplingParams
 from layer_caches import make_layer
 from test_cpu_kernels import make_weight
 
@@ -58,6 +63,16 @@ def check_attention(kv_type: str, dim: int) -> None:
         ops.attend(torch.randn(2 * count, 4 * dim), heads, replace(layer, pages=pages), step)
 
 
+def check_sampling(made: runtime.Runtime) -> None:
+    """A greedy row and one with noise, through masks too, in several steps."""
+    recording, mask = Recording(made, 2, 2), pack_masks([range(30)] * 2, 37)
+    logits = recording.tensor("logits", 2, 40)
+    columns = SamplingColumns.of([SamplingParams(temperature=0), SamplingParams(temperature=0.5, seed=1)], 37)
+    sampler = Sampler(recording, logits.copy_(torch.randn(2, 40)), 37)
+    for masks in (None, Masks(mask, np.ones(1, np.int64), lambda: None, lambda ids, count, done: True)):
+        sampler.run_multi_step(3, columns, (1,), masks, None)
+
+
 def main(planted: str | None) -> None:
     devices.troubles = lambda device: iter(())  # its memory is its own, to see each access
     backend = ops.backend_named("opencl")
@@ -76,6 +91,7 @@ def main(planted: str | None) -> None:
                 check_projections(type_, precision)
         for kv_type, dim in (("f32", 20), ("f16", 32), ("bf16", 32), ("q8", 32), ("q4", 32)):
             check_attention(kv_type, dim)
+    check_sampling(made)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from infer.bench.profile import Operation, Profile, profile
 from infer.bench.speed import Speed, Workload, measure
 from infer.cli.options import cache_values
 from infer.cli.terminal import Spinner, TextWriter
+from infer.errors import InvalidRequestError
 from infer.llm import LLM
 from infer.system.status_line import bar
 
@@ -28,12 +29,17 @@ def run_bench(options: Mapping[str, Any]) -> None:
             weights=options["weights"],
             precision=options["precision"],
             **cache_values(options),
+            device=options["device"],
             threads=options["threads"],
             max_seq_len=workload.max_seq_len,
             on_progress=spinner.progress,
         )
-    setting = {key: options[key] for key in ("model", "dtype", "weights", "precision")}
+    setting = {key: options[key] for key in ("model", "device", "dtype", "weights", "precision")}
     backend = llm.model.backend
+    if not backend.computes_on_host:
+        raise InvalidRequestError(
+            f"bench measures the host's memory, and {options['device']} has its own: use --device cpu"
+        )
     setting["instruction_set"] = backend.instruction_set()
     writer = TextWriter(sys.stdout)
     if not (options["profile"] or options["as_json"]):  # at once: whoever reads one line and leaves ends the measuring
@@ -55,7 +61,7 @@ def run_bench(options: Mapping[str, Any]) -> None:
 
 def model_line(setting: Mapping[str, Any], threads: int) -> str:
     chosen = [f"{name} {setting[name]}" for name in ("weights", "dtype") if setting[name] != "auto"]
-    remarks = [f"{threads} threads", setting["instruction_set"], setting["precision"], *chosen]
+    remarks = [f"{threads} threads", setting["instruction_set"] or setting["device"], setting["precision"], *chosen]
     return _row("model", setting["model"], ", ".join(filter(None, remarks)))
 
 

@@ -14,7 +14,14 @@ import click
 import infer as package
 from infer.cli.checks import check_grammar, check_options, needs_extra
 from infer.cli.model_load import kernels_ahead, load_arguments, load_for_server, load_model, served_arguments
-from infer.cli.model_options import AT_LEAST_1, model_options, number_options, running_options, weight_options
+from infer.cli.model_options import (
+    AT_LEAST_1,
+    device_option,
+    model_options,
+    number_options,
+    running_options,
+    weight_options,
+)
 from infer.cli.options import (
     batch_options,
     cache_options,
@@ -272,6 +279,7 @@ def sample_trace(context: click.Context, /, **options: Any) -> None:
 @infer.command()
 @weight_options
 @cache_options
+@device_option
 @click.option("-p", "--prompt-tokens", type=AT_LEAST_1, default=512, show_default=True, help="Tokens to prefill.")
 @click.option("-n", "--num-tokens", type=AT_LEAST_1, default=128, show_default=True, help="Tokens to decode.")
 @click.option("--context", type=AT_LEAST_1, help="Tokens before the decoded ones.  [default: as --prompt-tokens]")
@@ -284,7 +292,7 @@ def bench(context: click.Context, /, **options: Any) -> None:
     """Measure a model here: prefill, decode, latency, memory, and the share of the memory's speed."""
     _invocation(context, options)
     check_options(options, [])
-    with kernels_ahead(options):
+    with kernels_ahead(options, options["device"]):
         with exit_on_signal(), Spinner("loading"):
             from infer.cli.bench import run_bench
 

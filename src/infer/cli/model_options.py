@@ -42,12 +42,16 @@ def model_options(function: Function) -> Function:
     return apply_options([weight_options, cache_options, running_options], function)
 
 
+def device_option(function: Function) -> Function:
+    return click.option("--device", "--backend", "device", type=Device(), default="cpu", show_default=True)(function)
+
+
 def running_options(function: Function) -> Function:
     """How a model runs, and what is told of it."""
     options = [
         click.option("--max-seq-len", type=int,
                      help="Prompt and answer together, in tokens.  [default: the model's own, at most 8192]"),
-        click.option("--device", "--backend", "device", type=Device(), default="cpu", show_default=True),
+        device_option,
         click.option("--grammar-backend", type=click.Choice(get_args(GrammarBackend)), default="llguidance",
                      show_default=True, help="What holds an answer to a schema, a pattern or a grammar."),
         click.option("--tensor-parallel", type=AT_LEAST_1, default=1, show_default=True,

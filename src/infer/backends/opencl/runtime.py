@@ -1,6 +1,7 @@
 """A device, its context and its one in-order queue: programs are built once, buffers are the memory of tensors."""
 
 import ctypes
+import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any, final
@@ -39,8 +40,11 @@ class Runtime:
         options = ["-cl-std=CL1.2", *(f"-D{name}={value}" for name, value in macros.items())]
         if self.device.single_fp_config & cl.device_fp_config.CORRECTLY_ROUNDED_DIVIDE_SQRT:
             options.append("-cl-fp32-correctly-rounded-divide-sqrt")
+        program = cl.Program(self.context, "".join(map(_text, [*self._before, source])))
         try:
-            return cl.Program(self.context, "".join(map(_text, [*self._before, source]))).build(options)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", cl.CompilerWarning)  # Intel's compiler tells what it vectorised
+                return program.build(options)
         except cl.Error as error:
             lines = [line for line in str(error).splitlines() if "error" in line] or str(error).splitlines()
             raise InvalidRequestError(

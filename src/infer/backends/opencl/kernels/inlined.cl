@@ -16,6 +16,9 @@
 #define convert_int16(x) __builtin_convertvector(x, int16)
 #define convert_uint16(x) __builtin_convertvector(x, uint16)
 #define convert_char16(x) __builtin_convertvector(x, char16)
+#ifndef __SPIR__
+#define prefetch(at, count) __builtin_prefetch((const void *)(ulong)(at), 0, 2)
+#endif
 
 #define VECTORS(type, space)                                         \
     OVERLOAD type##16 load_vector(long index, space const type *at)  \

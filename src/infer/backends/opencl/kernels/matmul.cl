@@ -68,6 +68,7 @@ inline void multiply_group(global const uchar *weights, global const int *const 
 #else
 
 #define ACTIVATION_INTS RECORD_INTS(PLANES)
+#define AHEAD 16384  // bytes: as `backends.cpu.tiles`
 
 // sum + Σ of 4 products of unsigned bytes with signed ones, in each lane.
 inline ints dot4(ints q, int a, ints sum)
@@ -136,6 +137,10 @@ inline floats scale_of(global const uchar *at, int part, floats super)
 inline void add_record(
     global const uchar *record, floats super, floats super_minimum, global const int *const *tokens, int at, floats *sums)
 {
+#if LANES == 16
+    for (int i = 0; i < RECORD_BYTES; i += 64)
+        prefetch(record + AHEAD + i, 64);
+#endif
     ints dots[TOKENS][2][PLANES];
     for (int t = 0; t < TOKENS; t++)
         for (int i = 0; i < 2 * PLANES; i++)

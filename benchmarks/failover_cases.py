@@ -103,8 +103,8 @@ def _merge(name: str, old: Any, new: Any) -> Any:
 
 
 def _merge_lists(old: list[Any], new: list[Any]) -> list[Any]:
-    """Entries with an index are merged with those of the same."""
-    if not (new and isinstance(new[0], dict) and "index" in new[0]):
+    """Entries with an index are merged with those of the same. A token "index" has a log-probability there."""
+    if not (new and isinstance(new[0], dict) and isinstance(new[0].get("index"), int)):
         return old + [_merge("", None, each) for each in new]
     by_index = {each["index"]: each for each in old}
     for each in new:

@@ -2,12 +2,15 @@
 
 import os
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from infer.model.shares import head_starts, kv_heads_of
+from infer.operands.architecture import Layer
 from infer.system import nodes
-from infer.system.nodes import cpus_by_node, cpus_of_thread, keep_on_node
+from infer.system.nodes import cpus_by_node, cpus_of_rank, cpus_of_thread, keep_on_node
 
 
 def tree(root: Path, *cpu_lists: str) -> Path:
@@ -45,6 +48,30 @@ def test_threads_of_one_node_are_not_bound(tmp_path: Path) -> None:
     root = tree(tmp_path, "0-3\n", "4-7\n")
     assert cpus_of_thread(1, 2, {1, 2}, root) is None
     assert cpus_of_thread(1, 2, {0, 1, 2, 3}, root) is None
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "num_ranks"), [(32, 8, 2), (9, 3, 2), (8, 1, 4), (64, 8, 4)])
+def test_a_head_s_keys_lie_on_the_node_whose_threads_read_them(
+    tmp_path: Path, num_heads: int, num_kv_heads: int, num_ranks: int
+) -> None:
+    """A rank for each node: its threads are all of the node, and no other rank has its query heads. A head of keys
+    that several ranks read is stored by each."""
+    root = tree(tmp_path, *(f"{4 * node}-{4 * node + 3}\n" for node in range(num_ranks)))
+    layer = Layer(num_heads, num_kv_heads, 64, 512, rope=None, attention_scale=1.0)
+    starts, nodes_by_kv_head = head_starts(layer, num_ranks), dict[int, list[int]]()
+    assert starts is not None
+    for rank, heads in enumerate(pairwise(starts)):
+        assert cpus_of_rank(rank, num_ranks, 4, set(range(4 * num_ranks)), root) == set(range(4 * rank, 4 * rank + 4))
+        for head in range(*kv_heads_of(layer, heads)):
+            nodes_by_kv_head.setdefault(head, []).append(rank)
+    assert sorted(nodes_by_kv_head) == list(range(num_kv_heads))
+    assert num_ranks > num_kv_heads or all(len(ranks) == 1 for ranks in nodes_by_kv_head.values())
+
+
+def test_a_rank_of_several_nodes_is_kept_on_none(tmp_path: Path) -> None:
+    root = tree(tmp_path, "0-3\n", "4-7\n")
+    assert cpus_of_rank(0, 1, 8, set(range(8)), root) is None
+    assert cpus_of_rank(1, 2, 4, set(range(4)), root) is None  # all that it may use is of one node
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="hardware: affinities are Linux's")

@@ -149,6 +149,7 @@ def test_each_head_is_one_ranks_and_ranks_have_whole_groups(num_heads: int, num_
 def test_rows_are_shared_out_in_whole_tiles_where_there_are_enough() -> None:
     assert row_starts(576, 2) == (0, 288, 576)
     assert row_starts(96, 4) == (0, 16, 48, 64, 96)
+    assert row_starts(224, 4) == (0, 32, 96, 160, 224)
     assert row_starts(50, 4) == (0, 12, 25, 37, 50)
 
 

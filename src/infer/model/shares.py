@@ -5,14 +5,14 @@ from itertools import accumulate
 from infer.operands.architecture import Layer
 from infer.operands.weights import FileWeight, StoredWeight, UnreadWeight
 
-_ROWS = 16  # that kernels multiply at once
+_UNITS = 32, 16, 1  # kernels quantise 32 columns at once, and multiply 16 rows
 
 Range = tuple[int, int]
 
 
 def row_starts(num_rows: int, num_ranks: int) -> tuple[int, ...]:
     """Where each rank's rows begin, and the last one's end."""
-    unit = _ROWS if num_rows >= _ROWS * num_ranks else 1
+    unit = next(unit for unit in _UNITS if num_rows >= unit * num_ranks or unit == 1)
     return *(num_rows // unit * rank // num_ranks * unit for rank in range(num_ranks)), num_rows
 
 

@@ -46,10 +46,26 @@ def cpus_of_thread(thread: int, num_threads: int, allowed: Set[int], root: Path 
     return None
 
 
+def cpus_of_rank(rank: int, num_ranks: int, num_threads: int, allowed: Set[int], root: Path = _ROOT) -> Set[int] | None:
+    """Those of the node that all threads of a rank belong to. None where there is no such, or only one."""
+    threads = range(rank * num_threads, (rank + 1) * num_threads)
+    first, *others = (cpus_of_thread(thread, num_ranks * num_threads, allowed, root) for thread in threads)
+    return first if all(other == first for other in others) else None
+
+
 def keep_on_node(thread: int, num_threads: int) -> None:
     """Let the calling thread run on the processors of its node alone, if there are several nodes."""
     if sys.platform == "linux":
-        cpus = cpus_of_thread(thread, num_threads, os.sched_getaffinity(0))
-        if cpus is not None:
-            with suppress(OSError):  # a sandbox may forbid it
-                os.sched_setaffinity(0, cpus)
+        _keep_on(cpus_of_thread(thread, num_threads, os.sched_getaffinity(0)))
+
+
+def keep_rank_on_node(rank: int, num_ranks: int, num_threads: int) -> None:
+    """The same of all threads that a rank's process starts from now on, and of the calling one."""
+    if sys.platform == "linux":
+        _keep_on(cpus_of_rank(rank, num_ranks, num_threads, os.sched_getaffinity(0)))
+
+
+def _keep_on(cpus: Set[int] | None) -> None:
+    if cpus is not None and sys.platform == "linux":
+        with suppress(OSError):  # a sandbox may forbid it
+            os.sched_setaffinity(0, cpus)

@@ -17,6 +17,7 @@ from infer.model.from_checkpoint import load_checked, set_num_threads
 from infer.operands.group import Group
 from infer.operands.step import Chunk
 from infer.runner.runner import CachedRunner
+from infer.system.nodes import keep_rank_on_node
 from infer.tensor_parallel.digest import digest_of
 from infer.tensor_parallel.ranks import Call, make_group
 from infer.tensor_parallel.settings import ModelSource, RunnerSettings, Transport
@@ -66,6 +67,7 @@ class Follower:
         checkpoint = open_checkpoint(source.path).without_metadata()
         if checkpoint.fingerprint() != source.fingerprint:
             raise InferError(f"{source.path} changed while its ranks were loading it: load it again")
+        keep_rank_on_node(group.rank, group.size, source.num_threads)
         set_num_threads(source.num_threads, group.rank, group.size)
         asked = "cpu", source.dtype, source.weights, source.precision, settings.max_seq_len, None, settings.cache
         model = load_checked(checkpoint, None, *asked, group=group)

@@ -33,7 +33,7 @@ from infer.operands.limits import MAX_STEP_LOGITS, MAX_STEP_TOKENS
 from infer.tensor_parallel.settings import ModelSource, RunnerSettings, Transport, check_shared
 
 Call = tuple[str, tuple[Any, ...]]  # a method of the runner, and its arguments
-_HEADER_BYTES = 1 << 14
+_HEADER_BYTES, _SPARE = 1 << 14, 16  # _SPARE tokens: that kernels read after a step's
 
 
 def start_ranks(
@@ -51,12 +51,14 @@ def start_ranks(
 
 
 def exchange_bytes(architecture: Architecture) -> int:
-    """Of the memory that ranks share: twice the largest activation that a step gathers."""
-    widths = [architecture.hidden_size]
+    """Of the memory that ranks share: twice all activations that a step gathers, as floats and quantised. The system
+    gives what is written."""
+    widths = {architecture.hidden_size}
     for layer in architecture.layers:
-        widths += [layer.intermediate_size, (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim]
-    most = max(MAX_STEP_TOKENS * max(widths), MAX_STEP_LOGITS * architecture.vocab_size)
-    return 2 * 4 * most + _HEADER_BYTES
+        heads = layer.num_heads, layer.num_heads + 2 * layer.num_kv_heads
+        widths |= {layer.intermediate_size, *(count * layer.head_dim for count in heads)}
+    floats = 2 * (MAX_STEP_TOKENS + _SPARE) * (architecture.hidden_size + sum(widths))
+    return 2 * 4 * (floats + 2 * MAX_STEP_LOGITS * architecture.vocab_size) + _HEADER_BYTES
 
 
 @final

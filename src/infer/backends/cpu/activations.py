@@ -206,17 +206,19 @@ def make_normalize() -> Callable[..., None]:
     return normalize
 
 
-def make_add_normalized() -> Callable[..., None]:
-    """residual += y × weight / rms(y), tokens shared out."""
+def make_add_rows() -> Callable[..., None]:
+    """residual += y, or y × weight / rms(y); tokens shared out."""
 
-    def add_normalized(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
+    def add_rows(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
         args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
         for token in range(thread, state.num_tokens, num_threads):
             y, residual = args.y + 4 * args.features * token, args.residual + 4 * args.features * token
-            factor = splat_f32(inverse_rms(y, args.features, args.eps))
+            factor = splat_f32(np.float32(1) if args.weight == 0 else inverse_rms(y, args.features, args.eps))
             for i in range(0, args.features, LANES):
                 at, room = residual + 4 * i, args.features - i
-                normed = load_upto(y + 4 * i, room) * factor * load_upto(args.weight + 4 * i, room)
-                store_upto(at, room, load_upto(at, room) + normed)
+                value = load_upto(y + 4 * i, room)
+                if args.weight != 0:
+                    value = value * factor * load_upto(args.weight + 4 * i, room)
+                store_upto(at, room, load_upto(at, room) + value)
 
-    return add_normalized
+    return add_rows

@@ -195,7 +195,7 @@ def _make_attend_columns(kv_type: str, is_wide: bool) -> Any:
             first = end
         for column in range(left, right):
             own, head = token + column // group, kv * group + column % group
-            divide(results + column * size, dim, args.out + 4 * dim * (own * args.num_heads + head))
+            divide(results + column * size, dim, _out_of_head(args, own, head))
             if dim % BLOCK == 0:
                 _quantize_heads(args, state.num_tokens, own, head, 1)
 
@@ -234,15 +234,20 @@ def _make_walk_chunks(kv_type: str, is_wide: bool) -> Any:
     return walk_chunks
 
 
+@njit(inline="always")
+def _out_of_head(args, token, head):  # type: ignore[no-untyped-def]
+    return args.out + 4 * args.dim * (token * args.out_heads + args.first_head + head)
+
+
 @njit
 def _quantize_heads(args, tokens, token, head, count):  # type: ignore[no-untyped-def]
     """Outputs of a token's heads from one on → activation records."""
     if args.quantized == 0:
         return
-    num_records, record_bytes = args.num_heads * args.dim // BLOCK, quantized_size(args.form)
-    first = head * args.dim // BLOCK
+    num_records, record_bytes = args.out_heads * args.dim // BLOCK, quantized_size(args.form)
+    first = (args.first_head + head) * args.dim // BLOCK
     for record in range(first, first + count * args.dim // BLOCK):
-        at = args.out + 4 * (token * args.num_heads * args.dim + BLOCK * record)
+        at = args.out + 4 * (token * args.out_heads * args.dim + BLOCK * record)
         to = record_address(args.quantized, token, tokens, num_records, record, record_bytes)
         quantize_block(load_f32(at), load_f32(at + 4 * LANES), args.form, to)
 
@@ -270,7 +275,7 @@ def make_finish() -> Callable[..., None]:
                     for index in range(slot // CHUNK + 1 - num_skipped):
                         chunk = index if index < num_first else index + num_skipped
                         merge(result, args.partials + (query * args.num_chunks + chunk) * partial_bytes, dim)
-                    divide(result, dim, args.out + 4 * dim * (token * heads + head))
+                    divide(result, dim, _out_of_head(args, token, head))
             _quantize_heads(args, tokens, token, first, per_item)
 
     return finish

@@ -10,7 +10,7 @@ from infer.backends.cpu.layouts import BLOCK, LANES, PANEL, SPARE_TOKENS
 from infer.backends.cpu.packed_weight import PackedWeight
 from infer.backends.cpu.recording import Arguments, Run
 from infer.backends.cpu.records import (
-    ADD_NORMALIZED,
+    ADD_ROWS,
     ATTEND,
     CHUNK,
     EMBED,
@@ -47,57 +47,57 @@ def embed(run: Run, table: Weight, scale: float) -> Tensor:
 
 
 def norm_project(run: Run, x: Tensor, norm: Norm | None, projection: Projection) -> Tensor:
-    out = run.tensor("projected", run.capacity, projection.out_features)
-    _project(run, x, norm, projection, out)
-    return _gathered(run, out, projection.shares)
+    out, first = run.columns("projected", run.capacity, projection.out_features, projection.shares)
+    _project(run, x, norm, projection, (out, first))
+    return run.gathered(out, projection.shares)
 
 
 def head(run: Run, x: Tensor, norm: Norm, projection: Projection, softcap: float | None) -> Tensor:
-    logits = run.tensor("logits", run.max_logits, projection.out_features)
-    _project(run, x, norm, projection, logits, of_logits=True, softcap=softcap)
-    return _gathered(run, logits, projection.shares, of_logits=True)
+    logits, first = run.columns("logits", run.max_logits, projection.out_features, projection.shares)
+    _project(run, x, norm, projection, (logits, first), of_logits=True, softcap=softcap)
+    return run.gathered(logits, projection.shares)
 
 
 def project_add(run: Run, residual: Tensor, x: Tensor, projection: Projection, post_norm: Norm | None) -> Tensor:
     _check_rows(residual)
     shares = projection.shares
     if post_norm is None and shares is None:
-        _project(run, x, None, projection, residual, adding=True)
+        _project(run, x, None, projection, (residual, 0), adding=True)
         return residual
-    y = run.tensor("before post norm", run.capacity, projection.out_features)
-    _project(run, x, None, projection, y)
-    if post_norm is None:
-        return _gathered(run, y, shares, residual=residual)
-    y = _gathered(run, y, shares)
-    arguments, weight = np.zeros(1, ADD_NORMALIZED), post_norm.weight.float().contiguous()
-    arguments["residual"], arguments["y"], arguments["weight"] = residual.data_ptr(), y.data_ptr(), weight.data_ptr()
-    arguments["eps"], arguments["features"] = post_norm.eps, y.shape[1]
-    function = compiled_address(".activations:make_add_normalized", ADD_NORMALIZED)
-    run.append(function, arguments, BARRIER, "post_norm", weight, residual, y)
+    y, first = run.columns("before adding", run.capacity, projection.out_features, shares)
+    _project(run, x, None, projection, (y, first))
+    y = run.gathered(y, shares)
+    arguments = np.zeros(1, ADD_ROWS)
+    arguments["residual"], arguments["y"], arguments["features"] = residual.data_ptr(), y.data_ptr(), y.shape[1]
+    keeps: tuple[object, ...] = (residual, y)
+    if post_norm is not None:
+        weight = post_norm.weight.float().contiguous()
+        arguments["weight"], arguments["eps"] = weight.data_ptr(), post_norm.eps
+        keeps = (residual, y, weight)
+    run.append(compiled_address(".activations:make_add_rows", ADD_ROWS), arguments, BARRIER, "add", *keeps)
     return residual
 
 
 def norm_gate(run: Run, x: Tensor, norm: Norm | None, gate_up: Projection, activation: Activation) -> Tensor:
-    features = gate_up.out_features // 2
-    out = run.tensor("hidden", run.capacity, features)
+    features, shares = gate_up.out_features // 2, gate_up.shares
+    out, first = run.columns("hidden", run.capacity, features, shares)
+    arguments = _epilogue((out, first), 0, features, gate_up.bias)
     halves = _gate_and_up(gate_up)
     if halves is None:
         both = run.tensor("gate and up", run.capacity, 2 * features)
-        _project(run, x, norm, gate_up, both)
-        arguments = np.zeros(1, EPILOGUE)
-        arguments["out"], arguments["row_stride"], arguments["num_columns"] = out.data_ptr(), both.data_ptr(), features
+        _project(run, x, norm, gate_up, (both, 0))
+        arguments["both"] = both.data_ptr()
         function = compiled_address(".matmul:make_gate_rows", EPILOGUE, activation)
         run.append(function, arguments, BARRIER, "gate", both, out)
-        return _gathered(run, out, gate_up.shares)
+        return run.gathered(out, shares)
     weight, second = halves
-    arguments = _epilogue(out, 0, features, gate_up.bias)
-    if features % BLOCK == 0:
-        run.produced(out, arguments)
+    if _is_in_blocks(features, shares):
+        run.produced(out, arguments, shares)
     function = compiled_address(".matmul:make_gate", EPILOGUE, activation)
     source = _activations(run, x, norm, weight, of_logits=False)
     groups = -(-features // LANES)
     _matmul(run, weight, groups, second, source, (function, arguments), BARRIER, of_logits=False)
-    return _gathered(run, out, gate_up.shares)
+    return run.gathered(out, shares)
 
 
 def _gate_and_up(gate_up: Projection) -> tuple[PackedWeight, int] | None:
@@ -117,7 +117,7 @@ def attend(run: Run, qkv: Tensor, heads: Heads, layer: LayerCache) -> Tensor:
     arguments = _attend_arguments(heads, layer)
     dim, features = heads.head_dim, heads.num_heads * heads.head_dim
     _check_rows(qkv)
-    out = run.tensor("attended", run.capacity, features)
+    out, first = run.columns("attended", run.capacity, features, heads.shares)
     has_far = layer.pages.furthest is not None and heads.rope is not None
     queries = run.tensor("queries", run.capacity * (2 if has_far else 1), features)
     chunks = -(-layer.pages.table.shape[1] * layer.pages.page_tokens // CHUNK)
@@ -127,6 +127,7 @@ def attend(run: Run, qkv: Tensor, heads: Heads, layer: LayerCache) -> Tensor:
     arguments["partials"], arguments["num_chunks"] = partials.data_ptr(), chunks
     arguments["far_bytes"] = 4 * run.capacity * features if has_far else 0
     scratch = run.tensor("attention scratch", run.max_threads, attend_scratch_bytes(dim), dtype=torch.uint8)
+    arguments["out_heads"], arguments["first_head"] = out.shape[1] // dim, first // dim
     arguments["scratch"], arguments["scratch_bytes"] = scratch.data_ptr(), scratch.shape[1]
     keeps = (qkv, heads, layer, out, queries, partials, scratch)
     rotate = compiled_address(".rotation:make_rotate", ATTEND, layer.kv_type)
@@ -141,9 +142,9 @@ def attend(run: Run, qkv: Tensor, heads: Heads, layer: LayerCache) -> Tensor:
         run.append(few, arguments, NO_BARRIER, "few", keeps)
         run.append(many, arguments, BARRIER, "many", keeps)
     run.append(finish, arguments, BARRIER, "merge", keeps)
-    if features % BLOCK == 0:
-        run.produced(out, arguments)
-    return _gathered(run, out, heads.shares)
+    if _is_in_blocks(features, heads.shares):
+        run.produced(out, arguments, heads.shares)
+    return run.gathered(out, heads.shares)
 
 
 def _attend_arguments(heads: Heads, layer: LayerCache) -> Arguments:
@@ -188,10 +189,9 @@ def _attend_arguments(heads: Heads, layer: LayerCache) -> Arguments:
     return arguments
 
 
-def _gathered(
-    run: Run, own: Tensor, shares: Shares | None, *, residual: Tensor | None = None, of_logits: bool = False
-) -> Tensor:
-    return own if shares is None else run.gathered(own, shares, residual=residual, of_logits=of_logits)
+def _is_in_blocks(features: int, shares: Shares | None) -> bool:
+    """Whether each block of quantised activations is one rank's."""
+    return all(start % BLOCK == 0 for start in ((features,) if shares is None else shares.starts))
 
 
 # Projections
@@ -202,13 +202,13 @@ def _project(
     x: Tensor,
     norm: Norm | None,
     projection: Projection,
-    out: Tensor,
+    to: tuple[Tensor, int],
     *,
     adding: bool = False,
     of_logits: bool = False,
     softcap: float | None = None,
 ) -> None:
-    """out = project(norm(x)), or out += it, or out = softcap × tanh(it / softcap)."""
+    """out = project(norm(x)), or out += it, or out = softcap × tanh(it / softcap). `to` is out and its first column."""
     plain = ".matmul:make_store" if softcap is None else ".matmul:make_store_capped"
     function = compiled_address(".matmul:make_add" if adding else plain, EPILOGUE)
     sources: dict[int, tuple[int, int]] = {}
@@ -218,7 +218,7 @@ def _project(
         form = instruction_set().form(weight.layout, weight.planes)
         if form not in sources:
             sources[form] = _activations(run, x, norm, weight, of_logits=of_logits)
-        arguments = _epilogue(out, column, weight.out_features, projection.bias)
+        arguments = _epilogue(to, column, weight.out_features, projection.bias)
         arguments["softcap"] = softcap or 0
         column += weight.out_features
         barrier = BARRIER if index == len(projection.parts) - 1 else NO_BARRIER
@@ -226,10 +226,11 @@ def _project(
         _matmul(run, weight, weight.num_groups, 0, sources[form], epilogue, barrier, of_logits=of_logits)
 
 
-def _epilogue(out: Tensor, column: int, num_columns: int, bias: Tensor | None) -> Arguments:
-    arguments = np.zeros(1, EPILOGUE)
+def _epilogue(to: tuple[Tensor, int], column: int, num_columns: int, bias: Tensor | None) -> Arguments:
+    """`column` is the first one of a projection, whose first goes to that of `to`."""
+    arguments, (out, first) = np.zeros(1, EPILOGUE), to
     arguments["out"], arguments["row_stride"] = out.data_ptr(), out.shape[1]
-    arguments["first_column"], arguments["num_columns"] = column, num_columns
+    arguments["first_column"], arguments["num_columns"] = first + column, num_columns
     arguments["bias"] = 0 if bias is None else bias.data_ptr() + 4 * column
     return arguments
 

@@ -1,8 +1,7 @@
-"""What ranks that share memory tell each other: the columns of an activation, and in a multi-step its tokens.
+"""Where ranks that share memory meet, and what rank 0 tells the others in a multi-step.
 
-An exchange has two halves. All of a rank's threads put its columns into a buffer that all ranks see; then each rank
-says so and, when all have, takes the others' columns. There are two buffers, used in turn: who writes to one again has
-seen all ranks come to the exchange after it, so they have read it.
+Each rank writes its columns of an activation into memory that all of them map, and then they meet: all have written.
+Nobody writes there again before the next meeting, to which all come when they have read.
 
 A rank that waits spins, then sleeps for moments. Where the group has failed nobody waits.
 """
@@ -12,15 +11,13 @@ from collections.abc import Callable
 import numpy as np
 from numba import carray, njit
 
-from infer.backends.cpu import control
+from infer.backends.cpu import control, simd
 from infer.backends.cpu.barrier import SPIN_NANOSECONDS, spin
-from infer.backends.cpu.layouts import LANES
 from infer.backends.cpu.records import EXCHANGE
 from infer.backends.cpu.simd import load_i64, store_i64
 from infer.backends.cpu.state import LINE_BYTES, field_offset
-from infer.backends.cpu.tails import load_upto, store_upto
 
-_BEGUN, _DONE, _RANK, _SIZE = (field_offset(EXCHANGE, name) for name in ("begun", "done", "rank", "size"))
+_DONE, _RANK, _SIZE = (field_offset(EXCHANGE, name) for name in ("done", "rank", "size"))
 _FAILED, _ARRIVALS = (field_offset(EXCHANGE, name) for name in ("failed", "arrivals"))
 _BUFFERS, _BUFFER_BYTES = (field_offset(EXCHANGE, name) for name in ("buffers", "buffer_bytes"))
 
@@ -51,51 +48,20 @@ def _await(exchange, rank, number):  # type: ignore[no-untyped-def]
             control.sleep_briefly()
 
 
-@njit
-def _num_tokens(args, state):  # type: ignore[no-untyped-def]
-    return state.num_logits if args.of_logits else state.num_tokens
+def make_meet() -> Callable[..., None]:
+    """What all ranks have written before is seen after it."""
 
+    def meet(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
+        exchange = simd.address_of(args_at)
+        if thread != 0:
+            return
+        number = load_i64(exchange + _DONE) + 1
+        _arrive(exchange, number)
+        for rank in range(load_i64(exchange + _SIZE)):
+            _await(exchange, rank, number)
+        store_i64(exchange + _DONE, number)
 
-def make_share() -> Callable[..., None]:
-    """This rank's columns, for all to see."""
-
-    def share(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
-        args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
-        number, num_tokens = load_i64(args.exchange + _DONE) + 1, _num_tokens(args, state)
-        if thread == 0:
-            store_i64(args.exchange + _BEGUN, number)
-        buffer = _buffer(args.exchange, number) + 4 * args.first_column
-        for token in range(num_tokens * thread // num_threads, num_tokens * (thread + 1) // num_threads):
-            own, to = args.own + 4 * args.own_width * token, buffer + 4 * args.width * token
-            for column in range(0, args.own_width, LANES):
-                room = args.own_width - column
-                store_upto(to + 4 * column, room, load_upto(own + 4 * column, room))
-
-    return share
-
-
-def make_collect() -> Callable[..., None]:
-    """All ranks' columns, stored or added to what is there: tokens shared out."""
-
-    def collect(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
-        args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
-        number, num_tokens = load_i64(args.exchange + _BEGUN), _num_tokens(args, state)
-        _arrive(args.exchange, number)
-        for rank in range(load_i64(args.exchange + _SIZE)):
-            _await(args.exchange, rank, number)
-        buffer = _buffer(args.exchange, number)
-        for token in range(num_tokens * thread // num_threads, num_tokens * (thread + 1) // num_threads):
-            whole, out = buffer + 4 * args.width * token, args.out + 4 * args.width * token
-            for column in range(0, args.width, LANES):
-                room = args.width - column
-                value = load_upto(whole + 4 * column, room)
-                if args.adding:
-                    value = load_upto(out + 4 * column, room) + value
-                store_upto(out + 4 * column, room, value)
-        if thread == 0:
-            store_i64(args.exchange + _DONE, number)
-
-    return collect
+    return meet
 
 
 def make_lead() -> Callable[..., None]:

@@ -193,10 +193,10 @@ def make_gate(activation: str) -> Callable[..., None]:
                 value = activate(left) * right
                 store_f32(at, value)
                 if args.out != 0:
-                    out = args.out + 4 * ((panel + token) * args.row_stride + row)
+                    out = args.out + 4 * ((panel + token) * args.row_stride + args.first_column + row)
                     store_upto(out, args.num_columns - row, value)
             if args.quantized != 0:
-                record, num_records = first_row // BLOCK, args.num_columns // BLOCK
+                record, num_records = (args.first_column + first_row) // BLOCK, args.row_stride // BLOCK
                 size = quantized_size(args.form)
                 to = record_address(args.quantized, panel + token, state.num_tokens, num_records, record, size)
                 first, second = load_f32(_tile_row(buffer, 0, token)), load_f32(_tile_row(buffer, 1, token))
@@ -213,7 +213,7 @@ def make_gate_rows(activation: str) -> Callable[..., None]:
         args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
         columns = args.num_columns
         for token in range(thread, state.num_tokens, num_threads):
-            both, out = args.row_stride + 8 * columns * token, args.out + 4 * columns * token
+            both, out = args.both + 8 * columns * token, args.out + 4 * (args.row_stride * token + args.first_column)
             for i in range(0, columns, LANES):
                 left, right = load_upto(both + 4 * i, columns - i), load_upto(both + 4 * (columns + i), columns - i)
                 store_upto(out + 4 * i, columns - i, activate(left) * right)

@@ -1,23 +1,26 @@
 """Ranks of one machine that gather through memory they share, within compiled code.
 
-    a line: not 0 where the group has failed | a line a rank: the exchange it has come to | two buffers
+    a line: not 0 where the group has failed | a line a rank: the meeting it has come to | two buffers | tensors
 
-Each process counts the exchanges by itself: they are the same ones, in the same order.
+The buffers are half of it. Each process counts the meetings by itself, and places the tensors: they are the same ones,
+in the same order. An op by itself uses the buffers in turn: who writes to one again has come to the meeting after it,
+and so have all that read it.
 """
 
 import ctypes
+import math
 import mmap
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from infer.backends.cpu.compiled import compiled_address
-from infer.backends.cpu.records import EXCHANGE, GATHER, TELL
+from infer.backends.cpu.records import EXCHANGE, TELL
 from infer.backends.cpu.state import LINE_BYTES, STATE
 from infer.backends.cpu.table import BARRIER, Command, DispatchTable, Walk
 from infer.backends.cpu.threads import aligned, team
@@ -40,9 +43,11 @@ class MemoryGroup(Group):
         self.exchange = aligned(1, EXCHANGE)
         self.exchange["rank"], self.exchange["size"] = rank, size
         self.exchange["failed"], self.exchange["arrivals"] = start, start + LINE_BYTES
-        self.exchange["buffers"] = start + header
-        self._buffer_bytes = (len(memory) - header) // 2 // LINE_BYTES * LINE_BYTES
-        self.exchange["buffer_bytes"] = self._buffer_bytes
+        buffer_bytes = (len(memory) - header) // 4 // LINE_BYTES * LINE_BYTES
+        self.exchange["buffers"], self.exchange["buffer_bytes"] = start + header, buffer_bytes
+        self._buffers = [self._place(header + number * buffer_bytes, buffer_bytes) for number in range(2)]
+        self._first = header + 2 * buffer_bytes
+        self.forget_tensors()
 
     @property
     def has_failed(self) -> bool:
@@ -52,36 +57,48 @@ class MemoryGroup(Group):
         self._words[0] = 1
 
     def begin_anew(self) -> None:
-        self.exchange["begun"] = self.exchange["done"] = 0
+        self.exchange["done"] = 0
         self._words[_WORDS * (1 + self.rank)] = 0
 
     def mend(self) -> None:
         self._words[0] = 0
 
     def gather(self, own: Float[Tensor, "rows own"], widths: Sequence[int]) -> Float[Tensor, "rows width"]:
-        own, shares = own.float().contiguous(), Shares(self, tuple(accumulate(widths, initial=0)))
-        out, state = torch.empty(len(own), shares.width), aligned(1, STATE)
-        state["num_tokens"] = len(own)
-        team().run(Walk(DispatchTable(self.commands(own, shares, out))), state)
+        shares = Shares(self, tuple(accumulate(widths, initial=0)))
+        buffer = self._buffers[int(self.exchange["done"][0] + 1) & 1].view(torch.float32)
+        if len(own) * shares.width > len(buffer):
+            raise InvalidRequestError(
+                f"ranks share {buffer.nbytes} bytes for an op, not {len(own)} × {shares.width} floats"
+            )
+        whole = buffer[: len(own) * shares.width].view(len(own), shares.width)
+        whole[:, slice(*shares.own)] = own
+        team().run(Walk(DispatchTable([self.meet()])), aligned(1, STATE))
         if self.has_failed:
             raise InferError("another rank of this model has ended")
-        return out
+        return whole.clone()
 
-    def commands(
-        self, own: Tensor, shares: Shares, out: Tensor, *, adding: bool = False, of_logits: bool = False
-    ) -> list[Command]:
-        """Gather the ranks' columns in `out`, or add them to it."""
-        if out.nbytes > self._buffer_bytes:
-            raise InvalidRequestError(f"ranks share {self._buffer_bytes} bytes for a step, which takes {out.nbytes}")
-        arguments = np.zeros(1, GATHER)
-        arguments["exchange"], arguments["own"] = self.exchange.ctypes.data, own.data_ptr()
-        arguments["first_column"], arguments["own_width"] = shares.own[0], own.shape[1]
-        arguments["out"], arguments["width"] = out.data_ptr(), shares.width
-        arguments["adding"], arguments["of_logits"] = adding, of_logits
-        return [
-            Command(compiled_address(f".gather:make_{name}", GATHER), arguments, BARRIER, name, (self, own, out))
-            for name in ("share", "collect")
-        ]
+    def forget_tensors(self) -> None:
+        """Those of an earlier recording."""
+        self._tensors, self._end = dict[tuple[Any, ...], Tensor](), self._first
+
+    def tensor(self, role: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory that all ranks see. They ask for the same, in the same order."""
+        key = (role, tuple(shape), dtype)
+        if key not in self._tensors:
+            num_bytes = math.prod(shape) * dtype.itemsize
+            self._tensors[key] = self._place(self._end, num_bytes).view(dtype).view(tuple(shape))
+            self._end += -(-num_bytes // LINE_BYTES) * LINE_BYTES
+        return self._tensors[key]
+
+    def _place(self, start: int, num_bytes: int) -> UInt8[Tensor, "bytes"]:
+        if start + num_bytes > len(self._memory):
+            raise InvalidRequestError(f"ranks share {len(self._memory)} bytes, and a step takes {start + num_bytes}")
+        return torch.frombuffer(self._memory, dtype=torch.uint8, offset=start, count=num_bytes)
+
+    def meet(self) -> Command:
+        """Wherever ranks read what others have written."""
+        function = compiled_address(".gather:make_meet", EXCHANGE)
+        return Command(function, self.exchange, BARRIER, "meet", (self,))
 
     def tell(self, name: str, stop_at: int) -> Command:
         """`lead` or `follow`, after a step of several: `stop_at` is the address of what ends them."""

@@ -67,7 +67,7 @@ def _of_weights(
 
 def _of_layer(layer: Layer, types: Mapping[str, str], at: str) -> Iterator[Needed]:
     if layer.has_post_norms:
-        yield ".activations:make_add_normalized", (), "ADD_NORMALIZED", "post norms"
+        yield ".activations:make_add_rows", (), "ADD_ROWS", "post norms"
     else:
         yield ".matmul:make_add", (), "EPILOGUE", ""
     is_paired = types[at + "gate_proj.weight"] == types[at + "up_proj.weight"]

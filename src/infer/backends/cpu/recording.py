@@ -49,13 +49,15 @@ class Run(ABC):
         """A buffer for this role, with undefined contents."""
 
     @abstractmethod
-    def gathered(
-        self, own: Tensor, shares: Shares, *, residual: Tensor | None = None, of_logits: bool = False
-    ) -> Tensor:
-        """All ranks' columns, this one's being `own`; added to the residual in place where there is one."""
+    def columns(self, role: str, rows: int, width: int, shares: Shares | None) -> tuple[Tensor, int]:
+        """A buffer for `gathered`, and which column is the first of the `width` that this rank writes."""
 
     @abstractmethod
-    def produced(self, x: Tensor, arguments: Arguments) -> None:
+    def gathered(self, own: Tensor, shares: Shares | None) -> Tensor:
+        """All ranks' columns, once this one's are written."""
+
+    @abstractmethod
+    def produced(self, x: Tensor, arguments: Arguments, shares: Shares | None) -> None:
         """x will be written by the command with these arguments, which can quantise it on the way."""
 
     @abstractmethod
@@ -80,14 +82,18 @@ class EagerRun(Run):
             team().run(Walk(self.table), self.state)
         self.table = DispatchTable()
 
-    def gathered(
-        self, own: Tensor, shares: Shares, *, residual: Tensor | None = None, of_logits: bool = False
-    ) -> Tensor:
+    def columns(self, role: str, rows: int, width: int, shares: Shares | None) -> tuple[Tensor, int]:
+        return self.tensor(role, rows, width), 0
+
+    def gathered(self, own: Tensor, shares: Shares | None) -> Tensor:
+        if shares is None:
+            return own
         self.run()
         whole = shares.gather(own)
-        return whole if residual is None else residual.add_(whole)
+        self._keeps.append(whole)
+        return whole
 
-    def produced(self, x: Tensor, arguments: Arguments) -> None:
+    def produced(self, x: Tensor, arguments: Arguments, shares: Shares | None) -> None:
         pass
 
     def quantized(self, x: Tensor, form: int, num_bytes: int) -> int | None:
@@ -104,7 +110,7 @@ class Recording(Run):
         self.step = Step(tokens, positions, rows, torch.zeros(max_logits, dtype=torch.int64))
         point_to_step(self.state, self.step)
         self._workspace: dict[tuple[Any, ...], Tensor] = {}
-        self._producer_by_address: dict[int, Arguments] = {}
+        self._producer_by_address: dict[int, tuple[Arguments, Shares | None]] = {}
         self._layer, self._follows_attention = -1, False
         self.group: MemoryGroup | None = None  # whose other ranks take part
 
@@ -115,27 +121,39 @@ class Recording(Run):
             self._workspace[key] = torch.from_numpy(raw).view(dtype).view(shape)
         return self._workspace[key]
 
-    def gathered(
-        self, own: Tensor, shares: Shares, *, residual: Tensor | None = None, of_logits: bool = False
-    ) -> Tensor:
+    def columns(self, role: str, rows: int, width: int, shares: Shares | None) -> tuple[Tensor, int]:
+        """Of all ranks, in memory that they share."""
+        if shares is None:
+            return self.tensor(role, rows, width), 0
+        return self._shared(shares).tensor(role, (rows, shares.width), torch.float32), shares.own[0]
+
+    def _shared(self, shares: Shares) -> MemoryGroup:
         if not isinstance(shares.group, MemoryGroup):
             raise InvalidRequestError("ranks that share no memory gather in Python: load with capture=False")
-        self.group = shares.group
-        out = self.tensor(f"gathered {self.label}", len(own), shares.width) if residual is None else residual
-        commands = self.group.commands(own, shares, out, adding=residual is not None, of_logits=of_logits)
-        self.table.append([replace(each, label=f"{self.label}.{each.label}") for each in commands])
-        return out
+        if self.group is None:
+            self.group = shares.group
+            self.group.forget_tensors()
+        return self.group
 
-    def produced(self, x: Tensor, arguments: Arguments) -> None:
-        self._producer_by_address[x.data_ptr()] = arguments
+    def gathered(self, own: Tensor, shares: Shares | None) -> Tensor:
+        if shares is not None:
+            self.table.append([replace(self._shared(shares).meet(), label=f"{self.label}.meet")])
+        return own
+
+    def produced(self, x: Tensor, arguments: Arguments, shares: Shares | None) -> None:
+        self._producer_by_address[x.data_ptr()] = arguments, shares
 
     def quantized(self, x: Tensor, form: int, num_bytes: int) -> int | None:
-        arguments = self._producer_by_address.pop(x.data_ptr(), None)
+        arguments, shares = self._producer_by_address.pop(x.data_ptr(), (None, None))
         if arguments is None:
             return None
-        address = self.tensor(f"quantized {x.data_ptr()}", num_bytes, dtype=torch.uint8).data_ptr()
-        arguments["quantized"], arguments["form"] = address, form
-        return address
+        role, dtype = f"quantized {x.shape[1]}", torch.uint8
+        if shares is None:
+            records = self.tensor(f"quantized {x.data_ptr()}", num_bytes, dtype=dtype)
+        else:
+            records = self._shared(shares).tensor(role, (num_bytes,), dtype)
+        arguments["quantized"], arguments["form"] = records.data_ptr(), form
+        return records.data_ptr()
 
     def enter(self, name: str) -> None:
         """Set the label: layers are counted by their first op."""

@@ -51,11 +51,11 @@ NORMALIZE = np.dtype(
     ]
 )
 
-ADD_NORMALIZED = np.dtype(
+ADD_ROWS = np.dtype(
     [
         ("residual", np.int64),  # f32 [tokens, features], changed in place
         ("y", np.int64),
-        ("weight", np.int64),
+        ("weight", np.int64),  # 0: y is added as it is
         ("eps", np.float32),
         ("padding", np.float32),
         ("features", np.int64),
@@ -116,7 +116,9 @@ ATTEND = np.dtype(
         ("fewest_for_many", np.int64),  # queries with the same keys that `attend_many` takes; 0: it takes none
         ("scratch", np.int64),  # of a thread, at scratch + thread × scratch_bytes
         ("scratch_bytes", np.int64),
-        ("out", np.int64),  # f32 [tokens, heads × dim]
+        ("out", np.int64),  # f32 [tokens, out_heads × dim]
+        ("out_heads", np.int64),  # of all ranks
+        ("first_head", np.int64),  # which of them is the first here
         ("quantized", np.int64),  # activation records of out, or 0
         ("form", np.int64),
     ]
@@ -150,6 +152,7 @@ EPILOGUE = np.dtype(
         ("first_column", np.int64),
         ("num_columns", np.int64),
         ("bias", np.int64),  # f32 [num_columns] or 0; of gate when gating, up's after it
+        ("both", np.int64),  # of `gate_rows`: f32 [tokens, 2 × num_columns], gate and up
         ("quantized", np.int64),  # gating only: activation records of what goes to `out`, or 0
         ("form", np.int64),
         ("softcap", np.float32),  # of `store_capped`
@@ -161,27 +164,13 @@ EPILOGUE = np.dtype(
 
 EXCHANGE = np.dtype(
     [
-        ("begun", np.int64),  # exchanges, counted alike in all ranks
-        ("done", np.int64),
+        ("done", np.int64),  # meetings, counted alike in all ranks
         ("rank", np.int64),
         ("size", np.int64),
         ("failed", np.int64),  # address of what all ranks see: 1 where nobody waits any more
-        ("arrivals", np.int64),  # likewise: the exchange that each rank has come to, a line each
-        ("buffers", np.int64),  # likewise, two
+        ("arrivals", np.int64),  # likewise: the meeting that each rank has come to, a line each
+        ("buffers", np.int64),  # likewise, two, used in turn
         ("buffer_bytes", np.int64),
-    ]
-)
-
-GATHER = np.dtype(
-    [
-        ("exchange", np.int64),
-        ("own", np.int64),  # f32 [tokens, own_width]
-        ("own_width", np.int64),
-        ("first_column", np.int64),
-        ("width", np.int64),
-        ("out", np.int64),  # f32 [tokens, width]
-        ("adding", np.int64),
-        ("of_logits", np.int64),
     ]
 )
 

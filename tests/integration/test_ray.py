@@ -5,11 +5,11 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,9 +20,11 @@ from infer import LLM
 from infer.cli import main
 from watched import python_command, script_command
 
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from ray_cluster import PATIENCE, RayCluster, environment_of, wait_until
+
 ROOT = Path(__file__).parents[2]
 PROMPT, LENGTH = "Once upon a time", 150
-PATIENCE = 120.0  # on a busy machine
 ENGINE, BATCH_ENGINE = "ray::ServeReplica:infer:Engine", "ray::MapWorker(MapBatches(BatchEngine)"
 
 READ_DEPLOYMENT = """
@@ -35,46 +37,14 @@ app(application.args)
 assert {each.name for each in application.deployments} == {"Engine", "Front"}
 """
 
-
-class Cluster(NamedTuple):
-    """All processes of it log into files of its folder."""
-
-    folder: Path
-
-    def processes(self, name: str = "") -> list[int]:
-        """Whose command line begins so."""
-        return [each for each in map(int, filter(str.isdecimal, os.listdir("/proc"))) if self._has(each, name)]
-
-    def _has(self, process: int, name: str) -> bool:
-        found = Path("/proc") / str(process)
-        with suppress(OSError):
-            opened = [os.readlink(link) for link in (found / "fd").iterdir()]
-            return (found / "cmdline").read_text().startswith(name) and any(
-                path.startswith(f"{self.folder}/") for path in opened
-            )
-        return False
-
-    @property
-    def environment(self) -> dict[str, str]:
-        pushes = {f"RAY_SERVE_{who}_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5" for who in ("REPLICA", "HANDLE")}
-        return {**os.environ, **pushes, "RAY_TMPDIR": str(self.folder), "RAY_USAGE_STATS_ENABLED": "0"}
-
-
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    """Nothing of it runs afterwards. The folder's name is short: sockets lie in it."""
-    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        found = Cluster(Path(folder))
-        yield found
-        wait_until(lambda: not found.processes())
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        if time.monotonic() > deadline:
-            pytest.fail(f"not within {PATIENCE:g} s")
-        time.sleep(0.1)
+REFUSED = """
+import sys, ray
+def refuse(*arguments, **named):
+    raise ConnectionError
+ray.init = refuse
+from infer.cli import main
+sys.exit(main())
+"""
 
 
 class Client:
@@ -107,53 +77,66 @@ def asked_all_the_time(client: Client) -> Iterator[list[str]]:
             thread.join(PATIENCE)
 
 
-def test_engines_come_die_and_go_while_clients_stream(cluster: Cluster, smollm2_path: Path) -> None:
-    """One with a slot; two while more is asked."""
-    with LLM(smollm2_path) as llm:
-        expected = llm.generate(PROMPT, temperature=0, max_new_tokens=LENGTH).text
+class Served(NamedTuple):
+    cluster: RayCluster
+    client: Client
+
+
+@pytest.fixture(scope="module")
+def served(smollm2_path: Path) -> Iterator[Served]:
+    """One engine with a slot; two while more is asked. Nothing of it runs afterwards."""
     options = ["--model", smollm2_path, "--served-model-name", "smollm2", "--port", 0, "--threads", 1, "--slots", 1]
     options += ["--max-replicas", 2, "--upscale-seconds", 0.5, "--downscale-seconds", 2]
     command = python_command("import sys; from infer.cli import main; sys.exit(main())", "ray", "deploy", *options)
-    told = cluster.folder / "stderr"
-    with told.open("w") as stderr, subprocess.Popen(command, stderr=stderr, env=cluster.environment) as process:
-        try:
-            wait_until(lambda: process.poll() is not None or "/v1:" in told.read_text())
-            found = re.search(r"http://127\.0\.0\.1:\d+/v1", told.read_text())
-            assert found, told.read_text()
-            client = Client(found[0])
-            assert "".join(client.pieces()) == expected
-            with asked_all_the_time(client) as answers:
-                wait_until(lambda: len(cluster.processes(ENGINE)) == 2)
-                wait_until(lambda: len(answers) > 4)
-                pieces = [client.pieces(), client.pieces()]
-                texts = [next(each) for each in pieces]
-                os.kill(cluster.processes(ENGINE)[0], signal.SIGKILL)
-                assert [text + "".join(each) for text, each in zip(texts, pieces, strict=True)] == [expected] * 2
-                wait_until(lambda: len(cluster.processes(ENGINE)) == 2)
-            assert set(answers) == {expected}
-            wait_until(lambda: len(cluster.processes(ENGINE)) == 1)
-            assert "".join(client.pieces()) == expected
-        finally:
-            process.terminate()
-        assert process.wait(PATIENCE) == 0
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as name:
+        cluster, told = RayCluster(Path(name)), Path(name) / "stderr"
+        environment = environment_of(cluster.folder)
+        with told.open("w") as stderr, subprocess.Popen(command, stderr=stderr, env=environment) as process:
+            try:
+                wait_until(lambda: process.poll() is not None or "/v1:" in told.read_text())
+                found = re.search(r"http://127\.0\.0\.1:\d+/v1", told.read_text())
+                assert found, told.read_text()
+                yield Served(cluster, Client(found[0]))
+            finally:
+                process.terminate()
+        assert process.returncode == 0
+        wait_until(lambda: not cluster.processes())
 
 
-def test_a_file_has_the_lines_of_infer_batch_whoever_is_killed(cluster: Cluster, smollm2_path: Path) -> None:
-    """All at once after the first lines, then an engine."""
-    rows, expected, output = (cluster.folder / name for name in ("in.jsonl", "expected.jsonl", "out.jsonl"))
+def test_engines_come_die_and_go_while_clients_stream(served: Served, smollm2_path: Path) -> None:
+    cluster, client = served
+    with LLM(smollm2_path) as llm:
+        expected = llm.generate(PROMPT, temperature=0, max_new_tokens=LENGTH).text
+    assert "".join(client.pieces()) == expected
+    with asked_all_the_time(client) as answers:
+        wait_until(lambda: len(cluster.processes(ENGINE)) == 2)
+        wait_until(lambda: len(answers) > 4)
+        pieces = [client.pieces(), client.pieces()]
+        texts = [next(each) for each in pieces]
+        os.kill(cluster.processes(ENGINE)[0], signal.SIGKILL)
+        assert [text + "".join(each) for text, each in zip(texts, pieces, strict=True)] == [expected] * 2
+    assert set(answers) == {expected}
+    wait_until(lambda: len(cluster.processes(ENGINE)) == 1)
+    assert "".join(client.pieces()) == expected
+
+
+def test_a_file_has_the_lines_of_infer_batch_whoever_is_killed(
+    served: Served, smollm2_path: Path, tmp_path: Path
+) -> None:
+    """The program, which joins the cluster, after the first lines, then an engine."""
+    rows, expected, output = (tmp_path / name for name in ("in.jsonl", "expected.jsonl", "out.jsonl"))
     prompts = [
         {"id": f"row {number}", "prompt": f"The number {number} is", "max_new_tokens": 20} for number in range(90)
     ]
     rows.write_text("".join(json.dumps(each) + "\n" for each in prompts))
     assert main(["batch", str(rows), str(expected), "-q", "--model", str(smollm2_path)]) == 0
-    command = script_command(ROOT / "examples" / "ray_batch.py", rows, output, smollm2_path)
+    command = script_command(ROOT / "examples" / "ray_batch.py", rows, output, smollm2_path, 1)
+    environment = environment_of(served.cluster.folder, served.cluster.address())
     for name in ("", BATCH_ENGINE):
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=cluster.environment) as process:
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
             before = output.stat().st_size if output.exists() else 0
             wait_until(lambda before=before: output.exists() and output.stat().st_size > before)
-            for each in cluster.processes(name)[:1] if name else [process.pid, *cluster.processes()]:
-                with suppress(ProcessLookupError):
-                    os.kill(each, signal.SIGKILL)
+            os.kill(served.cluster.processes(name)[0] if name else process.pid, signal.SIGKILL)
             told = process.communicate()[1]
     assert process.returncode == 0, told
     assert sorted(output.read_text().splitlines()) == sorted(expected.read_text().splitlines())
@@ -162,3 +145,13 @@ def test_a_file_has_the_lines_of_infer_batch_whoever_is_killed(cluster: Cluster,
 def test_the_file_for_serve_deploy_is_one_that_ray_and_we_read() -> None:
     """In a process of its own: Ray's modules warn when they are imported."""
     subprocess.run(python_command(READ_DEPLOYMENT, ROOT / "deploy" / "ray.yaml"), check=True)
+
+
+def test_a_cluster_that_is_not_there_is_one_line(smollm2_path: Path) -> None:
+    command = python_command(REFUSED, "ray", "deploy", "--model", smollm2_path)
+    environment = {**os.environ, "RAY_ADDRESS": "nowhere:6379"}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == 2, found.stderr
+    assert (
+        "infer: RAY_ADDRESS='nowhere:6379': no cluster there lets us in: start one (ray start --head)" in found.stderr
+    )

@@ -101,6 +101,19 @@ def test_ranks_give_the_bits_of_one(folder: Path, size: int) -> None:
         assert torch.equal(logits, expected)
 
 
+def test_a_rank_with_more_heads_computes_no_more_rows(tmp_path: Path) -> None:
+    """One of three has two of four heads."""
+    make_tiny(next(tiny for tiny in ONE_EACH if tiny.name == "llama"), tmp_path)
+
+    def sizes(group: Group) -> Tensor:
+        block = load(tmp_path, group).blocks[0]
+        return torch.tensor([block.heads.num_heads, block.qkv.out_features])
+
+    heads, rows = torch.stack(in_ranks(3, sizes)).T.tolist()
+    assert sorted(heads) == [1, 1, 2]
+    assert max(rows) - min(rows) <= 16
+
+
 def test_the_definition_of_ops_gathers_alike(folder: Path) -> None:
     """To the bit it does not: the order of torch's sums depends on the number of rows."""
 
@@ -149,7 +162,7 @@ def test_each_head_is_one_ranks_and_ranks_have_whole_groups(num_heads: int, num_
 def test_rows_are_shared_out_in_whole_tiles_where_there_are_enough() -> None:
     assert row_starts(576, 2) == (0, 288, 576)
     assert row_starts(96, 4) == (0, 16, 48, 64, 96)
-    assert row_starts(224, 4) == (0, 32, 96, 160, 224)
+    assert row_starts(224, 4, are_blocks=True) == (0, 32, 96, 160, 224)
     assert row_starts(50, 4) == (0, 12, 25, 37, 50)
 
 

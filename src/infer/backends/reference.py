@@ -80,8 +80,7 @@ def attend(
     layer: LayerCache,
     step: Step,
 ) -> Float[Tensor, "tokens heads_dim"]:
-    counts = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
-    q, k, v = torch.split(qkv.view(len(qkv), -1, heads.head_dim), counts, dim=1)
+    q, k, v = split_heads(qkv, heads)
     pages, kv_type = layer.pages, layer.kv_type
     q, far = rotate_queries(q, heads, pages, step)
     k = rotate(k, heads.k_norm, heads.rope, pages, step)
@@ -107,7 +106,7 @@ def attend(
 def attention_weights(
     qkv: Float[Tensor, "tokens out"], heads: Heads, layer: LayerCache, step: Step
 ) -> Float[Tensor, "kv_heads group tokens slots"]:
-    q = qkv.view(len(qkv), -1, heads.head_dim)[:, : heads.num_heads]
+    q = split_heads(qkv, heads)[0]
     row, pages = int(step.rows[0]), layer.pages
     seen = visible(pages, row, step.positions - pages.shifts[row])
     slots = torch.arange(seen.shape[1], device=q.device)
@@ -115,6 +114,14 @@ def attention_weights(
     stored = tuple(part[:, *where] for part in key_parts(layer.keys, layer.kv_type))
     keys = decode_keys(stored, layer.kv_type).to(q.dtype)
     return attention_shares(rotate_queries(q, heads, pages, step), keys, seen, slots < pages.sinks[row], heads)
+
+
+def split_heads(qkv: Float[Tensor, "tokens out"], heads: Heads) -> list[Float[Tensor, "tokens some_heads dim"]]:
+    """q, k and v."""
+    counts = heads.num_heads, heads.num_kv_heads, heads.num_kv_heads
+    starts = (start // heads.head_dim for start in heads.starts)
+    each = qkv.view(len(qkv), -1, heads.head_dim)
+    return [each[:, start : start + count] for start, count in zip(starts, counts, strict=True)]
 
 
 def place(

@@ -10,6 +10,7 @@ from ray import serve
 from infer.cli.serve import make_settings, url_of
 from infer.cli.terminal import cancel_on_signal
 from infer.distributed.serve import Deployed, application
+from infer.errors import InvalidRequestError
 from infer.server.process import bind
 from infer.server.settings import ServerSettings
 from infer.system.cores import num_processors
@@ -49,11 +50,18 @@ def _free_port(settings: ServerSettings) -> int:
 
 
 def _join(num_cpus: int) -> bool:
-    """Whether a cluster was started, of this machine alone, and ends with this process."""
+    """Whether a cluster was started, of this machine alone, which ends with this process. Raises InvalidRequestError
+    where there is none at $RAY_ADDRESS.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it asks another host
     try:
         ray.init("auto", log_to_driver=False)
-    except ConnectionError:
+    except ConnectionError as error:
+        if address := os.environ.get("RAY_ADDRESS"):
+            raise InvalidRequestError(
+                f"RAY_ADDRESS={address!r:.80}: no cluster there lets us in: start one (ray start --head), set "
+                "RAY_AUTH_MODE=token if it asks for the token in ~/.ray/auth_token, or unset RAY_ADDRESS"
+            ) from error
         ray.init(
             num_cpus=num_cpus,
             include_dashboard=False,

@@ -3,6 +3,7 @@
 import errno
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -89,18 +90,7 @@ class _Maker:
 
     def block(self, index: int, layer: Layer, rope_tables: Mapping[Rope, RopeTable]) -> Block:
         at = f"model.layers.{index}."
-        qkv, own, heads_shares = self._qkv(at, layer)
-        heads = Heads(
-            num_heads=own.num_heads,
-            num_kv_heads=own.num_kv_heads,
-            head_dim=layer.head_dim,
-            scale=layer.attention_scale,
-            rope=None if layer.rope is None else rope_tables[layer.rope],
-            q_norm=self.norm(at + "self_attn.q_norm") if layer.qk_norm else None,
-            k_norm=self.norm(at + "self_attn.k_norm") if layer.qk_norm else None,
-            softcap=layer.softcap,
-            shares=heads_shares,
-        )
+        qkv, heads = self._qkv(at, layer, None if layer.rope is None else rope_tables[layer.rope])
         return Block(
             attention_norm=self.norm(at + "attention_norm") if layer.has_pre_norms else None,
             qkv=qkv,
@@ -114,26 +104,40 @@ class _Maker:
             post_mlp_norm=self.norm(at + "post_mlp_norm") if layer.has_post_norms else None,
         )
 
-    def _qkv(self, at: str, layer: Layer) -> tuple[Projection, Layer, Shares | None]:
-        """The projection, the layer with the heads that are this rank's, and how what they attended to is gathered."""
-        names = [f"{at}self_attn.{which}_proj" for which in "qkv"]
+    def _qkv(self, at: str, layer: Layer, rope: RopeTable | None) -> tuple[Projection, Heads]:
+        """What is this rank's of them."""
+        names, dim = [f"{at}self_attn.{which}_proj" for which in "qkv"], layer.head_dim
+        heads = Heads(
+            num_heads=layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=dim,
+            scale=layer.attention_scale,
+            rope=rope,
+            q_norm=self.norm(at + "self_attn.q_norm") if layer.qk_norm else None,
+            k_norm=self.norm(at + "self_attn.k_norm") if layer.qk_norm else None,
+            softcap=layer.softcap,
+        )
         if self.group is None:
-            return self.projection(*names), layer, None
-        starts, dim = head_starts(layer, self.group.size), layer.head_dim
+            return self.projection(*names), heads
+        starts = head_starts(layer, self.group.size)
         if starts is None:
-            return self.by_rows(*names), layer, None
+            return self.by_rows(*names), heads
         shares = Shares(self.group, tuple(dim * start for start in starts))
-        heads = starts[self.group.rank], starts[self.group.rank + 1]
-        kv_heads = kv_heads_of(layer, heads)
-        ranges = [(dim * first, dim * end) for first, end in (heads, kv_heads, kv_heads)]
-        own = replace(layer, num_heads=heads[1] - heads[0], num_kv_heads=kv_heads[1] - kv_heads[0])
-        return self.projection(*names, ranges=ranges), own, shares
+        first, end = starts[self.group.rank], starts[self.group.rank + 1]
+        kv_first, kv_end = kv_heads_of(layer, (first, end))
+        heads = replace(heads, num_heads=end - first, num_kv_heads=kv_end - kv_first, shares=shares)
+        if len({after - before for before, after in pairwise(starts)}) > 1:  # to gather costs less than to wait
+            before_v = layer.num_heads + layer.num_kv_heads
+            qkv_starts = dim * first, dim * (layer.num_heads + kv_first), dim * (before_v + kv_first)
+            return self.by_rows(*names), replace(heads, qkv_starts=qkv_starts)
+        ranges = [(dim * first, dim * end), *[(dim * kv_first, dim * kv_end)] * 2]
+        return self.projection(*names, ranges=ranges), heads
 
     def _gate_up(self, at: str, layer: Layer) -> Projection:
         names = [f"{at}mlp.{which}_proj" for which in ("gate", "up")]
         if self.group is None:
             return self.projection(*names)
-        shares = Shares(self.group, row_starts(layer.intermediate_size, self.group.size))
+        shares = Shares(self.group, row_starts(layer.intermediate_size, self.group.size, are_blocks=True))
         return replace(self.projection(*names, ranges=[shares.own] * 2), shares=shares)
 
     def by_rows(self, *names: str) -> Projection:

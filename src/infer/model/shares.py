@@ -5,14 +5,16 @@ from itertools import accumulate
 from infer.operands.architecture import Layer
 from infer.operands.weights import FileWeight, StoredWeight, UnreadWeight
 
-_UNITS = 32, 16, 1  # kernels quantise 32 columns at once, and multiply 16 rows
+_ROWS = 16  # that kernels multiply at once
+_BLOCK = 32  # of what they quantise
 
 Range = tuple[int, int]
 
 
-def row_starts(num_rows: int, num_ranks: int) -> tuple[int, ...]:
-    """Where each rank's rows begin, and the last one's end."""
-    unit = next(unit for unit in _UNITS if num_rows >= unit * num_ranks or unit == 1)
+def row_starts(num_rows: int, num_ranks: int, *, are_blocks: bool = False) -> tuple[int, ...]:
+    """Where each rank's rows begin, and the last one's end: as whole tiles, or blocks, if there are enough."""
+    units = (_BLOCK, _ROWS, 1) if are_blocks else (_ROWS, 1)
+    unit = next(unit for unit in units if num_rows >= unit * num_ranks or unit == 1)
     return *(num_rows // unit * rank // num_ranks * unit for rank in range(num_ranks)), num_rows
 
 

@@ -196,3 +196,10 @@ class Heads:
     k_norm: Norm | None
     softcap: float | None = None  # a score s becomes softcap × tanh(s / softcap), before what is not seen is left out
     shares: Shares | None = None  # with them these are one rank's heads; what they attended to is gathered
+    qkv_starts: tuple[int, int, int] | None = None  # where these heads begin in qkv of all ranks; None: it has no other
+
+    @property
+    def starts(self) -> tuple[int, int, int]:
+        """The first columns of q, k and v in qkv."""
+        end = self.num_heads * self.head_dim
+        return self.qkv_starts or (0, end, end + self.num_kv_heads * self.head_dim)

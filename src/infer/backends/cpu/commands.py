@@ -64,7 +64,7 @@ def project_add(run: Run, residual: Tensor, x: Tensor, projection: Projection, p
     if post_norm is None and shares is None:
         _project(run, x, None, projection, (residual, 0), adding=True)
         return residual
-    y, first = run.columns("before adding", run.capacity, projection.out_features, shares)
+    y, first = run.columns("before post norm", run.capacity, projection.out_features, shares)
     _project(run, x, None, projection, (y, first))
     y = run.gathered(y, shares)
     arguments = np.zeros(1, ADD_ROWS)
@@ -123,7 +123,9 @@ def attend(run: Run, qkv: Tensor, heads: Heads, layer: LayerCache) -> Tensor:
     chunks = -(-layer.pages.table.shape[1] * layer.pages.page_tokens // CHUNK)
     split = min(run.capacity, SPLIT_TOKENS)
     partials = run.tensor("partials", heads.num_heads, split, chunks, dim + LANES)
-    arguments["qkv"], arguments["out"], arguments["queries"] = qkv.data_ptr(), out.data_ptr(), queries.data_ptr()
+    arguments["q"], arguments["k"], arguments["v"] = (qkv.data_ptr() + 4 * start for start in heads.starts)
+    arguments["qkv_bytes"] = 4 * qkv.shape[1]
+    arguments["out"], arguments["queries"] = out.data_ptr(), queries.data_ptr()
     arguments["partials"], arguments["num_chunks"] = partials.data_ptr(), chunks
     arguments["far_bytes"] = 4 * run.capacity * features if has_far else 0
     scratch = run.tensor("attention scratch", run.max_threads, attend_scratch_bytes(dim), dtype=torch.uint8)

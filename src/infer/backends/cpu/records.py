@@ -82,7 +82,10 @@ def attend_scratch_bytes(dim: int) -> int:
 
 ATTEND = np.dtype(
     [
-        ("qkv", np.int64),  # f32 [tokens, (heads + 2 kv_heads) × dim]
+        ("q", np.int64),  # f32 [heads × dim] of the first token
+        ("k", np.int64),
+        ("v", np.int64),
+        ("qkv_bytes", np.int64),  # from token to token
         ("num_heads", np.int64),
         ("num_kv_heads", np.int64),
         ("dim", np.int64),

@@ -58,12 +58,11 @@ def _rotate_head(x, weight, factor, cos, sin, half, dim, scale, out):  # type: i
 
 @njit(forceinline=True)
 def _of_token(args, state, token):  # type: ignore[no-untyped-def]
-    """(its position, its first head, its cosines and sines)."""
+    """(its position, its cosines and sines)."""
     position = load_i64(state.positions + 8 * token)
-    x = args.qkv + 4 * args.dim * (args.num_heads + 2 * args.num_kv_heads) * token
     row = load_i64(state.rows + 8 * token)
     at = 4 * args.half * position + args.set_bytes * load_i64(args.rope_sets + 8 * row)
-    return position, x, 0 if args.cos == 0 else args.cos + at, args.sin + at
+    return position, 0 if args.cos == 0 else args.cos + at, args.sin + at
 
 
 def make_put_queries(kv_type: str) -> Any:
@@ -76,7 +75,8 @@ def make_put_queries(kv_type: str) -> Any:
         of_all, of_token = np.float32(1), -1
         for column in range(first, end):
             token, head = column // group, kv * group + column % group
-            position, x, cos, sin = _of_token(args, state, token)
+            position, cos, sin = _of_token(args, state, token)
+            x = args.q + args.qkv_bytes * token
             if token != of_token:
                 of_all, of_token = _norm_of_all(args, 0, x, args.num_heads), token
             x += 4 * dim * head
@@ -118,8 +118,8 @@ def _make_rotate_share(kv_type: str) -> Any:
 
     @njit
     def rotate_share(args, state, num_queries, begin, stop):  # type: ignore[no-untyped-def]
-        dim, heads, kv_heads, tokens = args.dim, args.num_heads, args.num_kv_heads, state.num_tokens
-        group, of_16, rotated = heads // kv_heads, num_queries + 2 * kv_heads, simd.stack(_HEAD_BYTES)
+        dim, kv_heads, tokens = args.dim, args.num_kv_heads, state.num_tokens
+        group, of_16, rotated = args.num_heads // kv_heads, num_queries + 2 * kv_heads, simd.stack(_HEAD_BYTES)
         end = min(tokens, (stop + of_16 - 1) // of_16 * LANES)
         for token in range(begin // of_16 * LANES, end):
             first = token // LANES * of_16
@@ -127,20 +127,19 @@ def _make_rotate_share(kv_type: str) -> Any:
                 column = token * group + head % group
                 put_queries(args, state, head // group, column, column + 1)
             first += num_queries
-            position, x, cos, sin = _of_token(args, state, token)
-            row = load_i64(state.rows + 8 * token)
-            slot = slot_of(args, row, position)
-            of_all = _norm_of_all(args, 1, x + 4 * dim * heads, kv_heads)
+            position, cos, sin = _of_token(args, state, token)
+            row, ahead = load_i64(state.rows + 8 * token), args.qkv_bytes * token
+            k, v = args.k + ahead, args.v + ahead
+            slot, of_all = slot_of(args, row, position), _norm_of_all(args, 1, k, kv_heads)
             for item in range(max(0, begin - first), min(2 * kv_heads, stop - first)):
-                head = item // 2
-                k = x + 4 * dim * (heads + head)
+                head, at = item // 2, 4 * dim * (item // 2)
                 keys, values = block_at(kv_type, args, row, head, slot)
                 if item % 2 == 0:
-                    weight, factor = _norm_of_head(args, 1, k, head, of_all)
-                    _rotate_head(k, weight, factor, cos, sin, args.half, dim, np.float32(1), rotated)
+                    weight, factor = _norm_of_head(args, 1, k + at, head, of_all)
+                    _rotate_head(k + at, weight, factor, cos, sin, args.half, dim, np.float32(1), rotated)
                     mix(rotated, dim)
                     put_key(keys, slot % LANES, dim, rotated)
                 else:
-                    put_value(values, slot % LANES, dim, k + 4 * dim * kv_heads)
+                    put_value(values, slot % LANES, dim, v + at)
 
     return rotate_share

@@ -1,0 +1,88 @@
+"""A file answered by engines of Ray Data, which are killed at random moments, or the program is: are the lines those of
+`infer batch`?
+
+    python benchmarks/check_ray_batch.py --kills 100 --report benchmarks/reports
+
+A killed program is run again, and goes on with what it has written. Ends with 1 where a line differs.
+Needs `pip install 'infer-engine[ray]'`.
+"""
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from command_line import make_parser
+from infer.cli import main as infer
+from machine import write_report
+from ray_cluster import RayCluster, environment_of, running_cluster, wait_until
+
+ENGINE = "ray::MapWorker(MapBatches(BatchEngine)"
+EXAMPLE = Path(__file__).parents[1] / "examples" / "ray_batch.py"
+MOST_SECONDS_APART = 6.0  # of two kills
+
+
+def write_rows(path: Path, count: int, num_tokens: int) -> None:
+    rows = ({"id": f"row {number}", "prompt": f"The number {number} is"} for number in range(count))
+    path.write_text("".join(json.dumps(row | {"max_new_tokens": num_tokens}) + "\n" for row in rows))
+
+
+def answer_with_kills(cluster: RayCluster, command: Sequence[str], output: Path, rng: random.Random) -> dict[str, int]:
+    """Run the program until it has ended well. How often an engine was killed, and the program itself."""
+    kills, environment = {"engine": 0, "program": 0}, environment_of(cluster.folder, cluster.address())
+    while True:
+        with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as program:
+            wait_until(lambda program=program: program.poll() is not None or cluster.processes(ENGINE))
+            while program.poll() is None:
+                time.sleep(rng.uniform(0, MOST_SECONDS_APART))
+                engines = cluster.processes(ENGINE)
+                name = "program" if rng.random() < 0.2 or not engines else "engine"
+                if program.poll() is None:
+                    with suppress(ProcessLookupError):
+                        os.kill(program.pid if name == "program" else rng.choice(engines), signal.SIGKILL)
+                        kills[name] += 1
+            told = program.communicate()[1]
+        if program.returncode == 0:
+            return kills
+        if program.returncode != -signal.SIGKILL:
+            raise RuntimeError(told)
+
+
+def main() -> int:
+    parser = make_parser(__doc__, model="smollm2")
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no file is begun")
+    parser.add_argument("--rows", type=int, default=300)
+    parser.add_argument("--tokens", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--report", type=Path, metavar="FOLDER", help="write a JSON file there")
+    options = parser.parse_args()
+    rng, files, began = random.Random(options.seed), list[dict[str, int]](), time.monotonic()
+    with running_cluster(num_cpus=2) as cluster:
+        rows, expected = cluster.folder / "in.jsonl", cluster.folder / "expected.jsonl"
+        write_rows(rows, options.rows, options.tokens)
+        if infer(["batch", str(rows), str(expected), "-q", "--model", options.model]):
+            return 1
+        lines = sorted(expected.read_text().splitlines())
+        while sum(sum(each.values()) for each in files) < options.kills and time.monotonic() - began < options.seconds:
+            output = cluster.folder / f"out{len(files)}.jsonl"
+            command = [sys.executable, str(EXAMPLE), str(rows), str(output), options.model]
+            found = answer_with_kills(cluster, command, output, rng)
+            files.append({**found, "different": int(sorted(output.read_text().splitlines()) != lines)})
+            print(json.dumps(files[-1]), file=sys.stderr, flush=True)
+    totals = {name: sum(each[name] for each in files) for name in ("engine", "program", "different")}
+    print(json.dumps({"files": len(files), **totals}))
+    if options.report is not None:
+        write_report(options.report, "ray-batch", vars(options) | {"report": None}, {**totals, "files": files})
+    return int(totals["different"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

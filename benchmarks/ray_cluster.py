@@ -1,0 +1,88 @@
+"""A Ray cluster of this machine, which programs join. Its processes are known by the folder that they log into."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple, final
+
+PATIENCE = 120.0  # on a busy machine
+_OBJECT_STORE_BYTES = 100 * 2**20
+_TOKEN = os.urandom(32).hex()
+_ENVIRONMENT = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": _TOKEN,
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5",
+    "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5",
+}
+
+
+def environment_of(folder: Path, address: str | None = None) -> dict[str, str]:
+    """Of programs that start a cluster, or that join it. Quick to count what is asked of it."""
+    joined = {} if address is None else {"RAY_ADDRESS": address}
+    return {**os.environ, **_ENVIRONMENT, "RAY_TMPDIR": str(folder), **joined}
+
+
+@final
+class RayCluster(NamedTuple):
+    """Its name is short: sockets lie in the folder."""
+
+    folder: Path
+
+    def processes(self, name: str = "") -> list[int]:
+        """Whose command line begins so."""
+        return [number for number, words in self._commands() if words.startswith(name)]
+
+    def address(self) -> str:
+        """For programs that join it."""
+        found = (re.search(r"--gcs[-_]address=([\d.]+:\d+)", words) for _, words in self._commands())
+        return next(match[1] for match in found if match)
+
+    def _commands(self) -> Iterator[tuple[int, str]]:
+        for number in filter(str.isdecimal, os.listdir("/proc")):
+            found = Path("/proc") / number
+            with suppress(OSError):
+                opened = [os.readlink(link) for link in (found / "fd").iterdir()]
+                if any(path.startswith(f"{self.folder}/") for path in opened):
+                    yield int(number), (found / "cmdline").read_text().replace("\0", " ")
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Raises TimeoutError."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {PATIENCE:g} s")
+        time.sleep(0.1)
+
+
+@contextmanager
+def running_cluster(num_cpus: int) -> Iterator[RayCluster]:
+    """Nothing of it runs afterwards."""
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as name:
+        cluster = RayCluster(Path(name))
+        command = [
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "start",
+            "--head",
+            "--include-dashboard=false",
+            "--port=0",
+        ]
+        command += [f"--num-cpus={num_cpus}", f"--temp-dir={name}", f"--object-store-memory={_OBJECT_STORE_BYTES}"]
+        subprocess.run(command, env=environment_of(cluster.folder), check=True, capture_output=True)
+        try:
+            yield cluster
+        finally:
+            for process in cluster.processes():
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGTERM)
+            wait_until(lambda: not cluster.processes())

@@ -231,7 +231,7 @@ def test_ranks_quantise_what_they_write_and_copy_nothing(families: list[Path], p
     labels = [label.split(".", 1)[1] for label in captured.table.labels if label.startswith("L0.")]
     assert [label for label in labels if "matmul" not in label] == [
         *("qkv.normalize", "attend.rotate", "attend.few", "attend.many", "attend.merge", "attend.meet"),
-        *("output.meet", "output.add", "gate_up.normalize", "gate_up.meet", "down.meet", "down.add"),
+        *("output.meet", "output.post_norm", "gate_up.normalize", "gate_up.meet", "down.meet", "down.post_norm"),
     ]
 
 

@@ -74,7 +74,8 @@ def project_add(run: Run, residual: Tensor, x: Tensor, projection: Projection, p
         weight = post_norm.weight.float().contiguous()
         arguments["weight"], arguments["eps"] = weight.data_ptr(), post_norm.eps
         keeps = (residual, y, weight)
-    run.append(compiled_address(".activations:make_add_rows", ADD_ROWS), arguments, BARRIER, "add", *keeps)
+    name = "add" if post_norm is None else "post_norm"
+    run.append(compiled_address(".activations:make_add_rows", ADD_ROWS), arguments, BARRIER, name, *keeps)
     return residual
 
 

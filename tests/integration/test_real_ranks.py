@@ -1,15 +1,21 @@
 """SmolLM2 shared out among ranks, through shared memory and through gloo: the logits of one process, to the bit."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from extent import IS_WHOLE
 from infer.backends.cpu.threads import set_num_threads
 from infer.runner.runner import Runner
+from infer.tensor_parallel.settings import Transport
 from test_tensor_parallel import ranks_of, runner_of
 
 PROMPT, NUM_NEW = list(range(100, 120)), 12
+CASES: tuple[tuple[int, Transport], ...] = (2, "memory"), (4, "gloo")
+if IS_WHOLE:
+    CASES = *CASES, (4, "memory"), (2, "gloo")
 
 
 def logits_of(runner: Runner) -> Tensor:
@@ -24,9 +30,21 @@ def test_smollm2_has_the_bits_of_one_rank(smollm2_path: Path) -> None:
     """Its 9 heads and 3 heads of keys are more for one of two ranks than for the other."""
     set_num_threads(1)
     expected = logits_of(runner_of(smollm2_path))
-    for size, transport in ((2, "memory"), (4, "memory"), (2, "gloo"), (4, "gloo")):
+    for size, transport in CASES:
         ranks = ranks_of(smollm2_path, size, transport)
         try:
-            assert torch.equal(logits_of(runner_of(smollm2_path, ranks, capture=transport == "memory")), expected)
+            runner = runner_of(smollm2_path, ranks, capture=transport == "memory")
+            assert torch.equal(logits_of(runner), expected)
+            if (size, transport) == (2, "memory"):
+                check_commands(runner)
         finally:
             ranks.close()
+
+
+def check_commands(runner: Any) -> None:
+    """A recorded layer quantises what it writes and copies nothing: after its products ranks meet, no more."""
+    labels = [label for label in runner._runner._captured.table.labels if label.startswith("L0.")]
+    assert [label.removeprefix("L0.") for label in labels if "matmul" not in label] == [
+        *("qkv.normalize", "qkv.meet", "attend.rotate", "attend.few", "attend.many", "attend.merge", "attend.meet"),
+        *("output.meet", "output.add", "gate_up.normalize", "gate_up.meet", "down.meet", "down.add"),
+    ]

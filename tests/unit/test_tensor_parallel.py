@@ -222,19 +222,6 @@ def test_no_rank_takes_back_what_another_may_still_wait_for(
     assert told == ["leave", "answered", "rank 0", "begin_anew", "answered"]
 
 
-def test_ranks_quantise_what_they_write_and_copy_nothing(families: list[Path], pair: Ranks) -> None:
-    """Of a recorded layer, the commands after a projection."""
-    wide = families[[tiny.name for tiny in FAMILIES].index("gemma3")]
-    runner = runner_of(wide, pair)
-    assert isinstance(runner, LeadingRunner)
-    captured: Any = runner._runner._captured
-    labels = [label.split(".", 1)[1] for label in captured.table.labels if label.startswith("L0.")]
-    assert [label for label in labels if "matmul" not in label] == [
-        *("qkv.normalize", "attend.rotate", "attend.few", "attend.many", "attend.merge", "attend.meet"),
-        *("output.meet", "output.post_norm", "gate_up.normalize", "gate_up.meet", "down.meet", "down.post_norm"),
-    ]
-
-
 def test_ranks_have_the_same_logits(families: list[Path], pair: Ranks) -> None:
     runner = runner_of(families[0], pair)
     runner.reserve(0, 3)

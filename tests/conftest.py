@@ -47,7 +47,12 @@ def _what_a_module_held_is_given_back(request: pytest.FixtureRequest) -> Generat
         if isinstance(value, _lru_cache_wrapper) and not value.__module__.startswith("infer"):
             value.cache_clear()
     gc.collect()
+    gc.freeze()  # what is left stays: no later collection looks at it again, which took half a second a module
     give_back_freed()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # libraries complain of what is still there at the end
 
 
 @pytest.fixture(autouse=True)

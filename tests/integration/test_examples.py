@@ -12,7 +12,7 @@ from watched import script_command
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MAX_LINES = 30
-NUM_TOKENS = 200  # more than a page of the cache, and than several
+NUM_TOKENS = 100  # more than a page of the cache, and than several
 
 # What each program's stdout must contain, as a regular expression.
 PROMISES = {

@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 
 from constraint_walks import allowed_ids, schema_text, walk
+from extent import usual_or_all
 from infer import LLM, SamplingParams
 from infer.checkpoint import open_checkpoint
 from infer.grammar import Compiler, Grammar, make_compiler
@@ -29,8 +30,8 @@ def compiler(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Compiler:
     return make_compiler(tokenizer, VOCAB_SIZE, backend=request.param)
 
 
-def test_texts_of_500_random_schemas_parse_and_validate(compiler: Compiler, tokenizer: Tokenizer) -> None:
-    for seed in range(500):
+def test_texts_of_random_schemas_parse_and_validate(compiler: Compiler, tokenizer: Tokenizer) -> None:
+    for seed in range(usual_or_all(200, 500)):
         text = schema_text(1000 + seed, wide=compiler.backend == "llguidance")
         constraint = compiler.compile(Grammar("json_schema", text))
         written = walk(constraint, tokenizer, VOCAB_SIZE, random.Random(seed))
@@ -43,9 +44,9 @@ def test_smollm2_writes_what_validates_or_can_be_completed(smollm2_path: Path) -
     prompt = "Here is an example as JSON:\n"
     num_complete = 0
     for temperature in (0.0, 1.0, 2.0):
-        texts = [schema_text(2000 + seed, wide=True) for seed in range(10)]
+        texts = [schema_text(2000 + seed, wide=True) for seed in range(6)]
         each = [
-            SamplingParams(json_schema=text, temperature=temperature, seed=seed, max_new_tokens=24 + 4 * seed)
+            SamplingParams(json_schema=text, temperature=temperature, seed=seed, max_new_tokens=24 + 6 * seed)
             for seed, text in enumerate(texts)
         ]
         plain = [llm.generate(prompt, params) for params in each]
@@ -61,7 +62,7 @@ def test_smollm2_writes_what_validates_or_can_be_completed(smollm2_path: Path) -
                 written += walk(constraint, llm.tokenizer, llm.tokenizer.vocab_size, random.Random(0))
             num_complete += bool(result.grammar_complete)
             jsonschema.validate(json.loads(written), json.loads(text))
-    assert num_complete >= 10
+    assert num_complete >= 6
 
 
 def test_what_is_forced_is_how_the_tokenizer_spells_it(compiler: Compiler, tokenizer: Tokenizer) -> None:

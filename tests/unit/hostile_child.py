@@ -24,7 +24,7 @@ from infer.catalog.explain import explain
 from infer.errors import InferError
 
 MAX_MESSAGE = 2000
-NUM_FLIPS = usual_or_all(3000, 10_000)
+NUM_FLIPS = usual_or_all(1500, 10_000)
 
 
 def json_of_any_kind(folder: Path, name: str) -> Iterator[tuple[str, Path]]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from extent import usual_or_all
 from infer.engine.engine import Engine
 from infer.engine.lease import Lease
 from infer.engine.sequence import Sequence
@@ -16,7 +17,7 @@ from infer.runner.runner import CachedRunner
 from infer.sampling_params import SamplingParams
 from path_cases import CASES, CONTEXT, Case, Outcome, Way, World, by_definition, make_sequence, make_world
 
-NUM_TRACES, NUM_EVENTS, NUM_SLOTS = 125, 30, 4
+NUM_TRACES, NUM_EVENTS, NUM_SLOTS = usual_or_all(60, 125), 30, 4
 PAGES_EACH = CONTEXT // 16
 SLIDING = {"eviction_policy": "sliding", "eviction_window": 48, "protected_prefix": 4}
 WORLDS = {

@@ -36,7 +36,7 @@ WORLDS = {
     "q4": ("wide", replace(SLIDING, kv_type="q4")),
 }
 WAYS = [Way("half", 7), Way("random", 16, 1), Way("right", 1, 4), Way("none", 16), Way("half", 7, capture=False)]
-SOME = CASES[::4]
+SOME = CASES[::6]
 
 
 @pytest.fixture(scope="module", params=WORLDS)

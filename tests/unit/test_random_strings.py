@@ -20,8 +20,8 @@ from infer.tokenizer import Tokenizer
 from infer.tokenizer.gguf_vocabulary import TokenType
 from test_tokenizer import ASSETS, FRAGMENTS, SCRIPTS, as_gguf, folder, gguf_metadata, load, load_gguf, smollm2_gguf
 
-NUM_STRINGS = int(os.environ.get("INFER_RANDOM_STRINGS", usual_or_all(5000, 20_000)))
-NUM_STREAMS = usual_or_all(20_000, 100_000)
+NUM_STRINGS = int(os.environ.get("INFER_RANDOM_STRINGS", usual_or_all(2000, 20_000)))
+NUM_STREAMS = usual_or_all(8000, 100_000)
 BATCH = 1000
 pytestmark = pytest.mark.slow
 

@@ -20,6 +20,7 @@ from infer.operands.step import Chunk
 from infer.operands.weights import FileWeight, StoredWeight
 from infer.runner.runner import CachedRunner
 from infer.sampling.columns import SamplingColumns
+from infer.sampling.history import History
 from infer.sampling_params import SamplingParams
 
 _LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "tie_word_embeddings": True}
@@ -68,6 +69,20 @@ def columns_of(model: Transformer, rows: int, **params: Any) -> SamplingColumns:
     return SamplingColumns.of(each, model.architecture.vocab_size, device=model.device)
 
 
+def sampling_of(
+    model: Transformer, prompts: Sequence[Sequence[int]], count: int, **params: Any
+) -> tuple[SamplingColumns, History | None]:
+    """Columns, and for penalties a history with room for `count` tokens after each prompt."""
+    columns = columns_of(model, len(prompts), **params)
+    if not columns.has_penalty:
+        return columns, None
+    capacity = max(map(len, prompts)) + count
+    history = History(len(prompts), capacity, model.architecture.vocab_size, model.device)
+    for slot, prompt in enumerate(prompts):
+        history.begin(slot, prompt)
+    return columns, history
+
+
 def random_ids(count: int, seed: int, vocab_size: int) -> list[int]:
     generator = random.Random(seed)
     return [generator.randrange(vocab_size) for _ in range(count)]
@@ -77,7 +92,7 @@ def generated(
     runner: CachedRunner, prompts: Sequence[Sequence[int]], count: int, steps: int, **params: Any
 ) -> list[list[int]]:
     """`count` tokens after each prompt, so many steps without a return."""
-    columns = columns_of(runner.model, len(prompts), **params)
+    columns, history = sampling_of(runner.model, prompts, count, **params)
     found = [list[int]() for _ in prompts]
     for slot, prompt in enumerate(prompts):
         runner.extend(slot, prompt[:-1])
@@ -88,7 +103,9 @@ def generated(
             runner.reserve(slot, ahead)
         chunks = [Chunk(slot, [token_id]) for slot, token_id in enumerate(last)]
         sampled, _ = (
-            runner.multi_step(chunks, ahead, columns, None, ()) if steps > 1 else runner.sample(chunks, columns, None)
+            runner.multi_step(chunks, ahead, columns, history, ())
+            if steps > 1
+            else runner.sample(chunks, columns, history)
         )
         for slot, tokens in enumerate(sampled):
             found[slot] += tokens.token_ids
@@ -97,30 +114,51 @@ def generated(
     return found
 
 
+def verified(runner: CachedRunner, prompt: Sequence[int], expected: Sequence[int], **params: Any) -> list[int]:
+    """As many tokens as are expected after the prompt, with up to three drafts a step: every fifth token is drafted
+    wrong."""
+    vocab_size, found, last = runner.model.architecture.vocab_size, list[int](), prompt[-1]
+    columns, history = sampling_of(runner.model, [prompt], len(expected), **params)
+    runner.extend(0, prompt[:-1])
+    while len(found) < len(expected):
+        places = range(len(found), min(len(found) + 3, len(expected) - 1))
+        drafts = [(expected[place] + (place % 5 == 4)) % vocab_size for place in places]
+        runner.reserve(0, 1 + len(drafts))
+        sampled, _ = runner.sample([Chunk(0, [last, *drafts], len(drafts))], columns, history)
+        found += sampled[0].token_ids
+        runner.commit(0, len(sampled[0].token_ids))
+        last = found[-1]
+    return found
+
+
 def check_paths(
     device: torch.device, is_tiny: bool, types: Sequence[str] = ("Q4_0", "Q8_0", "Q6_K", "BF16")
 ) -> Iterator[dict[str, Any]]:
-    """Graphs, several steps without a return and company change no token: all are what ops say one by one."""
+    """Graphs, several steps without a return, company and drafts change no token: all are what ops say one by one."""
     shape, count, lengths = ("tiny", 3, (2, 3)) if is_tiny else ("two layers", 96, (3, 40, 300, 7))
     context, vocab_size = SHAPES[shape]["max_position_embeddings"], SHAPES[shape]["vocab_size"]
+    penalties = {"temperature": 0.8, "repetition_penalty": 1.2, "presence_penalty": 0.4}
     for type_ in types[:1] if is_tiny else types:
         model = make_model(shape, type_, device, context)
         prompts = [random_ids(length, length, vocab_size) for length in lengths]
-        for params in ({"temperature": 0.0}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}):
-            expected = [
-                generated(make_runner(model, 1, context, capture=False), [prompt], count, 1, **params)[0]
-                for prompt in prompts[:1]
-            ]
-            for name, rows, steps in (
-                ("graphs", 1, 1),
-                ("several steps", 1, STEPS),
-                ("in company", len(prompts), STEPS),
-            ):
-                found = generated(make_runner(model, rows, context), prompts[:rows], count, steps, **params)
-                yield {
-                    "op": f"model, {name}", "type": type_, "tokens": count, "error": float(found[0] != expected[0]),
-                    "is_right": found[0] == expected[0],
-                }  # fmt: skip
+        for params in ({"temperature": 0.0}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}, penalties):
+            one_by_one = make_runner(model, 1, context, capture=False)
+            expected = generated(one_by_one, prompts[:1], count, 1, **params)[0]
+            for name, found in every_path(model, context, prompts, expected, **params):
+                is_right = found == expected
+                yield {"op": f"model, {name}", "type": type_, "tokens": count, "error": float(not is_right),
+                       "is_right": is_right}  # fmt: skip
+
+
+def every_path(
+    model: Transformer, context: int, prompts: Sequence[Sequence[int]], expected: Sequence[int], **params: Any
+) -> Iterator[tuple[str, list[int]]]:
+    """What each path generates after the first prompt."""
+    alone, count = prompts[:1], len(expected)
+    yield "graphs", generated(make_runner(model, 1, context), alone, count, 1, **params)[0]
+    yield "several steps", generated(make_runner(model, 1, context), alone, count, STEPS, **params)[0]
+    yield "in company", generated(make_runner(model, len(prompts), context), prompts, count, STEPS, **params)[0]
+    yield "drafts", verified(make_runner(model, 1, context), prompts[0], expected, **params)
 
 
 def time_model(model: Transformer, name: str, rows: int, context: int, tokens: int, rounds: int) -> dict[str, Any]:

@@ -89,6 +89,22 @@ class Lines(NamedTuple):
     drafts: Int[Tensor, "lines"]  # what is drafted after it
 
 
+class Seen(NamedTuple):
+    """A history's tensors."""
+
+    tokens: Tensor
+    last: Tensor
+    counts: Tensor
+    lengths: Tensor
+
+
+def seen_of(columns: SamplingColumns, history: History | None) -> Seen | None:
+    """None where no row has a penalty."""
+    if history is None or not columns.has_penalty:
+        return None
+    return Seen(history.tokens, history.last, history.counts, history.lengths)
+
+
 def make_batch(
     logits: Tensor,
     columns: SamplingColumns,
@@ -102,7 +118,7 @@ def make_batch(
     if lines is not None:
         fields = fields[lines.rows]
         fields[:, NUM_DRAFTS.value] = lines.entries
-    has_history = columns.has_penalty and history is not None
+    seen = seen_of(columns, history) or Seen(fields, fields, fields, fields)
     return Batch(
         logits=logits,
         row_stride=logits.stride(0),
@@ -116,9 +132,9 @@ def make_batch(
         bias_ids=columns.bias_ids if columns.has_bias else fields,
         biases=columns.biases if columns.has_bias else fields,
         end_ids=columns.end_ids if columns.has_min_new_tokens else fields,
-        last=history.last if has_history and history else fields,
-        counts=history.counts if has_history and history else fields,
-        lengths=history.lengths if has_history and history else fields,
+        last=seen.last,
+        counts=seen.counts,
+        lengths=seen.lengths,
         drafts=fields if lines is None else lines.drafts,
     )
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from infer.backends.base import Generated
 from infer.backends.cuda.advance import HEADER, IS_STOPPED, NUM_GENERATED, NUM_STOP_IDS, advance_rows
+from infer.backends.cuda.batch import Seen, seen_of
 from infer.backends.cuda.graphs import Event, Graphs, Recording
 from infer.backends.cuda.sampler import EXACT, choose_tokens
 from infer.operands.step import Interrupt, Masks, Step, StepEnd
@@ -152,16 +153,11 @@ class MultiStep:
         num_rows = len(columns)
         logits, positions = logits[:num_rows, : columns.vocab_size], step.positions[:num_rows]
         sampled = choose_tokens(logits, columns, history, positions + 1, allowed)
-        has_history = columns.has_penalty and history is not None
-        seen, last, counts, lengths = (
-            (history.tokens, history.last, history.counts, history.lengths)
-            if has_history and history is not None
-            else (sampled, sampled, sampled, sampled)
-        )
+        seen = seen_of(columns, history) or Seen(sampled, sampled, sampled, sampled)
         advance_rows[(1,)](
             sampled, step.tokens, step.positions, self._control, self._generated, num_rows, self._max_rows,
-            columns.history_slot, seen, last, counts, lengths, seen.shape[-1], columns.vocab_size,
-            ROWS=triton.next_power_of_2(num_rows), HAS_HISTORY=has_history, num_warps=1, **EXACT,
+            columns.history_slot, *seen, seen.tokens.shape[-1], columns.vocab_size,
+            ROWS=triton.next_power_of_2(num_rows), HAS_HISTORY=seen.tokens is not sampled, num_warps=1, **EXACT,
         )  # fmt: skip
         return sampled
 

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from infer.backends.cuda.accept import accept_rows
-from infer.backends.cuda.batch import Lines
+from infer.backends.cuda.batch import Lines, Seen, seen_of
 from infer.backends.cuda.graphs import Graphs, Recording
 from infer.backends.cuda.sampler import EXACT, choose_lines
 from infer.operands.step import Chunk, Masks
@@ -133,16 +133,11 @@ class Verifier:
         words = _Words(*(each[: len(logits)] for each in self._words))
         lines = Lines(words.rows, words.entries, words.drafts)
         sampled = choose_lines(logits, columns, history, words.positions, allowed, lines)
-        has_history = columns.has_penalty and history is not None
-        seen, last, counts, lengths = (
-            (history.tokens, history.last, history.counts, history.lengths)
-            if has_history and history is not None
-            else (sampled, sampled, sampled, sampled)
-        )
+        seen = seen_of(columns, history) or Seen(sampled, sampled, sampled, sampled)
         accept_rows[(len(columns),)](
             sampled, words.drafts, self._words.starts, self._words.counts, words.token_ids,
-            columns.history_slot, seen, last, counts, lengths, seen.shape[-1], columns.vocab_size,
-            LINES=triton.next_power_of_2(len(logits)), HAS_HISTORY=has_history, num_warps=1, **EXACT,
+            columns.history_slot, *seen, seen.tokens.shape[-1], columns.vocab_size,
+            LINES=triton.next_power_of_2(len(logits)), HAS_HISTORY=seen.tokens is not sampled, num_warps=1, **EXACT,
         )  # fmt: skip
         token_ids: Tensor = words.token_ids
         return token_ids

@@ -7,7 +7,7 @@ begun after the last step computes a token once more, in positions that are rese
 import ctypes
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 import pyopencl as cl
@@ -23,7 +23,7 @@ from infer.sampling.masks import num_mask_words
 
 _PARTS = 64  # of a row's vocabulary
 _ROOM = 64  # for steps, and for stop ids, from the beginning
-_AHEAD = 2  # steps that are under way while the host looks at none
+_AHEAD = 2  # steps that are under way at once
 _IS_STOPPED = 1  # of `control`: steps that count, whether they are over, how many stop ids, whether there are masks
 _MACROS: dict[str, Any] = {
     "PARTS": _PARTS,
@@ -65,8 +65,10 @@ class Sampler:
     def run(self, columns: SamplingColumns, rows: Sequence[int], num_tokens: int, masks: Masks | None) -> list[int]:
         """Run the recording's step: the tokens after its logits, which are of these rows."""
         self._begin(columns, rows, num_tokens, (), masks)
-        self._enqueue(self._sampler[:-1], masks)
-        self._recording.finish()
+        try:
+            self._enqueue(self._sampler[:-1], masks)
+        finally:
+            self._recording.finish()
         token_ids: list[int] = self._sampled[: len(rows)].tolist()
         return token_ids
 
@@ -79,24 +81,32 @@ class Sampler:
         interrupt: Interrupt | None,
     ) -> Generated:
         """The recording's step, which has a token of each row, and those after it."""
-        num_rows, ends, under_way = len(columns), list[float](), deque[cl.Event]()
+        num_rows, ends = len(columns), list[float]()
         self._make_room(count, len(stop_ids))
         self._begin(columns, range(num_rows), num_rows, stop_ids, masks)
-        for done in range(1, count + 1):
-            self._enqueue(self._sampler, masks)
-            under_way.append(self._recording.ended(self._control, self._generated))
-            if masks is None and len(under_way) < _AHEAD:
-                continue
-            under_way.popleft().wait()
-            ends.append(time.perf_counter())
-            is_over = self._control[_IS_STOPPED] or (interrupt is not None and interrupt.value)
-            if is_over or (masks is not None and not masks.advance(self._ids, count, done)):
-                break
-        self._recording.finish()
+        try:
+            for done, ended in enumerate(self._steps(count, masks), 1):
+                ended.wait()
+                ends.append(time.perf_counter())
+                is_over = self._control[_IS_STOPPED] or (interrupt is not None and interrupt.value)
+                if is_over or (masks is not None and not masks.advance(self._ids, count, done)):
+                    break
+        finally:
+            self._recording.finish()
         num_steps = int(self._control[0])
         ends += [time.perf_counter()] * (num_steps - len(ends))
         token_ids = [self._ids[row : num_steps * num_rows : num_rows] for row in range(num_rows)]
         return Generated(token_ids, [StepEnd(end, end) for end in ends[:num_steps]], [[] for _ in token_ids])
+
+    def _steps(self, count: int, masks: Masks | None) -> Iterator[cl.Event]:
+        """Each one's end. Without masks the next step is enqueued before."""
+        under_way = deque[cl.Event]()
+        for _ in range(count):
+            self._enqueue(self._sampler, masks)
+            under_way.append(self._recording.ended(self._control, self._generated))
+            if masks is not None or len(under_way) == _AHEAD:
+                yield under_way.popleft()
+        yield from under_way
 
     def _begin(
         self,

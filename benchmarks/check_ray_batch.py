@@ -26,7 +26,7 @@ from ray_cluster import RayCluster, environment_of, running_cluster, wait_until
 
 ENGINE = "ray::MapWorker(MapBatches(BatchEngine)"
 EXAMPLE = Path(__file__).parents[1] / "examples" / "ray_batch.py"
-MOST_SECONDS_APART = 6.0  # of two kills
+MOST_SECONDS_APART = 12.0  # of two kills: an engine is back after some six
 
 
 def write_rows(path: Path, count: int, num_tokens: int) -> None:
@@ -34,13 +34,18 @@ def write_rows(path: Path, count: int, num_tokens: int) -> None:
     path.write_text("".join(json.dumps(row | {"max_new_tokens": num_tokens}) + "\n" for row in rows))
 
 
-def answer_with_kills(cluster: RayCluster, command: Sequence[str], output: Path, rng: random.Random) -> dict[str, int]:
-    """Run the program until it has ended well. How often an engine was killed, and the program itself."""
+def answer_with_kills(
+    cluster: RayCluster, command: Sequence[str], rng: random.Random, most_kills: int, until: float
+) -> dict[str, int]:
+    """Run the program until it has ended well. How often an engine was killed, and the program itself; none after
+    `until`.
+    """
     kills, environment = {"engine": 0, "program": 0}, environment_of(cluster.folder, cluster.address())
+    told = cluster.folder / "told"
     while True:
-        with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as program:
+        with told.open("w") as file, subprocess.Popen(command, env=environment, stdout=file, stderr=file) as program:
             wait_until(lambda program=program: program.poll() is not None or cluster.processes(ENGINE))
-            while program.poll() is None:
+            while program.poll() is None and sum(kills.values()) < most_kills and time.monotonic() < until:
                 time.sleep(rng.uniform(0, MOST_SECONDS_APART))
                 engines = cluster.processes(ENGINE)
                 name = "program" if rng.random() < 0.2 or not engines else "engine"
@@ -48,33 +53,36 @@ def answer_with_kills(cluster: RayCluster, command: Sequence[str], output: Path,
                     with suppress(ProcessLookupError):
                         os.kill(program.pid if name == "program" else rng.choice(engines), signal.SIGKILL)
                         kills[name] += 1
-            told = program.communicate()[1]
+                        print(f"{name} killed: {sum(kills.values())}", file=sys.stderr, flush=True)
+            program.wait()
         if program.returncode == 0:
             return kills
         if program.returncode != -signal.SIGKILL:
-            raise RuntimeError(told)
+            raise RuntimeError(told.read_text())
 
 
 def main() -> int:
     parser = make_parser(__doc__, model="smollm2")
     parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no file is begun")
-    parser.add_argument("--rows", type=int, default=300)
-    parser.add_argument("--tokens", type=int, default=40)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which nothing is killed")
+    parser.add_argument("--rows", type=int, default=600)
+    parser.add_argument("--tokens", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="write a JSON file there")
     options = parser.parse_args()
-    rng, files, began = random.Random(options.seed), list[dict[str, int]](), time.monotonic()
+    rng, files, until = random.Random(options.seed), list[dict[str, int]](), time.monotonic() + options.seconds
     with running_cluster(num_cpus=2) as cluster:
         rows, expected = cluster.folder / "in.jsonl", cluster.folder / "expected.jsonl"
         write_rows(rows, options.rows, options.tokens)
         if infer(["batch", str(rows), str(expected), "-q", "--model", options.model]):
             return 1
         lines = sorted(expected.read_text().splitlines())
-        while sum(sum(each.values()) for each in files) < options.kills and time.monotonic() - began < options.seconds:
+        while (left := options.kills - sum(each["engine"] + each["program"] for each in files)) > 0:
+            if time.monotonic() > until:
+                break
             output = cluster.folder / f"out{len(files)}.jsonl"
             command = [sys.executable, str(EXAMPLE), str(rows), str(output), options.model]
-            found = answer_with_kills(cluster, command, output, rng)
+            found = answer_with_kills(cluster, command, rng, left, until)
             files.append({**found, "different": int(sorted(output.read_text().splitlines()) != lines)})
             print(json.dumps(files[-1]), file=sys.stderr, flush=True)
     totals = {name: sum(each[name] for each in files) for name in ("engine", "program", "different")}

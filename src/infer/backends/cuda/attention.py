@@ -106,7 +106,7 @@ def _parts(near: Tensor, chunks: int) -> Parts:
     return Parts(largests, sums, torch.empty(*shape, near.shape[2], device=near.device), chunks)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def attend_chunks(
     near, far, out, parts, rows, positions, num_tokens, cache, scale, softcap,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_SIZE: tl.constexpr, QUERIES: tl.constexpr,

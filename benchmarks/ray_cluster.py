@@ -84,5 +84,5 @@ def running_cluster(num_cpus: int) -> Iterator[RayCluster]:
         finally:
             for process in cluster.processes():
                 with suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGTERM)
+                    os.kill(process, signal.SIGKILL)
             wait_until(lambda: not cluster.processes())

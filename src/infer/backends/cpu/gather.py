@@ -3,8 +3,7 @@
 Each rank writes its columns of an activation into memory that all of them map, and then they meet: all have written.
 Nobody writes there again before the next meeting, to which all come when they have read.
 
-A rank that waits spins, then lets others have its core, then sleeps for moments: who slept comes late to what follows,
-where the others sleep in turn. Where the group has failed nobody waits.
+A rank that waits spins, then sleeps for moments. Where the group has failed nobody waits.
 """
 
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from infer.backends.cpu.records import EXCHANGE
 from infer.backends.cpu.simd import load_i64, store_i64
 from infer.backends.cpu.state import LINE_BYTES, field_offset
 
-_YIELD_NANOSECONDS = 2_000_000  # a layer of a prompt takes that long
 _DONE, _RANK, _SIZE = (field_offset(EXCHANGE, name) for name in ("done", "rank", "size"))
 _FAILED, _ARRIVALS = (field_offset(EXCHANGE, name) for name in ("failed", "arrivals"))
 _BUFFERS, _BUFFER_BYTES = (field_offset(EXCHANGE, name) for name in ("buffers", "buffer_bytes"))
@@ -42,15 +40,12 @@ def _has_failed(exchange):  # type: ignore[no-untyped-def]
 
 @njit
 def _await(exchange, rank, number):  # type: ignore[no-untyped-def]
-    """Until a rank has come to a meeting."""
+    """Until a rank has arrived at an exchange."""
     arrived = load_i64(exchange + _ARRIVALS) + LINE_BYTES * rank
     began = control.nanoseconds()
     while not spin(arrived, number) and not _has_failed(exchange):
-        waited = control.nanoseconds() - began
-        if waited > _YIELD_NANOSECONDS:
+        if control.nanoseconds() - began > SPIN_NANOSECONDS:
             control.sleep_briefly()
-        elif waited > SPIN_NANOSECONDS:
-            control.yield_thread()
 
 
 def make_meet() -> Callable[..., None]:

@@ -55,7 +55,6 @@ class Product:
 
     def __init__(self, type_: str, precision: str, rows: int, tokens: int, repeats: int) -> None:
         from infer import ops
-        from infer.backends.cpu import commands
         from infer.backends.cpu.recording import record
         from infer.backends.cpu.table import Walk
         from infer.operands.weights import Projection
@@ -63,10 +62,10 @@ class Product:
         projection = Projection((make_weight(type_, rows),))
         packed = ops.prepare(projection, torch.device("cpu"), precision)  # type: ignore[arg-type]
         with record(tokens, 1) as run:
-            commands.norm_project(run, torch.randn(tokens, COLUMNS), None, packed)
+            ops.norm_project(torch.randn(tokens, COLUMNS), None, packed)
         run.state["num_tokens"] = tokens
-        self.run, self.walk, self.keeps = run, Walk(run.table), packed
-        self.times = np.zeros(len(run.table.commands), np.int64)
+        self.run, self.walk, self.keeps = run, Walk(run.commands), packed
+        self.times = np.zeros(len(run.commands), np.int64)
         self.walk.arguments["times"], self.walk.arguments["repeats"] = self.times.ctypes.data, repeats
         self.products = rows * COLUMNS * tokens * repeats
 

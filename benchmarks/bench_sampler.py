@@ -211,8 +211,8 @@ class Recorded:
         arguments.bind(case.columns, case.history)
         run = EagerRun(len(case.columns), len(case.columns))
         run.state["num_tokens"] = run.state["num_logits"] = len(case.columns)
-        run.table.append(commands(arguments))
-        self._run, self._walk, self.labels = run, Walk(run.table), run.table.labels
+        run.commands += commands(arguments)
+        self._run, self._walk, self.labels = run, Walk(run.commands), [command.label for command in run.commands]
         self._cycles = np.zeros(len(self.labels), np.int64)
         self._walk.arguments["times"] = self._cycles.ctypes.data
 

@@ -13,7 +13,7 @@ import torch
 from llvmlite import ir
 
 from infer import ops
-from infer.backends.cpu import commands, host_features, packed, panels
+from infer.backends.cpu import host_features, operations, packed, packed_weight, panels
 from infer.backends.cpu.isa import BY_NAME, Shape, instruction_set, target_features
 from infer.backends.cpu.layouts import LANES, LAYOUTS, PLANE_BYTES, SCALE_AT, Layout
 from infer.backends.cpu.packed_weight import PackedWeight
@@ -161,7 +161,7 @@ def test_weights_lie_as_an_instruction_for_eight_inputs_takes_them(type_: str, m
     memories, rows = [], []
     for inputs in (4, 8):
         isa = replace(instruction_set(), inputs=inputs)
-        for module in (packed, commands):
+        for module in (packed, operations, packed_weight):
             monkeypatch.setattr(module, "instruction_set", lambda isa=isa: isa)
         part = ops.prepare(Projection((weight,)), torch.device("cpu")).parts[0]
         assert isinstance(part, PackedWeight)

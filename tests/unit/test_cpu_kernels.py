@@ -24,6 +24,7 @@ from infer.backends.cpu import operations as cpu
 from infer.backends.cpu.capture.forward import CapturedForward
 from infer.backends.cpu.isa import BY_NAME, instruction_set, usable_instruction_sets
 from infer.backends.cpu.layouts import LAYOUTS
+from infer.backends.cpu.records import SAMPLE_COLUMNS, SAMPLE_HISTORY, SAMPLE_LISTS
 from infer.backends.cpu.threads import set_num_threads
 from infer.errors import InvalidRequestError
 from infer.operands.architecture import Activation
@@ -412,6 +413,16 @@ def test_a_multi_step_of_rows_gives_each_row_its_own_tokens(tiny: Tiny) -> None:
         [Chunk(row, [7]) for row in range(4)], [0] * 4, 50, *begin_rows(params)
     ).token_ids
     assert together == [single_steps(tiny, row, 50) for row in params]
+
+
+def test_columns_and_histories_have_the_elements_that_kernels_read() -> None:
+    columns, history = SamplingColumns.of([SamplingParams()], 8), History(1, 4, 8)
+    found = {name: columns.whole[name] for name in SAMPLE_COLUMNS}
+    found |= {name: getattr(columns, name) for name in SAMPLE_LISTS}
+    found |= {name: getattr(history, name) for name in SAMPLE_HISTORY}
+    for name, type_ in (SAMPLE_COLUMNS | SAMPLE_LISTS | SAMPLE_HISTORY).items():
+        stored, read = found[name].numpy().dtype, np.dtype(type_)
+        assert (stored.itemsize, stored.kind == "f") == (read.itemsize, read.kind == "f"), name
 
 
 def test_rows_that_join_and_leave_change_nothing_of_a_recording_but_words(tiny: Tiny) -> None:

@@ -11,10 +11,10 @@ from typing import ClassVar
 import pytest
 
 from infer.backends.cpu import compiled, compiler, images, kernel_cache, records
-from infer.backends.cpu.compilation import Answer, Request
-from infer.backends.cpu.compiled import Kernel
+from infer.backends.cpu.compilation import Answer
 from infer.backends.cpu.isa import instruction_set
-from infer.backends.cpu.needed_kernels import Needed, needed_kernels
+from infer.backends.cpu.kernel import Kernel
+from infer.backends.cpu.needed_kernels import needed_kernels
 from infer.checkpoint import open_checkpoint
 from infer.kvcache.settings import CacheSettings
 from infer.model.compile_ahead import compiling_ahead, make_outline
@@ -26,7 +26,7 @@ from tiny import TINY, make_tiny
 MAKE_ALL = """
 import json, sys
 import infer.backends.cpu.compile_child
-from infer.backends.cpu.compiled import Kernel
+from infer.backends.cpu.kernel import Kernel
 for maker, variant in json.loads(sys.argv[1]):
     Kernel(maker, tuple(variant)).make()
 print(sorted({"torch", "jaxtyping"} & set(sys.modules)))
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def needed(folder: Path) -> list[Needed]:
+def needed(folder: Path) -> list[Kernel]:
     checkpoint = open_checkpoint(str(folder))
     architecture = make_architecture(checkpoint.config)
     outline = make_outline(architecture, checkpoint.tensors, LoadSettings(), CacheSettings())
@@ -50,12 +50,12 @@ def needed(folder: Path) -> list[Needed]:
 
 
 class NoCompilation:
-    """Takes requests and answers none, so that whoever needs a kernel looks elsewhere."""
+    """Takes kernels and compiles none, so that whoever needs a kernel looks elsewhere."""
 
     begun: ClassVar[list[set[str]]] = []
 
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self.file_names = {request.file_name for request in requests}
+    def __init__(self, kernels: Sequence[Kernel]) -> None:
+        self.file_names = {kernel.file_name for kernel in kernels}
         self.begun.append(self.file_names)
 
     def take(self, file_name: str) -> Answer | None:
@@ -80,17 +80,17 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
     return NoCompilation.begun
 
 
-def test_what_compiles_kernels_loads_no_torch(needed: list[Needed]) -> None:
-    kernels = json.dumps([(maker, variant) for maker, variant, *_ in needed])
+def test_what_compiles_kernels_loads_no_torch(needed: list[Kernel]) -> None:
+    kernels = json.dumps([(kernel.maker, kernel.variant) for kernel in needed])
     done = subprocess.run([sys.executable, "-c", MAKE_ALL, kernels], capture_output=True, text=True, check=False)
     assert done.stdout == "[]\n", done.stderr
 
 
 def test_kernels_begun_ahead_are_those_of_the_load_and_not_begun_twice(
-    begun: list[set[str]], folder: Path, needed: list[Needed]
+    begun: list[set[str]], folder: Path, needed: list[Kernel]
 ) -> None:
     with compiling_ahead(str(folder), "cpu", LoadSettings(), CacheSettings()):
-        assert begun == [{request.file_name for request in compiled.missing(needed)}]
+        assert begun == [{kernel.file_name for kernel in compiled.missing(needed)}]
         with compiled.compiling(needed):
             pass
     assert len(begun) == 1
@@ -99,12 +99,12 @@ def test_kernels_begun_ahead_are_those_of_the_load_and_not_begun_twice(
 
 
 def test_what_the_load_needs_beyond_them_is_begun_by_it(
-    begun: list[set[str]], folder: Path, needed: list[Needed], monkeypatch: pytest.MonkeyPatch
+    begun: list[set[str]], folder: Path, needed: list[Kernel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiled, "_WORTH_SECONDS", 0.1)
     with (
         compiling_ahead(str(folder), "cpu", LoadSettings(), CacheSettings()),
-        compiled.compiling([*needed, (".matmul:make_gate", ("relu",), "EPILOGUE", "")]),
+        compiled.compiling([*needed, Kernel(".matmul:make_gate", ("relu",), "EPILOGUE")]),
     ):
         assert begun[1:] == [{"matmul.gate_relu"}]
 

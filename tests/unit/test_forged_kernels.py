@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not is_image_machine, reason="hardware: Linux on
 LOAD = """
 import sys
 from infer.backends.cpu import compiled, isa
-from infer.backends.cpu.compiled import Kernel
+from infer.backends.cpu.kernel import Kernel
 print(compiled._try_load(Kernel(".walking:make_publish")))
 try:
     isa.target_features()

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numba import carray, njit
+from numba import njit
 
 from infer.backends.cpu import compiler
 from infer.backends.cpu.simd import load_i64, store_i64
@@ -22,8 +22,7 @@ def copy_some(to, source, stride, count):  # type: ignore[no-untyped-def]
 
 
 def make_copy() -> Callable[..., None]:
-    def copy(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
-        args = carray(args_at, 1)[0]
+    def copy(args, state, thread, num_threads):  # type: ignore[no-untyped-def]
         copy_some(args.to, args.source, args.stride, args.count)
 
     return copy

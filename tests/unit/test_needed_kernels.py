@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from importlib import import_module
 from itertools import cycle
 from pathlib import Path
@@ -15,9 +16,9 @@ import pytest
 
 from infer.backends.cpu import compiled, kernel_cache, threads
 from infer.backends.cpu.backend import CpuBackend
-from infer.backends.cpu.compilation import Compilation, Request
-from infer.backends.cpu.compiled import Kernel, Needed
+from infer.backends.cpu.compilation import Compilation
 from infer.backends.cpu.isa import BY_NAME
+from infer.backends.cpu.kernel import Kernel
 from infer.backends.cpu.needed_kernels import needed_kernels
 from infer.backends.cpu.threads import CurrentTeam, Team
 from infer.checkpoint import open_checkpoint
@@ -37,8 +38,8 @@ from infer.tokenizer import Tokenizer
 from tiny import TINY, Tiny, make_tiny
 from watched import python_command
 
-ADD = Request(".matmul:make_add", (), "EPILOGUE", "add", "matmul.add")
-RELU = Request(".matmul:make_gate", ("relu",), "EPILOGUE", "gate_relu", "matmul.gate_relu", "activation relu")
+ADD = Kernel(".matmul:make_store", ("add",), "EPILOGUE")
+RELU = Kernel(".matmul:make_gate", ("relu",), "EPILOGUE", "activation relu")
 SETTINGS: dict[str, dict[str, str]] = {
     "as stored": {},
     "q8, fast": {"weights": "q8", "precision": "fast"},
@@ -49,12 +50,12 @@ CASES = [pytest.param(tiny, each, id=f"{tiny.name}, {each}") for tiny, each in z
 
 
 @pytest.fixture
-def dry(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Needed], set[Kernel]]:
+def dry(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Kernel], set[Kernel]]:
     """Nothing is compiled and nothing walked: what a load announced, and what was asked for."""
-    announced, asked = list[Needed](), set[Kernel]()
+    announced, asked = list[Kernel](), set[Kernel]()
 
     @contextmanager
-    def compiling(needed: Iterable[Needed]) -> Iterator[None]:
+    def compiling(needed: Iterable[Kernel]) -> Iterator[None]:
         announced.extend(needed)
         yield
 
@@ -75,7 +76,7 @@ def dry(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Needed], set[Kernel]]:
 
 @pytest.mark.parametrize(("tiny", "setting"), CASES)
 def test_a_load_announces_exactly_the_kernels_of_its_steps(
-    dry: tuple[list[Needed], set[Kernel]], tiny: Tiny, setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dry: tuple[list[Kernel], set[Kernel]], tiny: Tiny, setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     announced, asked = dry
     make_tiny(tiny, tmp_path)
@@ -92,15 +93,15 @@ def test_a_load_announces_exactly_the_kernels_of_its_steps(
     columns = SamplingColumns.of([SamplingParams(temperature=0)], 8)
     captured.run_multi_step([Chunk(0, [1])], [0], 1, columns)
     captured.run_verified([Chunk(0, [1])], [0], columns)
-    listed = {Kernel(maker, variant) for maker, variant, *_ in announced}
+    listed = set(announced)
     assert listed == asked | {Kernel(".walking:make_publish")}  # of grammars alone
 
 
-def finished(requests: list[Request]) -> dict[str, Any]:
-    compilation = Compilation(requests)
+def finished(kernels: list[Kernel]) -> dict[str, Any]:
+    compilation = Compilation(kernels)
     try:
         compilation.finish()
-        return {request.label: compilation.take(request.file_name) for request in requests}
+        return {kernel.label: compilation.take(kernel.file_name) for kernel in kernels}
     finally:
         compilation.close()
 
@@ -114,15 +115,9 @@ def test_processes_compile_what_a_thread_does(tmp_path: Path, monkeypatch: pytes
 
 
 def test_what_cannot_be_compiled_apart_is_left_to_who_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = replace_maker(ADD, ".matmul:make_nothing")
-    answers = finished([broken, RELU._replace(file_name="another")])
-    assert answers["add"] is None
+    assert finished([replace(ADD, maker=".matmul:make_nothing"), RELU])["nothing_add"] is None
     monkeypatch.setattr(sys, "executable", "/no/python")
     assert finished([RELU]) == {"gate_relu": None}
-
-
-def replace_maker(request: Request, maker: str) -> Request:
-    return request._replace(maker=maker)
 
 
 def test_the_first_line_says_how_many_for_what_and_how_long(
@@ -190,7 +185,7 @@ def test_compile_says_what_it_did_or_why_not(
     counts = []
 
     def compiling(backend: CpuBackend, models: Sequence[ModelOutline]) -> AbstractContextManager[None]:
-        counts.append(len({each[:2] for model in models for each in needed_kernels(model, BY_NAME["avx2"])}))
+        counts.append(len({kernel for model in models for kernel in needed_kernels(model, BY_NAME["avx2"])}))
         return nullcontext()
 
     monkeypatch.setattr(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from infer.backends.cpu.capture.sampled import Verifier
 from infer.backends.cpu.state import STATE
-from infer.backends.cpu.table import DispatchTable, Walk
+from infer.backends.cpu.table import Walk
 from infer.backends.cpu.threads import aligned
 from infer.operands.step import Chunk, Masks
 from infer.outputs import TokenLogprob
@@ -47,7 +47,7 @@ def walked(
     if batch.allowed is not None:
         masks = Masks(batch.allowed, np.ones(1, np.int64), lambda: None, lambda *step: False)
     chunks, starts = [Chunk(slot, [0]) for slot in range(len(rows))], [len(row.context) - 1 for row in rows]
-    verifier = Verifier(Walk(DispatchTable()), logits)
+    verifier = Verifier(Walk([]), logits)
     return verifier.run(state, chunks, starts, batch.columns, batch.history, masks, num_threads).logprobs
 
 
@@ -116,7 +116,7 @@ def test_each_line_of_a_verified_step_has_its_own() -> None:
     params = [SamplingParams(temperature=0, logprobs=3), SamplingParams(temperature=0, logprobs=20)]
     best = lines.argmax(-1).tolist()
     chunks = [Chunk(0, [0, best[0], best[1], best[2] + 1], num_drafts=3), Chunk(1, [0])]
-    verifier = Verifier(Walk(DispatchTable()), lines.clone())
+    verifier = Verifier(Walk([]), lines.clone())
     found = verifier.run(aligned(1, STATE), chunks, [0, 0], SamplingColumns.of(params, 300), None, None, 2)
     assert found.token_ids == [best[:3], best[4:]]
     rows = [Row(line, {"temperature": 0, "logprobs": 3}) for line in lines[:3]]

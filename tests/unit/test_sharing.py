@@ -8,13 +8,12 @@ from resource import RUSAGE_SELF, getrusage
 
 import numpy as np
 import pytest
-from numba import carray
 
 from infer.backends.cpu import control, pace, simd
 from infer.backends.cpu.compiled import compiled_address
 from infer.backends.cpu.records import SAMPLE
 from infer.backends.cpu.state import STATE
-from infer.backends.cpu.table import BARRIER, Command, DispatchTable, Walk
+from infer.backends.cpu.table import BARRIER, Command, Walk
 from infer.backends.cpu.threads import Team, aligned, publisher
 from infer.backends.cpu.units import begin_units, take_share, take_units
 
@@ -35,8 +34,7 @@ NUM_COMMANDS, REPEATS = 6, 5
 def make_do_units() -> Callable[..., None]:
     """Two rounds; in the second one twice as many units."""
 
-    def do_units(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
-        args, state = carray(args_at, 1)[0], simd.address_of(state_at)
+    def do_units(args, state, thread, num_threads):  # type: ignore[no-untyped-def]
         for round_ in range(2):
             begin_units(state, thread)
             unit, end = take_units(state, thread, num_threads, args.num_units << round_)
@@ -57,8 +55,7 @@ def make_do_units() -> Callable[..., None]:
 def make_do_shares() -> Callable[..., None]:
     """Three rounds of parts of 7 units or more."""
 
-    def do_shares(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
-        args, state = carray(args_at, 1)[0], simd.address_of(state_at)
+    def do_shares(args, state, thread, num_threads):  # type: ignore[no-untyped-def]
         for _ in range(3):
             begin_units(state, thread)
             begin, stop = take_share(state, thread, num_threads, args.num_units, 7)
@@ -73,8 +70,7 @@ def make_do_shares() -> Callable[..., None]:
 def make_check_visits() -> Callable[..., None]:
     """After a barrier every thread has done what came before it, and at most one command more."""
 
-    def check_visits(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
-        args = carray(args_at, 1)[0]
+    def check_visits(args, state, thread, num_threads):  # type: ignore[no-untyped-def]
         own = control.atomic_load(args.visits + 8 * thread)
         for other in range(num_threads):
             ahead = control.atomic_load(args.visits + 8 * other) - own
@@ -99,7 +95,7 @@ class Work:
         self.arguments["num_units"], self.arguments["slow"] = num_units, slow
         self.arguments["lag"] = int(1e9 * lag_seconds)
         address = compiled_address(f"test_sharing:make_{maker}", WORK)
-        self.walk = Walk(DispatchTable([Command(address, self.arguments, BARRIER, maker)] * NUM_COMMANDS))
+        self.walk = Walk([Command(address, self.arguments, BARRIER, maker)] * NUM_COMMANDS)
         self.walk.arguments["repeats"] = REPEATS
         self.state = aligned(1, STATE)
         self.state["num_tokens"] = 1
@@ -173,8 +169,8 @@ def test_a_step_that_waits_for_its_mask_leaves_its_core_to_others() -> None:
     ready, stamps, arguments = np.zeros(1, np.int64), np.zeros(2, np.int64), np.zeros(1, SAMPLE)
     arguments["mask_ready"], arguments["stamps"] = ready.ctypes.data, stamps.ctypes.data
     wait = Command(compiled_address(".sample_advance:make_await_mask", SAMPLE), arguments, BARRIER, "wait", ready)
-    walk, state, team = Walk(DispatchTable([wait])), aligned(1, STATE), Team(1)
-    team.run(Walk(DispatchTable()), state)
+    walk, state, team = Walk([wait]), aligned(1, STATE), Team(1)
+    team.run(Walk([]), state)
     filler = threading.Timer(0.5, publisher(ready))
     filler.start()
     used = time.thread_time()

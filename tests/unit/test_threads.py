@@ -10,14 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from numba import carray
 
 from infer.backends.cpu import control, pace, simd, stacks, threads
 from infer.backends.cpu.compiled import compiled_address
 from infer.backends.cpu.pace import Outcome, Pace
 from infer.backends.cpu.records import MAX_THREADS
 from infer.backends.cpu.state import STATE
-from infer.backends.cpu.table import BARRIER, Command, DispatchTable, Walk
+from infer.backends.cpu.table import BARRIER, Command, Walk
 from infer.backends.cpu.threads import Team, aligned, set_num_threads, team
 from infer.errors import InferError, InvalidRequestError
 from infer.model import from_checkpoint as load_settings
@@ -31,8 +30,7 @@ needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="hardware: Linu
 def make_count() -> Callable[..., None]:
     """Each thread adds to its share of the rows: row r gets r more, exactly once a walk. All but thread 0 lag."""
 
-    def count(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
-        args = carray(args_at, 1)[0]
+    def count(args, state, thread, num_threads):  # type: ignore[no-untyped-def]
         if thread != 0:
             for _ in range(args.lag):
                 control.pause()
@@ -51,7 +49,7 @@ class Counter:
         self.arguments["sums"], self.arguments["num_rows"] = self.sums.ctypes.data, num_rows
         address = compiled_address("test_threads:make_count", PARTS)
         self.times = num_commands * repeats
-        self.walk = Walk(DispatchTable([Command(address, self.arguments, BARRIER, "count")] * num_commands))
+        self.walk = Walk([Command(address, self.arguments, BARRIER, "count")] * num_commands)
         self.walk.arguments["repeats"] = repeats
         self.state = aligned(1, STATE)
         self.state["num_tokens"] = 1

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 from llvmlite import ir
 from llvmlite.ir import IRBuilder as Builder
-from numba import carray, njit, types
+from numba import njit, types
 
 from infer.backends.cpu import simd
 from infer.backends.cpu.layouts import BLOCK, LANES, PANEL, PLANE_BYTES, SCALE_AT, UNIT, WORDS, quantized_bytes
@@ -28,7 +28,6 @@ from infer.backends.cpu.simd import (
     f32x16,
     i32x16,
     load_f32,
-    load_i64,
     load_scalar_f32,
     nearest_i32,
     operation,
@@ -79,7 +78,7 @@ def _lane(b: Builder, x: Value, lane: Value) -> Value:
 
 
 @njit(forceinline=True)
-def record_address(base, token, num_tokens, num_records, record, record_bytes):  # type: ignore[no-untyped-def]
+def record_address(base, token, num_tokens, num_records, record, record_bytes):
     panel = token // PANEL * PANEL
     width = min(PANEL, num_tokens - panel)
     return base + (panel * num_records + record * width + token - panel) * record_bytes
@@ -96,7 +95,7 @@ def _store_words(b: Builder, where: Value, x: Value) -> None:
 
 
 @njit(forceinline=True)
-def quantize_block(first, second, form, at):  # type: ignore[no-untyped-def]
+def quantize_block(first, second, form, at):
     """32 values into the record at `at`."""
     unit = np.float32(32512.0) if form % WORDS == 2 else np.float32(127.0)
     largest = _largest_magnitude(first, second)
@@ -127,7 +126,7 @@ def quantize_block(first, second, form, at):  # type: ignore[no-untyped-def]
 
 
 @njit(forceinline=True)
-def inverse_rms(x, features, eps):  # type: ignore[no-untyped-def]
+def inverse_rms(x, features, eps):
     """1 / sqrt(mean(x²) + eps)"""
     squares = splat_f32(np.float32(0))
     whole = features // 16 * 16
@@ -141,7 +140,7 @@ def inverse_rms(x, features, eps):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _quantize_token(x, weight, factor, args, token, num_tokens, out):  # type: ignore[no-untyped-def]
+def _quantize_token(x, weight, factor, args, token, num_tokens, out):
     num_records = args.features // BLOCK
     record_bytes = quantized_size(args.form)
     scale, form = splat_f32(factor), args.form
@@ -157,7 +156,7 @@ def _quantize_token(x, weight, factor, args, token, num_tokens, out):  # type: i
 
 
 @njit
-def _keep_token(x, weight, factor, args, token, num_tokens, out):  # type: ignore[no-untyped-def]
+def _keep_token(x, weight, factor, args, token, num_tokens, out):
     num_records = (args.features + UNIT - 1) // UNIT
     for i in range(num_records * UNIT):
         value = np.float32(0)
@@ -170,13 +169,13 @@ def _keep_token(x, weight, factor, args, token, num_tokens, out):  # type: ignor
 
 
 @njit(forceinline=True)
-def _token_at(args, state, token):  # type: ignore[no-untyped-def]
-    source = load_i64(state.logit_indices + 8 * token) if args.of_logits else token
+def _token_at(args, state, token):
+    source = state.logit_indices[token] if args.of_logits else token
     return args.x + 4 * args.features * source
 
 
 @njit(forceinline=True)
-def _factor_of(args, state, token):  # type: ignore[no-untyped-def]
+def _factor_of(args, state, token):
     if args.weight == 0:
         return np.float32(1)
     return inverse_rms(_token_at(args, state, token), args.features, args.eps)
@@ -187,8 +186,7 @@ def make_normalize() -> Callable[..., None]:
     single token is done by every thread for itself.
     """
 
-    def normalize(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
-        args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
+    def normalize(args, state, thread, num_threads):
         num_tokens = state.num_logits if args.of_logits else state.num_tokens
         first, end, out = num_tokens * thread // num_threads, num_tokens * (thread + 1) // num_threads, args.out
         if num_tokens == 1 and args.private_bytes != 0:
@@ -209,8 +207,7 @@ def make_normalize() -> Callable[..., None]:
 def make_add_rows() -> Callable[..., None]:
     """residual += y, or y × weight / rms(y); tokens shared out."""
 
-    def add_rows(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
-        args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
+    def add_rows(args, state, thread, num_threads):
         for token in range(thread, state.num_tokens, num_threads):
             y, residual = args.y + 4 * args.features * token, args.residual + 4 * args.features * token
             factor = splat_f32(np.float32(1) if args.weight == 0 else inverse_rms(y, args.features, args.eps))

@@ -14,15 +14,16 @@ from infer.backends.cpu import simd
 from infer.backends.cpu.simd import I8, I32, I64, Value, constant
 
 _LINE = 64
-FIRST_CACHE, SECOND_CACHE = 3, 2  # of LLVM's four degrees of nearness
+_SECOND_CACHE = 2  # of LLVM's four degrees of nearness
 
 
-def prefetch(b: Builder, where: Value, num_bytes: int, nearness: int) -> None:
+def prefetch(b: Builder, where: Value, num_bytes: int) -> None:
+    """Into the second cache: the first has no room for so many requests."""
     kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
     function = b.module.declare_intrinsic("llvm.prefetch.p0", (), kind)
     for line in range(0, num_bytes, _LINE):
         pointer = b.inttoptr(simd.offset(b, where, line), I8.as_pointer())
-        b.call(function, [pointer, constant(I32, 0), constant(I32, nearness), constant(I32, 1)])
+        b.call(function, [pointer, constant(I32, 0), constant(I32, _SECOND_CACHE), constant(I32, 1)])
 
 
 @final
@@ -52,5 +53,5 @@ class Share:
 
     def ask(self, b: Builder) -> None:
         where = b.load(self.at)
-        prefetch(b, where, self.most_bytes, SECOND_CACHE)
+        prefetch(b, where, self.most_bytes)
         b.store(b.add(where, self.step), self.at)

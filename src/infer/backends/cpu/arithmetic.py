@@ -6,44 +6,88 @@ bytes, in one plane or two, A = 256 hi + lo. All sums are exact, so every set gi
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import product
-from typing import Protocol, final
+from typing import final
 
 from llvmlite import ir
 from llvmlite.ir import IRBuilder as Builder
 
 from infer.backends.cpu import simd
 from infer.backends.cpu.isa import InstructionSet
-from infer.backends.cpu.layouts import LANES, Layout
-from infer.backends.cpu.simd import I8, I16, I32, I32X16, Value, constant
+from infer.backends.cpu.layouts import LANES, PLANE_BYTES, WORDS, Layout
+from infer.backends.cpu.simd import I8, I16, I32, I32X16, I64, Value, constant, load
 
 Dots = list[list[list[Value]]]  # i32 × 16 rows, by group, column and part of the record
 Quads = Callable[[int], Value]  # of a group's record, each computed where it is asked for
 _Sums = dict[tuple[int, ...], list[Value]]  # the registers of a sum, by group and column
 
 
-class Tile(Protocol):
-    """What is asked of `tiles.Tile`."""
+@final
+@dataclass(frozen=True)
+class Activations:
+    """A record of some columns' activations, as `dots` reads it: `tiles` says what lies in it."""
 
     b: Builder
-    layout: Layout
-    planes: int
-    has_words: bool
+    layout: Layout  # of the weights
+    form: int
     columns: range
+    record: Value  # where the first column's lies; the others' follow
 
-    def four(self, activations: Value, column: int, plane: int, quad: int) -> Value: ...
+    @property
+    def planes(self) -> int:
+        return self.form % WORDS
 
-    def four_of_lane(self, activations: Value, column: int, plane: int, quad: int) -> Value: ...
+    def at(self, column: int, num_bytes: int) -> Value:
+        """The address of a byte of a column's record; before its end where negative."""
+        size = self.layout.activation_bytes(self.form)
+        return simd.offset(self.b, self.record, column * size + num_bytes % size)
 
-    def eight_of_two(
-        self, activations: Value, first: tuple[int, int], second: tuple[int, int], eight: int
-    ) -> Value: ...
+    def four(self, column: int, plane: int, quad: int) -> Value:
+        """4 bytes of a column, as one i32."""
+        return load(self.b, self.at(column, PLANE_BYTES * plane + 4 * quad), I32, 4)
 
-    def two_words(self, activations: Value, column: int, quad: int, parity: int) -> Value: ...
+    def four_of_lane(self, column: int, plane: int, quad: int) -> Value:
+        """`four` in each lane of 16 bytes, taken from a register that has them of 4 quads."""
+        b, lanes = self.b, ir.VectorType(I32, 4)
+        register = load(b, self.at(column, PLANE_BYTES * plane + 16 * (quad // 4)), lanes, 4)
+        return b.shuffle_vector(register, register, constant(lanes, quad % 4))
 
-    def by_place(self, groups: int, dot: Callable[[int, int, int], Value]) -> Dots: ...
+    def eight_of_two(self, first: tuple[int, int], second: tuple[int, int], eight: int) -> Value:
+        """The nth 8 bytes of two (column, plane), as one register."""
+        b, register = self.b, ir.Constant(ir.VectorType(I64, 2), ir.Undefined)
+        for lane, (column, plane) in enumerate((first, second)):
+            two = load(b, self.at(column, PLANE_BYTES * plane + 8 * eight), I64, 4)
+            register = b.insert_element(register, two, constant(I32, lane))
+        return b.bitcast(register, ir.VectorType(I8, 16))
 
-    def less_offset(self, activations: Value, dots: Dots) -> Dots: ...
+    def two_words(self, column: int, quad: int, parity: int) -> Value:
+        """Of a column, the even or the odd inputs of a quad, as one i32."""
+        return load(self.b, self.at(column, PLANE_BYTES * (quad // 4) + 8 * (quad % 4) + 4 * parity), I32, 4)
+
+    def by_place(self, groups: int, dot: Callable[[int, int, int], Value]) -> Dots:
+        """From the dot of a group, a column and a part."""
+        parts = range(self.layout.parts)
+        return [[[dot(group, column, part) for part in parts] for column in self.columns] for group in range(groups)]
+
+    def less_offset(self, dots: Dots, offset: int) -> Dots:
+        """dots − offset ΣA"""
+        if not offset:
+            return dots
+        less = [self.negative_offset(column, offset) for column in self.columns]
+        return [[[*map(self.b.add, *both)] for both in zip(group, less, strict=True)] for group in dots]
+
+    def negative_sum(self, column: int, half: int) -> Value:
+        """−ΣA of half of the record."""
+        return load(self.b, self.at(column, 4 * half - 8), I32, 4)
+
+    def negative_offset(self, column: int, offset: int) -> list[Value]:
+        """−offset ΣA of each part of the record."""
+        b, shift = self.b, constant(I32, offset.bit_length() - 1)
+        sums = [self.negative_sum(column, half) for half in range(2)]
+        if self.layout.parts == 1:
+            sums = [b.add(*sums)]
+        return [simd.splat(b, b.shl(one, shift)) for one in sums]
 
 
 class Arithmetic(ABC):
@@ -53,8 +97,12 @@ class Arithmetic(ABC):
     shuffle: str | None = None  # LLVM's name of what looks bytes up in a register
     is_signed = False  # weights that do not fit a signed byte are given without their offset, which makes them signed
 
+    def offset(self, layout: Layout) -> int:
+        """What is left of it on the bytes that are multiplied."""
+        return 0 if self.is_signed and layout.largest > 127 else layout.offset
+
     @abstractmethod
-    def dots(self, tile: Tile, activations: Value, quads: list[Quads]) -> Dots:
+    def dots(self, activations: Activations, quads: list[Quads]) -> Dots:
         """Σ q A less the offset of q, of each group's quads × each column of activations."""
 
     def look_up(self, b: Builder, codes: Value, table: Sequence[int]) -> Value:
@@ -100,18 +148,18 @@ class Chained(Arithmetic):
     def dot4(self, b: Builder, total: Value, weights: Value, four: Value) -> Value:
         """total[lane] += Σ weights[4 lane + i] × four[i]. `four` is one i32."""
 
-    def dots(self, tile: Tile, activations: Value, quads: list[Quads]) -> Dots:
-        b, parts = tile.b, tile.layout.parts
+    def dots(self, activations: Activations, quads: list[Quads]) -> Dots:
+        b, parts = activations.b, activations.layout.parts
         weights = [[of_group(quad) for quad in range(8)] for of_group in quads]
-        totals: Dots = [[[constant(I32X16, 0)] * parts for _ in tile.columns] for _ in quads]
-        for plane in range(tile.planes):
+        totals: Dots = [[[constant(I32X16, 0)] * parts for _ in activations.columns] for _ in quads]
+        for plane in range(activations.planes):
             if plane:
                 totals = [[[b.shl(x, constant(I32X16, 8)) for x in y] for y in chains] for chains in totals]
-            if plane == tile.planes - 1:
-                totals = tile.less_offset(activations, totals)
+            if plane == activations.planes - 1:
+                totals = activations.less_offset(totals, self.offset(activations.layout))
             for quad in range(8):
-                for column in tile.columns:
-                    four = tile.four(activations, column, plane, quad)
+                for column in activations.columns:
+                    four = activations.four(column, plane, quad)
                     part = quad * parts // 8
                     for chains, of_group in zip(totals, weights, strict=True):
                         total = chains[column][part]
@@ -132,29 +180,29 @@ class Apart(Arithmetic):
     there are too few registers to keep them all."""
 
     @abstractmethod
-    def factor(self, tile: Tile, activations: Value, column: int, plane: int, quad: int) -> Value:
+    def factor(self, activations: Activations, column: int, plane: int, quad: int) -> Value:
         """A column's activations that meet a quad, for every lane of a register."""
 
     @abstractmethod
     def dot4(self, b: Builder, total: Value, weights: Value, factor: Value) -> Value:
         """As `Chained.dot4`, of registers."""
 
-    def dots(self, tile: Tile, activations: Value, quads: list[Quads]) -> Dots:
-        b, sums, size = tile.b, _Sums(), 8 // tile.layout.parts
+    def dots(self, activations: Activations, quads: list[Quads]) -> Dots:
+        b, sums, size = activations.b, _Sums(), 8 // activations.layout.parts
         zeros = split(b, constant(I32X16, 0), self.width)
         for quad in sorted(range(8), key=lambda quad: (quad // size, quad % 4)):
             weights = [split(b, of_group(quad), self.width) for of_group in quads]
-            for column, plane in product(tile.columns, range(tile.planes)):
-                factor = self.factor(tile, activations, column, plane, quad)
+            for column, plane in product(activations.columns, range(activations.planes)):
+                factor = self.factor(activations, column, plane, quad)
                 for group, vectors in enumerate(weights):
                     totals = sums.setdefault((group, column, quad // size, plane), zeros)
                     pairs = zip(totals, vectors, strict=True)
                     sums[group, column, quad // size, plane] = [self.dot4(b, *pair, factor) for pair in pairs]
 
         def whole(*key: int) -> Value:
-            return self.of_planes(b, [join(b, sums[*key, plane]) for plane in range(tile.planes)])
+            return self.of_planes(b, [join(b, sums[*key, plane]) for plane in range(activations.planes)])
 
-        return tile.less_offset(activations, tile.by_place(len(quads), whole))
+        return activations.less_offset(activations.by_place(len(quads), whole), self.offset(activations.layout))
 
     def of_planes(self, b: Builder, planes: list[Value]) -> Value:
         return planes[0] if len(planes) == 1 else b.add(b.shl(planes[0], constant(I32X16, 8)), planes[1])
@@ -164,8 +212,8 @@ class Apart(Arithmetic):
 class Vnni256(Apart):
     width, shuffle = 32, "x86.avx2.pshuf.b"
 
-    def factor(self, tile: Tile, activations: Value, column: int, plane: int, quad: int) -> Value:
-        return split(tile.b, simd.splat(tile.b, tile.four(activations, column, plane, quad)), self.width)[0]
+    def factor(self, activations: Activations, column: int, plane: int, quad: int) -> Value:
+        return split(activations.b, simd.splat(activations.b, activations.four(column, plane, quad)), self.width)[0]
 
     def dot4(self, b: Builder, total: Value, weights: Value, factor: Value) -> Value:
         return call(b, "x86.avx512.vpdpbusd.256", total.type, total, weights, factor)
@@ -177,8 +225,8 @@ class Neon(Apart):
 
     width, shuffle, is_signed = 16, "aarch64.neon.tbl1.v16i8", True
 
-    def factor(self, tile: Tile, activations: Value, column: int, plane: int, quad: int) -> Value:
-        return tile.four_of_lane(activations, column, plane, quad)
+    def factor(self, activations: Activations, column: int, plane: int, quad: int) -> Value:
+        return activations.four_of_lane(column, plane, quad)
 
     def dot4(self, b: Builder, total: Value, weights: Value, factor: Value) -> Value:
         bytes_ = [b.bitcast(x, ir.VectorType(I8, 16)) for x in (weights, factor)]
@@ -192,27 +240,27 @@ class I8mm(Arithmetic):
 
     width, shuffle = 16, "aarch64.neon.tbl1.v16i8"
 
-    def dots(self, tile: Tile, activations: Value, quads: list[Quads]) -> Dots:
-        b, sums, size = tile.b, _Sums(), 8 // tile.layout.parts
+    def dots(self, activations: Activations, quads: list[Quads]) -> Dots:
+        b, sums, size = activations.b, _Sums(), 8 // activations.layout.parts
         zeros = split(b, constant(I32X16, 0), self.width)
         for half in sorted(range(8), key=lambda half: (half // size, half % 4)):
             weights = [split(b, of_group(half), self.width, I8) for of_group in quads]
-            for first in tile.columns[:: 3 - tile.planes]:
-                second = (first, 1) if tile.planes == 2 else (min(first + 1, tile.columns[-1]), 0)
-                factor = tile.eight_of_two(activations, (first, 0), second, half // 2)
+            for first in activations.columns[:: 3 - activations.planes]:
+                second = (first, 1) if activations.planes == 2 else (min(first + 1, activations.columns[-1]), 0)
+                factor = activations.eight_of_two((first, 0), second, half // 2)
                 for group, vectors in enumerate(weights):
                     key = group, first, half // size, half % 2
                     pairs = zip(sums.get(key, zeros), vectors, strict=True)
                     sums[key] = [self._dot8(b, *pair, factor) for pair in pairs]
 
         def whole(group: int, column: int, part: int) -> Value:
-            first = column // (3 - tile.planes) * (3 - tile.planes)
+            first = column // (3 - activations.planes) * (3 - activations.planes)
             registers = sums[group, first, part, 0] + sums[group, first, part, 1]
-            if tile.planes == 1:
+            if activations.planes == 1:
                 return self._column(b, registers, column - first)
             return b.add(b.shl(self._column(b, registers, 0), constant(I32X16, 8)), self._column(b, registers, 1))
 
-        return tile.less_offset(activations, tile.by_place(len(quads), whole))
+        return activations.less_offset(activations.by_place(len(quads), whole), self.offset(activations.layout))
 
     def _dot8(self, b: Builder, total: Value, weights: Value, factor: Value) -> Value:
         return call(b, "aarch64.neon.usmmla.v4i32.v16i8", total.type, total, weights, factor)
@@ -236,23 +284,25 @@ class Words(Arithmetic):
     multiply_words: str
     register: str  # inline assembly's letter for it
 
-    def dots(self, tile: Tile, activations: Value, quads: list[Quads]) -> Dots:
-        emit = self._of_words if tile.has_words else self._of_bytes
-        size = 8 // tile.layout.parts
-        parts = [emit(tile, activations, quads, range(first, first + size)) for first in range(0, 8, size)]
-        dots = tile.by_place(len(quads), lambda group, column, part: join(tile.b, parts[part][group, column]))
-        return tile.less_offset(activations, dots)
+    def dots(self, activations: Activations, quads: list[Quads]) -> Dots:
+        emit = self._of_words if activations.form > WORDS else self._of_bytes
+        size = 8 // activations.layout.parts
+        parts = [emit(activations, quads, range(first, first + size)) for first in range(0, 8, size)]
+        dots = activations.by_place(
+            len(quads), lambda group, column, part: join(activations.b, parts[part][group, column])
+        )
+        return activations.less_offset(dots, self.offset(activations.layout))
 
-    def _of_bytes(self, tile: Tile, activations: Value, quads: list[Quads], part: range) -> _Sums:
-        b, totals, sums = tile.b, _Sums(), _Sums()
-        num_added = min(len(part), 32767 // (256 * tile.layout.largest))  # quads
+    def _of_bytes(self, activations: Activations, quads: list[Quads], part: range) -> _Sums:
+        b, totals, sums = activations.b, _Sums(), _Sums()
+        num_added = min(len(part), 32767 // (256 * activations.layout.largest))  # quads
         at_once = 2 if num_added == 2 else 1  # so that a column's words need not wait for the other columns'
         order = sorted(part, key=lambda quad: quad % 4)  # a vector that is two quads is used at once
         for first in range(0, len(order), at_once):
             some = order[first : first + at_once]
             weights = [[split(b, of_group(quad), self.width, I8) for quad in some] for of_group in quads]
-            for column, plane in product(tile.columns, range(tile.planes)):
-                factors = [self._splat(b, tile.four(activations, column, plane, quad), I8) for quad in some]
+            for column, plane in product(activations.columns, range(activations.planes)):
+                factors = [self._splat(b, activations.four(column, plane, quad), I8) for quad in some]
                 for group, vectors in enumerate(weights):
                     key = group, column, plane
                     for parts, factor in zip(vectors, factors, strict=True):
@@ -261,19 +311,19 @@ class Words(Arithmetic):
                         )
                     if (first + at_once) % num_added == 0:
                         words = sums.pop(key)
-                        by = constant(words[0].type, 256 if plane < tile.planes - 1 else 1)
+                        by = constant(words[0].type, 256 if plane < activations.planes - 1 else 1)
                         wide = [self._call(b, self.multiply_words, I32, x, by) for x in words]
                         self._add(b, totals, (group, column), wide)
         return totals
 
-    def _of_words(self, tile: Tile, activations: Value, quads: list[Quads], part: range) -> _Sums:
-        b, sums = tile.b, _Sums()
+    def _of_words(self, activations: Activations, quads: list[Quads], part: range) -> _Sums:
+        b, sums = activations.b, _Sums()
         for quad in part:
             weights = [split(b, of_group(quad), self.width, I16) for of_group in quads]
             low, eight = constant(weights[0][0].type, 255), constant(weights[0][0].type, 8)
             pairs = [([b.and_(x, low) for x in parts], [b.lshr(x, eight) for x in parts]) for parts in weights]
-            for column, parity in product(tile.columns, range(2)):
-                factor = self._splat(b, tile.two_words(activations, column, quad, parity), I16)
+            for column, parity in product(activations.columns, range(2)):
+                factor = self._splat(b, activations.two_words(column, quad, parity), I16)
                 for group, pair in enumerate(pairs):
                     products = [self._call(b, self.multiply_words, I32, x, factor) for x in pair[parity]]
                     self._add(b, sums, (group, column), products)

@@ -14,7 +14,7 @@ Queries lie rotated and scaled as [kv head, token, query head of the group, dim]
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from numba import carray, njit
+from numba import njit
 
 from infer.backends.cpu import simd
 from infer.backends.cpu.activations import quantize_block, quantized_size, record_address
@@ -39,7 +39,7 @@ from infer.backends.cpu.shares import (
     weight_of_chunks,
     weight_of_queries,
 )
-from infer.backends.cpu.simd import load_f32, load_i64
+from infer.backends.cpu.simd import load_f32
 from infer.backends.cpu.units import begin_units, take_share
 
 _HEAD_BYTES = 4 * (MAX_HEAD_DIM + LANES)
@@ -62,14 +62,12 @@ def make_attend_few(kv_type: str) -> Callable[..., None]:
     attend_queries, attend_span = _make_attend_queries(kv_type, False), _make_attend_span(kv_type)
 
     @njit
-    def attend_chunks(args, state, thread, share):  # type: ignore[no-untyped-def]
+    def attend_chunks(args, state, thread, share):
         item, token = 0, 0
         while token < state.num_tokens:
             end, num_shared = prefix_at(args, state, token)
             if num_shared > 0:
-                span = _Span(
-                    load_i64(state.rows + 8 * token), num_shared * CHUNK - 1, token, end - token, 0, num_shared
-                )
+                span = _Span(state.rows[token], num_shared * CHUNK - 1, token, end - token, 0, num_shared)
                 item = attend_span(span, args, state, thread, item, share)
             while token < end:
                 row, run, slot = run_at(args, state, token, end)
@@ -77,18 +75,17 @@ def make_attend_few(kv_type: str) -> Callable[..., None]:
                 item = attend_span(span, args, state, thread, item, share)
                 token += run
 
-    def attend_few(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
-        args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
-        address, by_chunks = simd.address_of(state_at), is_split(args, state, num_threads)
+    def attend_few(args, state, thread, num_threads):
+        by_chunks = is_split(args, state, num_threads)
         total = weight_of_chunks(args, state) if by_chunks else weight_of_queries(args, state, False)
-        begin_units(address, thread)
-        share = take_share(address, thread, num_threads, total, _LEAST_OF_FEW)
+        begin_units(state, thread)
+        share = take_share(state, thread, num_threads, total, _LEAST_OF_FEW)
         while share[0] < share[1]:
             if by_chunks:
                 attend_chunks(args, state, thread, share)
             else:
                 attend_queries(args, state, thread, share)
-            share = take_share(address, thread, num_threads, total, _LEAST_OF_FEW)
+            share = take_share(state, thread, num_threads, total, _LEAST_OF_FEW)
 
     return attend_few
 
@@ -98,7 +95,7 @@ def _make_attend_span(kv_type: str) -> Any:
     partials = make_chunk_partials(kv_type, False)
 
     @njit
-    def attend_span(span, args, state, thread, item, share):  # type: ignore[no-untyped-def]
+    def attend_span(span, args, state, thread, item, share):
         group, partial_bytes = args.num_heads // args.num_kv_heads, 4 * (args.dim + LANES)
         stride, scratch = partial_bytes * args.num_chunks, args.scratch + thread * args.scratch_bytes
         row, slot, (begin, stop), num_queries = span.row, span.slot, share, span.num_tokens * group
@@ -126,15 +123,13 @@ def make_attend_many(kv_type: str) -> Callable[..., None]:
     """Runs of many queries, as of a prompt, where blocks are not f32 as they lie."""
     attend_queries = _make_attend_queries(kv_type, True)
 
-    def attend_many(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
-        args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
-        address = simd.address_of(state_at)
+    def attend_many(args, state, thread, num_threads):
         total = 0 if is_split(args, state, num_threads) else weight_of_queries(args, state, True)
-        begin_units(address, thread)
-        share = take_share(address, thread, num_threads, total, _LEAST_OF_MANY)
+        begin_units(state, thread)
+        share = take_share(state, thread, num_threads, total, _LEAST_OF_MANY)
         while share[0] < share[1]:
             attend_queries(args, state, thread, share)
-            share = take_share(address, thread, num_threads, total, _LEAST_OF_MANY)
+            share = take_share(state, thread, num_threads, total, _LEAST_OF_MANY)
 
     return attend_many
 
@@ -144,7 +139,7 @@ def _make_attend_queries(kv_type: str, for_many: bool) -> Any:
     attend_columns = _make_attend_columns(kv_type, for_many)
 
     @njit
-    def attend_queries(args, state, thread, share):  # type: ignore[no-untyped-def]
+    def attend_queries(args, state, thread, share):
         group, (begin, stop), item, token = args.num_heads // args.num_kv_heads, share, 0, 0
         scratch = args.scratch + thread * args.scratch_bytes
         while item < stop:
@@ -172,7 +167,7 @@ def _make_attend_columns(kv_type: str, is_wide: bool) -> Any:
     put_queries, walk_chunks = make_put_queries(kv_type), _make_walk_chunks(kv_type, is_wide)
 
     @njit
-    def attend_columns(columns, args, state, token, kv, num_shared, after, scratch):  # type: ignore[no-untyped-def]
+    def attend_columns(columns, args, state, token, kv, num_shared, after, scratch):
         dim, group, size = args.dim, args.num_heads // args.num_kv_heads, 4 * (args.dim + LANES)
         left, right = columns.first, columns.first + columns.num
         put_queries(args, state, kv, token * group + left, token * group + right)
@@ -190,7 +185,7 @@ def _make_attend_columns(kv_type: str, is_wide: bool) -> Any:
             num_chunks = chunks_between(args, row, slot, slot - ahead + (end - 1) // group)
             following = after
             if end < right:
-                following = load_i64(state.rows + 8 * (token + ahead + run)), kv, num_shared
+                following = state.rows[token + ahead + run], kv, num_shared
             walk_chunks(some, args, kv, (num_shared, num_chunks), following, scratch, results)
             first = end
         for column in range(left, right):
@@ -208,7 +203,7 @@ def _make_walk_chunks(kv_type: str, is_wide: bool) -> Any:
     partials, widen_chunk = make_chunk_partials(kv_type, is_wide), make_widen_chunk(kv_type)
 
     @njit
-    def walk_chunks(columns, args, kv, numbers, after, scratch, results):  # type: ignore[no-untyped-def]
+    def walk_chunks(columns, args, kv, numbers, after, scratch, results):
         dim, group, size = args.dim, args.num_heads // args.num_kv_heads, 4 * (args.dim + LANES)
         sums = scratch + args.scratch_bytes - (MOST_COLUMNS + BUNDLE) * size
         left, right = columns.first, columns.first + columns.num
@@ -235,12 +230,12 @@ def _make_walk_chunks(kv_type: str, is_wide: bool) -> Any:
 
 
 @njit(inline="always")
-def _out_of_head(args, token, head):  # type: ignore[no-untyped-def]
+def _out_of_head(args, token, head):
     return args.out + 4 * args.dim * (token * args.out_heads + args.first_head + head)
 
 
 @njit
-def _quantize_heads(args, tokens, token, head, count):  # type: ignore[no-untyped-def]
+def _quantize_heads(args, tokens, token, head, count):
     """Outputs of a token's heads from one on → activation records."""
     if args.quantized == 0:
         return
@@ -256,8 +251,7 @@ def make_finish() -> Callable[..., None]:
     """What is left: to merge the partials of chunks that were shared out, to quantise heads whose blocks are not their
     own."""
 
-    def finish(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
-        args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
+    def finish(args, state, thread, num_threads):
         tokens, dim, heads = state.num_tokens, args.dim, args.num_heads
         merges = is_split(args, state, num_threads)
         result, partial_bytes, group = simd.stack(_HEAD_BYTES), 4 * (dim + LANES), heads // args.num_kv_heads
@@ -265,8 +259,8 @@ def make_finish() -> Callable[..., None]:
         items = tokens * (heads // per_item) if merges or per_item > 1 else 0
         for item in range(items * thread // num_threads, items * (thread + 1) // num_threads):
             token, first = item // (heads // per_item), item % (heads // per_item) * per_item
-            row = load_i64(state.rows + 8 * token)
-            slot = slot_of(args, row, load_i64(state.positions + 8 * token))
+            row = state.rows[token]
+            slot = slot_of(args, row, state.positions[token])
             if merges:
                 num_first, num_skipped = chunks_seen(args, row, slot)
                 for head in range(first, first + per_item):

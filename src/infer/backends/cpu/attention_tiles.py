@@ -13,14 +13,13 @@ from typing import Any
 from llvmlite.ir import IRBuilder as Builder
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from infer.backends.cpu import quantized_tiles, registers, simd
 from infer.backends.cpu.ahead import Ahead, Share
-from infer.backends.cpu.cached_forms import KEYS, VALUES, Form
+from infer.backends.cpu.cached_forms import Form
 from infer.backends.cpu.layouts import LANES
 from infer.backends.cpu.records import CHUNK
-from infer.backends.cpu.simd import F32, F32X16, I64, Value, constant, multiply, offset
+from infer.backends.cpu.simd import F32, F32X16, I64, Value, address, constant, multiply, offset, operation
 
 REGION = 4  # blocks that all columns meet before the next: they stay in a core's first cache
 STRIDE = 4 * CHUNK  # bytes from column to column of scores
@@ -60,17 +59,16 @@ def _for_each_region(
         emit(first, count, at, b.select(is_last, after, b.add(at, region_bytes)))
 
 
-@intrinsic(prefer_literal=True)
-def score_run(
-    context: Any, kv_type: Any, columns: Any, queries: Any, dim: Any, keys: Any, num_blocks: Any, out: Any, after: Any
-) -> Any:
-    """Scores of queries against a run of blocks of keys, as [column, 256]. What lies at `after` is asked for."""
-    form = KEYS[kv_type.literal_value]
+def make_score_run(form: Form) -> Any:
+    """scores(columns, queries, dim, keys, num_blocks, out, after): of queries against a run of blocks of keys, as
+    [column, 256]. What lies at `after` is asked for."""
     emit_tile = quantized_tiles.emit_scores if form.is_coded else emit_scores
 
-    def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Any:
-        _, columns, queries, dim, keys, num_blocks, out, after = arguments
-        block_bytes = form.emit_block_bytes(b, dim)
+    @operation(types.void, *(address,) * 7)
+    def score_run(
+        b: Builder, columns: Value, queries: Value, dim: Value, keys: Value, num_blocks: Value, out: Value, after: Value
+    ) -> None:
+        block_bytes = multiply(b, dim, form.dim_bytes)
 
         def region(first: Value, count: Value, at: Value, following: Value) -> None:
             ahead, to = Ahead.begin(b, following), b.add(out, multiply(b, first, 4 * LANES))
@@ -95,9 +93,8 @@ def score_run(
             _for_each_tile(b, columns, tiles)
 
         _for_each_region(b, num_blocks, REGION, keys, multiply(b, block_bytes, REGION), after, region)
-        return context.get_dummy_value()
 
-    return types.void(kv_type, *(types.int64,) * 7), emit
+    return score_run
 
 
 def emit_scores(
@@ -113,19 +110,17 @@ def emit_scores(
     return sums
 
 
-@intrinsic(prefer_literal=True)
-def add_value_run(
-    context: Any, kv_type: Any, columns: Any, p: Any, dim: Any, values: Any, num_positions: Any, out: Any, stride: Any,
-    after: Any,
-) -> Any:  # fmt: skip
-    """out[column × stride …] += Σ p[column, 256] × values over the first positions of a run of blocks, as many whole
-    vectors as dim has. The sum goes on from what out holds. What lies at `after` is asked for."""
-    form = VALUES[kv_type.literal_value]
+def make_add_value_run(form: Form) -> Any:
+    """add(columns, p, dim, values, num_positions, out, stride, after): out[column × stride …] += Σ p[column, 256] ×
+    values over the first positions of a run of blocks, as many whole vectors as dim has. The sum goes on from what out
+    holds. What lies at `after` is asked for."""
     emit_tile = quantized_tiles.emit_values if form.is_coded else emit_values
 
-    def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Any:
-        _, columns, p, dim, values, num_positions, out, stride, after = arguments
-
+    @operation(types.void, *(address,) * 8)
+    def add_value_run(
+        b: Builder, columns: Value, p: Value, dim: Value, values: Value, num_positions: Value, out: Value,
+        stride: Value, after: Value,
+    ) -> None:  # fmt: skip
         def region(first: Value, count: Value, at: Value, following: Value) -> None:
             ahead, p_at = Ahead.begin(b, following), b.add(p, multiply(b, first, 4))
 
@@ -143,11 +138,10 @@ def add_value_run(
 
             _for_each_tile(b, columns, tiles)
 
-        region_bytes = multiply(b, form.emit_block_bytes(b, dim), REGION)
+        region_bytes = multiply(b, dim, form.dim_bytes * REGION)
         _for_each_region(b, num_positions, REGION * LANES, values, region_bytes, after, region)
-        return context.get_dummy_value()
 
-    return types.void(kv_type, *(types.int64,) * 8), emit
+    return add_value_run
 
 
 def emit_values(
@@ -169,15 +163,13 @@ def emit_values(
     registers.store_variables(b, sums, places)
 
 
-@intrinsic(prefer_literal=True)
-def float_value(context: Any, kv_type: Any, values: Any, index: Any) -> Any:
-    """A single element of blocks of floats."""
-    form = VALUES[kv_type.literal_value]
+def make_float_value(form: Form) -> Any:
+    """value(values, index): a single element of blocks of floats."""
 
-    def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Any:
+    @operation(types.float32, address, types.int64)
+    def float_value(b: Builder, values: Value, index: Value) -> Value:
         if form.is_coded:  # whose heads are whole vectors
             return constant(F32, 0.0)
-        _, values, index = arguments
         return form.load_element(b, b.add(values, multiply(b, index, form.row_bytes // LANES)))
 
-    return types.float32(kv_type, types.int64, types.int64), emit
+    return float_value

@@ -17,6 +17,7 @@ import torch
 from infer.backends import torch_threads
 from infer.backends.base import Captured, Forward, KernelStore
 from infer.backends.cpu import compiled, isa, kernel_cache, operations, threads
+from infer.backends.cpu.kernel import Kernel
 from infer.backends.cpu.memory_group import MemoryGroup
 from infer.backends.cpu.needed_kernels import needed_kernels
 from infer.backends.torch_backend import TorchBackend
@@ -70,12 +71,12 @@ class CpuBackend(TorchBackend):
 
     def kernel_store(self, models: Iterable[ModelOutline]) -> KernelStore:
         kernels = _needed(models)
-        labels = [request.label for request in compiled.missing(kernels)]
+        labels = [kernel.label for kernel in compiled.missing(kernels)]
         kept_in, trouble = kernel_cache.cache_folder(), kernel_cache.trouble()
-        return KernelStore(isa.instruction_set().name, labels, compiled.count(kernels), kept_in, trouble)
+        return KernelStore(isa.instruction_set().name, labels, len(set(kernels)), kept_in, trouble)
 
 
-def _needed(models: Iterable[ModelOutline]) -> list[compiled.Needed]:
+def _needed(models: Iterable[ModelOutline]) -> list[Kernel]:
     return [kernel for model in models for kernel in needed_kernels(model, isa.instruction_set())]
 
 

@@ -24,7 +24,7 @@ _NUM_SHORT_AT = field_offset(STATE, "threads") + field_offset(THREAD, "num_short
 
 
 @njit
-def spin(word, number):  # type: ignore[no-untyped-def]
+def spin(word, number):
     for _ in range(_PAUSES):
         if control.atomic_load(word) >= number:
             return True
@@ -33,7 +33,7 @@ def spin(word, number):  # type: ignore[no-untyped-def]
 
 
 @njit
-def wait_until(word, number, has_sleepers, spin_nanoseconds):  # type: ignore[no-untyped-def]
+def wait_until(word, number, has_sleepers, spin_nanoseconds):
     """Return when a word has grown to a number: the nanoseconds that it took if that is more than a spin, else 0."""
     if spin(word, number):
         return 0
@@ -50,14 +50,14 @@ def wait_until(word, number, has_sleepers, spin_nanoseconds):  # type: ignore[no
 
 
 @njit
-def wake(word, has_sleepers):  # type: ignore[no-untyped-def]
+def wake(word, has_sleepers):
     """After a word has grown to what others may wait for."""
     if control.atomic_load(has_sleepers) != 0 and control.atomic_exchange(has_sleepers, 0) != 0:
         control.wake_all(word)
 
 
 @njit
-def clear_barrier(state, num_threads):  # type: ignore[no-untyped-def]
+def clear_barrier(state, num_threads):
     """Before threads that meet at barriers begin."""
     store_i64(state + _RELEASED, 0)
     store_i64(state + _HAS_SLEEPERS, 0)
@@ -66,7 +66,7 @@ def clear_barrier(state, num_threads):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _is_last(state, thread, num_threads, number):  # type: ignore[no-untyped-def]
+def _is_last(state, thread, num_threads, number):
     """Whether all others have arrived at a barrier."""
     arrivals, parties = state + _ARRIVALS, num_threads
     if num_threads > _MOST_UNGROUPED:
@@ -79,7 +79,7 @@ def _is_last(state, thread, num_threads, number):  # type: ignore[no-untyped-def
 
 
 @njit
-def meet(state, thread, num_threads, number):  # type: ignore[no-untyped-def]
+def meet(state, thread, num_threads, number):
     """Return when all have come to the barrier of this number: the nanoseconds lost if that took long."""
     released, has_sleepers = state + _RELEASED, state + _HAS_SLEEPERS
     if _is_last(state, thread, num_threads, number):

@@ -3,59 +3,58 @@
 from typing import Any
 
 import numpy as np
+from llvmlite.ir import IRBuilder as Builder
 from numba import njit, types
-from numba.extending import intrinsic
 
 from infer.backends.cpu import simd
 from infer.backends.cpu.cached_forms import KEYS, VALUES, Form
 from infer.backends.cpu.layouts import BLOCK, LANES
 from infer.backends.cpu.quantized_tiles import emit_mix
-from infer.backends.cpu.simd import load_f32, load_scalar_f32, splat_f32, splat_i32, store_scalar_f32
+from infer.backends.cpu.simd import (
+    Value,
+    address,
+    load_f32,
+    load_scalar_f32,
+    operation,
+    splat_f32,
+    splat_i32,
+    store_scalar_f32,
+)
 from infer.quantization.kv_formats import QUANTIZED
 
 _CODES = BLOCK
 _FLOAT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 
 
-@intrinsic
-def mix_32(context: Any, where: Any) -> Any:
-    """`kv_layout.mix` of 32 floats, in place."""
-
-    def emit(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        emit_mix(b, arguments[0])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), emit
+mix_32 = operation(types.void, address)(emit_mix)
 
 
-@intrinsic(prefer_literal=True)
-def put_16(context: Any, kv_type: Any, apart: Any, where: Any, x: Any) -> Any:
-    """16 floats as the cache's, each so many elements after the one before."""
-    name, step = kv_type.literal_value, apart.literal_value
+def _make_put_16(kv_type: str, apart: int) -> Any:
+    """put(where, x): 16 floats as the cache's, each so many elements after the one before."""
+    size = _FLOAT_BYTES[kv_type]
 
-    def emit(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        *_, where, stored = arguments
-        if name != "f32":
-            stored = simd.narrow_f16(b, stored) if name == "f16" else simd.narrow_bf16(b, stored)
-        if step == 1:
-            simd.store(b, where, stored, _FLOAT_BYTES[name])
-        else:
-            for lane in range(LANES):
-                element = b.extract_element(stored, simd.constant(simd.I32, lane))
-                simd.store(b, simd.offset(b, where, lane * step * _FLOAT_BYTES[name]), element, _FLOAT_BYTES[name])
-        return context.get_dummy_value()
+    @operation(types.void, address, simd.f32x16)
+    def put_16(b: Builder, where: Value, stored: Value) -> None:
+        if kv_type != "f32":
+            stored = simd.narrow_f16(b, stored) if kv_type == "f16" else simd.narrow_bf16(b, stored)
+        if apart == 1:
+            simd.store(b, where, stored, size)
+            return
+        for lane in range(LANES):
+            element = b.extract_element(stored, simd.constant(simd.I32, lane))
+            simd.store(b, simd.offset(b, where, lane * apart * size), element, size)
 
-    return types.void(kv_type, apart, types.int64, simd.f32x16), emit
+    return put_16
 
 
 @njit(forceinline=True)
-def _put(at, size, is_f16, value):  # type: ignore[no-untyped-def]
+def _put(at, size, is_f16, value):
     if size == 4:
         store_scalar_f32(at, value)
     elif is_f16:
-        simd.store_u16(at, simd.f16_bits(value))
+        simd.store_u16(at, simd.narrow_f16(value))
     else:
-        simd.store_u16(at, simd.bf16_bits(value))
+        simd.store_u16(at, simd.narrow_bf16(value))
 
 
 def make_mix(kv_type: str) -> Any:
@@ -63,7 +62,7 @@ def make_mix(kv_type: str) -> Any:
     is_mixed = kv_type in QUANTIZED
 
     @njit
-    def mix(x, dim):  # type: ignore[no-untyped-def]
+    def mix(x, dim):
         if is_mixed:
             for i in range(0, 4 * dim, 4 * BLOCK):
                 mix_32(x + i)
@@ -88,13 +87,13 @@ def make_put_value(kv_type: str) -> Any:
 
 def _make_put_floats(kv_type: str, apart: int) -> Any:
     """An element of a position lies so many elements after the one before: 16, as positions are neighbours, or 1."""
-    size, is_f16 = _FLOAT_BYTES[kv_type], kv_type == "f16"
+    size, is_f16, put_16 = _FLOAT_BYTES[kv_type], kv_type == "f16", _make_put_16(kv_type, apart)
 
     @njit
-    def put(block, lane, dim, x):  # type: ignore[no-untyped-def]
+    def put(block, lane, dim, x):
         to, whole = block + lane * size * (dim if apart == 1 else 1), dim // LANES * LANES
         for i in range(0, whole, LANES):
-            put_16(kv_type, apart, to + i * apart * size, load_f32(x + 4 * i))
+            put_16(to + i * apart * size, load_f32(x + 4 * i))
         for i in range(whole, dim):
             _put(to + i * apart * size, size, is_f16, load_scalar_f32(x + 4 * i))
 
@@ -107,7 +106,7 @@ def _make_put_codes(quantize: Any, form: Form, lane_bytes: int, byte_bytes: int)
     bytes_per_lane = codes_bytes // LANES
 
     @njit
-    def put(block, lane, dim, x):  # type: ignore[no-untyped-def]
+    def put(block, lane, dim, x):
         codes = simd.stack(_CODES)
         for record in range(dim // BLOCK):
             at = block + record * record_bytes
@@ -119,13 +118,13 @@ def _make_put_codes(quantize: Any, form: Form, lane_bytes: int, byte_bytes: int)
 
 
 @njit
-def _quantize_8(x, codes, scale_at):  # type: ignore[no-untyped-def]
+def _quantize_8(x, codes, scale_at):
     """32 floats at x → 32 bytes of codes, and the f16 scale."""
     first, second = load_f32(x), load_f32(x + 64)
     largest = simd.max_f32(simd.maximum(simd.absolute(first), simd.absolute(second)))
-    bits = simd.f16_bits(largest / np.float32(127))
+    bits = simd.narrow_f16(largest / np.float32(127))
     simd.store_u16(scale_at, bits)
-    scale = simd.f16_value(bits)
+    scale = simd.widen_f16(bits)
     if scale == np.float32(0):
         scale = np.float32(1)
     low, high = splat_f32(np.float32(-127)), splat_f32(np.float32(127))
@@ -134,16 +133,16 @@ def _quantize_8(x, codes, scale_at):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _quantize_4(x, codes, scale_at):  # type: ignore[no-untyped-def]
+def _quantize_4(x, codes, scale_at):
     """32 floats at x → 16 bytes of codes, and the f16 scale and, 32 bytes after it, minimum."""
     first, second = load_f32(x), load_f32(x + 64)
     largest = simd.max_f32(simd.maximum(first, second))
     minus = splat_f32(np.float32(-1))
     smallest = -simd.max_f32(simd.maximum(first * minus, second * minus))
-    scale_bits, minimum_bits = simd.f16_bits((largest - smallest) / np.float32(15)), simd.f16_bits(smallest)
+    scale_bits, minimum_bits = simd.narrow_f16((largest - smallest) / np.float32(15)), simd.narrow_f16(smallest)
     simd.store_u16(scale_at, scale_bits)
     simd.store_u16(scale_at + 2 * LANES, minimum_bits)
-    scale, minimum = simd.f16_value(scale_bits), splat_f32(simd.f16_value(minimum_bits))
+    scale, minimum = simd.widen_f16(scale_bits), splat_f32(simd.widen_f16(minimum_bits))
     if scale == np.float32(0):
         scale = np.float32(1)
     low, high = splat_f32(np.float32(0)), splat_f32(np.float32(15))

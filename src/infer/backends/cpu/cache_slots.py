@@ -4,39 +4,45 @@
 of 16 in at most two parts, [0, gap) of the sinks and [first, end) of the window. Pages that nobody sees are not read.
 """
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 
 from infer.backends.cpu import simd
-from infer.backends.cpu.cached_forms import key_bytes, value_bytes
+from infer.backends.cpu.cached_forms import KEYS, VALUES
 from infer.backends.cpu.layouts import LANES
 from infer.backends.cpu.records import CHUNK
-from infer.backends.cpu.simd import load_i64
+
+
+def make_block_at(kv_type: str) -> Any:
+    """block_at(args, row, kv, slot): where a head's block of keys lies that has the slot, and that of values."""
+    key_bytes, value_bytes = KEYS[kv_type].dim_bytes, VALUES[kv_type].dim_bytes
+
+    @njit(forceinline=True)
+    def block_at(args, row, kv, slot):
+        page = args.table[row * args.table_stride + (slot >> args.page_bits)]
+        block = (slot & ((1 << args.page_bits) - 1)) // LANES
+        keys = args.keys + page * args.key_page_stride + kv * args.key_stride
+        values = args.values + page * args.value_page_stride + kv * args.value_stride
+        return keys + block * args.dim * key_bytes, values + block * args.dim * value_bytes
+
+    return block_at
 
 
 @njit(forceinline=True)
-def block_at(kv_type, args, row, kv, slot):  # type: ignore[no-untyped-def]
-    """Where a head's block of keys lies that has the slot, and that of values."""
-    page = load_i64(args.table + 8 * (row * args.table_stride + (slot >> args.page_bits)))
-    block = (slot & ((1 << args.page_bits) - 1)) // LANES
-    keys = args.keys + page * args.key_page_stride + kv * args.key_stride
-    values = args.values + page * args.value_page_stride + kv * args.value_stride
-    return keys + block * key_bytes(kv_type, args.dim), values + block * value_bytes(kv_type, args.dim)
-
-
-@njit(forceinline=True)
-def end_of_run(args, slot, end):  # type: ignore[no-untyped-def]
+def end_of_run(args, slot, end):
     """How far the slots from `slot` on, before `end`, lie one after another in memory: in one page."""
     return min(((slot >> args.page_bits) + 1) << args.page_bits, end)
 
 
 @njit(forceinline=True)
-def slot_of(args, row, position):  # type: ignore[no-untyped-def]
-    return position - load_i64(args.shifts + 8 * row)
+def slot_of(args, row, position):
+    return position - args.shifts[row]
 
 
 @njit(forceinline=True)
-def seen_lanes(at, sinks, low, high, x):  # type: ignore[no-untyped-def]
+def seen_lanes(at, sinks, low, high, x):
     """Slots [at, at + 16) of a chunk, −infinity where they are neither in [0, sinks) nor in [low, high)."""
     seen = simd.keep_lanes(np.int32(low - at), np.int32(high - at), x)
     if at < sinks:
@@ -45,45 +51,45 @@ def seen_lanes(at, sinks, low, high, x):  # type: ignore[no-untyped-def]
 
 
 @njit(forceinline=True)
-def _first_seen(slot, window):  # type: ignore[no-untyped-def]
+def _first_seen(slot, window):
     return 0 if window == 0 else max(0, slot + 1 - window)
 
 
 @njit
-def num_seen(args, row, slot):  # type: ignore[no-untyped-def]
+def num_seen(args, row, slot):
     """How many slots a token sees."""
-    sinks = min(load_i64(args.sinks + 8 * row), slot + 1)
-    return slot + 1 - max(0, _first_seen(slot, load_i64(args.windows + 8 * row)) - sinks)
+    sinks = min(args.sinks[row], slot + 1)
+    return slot + 1 - max(0, _first_seen(slot, args.windows[row]) - sinks)
 
 
 @njit
-def chunks_seen(args, row, slot):  # type: ignore[no-untyped-def]
+def chunks_seen(args, row, slot):
     """A token sees something of the first so many chunks, nothing of so many after them, and of the rest up to its
     own."""
-    sinks = min(load_i64(args.sinks + 8 * row), slot + 1)
+    sinks = min(args.sinks[row], slot + 1)
     num_first = (sinks + CHUNK - 1) // CHUNK
-    return num_first, max(0, _first_seen(slot, load_i64(args.windows + 8 * row)) // CHUNK - num_first)
+    return num_first, max(0, _first_seen(slot, args.windows[row]) // CHUNK - num_first)
 
 
 @njit
-def seen_of_chunk(args, row, chunk, slot):  # type: ignore[no-untyped-def]
+def seen_of_chunk(args, row, chunk, slot):
     """A token sees [0, sinks) and [low, high) of a chunk."""
     start = chunk * CHUNK
     high = min(CHUNK, slot + 1 - start)
-    low = max(0, _first_seen(slot, load_i64(args.windows + 8 * row)) - start)
-    sinks = min(load_i64(args.sinks + 8 * row) - start, CHUNK)
+    low = max(0, _first_seen(slot, args.windows[row]) - start)
+    sinks = min(args.sinks[row] - start, CHUNK)
     if sinks >= low:
         return 0, 0, high
     return max(0, sinks), min(low, max(0, high)), high
 
 
 @njit
-def parts_of_chunk(sinks, low, high):  # type: ignore[no-untyped-def]
+def parts_of_chunk(sinks, low, high):
     """[0, gap) and [first, end) are the blocks that have what is seen; gap is 0 where there are no sinks to tell."""
     gap, first, end = up(sinks), low // LANES * LANES, up(high)
     return gap, max(gap, first), max(gap, end)
 
 
 @njit(forceinline=True)
-def up(slots):  # type: ignore[no-untyped-def]
+def up(slots):
     return (slots + LANES - 1) // LANES * LANES

@@ -12,12 +12,25 @@ from typing import Any, final
 from llvmlite.ir import IRBuilder as Builder
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from infer.backends.cpu import simd
-from infer.backends.cpu.ahead import SECOND_CACHE, prefetch
+from infer.backends.cpu.ahead import prefetch
 from infer.backends.cpu.layouts import BLOCK, LANES
-from infer.backends.cpu.simd import F32X16, I8X16, I16X16, I32, I32X16, I64, Value, constant, load, multiply, offset
+from infer.backends.cpu.simd import (
+    F32X16,
+    I8X16,
+    I16X16,
+    I32,
+    I32X16,
+    I64,
+    Value,
+    address,
+    constant,
+    load,
+    multiply,
+    offset,
+    operation,
+)
 
 _ROWS = 2 * LANES  # of a record
 
@@ -61,17 +74,17 @@ class Form:
     def record_bytes(self) -> int:
         return self.codes_bytes + self.side_bytes * (1 + self.has_minima)
 
-    def emit_block_bytes(self, b: Builder, dim: Value) -> Value:
-        if self.is_coded:
-            return multiply(b, b.udiv(dim, constant(I64, BLOCK)), self.record_bytes)
-        return multiply(b, dim, self.row_bytes)
+    @property
+    def dim_bytes(self) -> int:
+        """Of a block of 16 positions, for each dim."""
+        return self.record_bytes // _ROWS
 
     def load_element(self, b: Builder, where: Value) -> Value:
         """Of floats."""
         if self.row_bytes == 64:
             return simd.load_scalar_f32(b, where)
         bits = simd.load_u16(b, where)
-        return simd.f16_value(b, bits) if self.load is _f16 else simd.bf16_value(b, bits)
+        return simd.widen_f16(b, bits) if self.load is _f16 else simd.widen_bf16(b, bits)
 
     def load_half(self, b: Builder, record: Value, position: Value, half: Value) -> Value:
         """Of the 32 codes of a value, the first 16 or the others."""
@@ -108,51 +121,24 @@ KEYS = _with_widened(_FLOATS | {"q8": _CODES, "q4": _CODES})
 VALUES = _with_widened(_FLOATS | {"q8": _CODES, "q4": _NIBBLES})
 
 
-@intrinsic(prefer_literal=True)
-def key_bytes(context: Any, kv_type: Any, dim: Any) -> Any:
-    """Of a block of 16 positions."""
-    return types.int64(kv_type, types.int64), _bytes_of(KEYS[kv_type.literal_value])
+def make_widen(form: Form) -> Any:
+    """widen(blocks, dim, count, to): so many blocks, in f32. As much after them is asked for."""
 
-
-@intrinsic(prefer_literal=True)
-def value_bytes(context: Any, kv_type: Any, dim: Any) -> Any:
-    return types.int64(kv_type, types.int64), _bytes_of(VALUES[kv_type.literal_value])
-
-
-def _bytes_of(form: Form) -> Any:
-    return lambda context, b, signature, arguments: form.emit_block_bytes(b, arguments[1])
-
-
-@intrinsic(prefer_literal=True)
-def widen_keys(context: Any, kv_type: Any, blocks: Any, dim: Any, count: Any, to: Any) -> Any:
-    """So many blocks → `to`. As much after them is asked for."""
-    return types.void(kv_type, *(types.int64,) * 4), _widening(KEYS, kv_type.literal_value)
-
-
-@intrinsic(prefer_literal=True)
-def widen_values(context: Any, kv_type: Any, blocks: Any, dim: Any, count: Any, to: Any) -> Any:
-    return types.void(kv_type, *(types.int64,) * 4), _widening(VALUES, kv_type.literal_value)
-
-
-def _widening(forms: dict[str, Form], kv_type: str) -> Any:
-    form = forms[kv_type]
-
-    def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Any:
-        _, blocks, dim, count, to = arguments
+    @operation(types.void, *(address,) * 4)
+    def widen(b: Builder, blocks: Value, dim: Value, count: Value, to: Value) -> None:
         if form.is_coded:
             _widen_records(b, form, blocks, b.mul(count, b.udiv(dim, constant(I64, BLOCK))), to)
         else:
             _widen_rows(b, form, blocks, b.mul(count, dim), to)
-        return context.get_dummy_value()
 
-    return emit
+    return widen
 
 
 def _widen_rows(b: Builder, form: Form, rows: Value, count: Value, to: Value) -> None:
     line, at_once = 64 // form.row_bytes, constant(I64, 64 // form.row_bytes)
     ahead = b.add(rows, multiply(b, count, form.row_bytes))
     with cgutils.for_range(b, b.udiv(count, at_once)) as loop:
-        prefetch(b, b.add(ahead, multiply(b, loop.index, 64)), 64, SECOND_CACHE)
+        prefetch(b, b.add(ahead, multiply(b, loop.index, 64)), 64)
         first = b.mul(loop.index, at_once)
         for row in range(line):
             _widen_row(b, form, rows, b.add(first, constant(I64, row)), to)
@@ -170,7 +156,7 @@ def _widen_records(b: Builder, form: Form, records: Value, count: Value, to: Val
     ahead = b.mul(count, size)
     with cgutils.for_range(b, count) as record:
         at, out = b.add(records, b.mul(record.index, size)), b.add(to, multiply(b, record.index, wide.record_bytes))
-        prefetch(b, b.add(at, ahead), form.record_bytes, SECOND_CACHE)
+        prefetch(b, b.add(at, ahead), form.record_bytes)
         with cgutils.for_range(b, constant(I64, LANES)) as pair:
             row = b.add(out, multiply(b, pair.index, 2 * wide.row_bytes))
             for half in range(2):

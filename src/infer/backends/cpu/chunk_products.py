@@ -7,9 +7,9 @@ from typing import Any
 
 from numba import njit
 
-from infer.backends.cpu.attention_tiles import add_value_run, float_value, score_run
-from infer.backends.cpu.cache_slots import block_at, end_of_run
-from infer.backends.cpu.cached_forms import key_bytes, value_bytes, widen_keys, widen_values
+from infer.backends.cpu.attention_tiles import make_add_value_run, make_float_value, make_score_run
+from infer.backends.cpu.cache_slots import end_of_run, make_block_at
+from infer.backends.cpu.cached_forms import KEYS, VALUES, Form, make_widen
 from infer.backends.cpu.layouts import LANES
 from infer.backends.cpu.records import CHUNK, WIDE_BYTES
 from infer.backends.cpu.simd import load_scalar_f32, store_scalar_f32
@@ -17,18 +17,20 @@ from infer.backends.cpu.simd import load_scalar_f32, store_scalar_f32
 
 def make_widen_chunk(kv_type: str) -> Any:
     """widen(args, row, kv, chunk, parts, to): the blocks of a chunk's parts, each at its place among the chunk's."""
-    wide = f"wide {kv_type}"
+    wide, block_at = f"wide {kv_type}", make_block_at(kv_type)
+    widen_keys, widen_values = make_widen(KEYS[kv_type]), make_widen(VALUES[kv_type])
+    key_bytes, value_bytes = KEYS[wide].dim_bytes, VALUES[wide].dim_bytes
 
     @njit
-    def widen_chunk(args, row, kv, chunk, parts, to):  # type: ignore[no-untyped-def]
+    def widen_chunk(args, row, kv, chunk, parts, to):
         start, (gap, first, end), dim = chunk * CHUNK, parts, args.dim
         at = 0 if gap > 0 else first
         while at < end:
             run = end_of_run(args, start + at, start + (gap if at < gap else end)) - start
-            keys, values = block_at(kv_type, args, row, kv, start + at)
+            keys, values = block_at(args, row, kv, start + at)
             block, count = at // LANES, (run - at) // LANES
-            widen_keys(kv_type, keys, dim, count, to + block * key_bytes(wide, dim))
-            widen_values(kv_type, values, dim, count, to + WIDE_BYTES * dim + block * value_bytes(wide, dim))
+            widen_keys(keys, dim, count, to + block * dim * key_bytes)
+            widen_values(values, dim, count, to + WIDE_BYTES * dim + block * dim * value_bytes)
             at = first if run == gap else run
 
     return widen_chunk
@@ -37,25 +39,26 @@ def make_widen_chunk(kv_type: str) -> Any:
 def make_chunk_scores(kv_type: str, is_wide: bool) -> Any:
     """scores(columns, args, kv, chunk, parts, wide, out): of a chunk's parts, as [column, 256]. Where sinks have
     queries of their own they are a part by itself. Blocks lie at `wide` if they are."""
-    stored = f"wide {kv_type}" if is_wide else kv_type
+    form, block_at = KEYS[f"wide {kv_type}" if is_wide else kv_type], make_block_at(kv_type)
+    score_run, key_bytes = make_score_run(form), form.dim_bytes
 
     @njit
-    def chunk_scores(columns, args, kv, chunk, parts, wide, out):  # type: ignore[no-untyped-def]
+    def chunk_scores(columns, args, kv, chunk, parts, wide, out):
         start, (gap, first, end), dim = chunk * CHUNK, parts, args.dim
         at = 0 if gap > 0 else first
         while at < end:
             run = gap if at < gap else end
             if is_wide:
-                keys, after = wide + at // LANES * key_bytes(stored, dim), wide + WIDE_BYTES * dim
+                keys, after = wide + at // LANES * dim * key_bytes, wide + WIDE_BYTES * dim
             else:
                 run = end_of_run(args, start + at, start + run) - start
-                keys, _ = block_at(kv_type, args, columns.row, kv, start + at)
+                keys, _ = block_at(args, columns.row, kv, start + at)
                 following = first if run == gap else run
-                after, _ = block_at(kv_type, args, columns.row, kv, start + min(following, end - 1))
+                after, _ = block_at(args, columns.row, kv, start + min(following, end - 1))
                 if following >= end:
-                    _, after = block_at(kv_type, args, columns.row, kv, start + (0 if gap > 0 else first))
+                    _, after = block_at(args, columns.row, kv, start + (0 if gap > 0 else first))
             q = columns.queries + args.far_bytes if at < gap else columns.queries
-            score_run(stored, columns.num, q, dim, keys, (run - at) // LANES, out + 4 * at, after)
+            score_run(columns.num, q, dim, keys, (run - at) // LANES, out + 4 * at, after)
             at = first if run == gap else run
 
     return chunk_scores
@@ -67,40 +70,46 @@ def make_add_chunk_values(kv_type: str, is_wide: bool) -> Any:
 
     Meanwhile keys are asked for: `after` is their (row, kv head, chunk).
     """
-    stored = f"wide {kv_type}" if is_wide else kv_type
+    form, block_at = VALUES[f"wide {kv_type}" if is_wide else kv_type], make_block_at(kv_type)
+    add_value_run, value_bytes, add_rest = make_add_value_run(form), form.dim_bytes, _make_add_rest(form)
 
     @njit
-    def add_chunk_values(columns, args, kv, chunk, parts, seen, p, wide, out, stride, after):  # type: ignore[no-untyped-def]
+    def add_chunk_values(columns, args, kv, chunk, parts, seen, p, wide, out, stride, after):
         start, (gap, first, _), (sinks, high), dim = chunk * CHUNK, parts, seen, args.dim
         near = sinks if gap < first else min(gap, high)  # a window may begin among the sinks' blocks
         at = 0 if gap > 0 else first
         while at < high or at < gap:
             run = near if at < gap else high
             if is_wide:
-                following, values = wide, wide + WIDE_BYTES * dim + at // LANES * value_bytes(stored, dim)
+                following, values = wide, wide + WIDE_BYTES * dim + at // LANES * dim * value_bytes
             else:
                 run = end_of_run(args, start + at, start + run) - start
-                _, values = block_at(kv_type, args, columns.row, kv, start + at)
+                _, values = block_at(args, columns.row, kv, start + at)
                 if run < high:
-                    _, following = block_at(kv_type, args, columns.row, kv, start + max(run, first))
+                    _, following = block_at(args, columns.row, kv, start + max(run, first))
                 else:
-                    following, _ = block_at(kv_type, args, after[0], after[1], after[2] * CHUNK)
-            add_value_run(stored, columns.num, p + 4 * at, dim, values, run - at, out, stride, following)
+                    following, _ = block_at(args, after[0], after[1], after[2] * CHUNK)
+            add_value_run(columns.num, p + 4 * at, dim, values, run - at, out, stride, following)
             if dim % LANES != 0:
-                _add_rest(stored, columns.num, p + 4 * at, dim, values, run - at, out, stride)
+                add_rest(columns.num, p + 4 * at, dim, values, run - at, out, stride)
             at = first if gap > 0 and run == near else run
 
     return add_chunk_values
 
 
-@njit
-def _add_rest(stored, num_columns, p, dim, values, num_positions, out, stride):  # type: ignore[no-untyped-def]
-    """The dims that are no whole vector."""
-    for column in range(num_columns):
-        for i in range(dim // LANES * LANES, dim):
-            to = out + column * stride + 4 * i
-            total = load_scalar_f32(to)
-            for position in range(num_positions):
-                share = load_scalar_f32(p + 4 * CHUNK * column + 4 * position)
-                total += share * float_value(stored, values, position * dim + i)
-            store_scalar_f32(to, total)
+def _make_add_rest(form: Form) -> Any:
+    """The dims that are no whole vector. Heads of codes have none."""
+    float_value = make_float_value(form)
+
+    @njit
+    def add_rest(num_columns, p, dim, values, num_positions, out, stride):
+        for column in range(num_columns):
+            for i in range(dim // LANES * LANES, dim):
+                to = out + column * stride + 4 * i
+                total = load_scalar_f32(to)
+                for position in range(num_positions):
+                    share = load_scalar_f32(p + 4 * CHUNK * column + 4 * position)
+                    total += share * float_value(values, position * dim + i)
+                store_scalar_f32(to, total)
+
+    return add_rest

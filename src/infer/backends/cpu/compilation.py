@@ -19,6 +19,7 @@ from typing import IO, Any, NamedTuple, final
 
 import infer
 from infer.backends.cpu import kernel_cache
+from infer.backends.cpu.kernel import Kernel
 from infer.system.cores import num_processors
 from infer.system.status_line import PROGRESS_WIDTH, StatusLine, bar, write_notice
 
@@ -32,19 +33,8 @@ _SECONDS = (
 )  # fmt: skip
 
 
-class Request(NamedTuple):
-    """A kernel by name (`compiled.Kernel`), its record's name in `records`, and what in a model asks for it."""
-
-    maker: str
-    variant: tuple[str | int, ...]
-    record: str
-    label: str
-    file_name: str
-    reason: str = ""
-
-    @property
-    def seconds(self) -> float:
-        return next((seconds for start, seconds in _SECONDS if self.label.startswith(start)), 0.3)
+def seconds_of(kernel: Kernel) -> float:
+    return next((seconds for start, seconds in _SECONDS if kernel.label.startswith(start)), 0.3)
 
 
 class Answer(NamedTuple):
@@ -57,36 +47,36 @@ class Answer(NamedTuple):
 class _Jobs:
     """What is asked for, and what was answered. The lock guards all of it and is told of each change."""
 
-    waiting: list[Request]
+    waiting: list[Kernel]
     total: int = 0
     answers: dict[str, Answer | None] = field(default_factory=dict)  # by file name; None: it could not be compiled
     changed: threading.Condition = field(default_factory=threading.Condition)
     children: list[subprocess.Popen[bytes]] = field(default_factory=list)
     is_closed: bool = False
 
-    def next(self) -> Request | None:
+    def next(self) -> Kernel | None:
         with self.changed:
             return self.waiting.pop(0) if self.waiting and not self.is_closed else None
 
-    def put(self, request: Request, answer: Answer | None) -> None:
+    def put(self, kernel: Kernel, answer: Answer | None) -> None:
         with self.changed:
-            self.answers[request.file_name] = answer
+            self.answers[kernel.file_name] = answer
             self.changed.notify_all()
 
 
 @final
 class Compilation:
-    """Requests being compiled, the longest first. `close` ends it; so does a fork, in the child."""
+    """Kernels being compiled, the longest first. `close` ends it; so does a fork, in the child."""
 
-    def __init__(self, requests: Sequence[Request]) -> None:
-        ordered = sorted(requests, key=lambda request: (not request.maker.startswith(".walking"), -request.seconds))
+    def __init__(self, kernels: Sequence[Kernel]) -> None:
+        ordered = sorted(kernels, key=lambda kernel: (not kernel.maker.startswith(".walking"), -seconds_of(kernel)))
         self._jobs = _Jobs(ordered, len(ordered))
-        self.file_names = {request.file_name for request in requests}
+        self.file_names = {kernel.file_name for kernel in kernels}
         self._owner, self._started = os.getpid(), time.monotonic()
-        self.num_processes = min(num_processors(), _MOST_PROCESSES, len(requests))
+        self.num_processes = min(num_processors(), _MOST_PROCESSES, len(kernels))
         self._line = StatusLine()
-        self._weight = {request.file_name: request.seconds for request in requests}
-        self._reasons = sorted({request.reason for request in requests})
+        self._weight = {kernel.file_name: seconds_of(kernel) for kernel in kernels}
+        self._reasons = sorted({kernel.reason for kernel in kernels})
         self._threads = [
             threading.Thread(target=_work, args=(self._jobs,), name="compile-kernels", daemon=True)
             for _ in range(self.num_processes)
@@ -140,8 +130,8 @@ class Compilation:
     def _show(self) -> None:
         done, total = len(self._jobs.answers), self._jobs.total
         weight = sum(self._weight[name] for name in self._jobs.answers)
-        drawn = f"{bar(weight / sum(self._weight.values()), PROGRESS_WIDTH):<{PROGRESS_WIDTH}}"
-        self._line.show(f"infer: compiling CPU kernels {drawn} {done} of {total}, {self.seconds:.0f} s")
+        filled = f"{bar(weight / sum(self._weight.values()), PROGRESS_WIDTH):<{PROGRESS_WIDTH}}"
+        self._line.show(f"infer: compiling CPU kernels {filled} {done} of {total}, {self.seconds:.0f} s")
 
 
 def how_often() -> str:
@@ -153,18 +143,18 @@ def how_often() -> str:
 
 
 def _work(jobs: _Jobs) -> None:
-    """A thread: hands requests to a process of its own. Where there can be none, or it ends, the rest is left."""
+    """A thread: hands kernels to a process of its own. Where there can be none, or it ends, the rest is left."""
     child: subprocess.Popen[bytes] | None = None
     try:
-        while (request := jobs.next()) is not None:
+        while (kernel := jobs.next()) is not None:
             answer = None
             try:
                 child = child or _start(jobs)
-                answer = _ask(child, request)
+                answer = _ask(child, kernel)
             except (OSError, ValueError, EOFError):
                 _end(child)
                 child = None
-            jobs.put(request, answer)
+            jobs.put(kernel, answer)
     finally:
         _end(child)
         with jobs.changed:
@@ -196,10 +186,10 @@ def _start(jobs: _Jobs) -> subprocess.Popen[bytes]:
     return child
 
 
-def _ask(child: subprocess.Popen[bytes], request: Request) -> Answer | None:
+def _ask(child: subprocess.Popen[bytes], kernel: Kernel) -> Answer | None:
     assert child.stdin is not None
     assert child.stdout is not None
-    child.stdin.write(json.dumps([request.maker, request.variant, request.record]).encode() + b"\n")
+    child.stdin.write(json.dumps([kernel.maker, kernel.variant, kernel.record]).encode() + b"\n")
     child.stdin.flush()
     line = child.stdout.readline()
     if not line:

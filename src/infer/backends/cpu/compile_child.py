@@ -9,8 +9,8 @@ import json
 import os
 import sys
 
-from infer.backends.cpu.compiled import Kernel
 from infer.backends.cpu.compiler import compile_command
+from infer.backends.cpu.kernel import Kernel
 from infer.backends.cpu.records import records_by_name
 
 

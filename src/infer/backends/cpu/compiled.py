@@ -1,63 +1,29 @@
-"""Small compiled functions behind pointers: every command of the table is one, compiled on first use, kept on disk.
+"""Small compiled functions, called by address: every command of the table is one, compiled on first use, kept on disk.
 
 All have the signature `void(arguments*, state*, thread, num_threads)`; what `arguments` holds is a numpy record type
 of the kernel's own (`records`). A kernel is named by where its source is made and with what, so that what is found on
 disk needs neither that source's module nor the compiler: both are imported when something must be compiled.
 """
 
-import hashlib
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
 from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 
 from infer.backends.cpu import images, kernel_cache
-from infer.backends.cpu.compilation import Compilation, Request, how_often
+from infer.backends.cpu.compilation import Compilation, how_often, seconds_of
+from infer.backends.cpu.kernel import Kernel
 from infer.backends.cpu.records import records_by_name
 from infer.system.status_line import StatusLine, write_notice
 
-Needed = tuple[str, tuple[str | int, ...], str, str]  # maker, variant, its record's name, what in a model asks for it
 _WORTH_SECONDS = 4.0  # of compiling: for less, processes of its own would take longer to start
 _SYMBOL = re.compile(rb"[A-Za-z0-9_.$@]+")
 _OBJECT_FILES = (b"\x7fELF", b"\xcf\xfa\xed\xfe", b"\x64\x86", b"\x64\xaa")  # ELF, Mach-O, COFF
-
-
-@final
-@dataclass(frozen=True)
-class Kernel:
-    """`maker` is "module:function", the module relative to this package if it begins with a dot, as in ".matmul"."""
-
-    maker: str
-    variant: tuple[str | int, ...] = ()
-
-    @property
-    def label(self) -> str:
-        return "_".join([self.maker.partition(":")[2].removeprefix("make_"), *map(str, self.variant)])
-
-    @cached_property
-    def file_name(self) -> str:
-        """No two kernels share one. The cache's folder stands for the sources of this package; those of other modules
-        (a test's) are in the name."""
-        module = self.maker.partition(":")[0]
-        if module.startswith("."):
-            return f"{module[1:]}.{self.label}"
-        spec = find_spec(module)
-        source = b"" if spec is None or spec.origin is None else Path(spec.origin).read_bytes()
-        return f"{module}.{self.label}-{hashlib.sha256(source).hexdigest()[:16]}"
-
-    def make(self) -> Callable[..., None]:
-        module, _, function = self.maker.partition(":")
-        source: Callable[..., None] = getattr(import_module(module, __package__), function)(*self.variant)
-        return source
 
 
 _lock = threading.RLock()
@@ -77,50 +43,41 @@ def compiled_address(maker: str, arguments: np.dtype[Any], *variant: str | int) 
         return _address_by_kernel[kernel]
 
 
-def missing(needed: Iterable[Needed]) -> list[Request]:
-    """Those of the kernels that are neither loaded nor kept."""
-    found = []
-    for kernel, (record, reason) in _by_kernel(needed).items():
-        if kernel not in _address_by_kernel and not kernel_cache.is_kept(kernel.file_name):
-            found.append(Request(kernel.maker, kernel.variant, record, kernel.label, kernel.file_name, reason))
-    return found
-
-
-def count(needed: Iterable[Needed]) -> int:
-    """How many kernels they are: layers need the same ones."""
-    return len(_by_kernel(needed))
-
-
-def _by_kernel(needed: Iterable[Needed]) -> dict[Kernel, tuple[str, str]]:
-    return {Kernel(maker, variant): (record, reason) for maker, variant, record, reason in needed}
+def missing(needed: Iterable[Kernel]) -> list[Kernel]:
+    """Those of the kernels that are neither loaded nor kept: layers need the same ones."""
+    return [
+        kernel
+        for kernel in dict.fromkeys(needed)
+        if kernel not in _address_by_kernel and not kernel_cache.is_kept(kernel.file_name)
+    ]
 
 
 @contextmanager
-def compiling(needed: Iterable[Needed]) -> Iterator[None]:
+def compiling(needed: Iterable[Kernel]) -> Iterator[None]:
     """Compile what is missing of these kernels meanwhile, several at once; at the end all are there."""
-    requests = missing(needed)
+    kernels = missing(needed)
     announced = {name for compilation in list(_under_way) for name in compilation.file_names}
-    with _begun([request for request in requests if request.file_name not in announced]):
+    with _begun([kernel for kernel in kernels if kernel.file_name not in announced]):
         yield
         for compilation in list(_under_way):
             compilation.finish()
-        for request in requests:
-            compiled_address(request.maker, records_by_name()[request.record], *request.variant)
+        for kernel in kernels:
+            compiled_address(kernel.maker, records_by_name()[kernel.record], *kernel.variant)
 
 
 @contextmanager
-def compiling_ahead(needed: Iterable[Needed]) -> Iterator[None]:
+def compiling_ahead(needed: Iterable[Kernel]) -> Iterator[None]:
     """Begin with what is missing of them, for a `compiling` within. What nobody has taken at the end is given up."""
     with _begun(missing(needed)):
         yield
 
 
 @contextmanager
-def _begun(requests: Sequence[Request]) -> Iterator[None]:
-    if sum(request.seconds for request in requests) < _WORTH_SECONDS:
+def _begun(kernels: Sequence[Kernel]) -> Iterator[None]:
+    if sum(map(seconds_of, kernels)) < _WORTH_SECONDS:
         yield
         return
-    compilation = Compilation(requests)
+    compilation = Compilation(kernels)
     _under_way.append(compilation)
     try:
         yield

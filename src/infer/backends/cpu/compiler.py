@@ -13,10 +13,10 @@ from numba import cfunc, types
 from numba.core import codegen
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
-from numba.np.numpy_support import from_dtype
 
 from infer.backends.cpu.host_features import arm_features
 from infer.backends.cpu.images import NEVER_CALLED, may_run_code, never_called_address, symbol_address
+from infer.backends.cpu.record_types import RecordAt
 from infer.backends.cpu.shortcuts import shortcuts
 from infer.backends.cpu.state import STATE
 from infer.errors import InferError
@@ -37,9 +37,7 @@ class Compiled:
 
 
 def compile_command(name: str, make: Callable[[], Callable[..., None]], arguments: np.dtype[Any]) -> Compiled:
-    signature = types.void(
-        types.CPointer(from_dtype(arguments)), types.CPointer(from_dtype(STATE)), types.intp, types.intp
-    )
+    signature = types.void(RecordAt(arguments), RecordAt(STATE), types.intp, types.intp)
     if not may_run_code():
         raise InferError(
             "the system lets no process make memory executable (mprotect fails), which the CPU kernels need: "

@@ -90,46 +90,46 @@ def erf(b: Builder, x: Value) -> Value:
 
 
 @njit(forceinline=True)
-def sigmoid(x):  # type: ignore[no-untyped-def]
+def sigmoid(x):
     one = splat_f32(np.float32(1))
     return one / (one + exp(splat_f32(np.float32(0)) - x))
 
 
 @njit(forceinline=True)
-def softcapped(x, cap):  # type: ignore[no-untyped-def]
+def softcapped(x, cap):
     return splat_f32(cap) * tanh(x / splat_f32(cap))
 
 
 @njit(forceinline=True)
-def silu(x):  # type: ignore[no-untyped-def]
+def silu(x):
     return x * sigmoid(x)
 
 
 @njit(forceinline=True)
-def gelu_tanh(x):  # type: ignore[no-untyped-def]
+def gelu_tanh(x):
     """x / 2 × (1 + tanh u) = x × sigmoid(2 u), u = sqrt(2 / π) (x + 0.044715 x³)"""
     cube = x * x * x * splat_f32(np.float32(0.044715))
     return x * sigmoid((x + cube) * splat_f32(np.float32(2 * 0.7978845608028654)))
 
 
 @njit(forceinline=True)
-def gelu(x):  # type: ignore[no-untyped-def]
+def gelu(x):
     half, root = splat_f32(np.float32(0.5)), splat_f32(np.float32(0.7071067811865476))
     return x * half * (splat_f32(np.float32(1)) + erf(x * root))
 
 
 @njit(forceinline=True)
-def gelu_sigmoid(x):  # type: ignore[no-untyped-def]
+def gelu_sigmoid(x):
     return x * sigmoid(x * splat_f32(np.float32(1.702)))
 
 
 @njit(forceinline=True)
-def relu(x):  # type: ignore[no-untyped-def]
+def relu(x):
     return simd.maximum(x, splat_f32(np.float32(0)))
 
 
 @njit(forceinline=True)
-def relu_squared(x):  # type: ignore[no-untyped-def]
+def relu_squared(x):
     return relu(x) * relu(x)
 
 

@@ -9,40 +9,33 @@ A rank that waits spins, then sleeps for moments. Where the group has failed nob
 from collections.abc import Callable
 
 import numpy as np
-from numba import carray, njit
+from numba import njit
 
-from infer.backends.cpu import control, simd
+from infer.backends.cpu import control
 from infer.backends.cpu.barrier import SPIN_NANOSECONDS, spin
-from infer.backends.cpu.records import EXCHANGE
 from infer.backends.cpu.simd import load_i64, store_i64
-from infer.backends.cpu.state import LINE_BYTES, field_offset
-
-_DONE, _RANK, _SIZE = (field_offset(EXCHANGE, name) for name in ("done", "rank", "size"))
-_FAILED, _ARRIVALS = (field_offset(EXCHANGE, name) for name in ("failed", "arrivals"))
-_BUFFERS, _BUFFER_BYTES = (field_offset(EXCHANGE, name) for name in ("buffers", "buffer_bytes"))
+from infer.backends.cpu.state import LINE_BYTES
 
 
 @njit
-def _buffer(exchange, number):  # type: ignore[no-untyped-def]
-    return load_i64(exchange + _BUFFERS) + (number & 1) * load_i64(exchange + _BUFFER_BYTES)
+def _buffer(exchange, number):
+    return exchange.buffers + (number & 1) * exchange.buffer_bytes
 
 
 @njit
-def _arrive(exchange, number):  # type: ignore[no-untyped-def]
-    arrivals, rank = load_i64(exchange + _ARRIVALS), load_i64(exchange + _RANK)
-    control.atomic_store(arrivals + LINE_BYTES * rank, number)
+def _arrive(exchange, number):
+    control.atomic_store(exchange.arrivals + LINE_BYTES * exchange.rank, number)
 
 
 @njit
-def _has_failed(exchange):  # type: ignore[no-untyped-def]
-    return control.atomic_load(load_i64(exchange + _FAILED)) != 0
+def _has_failed(exchange):
+    return control.atomic_load(exchange.failed) != 0
 
 
 @njit
-def _await(exchange, rank, number):  # type: ignore[no-untyped-def]
+def _await(exchange, rank, number):
     """Until a rank has arrived at an exchange."""
-    arrived = load_i64(exchange + _ARRIVALS) + LINE_BYTES * rank
-    began = control.nanoseconds()
+    arrived, began = exchange.arrivals + LINE_BYTES * rank, control.nanoseconds()
     while not spin(arrived, number) and not _has_failed(exchange):
         if control.nanoseconds() - began > SPIN_NANOSECONDS:
             control.sleep_briefly()
@@ -51,15 +44,14 @@ def _await(exchange, rank, number):  # type: ignore[no-untyped-def]
 def make_meet() -> Callable[..., None]:
     """What all ranks have written before is seen after it."""
 
-    def meet(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
-        exchange = simd.address_of(args_at)
+    def meet(exchange, state, thread, num_threads):
         if thread != 0:
             return
-        number = load_i64(exchange + _DONE) + 1
+        number = exchange.done + 1
         _arrive(exchange, number)
-        for rank in range(load_i64(exchange + _SIZE)):
+        for rank in range(exchange.size):
             _await(exchange, rank, number)
-        store_i64(exchange + _DONE, number)
+        exchange.done = number
 
     return meet
 
@@ -67,19 +59,18 @@ def make_meet() -> Callable[..., None]:
 def make_lead() -> Callable[..., None]:
     """After a step of several without a return: rank 0 tells what was sampled, and whether it was the last one."""
 
-    def lead(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
-        args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
+    def lead(args, state, thread, num_threads):
         if thread != 0:
             return
         if _has_failed(args.exchange):
-            store_i64(args.stop, 1)
-        number = load_i64(args.exchange + _DONE) + 1
+            args.stop[0] = 1
+        number = args.exchange.done + 1
         buffer = _buffer(args.exchange, number)
-        store_i64(buffer, load_i64(args.stop))
+        store_i64(buffer, args.stop[0])
         for row in range(state.num_logits):
-            store_i64(buffer + 8 * (1 + row), load_i64(state.tokens + 8 * row))
+            store_i64(buffer + 8 * (1 + row), state.tokens[row])
         _arrive(args.exchange, number)
-        store_i64(args.exchange + _DONE, number)
+        args.exchange.done = number
 
     return lead
 
@@ -87,18 +78,17 @@ def make_lead() -> Callable[..., None]:
 def make_follow() -> Callable[..., None]:
     """The same step of another rank: what rank 0 has sampled is the input of the next one."""
 
-    def follow(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
-        args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
+    def follow(args, state, thread, num_threads):
         if thread != 0:
             return
-        number = load_i64(args.exchange + _DONE) + 1
+        number = args.exchange.done + 1
         _arrive(args.exchange, number)
         _await(args.exchange, 0, number)
         buffer = _buffer(args.exchange, number)
         for row in range(state.num_logits):
-            store_i64(state.tokens + 8 * row, load_i64(buffer + 8 * (1 + row)))
-            store_i64(state.positions + 8 * row, load_i64(state.positions + 8 * row) + 1)
-        store_i64(args.stop, np.int64(1) if _has_failed(args.exchange) else load_i64(buffer))
-        store_i64(args.exchange + _DONE, number)
+            state.tokens[row] = load_i64(buffer + 8 * (1 + row))
+            state.positions[row] += 1
+        args.stop[0] = np.int64(1) if _has_failed(args.exchange) else load_i64(buffer)
+        args.exchange.done = number
 
     return follow

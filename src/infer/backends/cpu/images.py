@@ -90,7 +90,7 @@ def are_used_here() -> bool:
 
 
 def try_make(code: bytes, entry: str) -> bytes | None:
-    """The image of an object file whose function `entry` is wanted."""
+    """The image of an object file, to be entered at its function `entry`."""
     try:
         return _make(code, entry)
     except (_UnknownError, struct.error, IndexError, KeyError, ValueError):

@@ -74,10 +74,8 @@ class InstructionSet:
         return self.has_matrices and not layout.is_float
 
 
-_LARGEST_AS_BYTES = {
-    1: 63,
-    2: 31,
-}  # weight by planes; two products of 63 fit 16 bits, but words are faster than two planes
+# The largest weight, by planes. Two products of 63 fit 16 bits, but words are faster than two planes.
+_LARGEST_AS_BYTES = {1: 63, 2: 31}
 _MATRICES = Shape(2, 16, 13, on_matrices=True), Shape(2, 8, 5, on_matrices=True)  # from so many tokens on faster
 _FEW = _tiles(2, 4, 2, 1) + _tiles(1, 4, 1)
 _MANY = _tiles(2, 8) + _FEW
@@ -113,13 +111,13 @@ def target_features() -> frozenset[str]:
 
 def instruction_set() -> InstructionSet:
     """Raises InvalidRequestError if $INFER_ISA names a set that does not exist or that this machine lacks."""
-    wanted = os.environ.get("INFER_ISA")
+    name = os.environ.get("INFER_ISA")
     usable = usable_instruction_sets()
     for isa in usable:
-        if wanted in (None, isa.name):
+        if name in (None, isa.name):
             return isa
     names = ", ".join(isa.name for isa in usable)
-    raise InvalidRequestError(f"INFER_ISA={wanted} is not an instruction set of this machine; it has: {names}")
+    raise InvalidRequestError(f"INFER_ISA={name} is not an instruction set of this machine; it has: {names}")
 
 
 def usable_instruction_sets() -> list[InstructionSet]:

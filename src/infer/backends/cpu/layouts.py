@@ -123,6 +123,10 @@ class Layout:
     def num_records(self, in_features: int) -> int:
         return -(-in_features // self.inputs)
 
+    def token_bytes(self, form: int, in_features: int) -> int:
+        """Of a token's activations."""
+        return self.num_records(in_features) * self.activation_bytes(form)
+
     def group_bytes(self, in_features: int) -> int:
         return self.num_records(in_features) // self.records_per_super * self.super_bytes
 

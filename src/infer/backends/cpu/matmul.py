@@ -9,15 +9,16 @@ So the inner loop is compiled once for a type of weights, whatever follows it.
 from collections.abc import Callable
 from typing import Any
 
-from numba import carray, njit
+from numba import njit
 
 from infer.backends.cpu import control, simd
 from infer.backends.cpu.activations import quantize_block, quantized_size, record_address
 from infer.backends.cpu.curves import ACTIVATIONS, softcapped
 from infer.backends.cpu.isa import BY_NAME, InstructionSet
 from infer.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, PANEL, Layout
-from infer.backends.cpu.matrix_tiles import SCRATCH_BYTES, configure, matrix_tile, release, unpack
-from infer.backends.cpu.panels import TILE_BYTES, multiply_panel
+from infer.backends.cpu.matrix_tiles import SCRATCH_BYTES, make_configure, make_matrix_tile, release
+from infer.backends.cpu.packed_records import make_unpack
+from infer.backends.cpu.panels import TILE_BYTES, make_multiply_panel
 from infer.backends.cpu.simd import load_f32, load_i64, store_f32
 from infer.backends.cpu.tails import load_upto, store_upto
 from infer.backends.cpu.units import begin_units, take_units
@@ -28,46 +29,47 @@ _BUFFER_BYTES = _HEADER + 4 * TILE_BYTES
 
 
 @njit(inline="always")
-def _tile_weights(args, unit, groups, index):  # type: ignore[no-untyped-def]
+def _tile_weights(args, unit, groups, index):
     weights = args.first_weights if index < groups else args.second_weights
     return weights + (unit * args.groups_per_unit + index % groups) * args.group_bytes
 
 
 def _make_panel(layout: Layout, form: int, isa: InstructionSet) -> Any:
     """A panel × a unit's tiles, two groups at a time."""
-    type_, name = layout.type, isa.name
+    multiply_one, multiply_two = (make_multiply_panel(layout, form, isa, num_groups) for num_groups in (1, 2))
 
     @njit(inline="always")
-    def compute(args, unit, groups, num_tiles, panel, width, out, scratch):  # type: ignore[no-untyped-def]
+    def compute(args, unit, groups, num_tiles, panel, width, out, scratch):
         records = args.num_records
         for index in range(0, num_tiles, 2):
             first, to = _tile_weights(args, unit, groups, index), out + index * TILE_BYTES
             if index + 1 < num_tiles:
                 second = _tile_weights(args, unit, groups, index + 1)
-                multiply_panel(type_, form, name, first, second, panel, width, records, to, scratch)
+                multiply_two(first, second, panel, width, records, to, scratch)
             else:
-                multiply_panel(type_, form, name, first, 0, panel, width, records, to, scratch)
+                multiply_one(first, first, panel, width, records, to, scratch)
 
     return compute
 
 
 def _make_matrices(layout: Layout, form: int, isa: InstructionSet) -> tuple[Any, Any]:
     """On the matrix unit: a unit's weights unpacked, and a panel of 16 tokens × its tiles, which are even in number."""
-    type_, name, record_bytes = layout.type, isa.name, layout.unpacked_bytes
+    unpack, matrix_tile = make_unpack(layout, isa), make_matrix_tile(layout, form, isa)
+    record_bytes = layout.unpacked_bytes
 
     @njit(inline="always")
-    def unpack_unit(args, unit, groups, num_tiles, unpacked):  # type: ignore[no-untyped-def]
+    def unpack_unit(args, unit, groups, num_tiles, unpacked):
         for index in range(num_tiles):
             to = unpacked + index * args.num_records * record_bytes
-            unpack(type_, name, _tile_weights(args, unit, groups, index), args.num_records, to)
+            unpack(_tile_weights(args, unit, groups, index), args.num_records, to)
 
     @njit(inline="always")
-    def compute(args, num_tiles, unpacked, panel, stride, out, scratch):  # type: ignore[no-untyped-def]
+    def compute(args, num_tiles, unpacked, panel, stride, out, scratch):
         records = args.num_records
         size = records * record_bytes
         for index in range(0, num_tiles, 2):
             first, to = unpacked + index * size, out + index * TILE_BYTES
-            matrix_tile(type_, form, name, first, first + size, panel, stride, records, to, TILE_BYTES, scratch)
+            matrix_tile(first, first + size, panel, stride, records, to, TILE_BYTES, scratch)
 
     return unpack_unit, compute
 
@@ -80,7 +82,7 @@ def _make_unit(layout: Layout, form: int, isa: InstructionSet) -> Any:
         unpack_unit, compute_matrices = _make_matrices(layout, form, isa)
 
     @njit(inline="always")
-    def multiply_unit(args, state, unit, first, end, num_tokens, activations, unpacked, buffer, scratch):  # type: ignore[no-untyped-def]
+    def multiply_unit(args, state, unit, first, end, num_tokens, activations, unpacked, buffer, scratch):
         groups = min(args.groups_per_unit, args.num_groups - unit * args.groups_per_unit)
         num_tiles = groups * (1 if args.second_weights == 0 else 2)
         even_tiles = num_tiles if num_tiles % 2 == 0 and end - first >= _FEWEST_UNPACKED else 0
@@ -98,7 +100,7 @@ def _make_unit(layout: Layout, form: int, isa: InstructionSet) -> Any:
             simd.store_i64(buffer + 8, width)
             simd.store_i64(buffer + 16, groups)
             row = unit * args.groups_per_unit * LANES
-            control.call_command(args.epilogue, args.epilogue_arguments, state, buffer, row)
+            control.call_command(args.epilogue, args.epilogue_arguments, simd.address_of(state), buffer, row)
 
     return multiply_unit
 
@@ -107,19 +109,18 @@ def make_matmul(type_: str, planes: int, isa: str) -> Callable[..., None]:
     """`isa` names the instruction set."""
     layout, instructions = LAYOUTS[type_], BY_NAME[isa]
     form, has_matrices = instructions.form(layout, planes), instructions.may_use_matrices(layout)
-    multiply_unit = _make_unit(layout, form, instructions)
+    multiply_unit, configure = _make_unit(layout, form, instructions), make_configure(layout)
     on_matrices = [shape.fewest for shape in instructions.shapes(layout, form, 2) if shape.on_matrices]
     fewest = min([*on_matrices, _FEWEST_UNPACKED])
 
-    def matmul(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
-        args, step, state = carray(args_at, 1)[0], carray(state_at, 1)[0], simd.address_of(state_at)
-        num_tokens = step.num_logits if args.of_logits else step.num_tokens
+    def matmul(args, state, thread, num_threads):
+        num_tokens = state.num_logits if args.of_logits else state.num_tokens
         activations = args.activations + (thread * args.private_bytes if num_tokens == 1 else 0)
         num_units = (args.num_groups + args.groups_per_unit - 1) // args.groups_per_unit
         buffer, scratch = simd.stack(_BUFFER_BYTES), simd.stack(SCRATCH_BYTES)
         unpacked = args.unpacked + thread * args.unpacked_bytes
         if has_matrices:
-            configure(type_, num_tokens >= fewest, scratch)
+            configure(num_tokens >= fewest, scratch)
         for first in range(0, num_tokens, args.tokens_per_block):
             last = min(num_tokens, first + args.tokens_per_block)
             begin_units(state, thread)
@@ -136,27 +137,15 @@ def make_matmul(type_: str, planes: int, isa: str) -> Callable[..., None]:
 
 
 @njit(inline="always")
-def _tile_row(buffer, index, token):  # type: ignore[no-untyped-def]
+def _tile_row(buffer, index, token):
     return buffer + _HEADER + index * TILE_BYTES + token * 64
 
 
-def make_store() -> Callable[..., None]:
-    return _make_store(adding=False)
+def make_store(kind: str) -> Callable[..., None]:
+    """plain: out = y + bias. add: out += y + bias. capped: out = softcap × tanh((y + bias) / softcap)."""
+    adding, capping = kind == "add", kind == "capped"
 
-
-def make_store_capped() -> Callable[..., None]:
-    return _make_store(adding=False, capping=True)
-
-
-def make_add() -> Callable[..., None]:
-    return _make_store(adding=True)
-
-
-def _make_store(*, adding: bool, capping: bool = False) -> Callable[..., None]:
-    """out = y + bias, or out += y + bias, or out = softcap × tanh((y + bias) / softcap)"""
-
-    def store(args_at, state_at, buffer, first_row):  # type: ignore[no-untyped-def]
-        args = carray(args_at, 1)[0]
+    def store(args, state, buffer, first_row):
         panel, width, groups = load_i64(buffer), load_i64(buffer + 8), load_i64(buffer + 16)
         for index in range(groups):
             row = first_row + index * LANES
@@ -179,8 +168,7 @@ def make_gate(activation: str) -> Callable[..., None]:
     """out = activation(gate + bias) × (up + bias), quantised too if asked."""
     activate = ACTIVATIONS[activation]
 
-    def gate(args_at, state_at, buffer, first_row):  # type: ignore[no-untyped-def]
-        args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
+    def gate(args, state, buffer, first_row):
         panel, width, groups = load_i64(buffer), load_i64(buffer + 8), load_i64(buffer + 16)
         for token in range(width):
             for index in range(groups):
@@ -209,8 +197,7 @@ def make_gate_rows(activation: str) -> Callable[..., None]:
     """The same over rows [gate, up] that lie in memory: for parts of different types."""
     activate = ACTIVATIONS[activation]
 
-    def gate_rows(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
-        args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
+    def gate_rows(args, state, thread, num_threads):
         columns = args.num_columns
         for token in range(thread, state.num_tokens, num_threads):
             both, out = args.both + 8 * columns * token, args.out + 4 * (args.row_stride * token + args.first_column)

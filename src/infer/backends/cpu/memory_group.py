@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, final
 
-import numpy as np
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
@@ -22,7 +21,7 @@ from torch import Tensor
 from infer.backends.cpu.compiled import compiled_address
 from infer.backends.cpu.records import EXCHANGE, TELL
 from infer.backends.cpu.state import LINE_BYTES, STATE
-from infer.backends.cpu.table import BARRIER, Command, DispatchTable, Walk
+from infer.backends.cpu.table import BARRIER, Arguments, Command, Walk
 from infer.backends.cpu.threads import aligned, team
 from infer.errors import InferError, InvalidRequestError
 from infer.operands.group import Group, Shares
@@ -72,7 +71,7 @@ class MemoryGroup(Group):
             )
         whole = buffer[: len(own) * shares.width].view(len(own), shares.width)
         whole[:, slice(*shares.own)] = own
-        team().run(Walk(DispatchTable([self.meet()])), aligned(1, STATE))
+        team().run(Walk([self.meet()]), aligned(1, STATE))
         if self.has_failed:
             raise InferError("another rank of this model has ended")
         return whole.clone()
@@ -102,6 +101,6 @@ class MemoryGroup(Group):
 
     def tell(self, name: str, stop_at: int) -> Command:
         """`lead` or `follow`, after a step of several: `stop_at` is the address of what ends them."""
-        arguments = np.zeros(1, TELL)
-        arguments["exchange"], arguments["stop"] = self.exchange.ctypes.data, stop_at
-        return Command(compiled_address(f".gather:make_{name}", TELL), arguments, BARRIER, name, (self,))
+        arguments = Arguments(TELL, exchange=self.exchange.ctypes.data, stop=stop_at)
+        function = compiled_address(f".gather:make_{name}", TELL)
+        return Command(function, arguments.record, BARRIER, name, (self, arguments))

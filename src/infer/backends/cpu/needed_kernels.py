@@ -1,15 +1,16 @@
 """Which CPU kernels the steps of a model need, from its headers: what a load compiles ahead. No torch.
 
-`commands` decides; a kernel that this list lacks is compiled when it is first met, in an answer's time.
+`operations` decides; a kernel that this list lacks is compiled when it is first met, in an answer's time.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 from infer.backends.cpu import compiled, kernel_cache
-from infer.backends.cpu.compiled import Needed
 from infer.backends.cpu.isa import InstructionSet, instruction_set
-from infer.backends.cpu.layouts import LANES, PLANES
+from infer.backends.cpu.kernel import Kernel
+from infer.backends.cpu.layouts import PLANES
+from infer.backends.cpu.workspace import are_paired
 from infer.operands.architecture import Architecture, Layer
 from infer.operands.outline import ModelOutline
 
@@ -24,53 +25,51 @@ def begin_compiling(make_outline: Callable[[], ModelOutline]) -> AbstractContext
     return compiled.compiling_ahead(needed_kernels(make_outline(), instruction_set()))
 
 
-def needed_kernels(model: ModelOutline, isa: InstructionSet) -> Iterator[Needed]:
+def needed_kernels(model: ModelOutline, isa: InstructionSet) -> Iterator[Kernel]:
     architecture, types, kv_type, precision = model
     for name in ("serve", "run", "close"):
-        yield f".walking:make_{name}", (), "JOB", ""
-    yield ".walking:make_publish", (), "FLAG", ""
-    yield ".walking:make_walk", (), "WALK", ""
+        yield Kernel(f".walking:make_{name}", (), "JOB")
+    yield Kernel(".walking:make_publish", (), "FLAG")
+    yield Kernel(".walking:make_walk", (), "WALK")
     for name in _SAMPLING:
-        yield f".sample_{name}", (), "SAMPLE", ""
+        yield Kernel(f".sample_{name}", (), "SAMPLE")
     for name in _ADVANCING:
-        yield f".sample_advance:make_{name}", (), "SAMPLE", ""
+        yield Kernel(f".sample_advance:make_{name}", (), "SAMPLE")
     yield from _of_weights(architecture, types, precision, isa)
-    yield ".activations:make_normalize", (), "NORMALIZE", ""
-    yield ".matmul:make_store", (), "EPILOGUE", ""
+    yield Kernel(".activations:make_normalize", (), "NORMALIZE")
+    yield Kernel(".matmul:make_store", ("plain",), "EPILOGUE")
     if architecture.logit_softcap is not None:
-        yield ".matmul:make_store_capped", (), "EPILOGUE", "capped logits"
+        yield Kernel(".matmul:make_store", ("capped",), "EPILOGUE", "capped logits")
     for index, layer in enumerate(architecture.layers):
-        yield from _of_layer(layer, types, f"model.layers.{index}.mlp.")
+        yield from _of_layer(layer, types, f"model.layers.{index}.")
     yield from kernels_of_cache(kv_type)
-    yield ".attention:make_finish", (), "ATTEND", ""
+    yield Kernel(".attention:make_finish", (), "ATTEND")
 
 
-def kernels_of_cache(kv_type: str) -> Iterator[Needed]:
-    yield ".rotation:make_rotate", (kv_type,), "ATTEND", f"kv type {kv_type}"
-    yield ".attention:make_attend_few", (kv_type,), "ATTEND", f"kv type {kv_type}"
+def kernels_of_cache(kv_type: str) -> Iterator[Kernel]:
+    yield Kernel(".rotation:make_rotate", (kv_type,), "ATTEND", f"kv type {kv_type}")
+    yield Kernel(".attention:make_attend_few", (kv_type,), "ATTEND", f"kv type {kv_type}")
     if kv_type != "f32":
-        yield ".attention:make_attend_many", (kv_type,), "ATTEND", f"kv type {kv_type}"
+        yield Kernel(".attention:make_attend_many", (kv_type,), "ATTEND", f"kv type {kv_type}")
 
 
 def _of_weights(
     architecture: Architecture, types: Mapping[str, str], precision: str, isa: InstructionSet
-) -> Iterator[Needed]:
+) -> Iterator[Kernel]:
     table = "model.embed_tokens.weight"
-    yield ".packing:make_embed", (types[table], isa.inputs), "EMBED", f"weights {types[table]}"
+    yield Kernel(".embed:make_embed", (types[table], isa.inputs), "EMBED", f"weights {types[table]}")
     for type_ in sorted(set(types.values())):
-        yield ".packing:make_pack", (type_, isa.inputs), "PACK", f"weights {type_}"
+        yield Kernel(".packing:make_pack", (type_, isa.inputs), "PACK", f"weights {type_}")
     multiplied = {type_ for name, type_ in types.items() if name != table or architecture.tied_embeddings}
     for type_ in sorted(multiplied):
         reason = f"weights {type_}" if precision == "exact" else f"precision {precision}"
-        yield ".matmul:make_matmul", (type_, PLANES[precision], isa.name), "MATMUL", reason
+        yield Kernel(".matmul:make_matmul", (type_, PLANES[precision], isa.name), "MATMUL", reason)
 
 
-def _of_layer(layer: Layer, types: Mapping[str, str], at: str) -> Iterator[Needed]:
+def _of_layer(layer: Layer, types: Mapping[str, str], at: str) -> Iterator[Kernel]:
     if layer.has_post_norms:
-        yield ".activations:make_add_rows", (), "ADD_ROWS", "post norms"
+        yield Kernel(".activations:make_add_rows", (), "ADD_ROWS", "post norms")
     else:
-        yield ".matmul:make_add", (), "EPILOGUE", ""
-    is_paired = types[at + "gate_proj.weight"] == types[at + "up_proj.weight"]
-    is_paired = is_paired and not (layer.has_mlp_bias and layer.intermediate_size % LANES)
-    maker = "gate" if is_paired else "gate_rows"
-    yield f".matmul:make_{maker}", (layer.activation,), "EPILOGUE", f"activation {layer.activation}"
+        yield Kernel(".matmul:make_store", ("add",), "EPILOGUE")
+    maker = "gate" if are_paired(layer, types, at) else "gate_rows"
+    yield Kernel(f".matmul:make_{maker}", (layer.activation,), "EPILOGUE", f"activation {layer.activation}")

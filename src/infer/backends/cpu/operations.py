@@ -1,20 +1,43 @@
 """Every op as compiled commands for the CPU: what `backends.reference` defines, at the speed of memory.
 
-An op makes a few commands (`commands`) and hands them to the active recording, or runs them at once as a table of
-their own: the same code either way, so a recorded step gives the same bits.
+An op makes a few commands: compiled functions with their arguments, and a barrier where threads read each other's work.
+The active recording takes them, or they run at once as a table of their own: the same code either way, so a recorded
+step gives the same bits.
 """
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infer.backends.cpu import commands
+from infer.backends.cpu.compiled import compiled_address
+from infer.backends.cpu.isa import instruction_set
+from infer.backends.cpu.layouts import BLOCK, LANES, PANEL, SPARE_TOKENS
 from infer.backends.cpu.packed import prepare
-from infer.backends.cpu.recording import scope
+from infer.backends.cpu.packed_weight import PackedWeight
+from infer.backends.cpu.recording import Run, scope
+from infer.backends.cpu.records import (
+    ADD_ROWS,
+    ATTEND,
+    CHUNK,
+    EMBED,
+    EPILOGUE,
+    FEWEST_FOR_MANY,
+    MATMUL,
+    MAX_HEAD_DIM,
+    NORMALIZE,
+    SPLIT_TOKENS,
+    attend_scratch_bytes,
+)
 from infer.backends.cpu.sampling import choose_tokens
+from infer.backends.cpu.table import BARRIER, BARRIER_IF_MANY, NO_BARRIER, Arguments
+from infer.backends.cpu.workspace import groups_per_unit
 from infer.backends.reference import attention_weights, normalize
+from infer.errors import InvalidRequestError
 from infer.operands.architecture import Activation
+from infer.operands.group import Shares
 from infer.operands.step import Step
 from infer.operands.weights import Heads, Norm, Projection, Weight
+from infer.quantization.kv_formats import check_kv_type, key_block_bytes, value_block_bytes
 from infer.quantization.kv_layout import LayerCache
 
 __all__ = [
@@ -30,44 +53,27 @@ __all__ = [
     "project_add",
 ]
 
+_CACHED_ACTIVATIONS = 1 << 19  # bytes of activations that should stay in a core's cache while weights stream by
+
 
 def embed(table: Weight, token_ids: Int[Tensor, "tokens"], scale: float) -> Float[Tensor, "tokens hidden"]:
+    weight = _packed(table)
+    rows, features = weight.shape
     with scope("embed", tokens=token_ids) as run:
-        return commands.embed(run, table, scale)
+        out = run.tensor("x", run.capacity, features)
+        arguments = Arguments(EMBED, table=weight.data, group_bytes=weight.group_bytes, num_rows=rows)
+        arguments.set(in_features=features, out=out, scale=scale)
+        run.append("rows", arguments, BARRIER, ".embed:make_embed", weight.layout.type, instruction_set().inputs)
+        return out
 
 
 def norm_project(
     x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection
 ) -> Float[Tensor, "tokens out"]:
     with scope("qkv", num_tokens=len(x)) as run:
-        return commands.norm_project(run, x, norm, projection)
-
-
-def attend(
-    qkv: Float[Tensor, "tokens out"],
-    heads: Heads,
-    layer: LayerCache,
-    step: Step,
-) -> Float[Tensor, "tokens heads_dim"]:
-    with scope("attend", step=step) as run:
-        return commands.attend(run, qkv, heads, layer)
-
-
-def project_add(
-    residual: Float[Tensor, "tokens hidden"],
-    x: Float[Tensor, "tokens in"],
-    projection: Projection,
-    post_norm: Norm | None,
-) -> Float[Tensor, "tokens hidden"]:
-    with scope("project", num_tokens=len(x)) as run:
-        return commands.project_add(run, residual, x, projection, post_norm)
-
-
-def norm_gate(
-    x: Float[Tensor, "tokens hidden"], norm: Norm | None, gate_up: Projection, activation: Activation
-) -> Float[Tensor, "tokens intermediate"]:
-    with scope("gate_up", num_tokens=len(x)) as run:
-        return commands.norm_gate(run, x, norm, gate_up, activation)
+        out, first = run.columns("projected", run.capacity, projection.out_features, projection.shares)
+        _project(run, x, norm, projection, (out, first))
+        return run.gathered(out, projection.shares)
 
 
 def head(
@@ -78,4 +84,228 @@ def head(
     softcap: float | None = None,
 ) -> Float[Tensor, "logits vocab"]:
     with scope("head", num_tokens=len(x), logit_indices=logit_indices) as run:
-        return commands.head(run, x, norm, projection, softcap)
+        logits, first = run.columns("logits", run.max_logits, projection.out_features, projection.shares)
+        _project(run, x, norm, projection, (logits, first), of_logits=True, softcap=softcap)
+        return run.gathered(logits, projection.shares)
+
+
+def project_add(
+    residual: Float[Tensor, "tokens hidden"],
+    x: Float[Tensor, "tokens in"],
+    projection: Projection,
+    post_norm: Norm | None,
+) -> Float[Tensor, "tokens hidden"]:
+    with scope("project", num_tokens=len(x)) as run:
+        shares = projection.shares
+        if post_norm is None and shares is None:
+            _project(run, x, None, projection, (residual, 0), adding=True)
+            return residual
+        y, first = run.columns("before post norm", run.capacity, projection.out_features, shares)
+        _project(run, x, None, projection, (y, first))
+        y = run.gathered(y, shares)
+        arguments = Arguments(ADD_ROWS, residual=residual, y=y, features=y.shape[1])
+        if post_norm is not None:
+            arguments.set(weight=post_norm.weight.float().contiguous(), eps=post_norm.eps)
+        run.append("add" if post_norm is None else "post_norm", arguments, BARRIER, ".activations:make_add_rows")
+        return residual
+
+
+def norm_gate(
+    x: Float[Tensor, "tokens hidden"], norm: Norm | None, gate_up: Projection, activation: Activation
+) -> Float[Tensor, "tokens intermediate"]:
+    features, shares = gate_up.out_features // 2, gate_up.shares
+    with scope("gate_up", num_tokens=len(x)) as run:
+        out, first = run.columns("hidden", run.capacity, features, shares)
+        epilogue = _epilogue((out, first), 0, features, gate_up.bias)
+        halves = _gate_and_up(gate_up)
+        if halves is None:
+            both = run.tensor("gate and up", run.capacity, 2 * features)
+            _project(run, x, norm, gate_up, (both, 0))
+            epilogue.set(both=both)
+            run.append("gate", epilogue, BARRIER, ".matmul:make_gate_rows", activation)
+            return run.gathered(out, shares)
+        weight, second = halves
+        if _is_in_blocks(features, shares):
+            run.produced(out, epilogue, shares)
+        function = compiled_address(".matmul:make_gate", EPILOGUE, activation)
+        arguments = _matmul_arguments(run, weight, -(-features // LANES), second)
+        arguments.set(epilogue=function, epilogue_arguments=epilogue.address, **_activations(run, x, norm, weight))
+        arguments.keeps.append(epilogue)
+        _append_matmul(run, weight, arguments, BARRIER)
+        return run.gathered(out, shares)
+
+
+def _gate_and_up(gate_up: Projection) -> tuple[PackedWeight, int] | None:
+    """Gate's weight and the address of up's groups, if the two have one type."""
+    weights = [_packed(part) for part in gate_up.parts]
+    features = gate_up.out_features // 2
+    if gate_up.bias is not None and features % LANES:
+        return None
+    if len(weights) == 1 and features % LANES == 0:
+        return weights[0], weights[0].data_at(features // LANES)
+    if len(weights) == 2 and weights[0].layout == weights[1].layout and weights[0].shape == weights[1].shape:
+        return weights[0], weights[1].data_at()
+    return None
+
+
+def attend(
+    qkv: Float[Tensor, "tokens out"],
+    heads: Heads,
+    layer: LayerCache,
+    step: Step,
+) -> Float[Tensor, "tokens heads_dim"]:
+    features, pages, kv_type = heads.num_heads * heads.head_dim, layer.pages, layer.kv_type
+    has_far = pages.furthest is not None and heads.rope is not None
+    chunks = -(-pages.table.shape[1] * pages.page_tokens // CHUNK)
+    with scope("attend", step=step) as run:
+        arguments = _attend_arguments(heads, layer)
+        out, first = run.columns("attended", run.capacity, features, heads.shares)
+        split = min(run.capacity, SPLIT_TOKENS)
+        scratch_bytes = attend_scratch_bytes(heads.head_dim)
+        arguments.set(q=qkv, qkv_bytes=4 * qkv.shape[1])  # which it keeps; they begin within it:
+        arguments.set(**{name: qkv.data_ptr() + 4 * start for name, start in zip("qkv", heads.starts, strict=True)})
+        arguments.set(
+            queries=run.tensor("queries", run.capacity * (2 if has_far else 1), features),
+            far_bytes=4 * run.capacity * features if has_far else 0,
+            partials=run.tensor("partials", heads.num_heads, split, chunks, heads.head_dim + LANES),
+            num_chunks=chunks,
+            scratch=run.tensor("attention scratch", run.max_threads, scratch_bytes, dtype=torch.uint8),
+            scratch_bytes=scratch_bytes,
+            out=out,
+            out_heads=out.shape[1] // heads.head_dim,
+            first_head=first // heads.head_dim,
+        )
+        run.append("rotate", arguments, BARRIER, ".rotation:make_rotate", kv_type)
+        if kv_type == "f32":
+            run.append("few", arguments, BARRIER, ".attention:make_attend_few", kv_type)
+        else:
+            arguments.set(fewest_for_many=FEWEST_FOR_MANY)
+            run.append("few", arguments, NO_BARRIER, ".attention:make_attend_few", kv_type)
+            run.append("many", arguments, BARRIER, ".attention:make_attend_many", kv_type)
+        run.append("merge", arguments, BARRIER, ".attention:make_finish")
+        if _is_in_blocks(features, heads.shares):
+            run.produced(out, arguments, heads.shares)
+        return run.gathered(out, heads.shares)
+
+
+def _attend_arguments(heads: Heads, layer: LayerCache) -> Arguments:
+    if heads.head_dim > MAX_HEAD_DIM:
+        raise InvalidRequestError(f"head_dim must be at most {MAX_HEAD_DIM}, got {heads.head_dim}")
+    dim, keys, values, pages = heads.head_dim, layer.keys, layer.values, layer.pages
+    check_kv_type(layer.kv_type, dim)
+    sizes = key_block_bytes(layer.kv_type, dim), value_block_bytes(layer.kv_type, dim)
+    for blocks, size in zip((keys, values), sizes, strict=True):
+        if blocks.shape[3] != size or blocks.stride()[2:] != (size, 1):
+            raise InvalidRequestError(f"a head's blocks of {layer.kv_type} must be contiguous and of {size} bytes")
+    arguments = Arguments(ATTEND, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads, dim=dim)
+    arguments.set(scale=heads.scale, softcap=heads.softcap or 0)
+    norms = heads.q_norm, heads.k_norm
+    arguments.set(
+        norms=[0 if norm is None else norm.weight for norm in norms],
+        eps=[0 if norm is None else norm.eps for norm in norms],
+        norm_strides=[0 if norm is None or len(norm.weight) == dim else 4 * dim for norm in norms],
+    )
+    if heads.rope is not None:
+        cos, sin = heads.rope.cos, heads.rope.sin
+        arguments.set(cos=cos, sin=sin, half=cos.shape[2], set_bytes=cos[0].nbytes if len(cos) > 1 else 0)
+    arguments.keeps.append(layer)
+    arguments.set(keys=keys.data_ptr(), key_page_stride=keys.stride(1), key_stride=keys.stride(0))
+    arguments.set(values=values.data_ptr(), value_page_stride=values.stride(1), value_stride=values.stride(0))
+    arguments.set(table=pages.table, table_stride=pages.table.shape[1], page_bits=pages.page_tokens.bit_length() - 1)
+    arguments.set(shifts=pages.shifts, sinks=pages.sinks, windows=pages.windows, rope_sets=pages.rope_sets)
+    arguments.set(furthest=-1 if pages.furthest is None else pages.furthest)
+    return arguments
+
+
+def _is_in_blocks(features: int, shares: Shares | None) -> bool:
+    """Whether each block of quantised activations is one rank's."""
+    return all(start % BLOCK == 0 for start in ((features,) if shares is None else shares.starts))
+
+
+# Projections
+
+
+def _project(
+    run: Run,
+    x: Tensor,
+    norm: Norm | None,
+    projection: Projection,
+    to: tuple[Tensor, int],
+    *,
+    adding: bool = False,
+    of_logits: bool = False,
+    softcap: float | None = None,
+) -> None:
+    """out = project(norm(x)), or out += it, or out = softcap × tanh(it / softcap). `to` is out and its first column."""
+    kind = "add" if adding else "plain" if softcap is None else "capped"
+    function = compiled_address(".matmul:make_store", EPILOGUE, kind)
+    sources: dict[int, dict[str, int]] = {}
+    column = 0
+    for index, part in enumerate(projection.parts):
+        weight = _packed(part)
+        if weight.form not in sources:
+            sources[weight.form] = _activations(run, x, norm, weight, of_logits=of_logits)
+        epilogue = _epilogue(to, column, weight.out_features, projection.bias)
+        epilogue.set(softcap=softcap or 0)
+        column += weight.out_features
+        arguments = _matmul_arguments(run, weight, weight.num_groups, second_weights=0)
+        arguments.set(epilogue=function, epilogue_arguments=epilogue.address, of_logits=of_logits)
+        arguments.set(**sources[weight.form])
+        arguments.keeps.append(epilogue)
+        _append_matmul(run, weight, arguments, BARRIER if index == len(projection.parts) - 1 else NO_BARRIER)
+
+
+def _epilogue(to: tuple[Tensor, int], column: int, num_columns: int, bias: Tensor | None) -> Arguments:
+    """`column` is the first one of a projection, whose first goes to that of `to`."""
+    out, first = to
+    arguments = Arguments(EPILOGUE, out=out, row_stride=out.shape[1], num_columns=num_columns)
+    arguments.set(first_column=first + column)
+    if bias is not None:
+        arguments.set(bias=bias[column:])
+    return arguments
+
+
+def _activations(
+    run: Run, x: Tensor, norm: Norm | None, weight: PackedWeight, *, of_logits: bool = False
+) -> dict[str, int]:
+    """Where norm(x) lies as activation records, and how far apart the threads' own copies of a single token.
+
+    A tile may read SPARE_TOKENS more than there are.
+    """
+    form, token_bytes = weight.form, weight.token_bytes
+    if norm is None and not weight.layout.is_float:
+        address = run.quantized(x, form, (run.capacity + SPARE_TOKENS) * token_bytes)
+        if address is not None:
+            return {"activations": address, "private_bytes": 0}
+    copies = max(run.max_logits if of_logits else run.capacity, run.max_threads)
+    records = run.tensor("activations", (copies + SPARE_TOKENS) * token_bytes, dtype=torch.uint8)
+    arguments = Arguments(NORMALIZE, x=x, out=records, features=weight.in_features, form=form)
+    arguments.set(private_bytes=token_bytes, of_logits=of_logits)
+    if norm is not None:
+        arguments.set(weight=norm.weight.float().contiguous(), eps=norm.eps)
+    run.append("normalize", arguments, BARRIER_IF_MANY, ".activations:make_normalize")
+    return {"activations": records.data_ptr(), "private_bytes": token_bytes}
+
+
+def _matmul_arguments(run: Run, weight: PackedWeight, num_groups: int, second_weights: int) -> Arguments:
+    layout, num_records = weight.layout, weight.layout.num_records(weight.in_features)
+    per_unit = groups_per_unit(num_groups, run.num_threads, is_pair=second_weights != 0)
+    arguments = Arguments(MATMUL, first_weights=weight.data, second_weights=second_weights, num_groups=num_groups)
+    arguments.set(group_bytes=weight.group_bytes, groups_per_unit=per_unit, num_records=num_records)
+    arguments.set(tokens_per_block=max(1, _CACHED_ACTIVATIONS // weight.token_bytes // PANEL) * PANEL)
+    if instruction_set().may_use_matrices(layout) and run.capacity >= PANEL:
+        num_bytes = per_unit * (2 if second_weights else 1) * num_records * layout.unpacked_bytes
+        unpacked = run.tensor("unpacked weights", run.max_threads, num_bytes, dtype=torch.uint8)
+        arguments.set(unpacked=unpacked, unpacked_bytes=num_bytes)
+    return arguments
+
+
+def _append_matmul(run: Run, weight: PackedWeight, arguments: Arguments, barrier: int) -> None:
+    variant = weight.layout.type, weight.planes, instruction_set().name
+    run.append(f"matmul {weight.layout.type}", arguments, barrier, ".matmul:make_matmul", *variant)
+
+
+def _packed(weight: Weight) -> PackedWeight:
+    if not isinstance(weight, PackedWeight):
+        raise InvalidRequestError(f"the CPU kernels take packed weights (ops.prepare), got {type(weight).__name__}")
+    return weight

@@ -18,7 +18,7 @@ from infer.backends.cpu.layouts import LANES, LAYOUTS, PLANES
 from infer.backends.cpu.packed_weight import PackedWeight, allocate
 from infer.backends.cpu.records import PACK
 from infer.backends.cpu.state import STATE
-from infer.backends.cpu.table import NO_BARRIER, Command, DispatchTable, Walk
+from infer.backends.cpu.table import NO_BARRIER, Command, Walk
 from infer.backends.cpu.threads import aligned, team
 from infer.errors import InvalidRequestError
 from infer.operands.weights import ConvertedWeight, Projection, StoredWeight, UnreadWeight
@@ -69,7 +69,7 @@ def _pack_shares(weights: Sequence[Source], packed: PackedWeight, group: int) ->
     num_groups, num_threads = starts[-1] - group, team().num_threads
     num_rounds = -(-num_groups * LANES * weights[0].row_bytes // _BYTES_AT_ONCE)
     for index in range(num_rounds):
-        table = DispatchTable()
+        commands = list[Command]()
         for thread in range(num_threads):
             first, end = (num_groups * share // num_threads for share in (thread, thread + 1))
             begin, stop = (group + first + (end - first) * part // num_rounds for part in (index, index + 1))
@@ -77,8 +77,8 @@ def _pack_shares(weights: Sequence[Source], packed: PackedWeight, group: int) ->
                 low, high = (LANES * (at - start) for at in (begin, stop))
                 low, high = max(low, 0), min(high, weight.out_features)
                 if low < high:
-                    table.append([_command(weight.rows(low, high), packed, start + low // LANES, thread)])
-        team().run(Walk(table), aligned(1, STATE))
+                    commands.append(_command(weight.rows(low, high), packed, start + low // LANES, thread))
+        team().run(Walk(commands), aligned(1, STATE))
 
 
 def _command(part: StoredWeight, packed: PackedWeight, group: int, thread: int) -> Command:

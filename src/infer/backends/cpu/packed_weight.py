@@ -11,6 +11,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from infer.backends.cpu.isa import instruction_set
 from infer.backends.cpu.layouts import LANES, Layout
 from infer.operands.weights import Weight
 from infer.system.locks import short_lock
@@ -45,6 +46,16 @@ class PackedWeight(Weight):
     @property
     def group_bytes(self) -> int:
         return self.layout.group_bytes(self.shape[1])
+
+    @property
+    def form(self) -> int:
+        """How activations lie that it is multiplied with: `layouts`."""
+        return instruction_set().form(self.layout, self.planes)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token's activations."""
+        return self.layout.token_bytes(self.form, self.in_features)
 
     def data_at(self, group: int = 0) -> int:
         return int(self.data.data_ptr()) + group * self.group_bytes

@@ -5,46 +5,33 @@ from typing import Any
 from llvmlite.ir import IRBuilder as Builder
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from infer.backends.cpu import simd
-from infer.backends.cpu.isa import BY_NAME, InstructionSet, Shape
-from infer.backends.cpu.layouts import LANES, LAYOUTS, PANEL, Layout
+from infer.backends.cpu.isa import InstructionSet, Shape
+from infer.backends.cpu.layouts import LANES, PANEL, Layout
 from infer.backends.cpu.matrix_tiles import MatrixTile
-from infer.backends.cpu.simd import I64, Value, constant
-from infer.backends.cpu.tiles import Tile, emit_block_tile, emit_float_tile
+from infer.backends.cpu.simd import I64, Value, address, constant, operation
+from infer.backends.cpu.tiles import emit_block_tile, emit_float_tile
 
 COLUMN_BYTES = 4 * LANES  # of a result: a vector of 16 rows for each token
 TILE_BYTES = COLUMN_BYTES * PANEL  # from a group's results to the next one's
 
 
-@intrinsic(prefer_literal=True)
-def multiply_panel(
-    context: Any,
-    type_: Any,
-    form: Any,
-    isa: Any,
-    first_weights: Any,
-    second_weights: Any,
-    activations: Any,
-    width: Any,
-    num_records: Any,
-    out: Any,
-    scratch: Any,
-) -> Any:
-    """out[group][token] = 16 rows × the token's activations. `second_weights` literally 0: one group, else two.
+def make_multiply_panel(layout: Layout, form: int, isa: InstructionSet, num_groups: int) -> Any:
+    """multiply(first_weights, second_weights, activations, width, num_records, out, scratch): out[group][token] = 16
+    rows × the token's activations, of one group (the second is not looked at) or of two.
 
-    type_, form and isa are compile-time constants; `scratch` is `matrix_tiles`'. What a tile computes of tokens that
-    are not there, from what lies after the others, is not looked at.
+    `scratch` is `matrix_tiles`'. What a tile computes of tokens that are not there, from what lies after the others, is
+    not looked at.
     """
-    layout, instructions = LAYOUTS[type_.literal_value], BY_NAME[isa.literal_value]
-    num_groups = 1 if isinstance(second_weights, types.Literal) else 2
-    number = form.literal_value
-    shapes = instructions.shapes(layout, number, num_groups)
+    shapes = isa.shapes(layout, form, num_groups)
 
-    def emit(context: Any, b: Builder, signature: Any, arguments: Any) -> Any:
-        *_, first, second, activations, width, num_records, out, scratch = arguments
-        record_bytes, group_bytes = constant(I64, layout.activation_bytes(number)), b.sub(second, first)
+    @operation(types.void, *(address,) * 7)
+    def multiply_panel(
+        b: Builder, first: Value, second: Value, activations: Value, width: Value, num_records: Value, out: Value,
+        scratch: Value,
+    ) -> None:  # fmt: skip
+        record_bytes, group_bytes = constant(I64, layout.activation_bytes(form)), b.sub(second, first)
         done = constant(I64, 0)
         for shape in shapes:
             columns, left = constant(I64, shape.columns), b.sub(width, done)
@@ -56,12 +43,10 @@ def multiply_panel(
                 to = b.add(b.mul(token, constant(I64, COLUMN_BYTES)), b.mul(turn.index, constant(I64, TILE_BYTES)))
                 weights = [first, second] if shape.groups == 2 else [b.add(first, b.mul(turn.index, group_bytes))]
                 operands = (at, b.add(out, to), weights, b.mul(width, record_bytes), num_records, scratch)
-                emit_tile(b, layout, number, instructions, shape, *operands)
+                emit_tile(b, layout, form, isa, shape, *operands)
             done = b.add(done, b.mul(count, columns))
-        return context.get_dummy_value()
 
-    second = second_weights if num_groups == 1 else types.int64
-    return types.void(type_, form, isa, types.int64, second, *(types.int64,) * 5), emit
+    return multiply_panel
 
 
 def emit_tile(
@@ -85,8 +70,7 @@ def emit_tile(
     if layout.is_float:
         sums = emit_float_tile(b, layout, shape.columns, weights, activations, stride, num_records)
     else:
-        tile = Tile(b, layout, form, isa, shape.groups, shape.columns)
-        sums = emit_block_tile(tile, weights, activations, stride, num_records)
+        sums = emit_block_tile(b, layout, form, isa, shape.columns, weights, activations, stride, num_records)
     for group, totals in enumerate(sums):
         for column, total in enumerate(totals):
             simd.store_f32(b, simd.offset(b, out, TILE_BYTES * group + COLUMN_BYTES * column), total)

@@ -24,14 +24,14 @@ _NEVER = np.float32(-np.inf)
 
 
 @njit
-def seen_of_run(args, row, chunk, first_slot, last_slot):  # type: ignore[no-untyped-def]
+def seen_of_run(args, row, chunk, first_slot, last_slot):
     """[0, sinks) and [low, high) have what tokens from one slot to another see of a chunk."""
     sinks, low, _ = seen_of_chunk(args, row, chunk, first_slot)
     return sinks, low, seen_of_chunk(args, row, chunk, last_slot)[2]
 
 
 @njit
-def _mask_and_maximum(scores, parts, sinks, low, high, softcap):  # type: ignore[no-untyped-def]
+def _mask_and_maximum(scores, parts, sinks, low, high, softcap):
     """Scores of a chunk's parts are capped and masked in place; the largest."""
     gap, first, end = parts
     largest = splat_f32(_NEVER)
@@ -54,7 +54,7 @@ def _mask_and_maximum(scores, parts, sinks, low, high, softcap):  # type: ignore
 
 
 @njit
-def _exponentials(scores, parts, m):  # type: ignore[no-untyped-def]
+def _exponentials(scores, parts, m):
     """Scores of a chunk's parts → e^(s − m) in place; the sum."""
     gap, first, end = parts
     total, shift = splat_f32(np.float32(0)), splat_f32(m)
@@ -80,7 +80,7 @@ def _exponentials(scores, parts, m):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _softmax(columns, args, chunk, parts, scores, out, stride):  # type: ignore[no-untyped-def]
+def _softmax(columns, args, chunk, parts, scores, out, stride):
     """Scores → e^(s − m) in place, m and the sum → the partials; 0 → their last sums. All maxima come first: a sum
     waits for its own, but not the next one's maximum."""
     dim, group = args.dim, args.num_heads // args.num_kv_heads
@@ -107,7 +107,7 @@ class Columns(NamedTuple):
 
 
 @njit
-def parts_for(columns, args, chunk):  # type: ignore[no-untyped-def]
+def parts_for(columns, args, chunk):
     """(the parts of a chunk that have what columns see, and (sinks, high): only [0, sinks) and [.., high) are seen)."""
     group = args.num_heads // args.num_kv_heads
     first_slot = columns.slot + columns.first // group
@@ -123,7 +123,7 @@ def make_chunk_partials(kv_type: str, is_wide: bool) -> Any:
     chunk_scores, add_chunk_values = make_chunk_scores(kv_type, is_wide), make_add_chunk_values(kv_type, is_wide)
 
     @njit
-    def chunk_partials(columns, args, kv, chunk, scratch, out, stride, after):  # type: ignore[no-untyped-def]
+    def chunk_partials(columns, args, kv, chunk, scratch, out, stride, after):
         (parts, seen), wide = parts_for(columns, args, chunk), scratch + SCORE_BYTES
         chunk_scores(columns, args, kv, chunk, parts, wide, scratch)
         _softmax(columns, args, chunk, parts, scratch, out, stride)
@@ -133,7 +133,7 @@ def make_chunk_partials(kv_type: str, is_wide: bool) -> Any:
 
 
 @njit
-def clear(partial, dim):  # type: ignore[no-untyped-def]
+def clear(partial, dim):
     for i in range(0, dim, LANES):
         store_upto(partial + 4 * i, dim - i, splat_f32(np.float32(0)))
     store_scalar_f32(partial + 4 * dim, _NEVER)
@@ -141,7 +141,7 @@ def clear(partial, dim):  # type: ignore[no-untyped-def]
 
 
 @njit
-def merge(into, partial, dim):  # type: ignore[no-untyped-def]
+def merge(into, partial, dim):
     """The partial of the chunks so far and that of the next one. The larger m's share is e^0."""
     m_left, m_right = load_scalar_f32(into + 4 * dim), load_scalar_f32(partial + 4 * dim)
     if m_right == _NEVER:
@@ -164,7 +164,7 @@ def merge(into, partial, dim):  # type: ignore[no-untyped-def]
 
 
 @njit
-def divide(partial, dim, out):  # type: ignore[no-untyped-def]
+def divide(partial, dim, out):
     """A softmax's share of the values: what attention gives."""
     total = splat_f32(load_scalar_f32(partial + 4 * dim + 4))
     for i in range(0, dim, LANES):

@@ -20,7 +20,7 @@ _ZERO = constant(F32X16, 0.0)
 
 
 def emit_mix(b: Builder, where: Value) -> None:
-    """`kv_blocks.mix` of the 32 floats at `where`, in place."""
+    """`kv_layout.mix` of the 32 floats at `where`, in place."""
     places = [where, offset(b, where, 4 * LANES)]
     left, right = (simd.load_f32(b, place) for place in places)
     mixed, apart = [b.fadd(left, right), b.fsub(left, right)], LANES // 2
@@ -69,7 +69,7 @@ def emit_values(
     with cgutils.for_range(b, b.udiv(b.add(num_positions, constant(I64, LANES - 1)), constant(I64, LANES))) as block:
         left = b.sub(num_positions, multiply(b, block.index, LANES))
         inside = b.select(b.icmp_signed("<", left, constant(I64, LANES)), left, constant(I64, LANES))
-        at = b.add(start, b.mul(block.index, form.emit_block_bytes(b, dim)))
+        at = b.add(start, b.mul(block.index, multiply(b, dim, form.dim_bytes)))
         records = [offset(b, at, form.record_bytes * r) for r in range(len(scaled))]
         shares = [simd.load_f32(b, b.add(where, multiply(b, block.index, 4 * LANES))) for where in p]
         for record, row in zip(records, scaled, strict=True):

@@ -1,8 +1,8 @@
 """Where an op's commands go: into the table of the active recording, or into one that runs at once.
 
-`Run` is what the command builders see. An eager run has fresh buffers and the op's own tensors; a recording has a
+`Run` is what an op sees. An eager run has fresh buffers and the op's own tensors; a recording has a
 workspace whose buffers the layers share (one for each role and size), and slots of a fixed capacity for the step's
-arrays. So one builder serves both.
+arrays. So one op serves both.
 """
 
 import math
@@ -18,31 +18,31 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from infer.backends.cpu.compiled import compiled_address
 from infer.backends.cpu.memory_group import MemoryGroup
 from infer.backends.cpu.records import MAX_THREADS
 from infer.backends.cpu.state import STATE
-from infer.backends.cpu.table import Command, DispatchTable, Walk
+from infer.backends.cpu.table import Arguments, Command, Walk
 from infer.backends.cpu.threads import aligned, team
 from infer.errors import InvalidRequestError
 from infer.operands.group import Shares
 from infer.operands.step import Step
 
-Arguments = npt.NDArray[Any]
-
 
 class Run(ABC):
-    """A table being filled. `capacity` and `max_logits` are the most tokens that it may be run with."""
+    """A table being made. `capacity` and `max_logits` are the most tokens that it may be run with."""
 
     def __init__(self, capacity: int, max_logits: int) -> None:
         self.capacity, self.max_logits = capacity, max_logits
-        self.table = DispatchTable()
+        self.commands = list[Command]()
         self.state = aligned(1, STATE)
         self.num_threads = team().num_threads  # to share work by
         self.max_threads = MAX_THREADS  # to size scratch by: a later team may be larger
         self.label = ""
 
-    def append(self, function: int, arguments: Arguments, barrier: int, name: str, *keeps: Any) -> None:
-        self.table.append([Command(function, arguments, barrier, f"{self.label}.{name}", keeps)])
+    def append(self, name: str, arguments: Arguments, barrier: int, maker: str, *variant: str | int) -> None:
+        function = compiled_address(maker, arguments.record_type, *variant)
+        self.commands.append(Command(function, arguments.record, barrier, f"{self.label}.{name}", (arguments,)))
 
     @abstractmethod
     def tensor(self, role: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -67,20 +67,14 @@ class Run(ABC):
 
 @final
 class EagerRun(Run):
-    def __init__(self, capacity: int, max_logits: int) -> None:
-        super().__init__(capacity, max_logits)
-        self._keeps: list[Tensor] = []
-
     def tensor(self, role: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        fresh = torch.empty(shape, dtype=dtype)
-        self._keeps.append(fresh)
-        return fresh
+        return torch.empty(shape, dtype=dtype)
 
     def run(self) -> None:
         """Walk what was appended since the last time."""
-        if self.capacity and self.table.commands:
-            team().run(Walk(self.table), self.state)
-        self.table = DispatchTable()
+        if self.capacity and self.commands:
+            team().run(Walk(self.commands), self.state)
+        self.commands = []
 
     def columns(self, role: str, rows: int, width: int, shares: Shares | None) -> tuple[Tensor, int]:
         return self.tensor(role, rows, width), 0
@@ -89,9 +83,7 @@ class EagerRun(Run):
         if shares is None:
             return own
         self.run()
-        whole = shares.gather(own)
-        self._keeps.append(whole)
-        return whole
+        return shares.gather(own)
 
     def produced(self, x: Tensor, arguments: Arguments, shares: Shares | None) -> None:
         pass
@@ -137,7 +129,7 @@ class Recording(Run):
 
     def gathered(self, own: Tensor, shares: Shares | None) -> Tensor:
         if shares is not None:
-            self.table.append([replace(self._shared(shares).meet(), label=f"{self.label}.meet")])
+            self.commands.append(replace(self._shared(shares).meet(), label=f"{self.label}.meet"))
         return own
 
     def produced(self, x: Tensor, arguments: Arguments, shares: Shares | None) -> None:
@@ -152,7 +144,7 @@ class Recording(Run):
             records = self.tensor(f"quantized {x.data_ptr()}", num_bytes, dtype=dtype)
         else:
             records = self._shared(shares).tensor(role, (num_bytes,), dtype)
-        arguments["quantized"], arguments["form"] = records.data_ptr(), form
+        arguments.set(quantized=records, form=form)
         return records.data_ptr()
 
     def enter(self, name: str) -> None:
@@ -213,7 +205,7 @@ def scope(
     run.run()
 
 
-def point_to_step(state: Arguments, step: Step) -> None:
+def point_to_step(state: npt.NDArray[Any], step: Step) -> None:
     for name in ("tokens", "positions", "rows", "logit_indices"):
         state[name] = getattr(step, name).data_ptr()
 

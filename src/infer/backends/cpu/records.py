@@ -7,8 +7,15 @@ Addresses and counts are int64.
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from infer.sampling_params import MAX_LOGPROBS
+
+
+def pointer(element: npt.DTypeLike) -> np.dtype[Any]:
+    """Of the address of an array that kernels read by index: `record_types`."""
+    return np.dtype(np.int64, metadata={"element": np.dtype(element)})
+
 
 # packing
 
@@ -104,13 +111,13 @@ ATTEND = np.dtype(
         ("value_page_stride", np.int64),
         ("key_stride", np.int64),  # from kv head to kv head
         ("value_stride", np.int64),
-        ("table", np.int64),  # int64 [rows, table_stride]: `kv_blocks.Pages`
+        ("table", pointer(np.int64)),  # [rows, table_stride]: `kv_layout.Pages`
         ("table_stride", np.int64),
         ("page_bits", np.int64),  # a page has 2 to this many slots
-        ("shifts", np.int64),  # int64 [rows] each
-        ("sinks", np.int64),
-        ("windows", np.int64),
-        ("rope_sets", np.int64),
+        ("shifts", pointer(np.int64)),  # [rows] each
+        ("sinks", pointer(np.int64)),
+        ("windows", pointer(np.int64)),
+        ("rope_sets", pointer(np.int64)),
         ("furthest", np.int64),  # sinks are seen as from there by those after it, or −1
         ("queries", np.int64),  # f32, as above
         ("far_bytes", np.int64),  # further on lie those that are for the sinks; 0: they are the same
@@ -158,7 +165,7 @@ EPILOGUE = np.dtype(
         ("both", np.int64),  # of `gate_rows`: f32 [tokens, 2 × num_columns], gate and up
         ("quantized", np.int64),  # gating only: activation records of what goes to `out`, or 0
         ("form", np.int64),
-        ("softcap", np.float32),  # of `store_capped`
+        ("softcap", np.float32),  # of `store`, where it caps
         ("padding", np.float32),
     ]
 )
@@ -177,46 +184,46 @@ EXCHANGE = np.dtype(
     ]
 )
 
-TELL = np.dtype([("exchange", np.int64), ("stop", np.int64)])  # addresses: of EXCHANGE, of what ends a multi-step
+TELL = np.dtype([("exchange", pointer(EXCHANGE)), ("stop", pointer(np.int64))])  # stop: what ends a multi-step
 
 # sampling
 
-SAMPLE_COLUMNS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "log_min_p",
-    "repetition_penalty",
-    "repetition_window",
-    "frequency_penalty",
-    "presence_penalty",
-    "temperature_last",
-    "seed",
-    "num_prompt_tokens",
-    "min_new_tokens",
-    "history_slot",
-    "mask_index",
-    "top_logprobs",
-    "logprobs_processed",
-    "bias_starts",
-    "end_starts",
-)
-SAMPLE_LISTS = ("bias_ids", "biases", "end_ids", "masks")  # which another selection has elsewhere
-SAMPLE_HISTORY = ("tokens", "last", "counts", "lengths")
-SAMPLE_SCRATCH = (
-    ("maxima", np.dtype(np.float32)),  # [rows, groups]
-    ("ends", np.dtype(np.float32)),  # [end ids]: logits of the ends that are banned
-    ("found", np.dtype(np.int64)),  # [rows, threads]: the best id of each thread's part, −1 for none
-    ("scores", np.dtype(np.float32)),  # [rows, threads]: its logit with noise
-    ("totals", np.dtype(np.int64)),  # [rows, threads]: sum of weights
-    ("num_candidates", np.dtype(np.int64)),  # [rows, threads]
-    ("values", np.dtype(np.float32)),  # [rows, padded vocab]: candidates, each thread's where its part begins
-    ("ids", np.dtype(np.int32)),
-    ("weights", np.dtype(np.int64)),
-    ("scored", np.dtype(np.float32)),  # [rows, padded vocab]: the logits whose log-probabilities are asked for
-    ("peaks", np.dtype(np.float32)),  # [rows, threads]: the largest of each thread's part; then, first, of the row
-    ("ahead", np.dtype(np.int64)),  # [rows, threads]: tokens of each thread's part that rank before the sampled one
-)
+SAMPLE_COLUMNS = {
+    "temperature": np.float32,
+    "top_k": np.int64,
+    "top_p": np.float64,
+    "log_min_p": np.float32,
+    "repetition_penalty": np.float32,
+    "repetition_window": np.int64,
+    "frequency_penalty": np.float32,
+    "presence_penalty": np.float32,
+    "temperature_last": np.uint8,
+    "seed": np.int64,
+    "num_prompt_tokens": np.int64,
+    "min_new_tokens": np.int64,
+    "history_slot": np.int64,
+    "mask_index": np.int64,
+    "top_logprobs": np.int64,
+    "logprobs_processed": np.uint8,
+    "bias_starts": np.int64,
+    "end_starts": np.int64,
+}
+SAMPLE_LISTS = {"bias_ids": np.int64, "biases": np.float64, "end_ids": np.int64}  # another selection has others
+SAMPLE_HISTORY = {"tokens": np.int32, "last": np.int32, "counts": np.int32, "lengths": np.int64}
+SAMPLE_SCRATCH = {
+    "maxima": np.float32,  # [rows, groups]
+    "ends": np.float32,  # [end ids]: logits of the ends that are banned
+    "found": np.int64,  # [rows, threads]: the best id of each thread's part, −1 for none
+    "scores": np.float32,  # [rows, threads]: its logit with noise
+    "totals": np.int64,  # [rows, threads]: sum of weights
+    "num_candidates": np.int64,  # [rows, threads]
+    "values": np.float32,  # [rows, padded vocab]: candidates, each thread's where its part begins
+    "ids": np.int32,
+    "weights": np.int64,
+    "scored": np.float32,  # [rows, padded vocab]: the logits whose log-probabilities are asked for
+    "peaks": np.float32,  # [rows, threads]: the largest of each thread's part; then, first, of the row
+    "ahead": np.int64,  # [rows, threads]: tokens of each thread's part that rank before the sampled one
+}
 LOGPROB = np.dtype(
     [
         ("logits", np.float32, MAX_LOGPROBS),  # the largest of the row, in the total order
@@ -227,46 +234,45 @@ LOGPROB = np.dtype(
         ("rank", np.int64),
     ]
 )
+_SAMPLE_ARRAYS = SAMPLE_COLUMNS | SAMPLE_LISTS | SAMPLE_HISTORY | SAMPLE_SCRATCH
 
 SAMPLE = np.dtype(
     [
-        ("logits", np.int64),  # f32 [rows, row_stride]
+        ("logits", pointer(np.float32)),  # [rows, row_stride]
         ("row_stride", np.int64),
         ("num_rows", np.int64),
-        ("starts", np.int64),  # int64 [rows]: where each row's logits begin, one line for each of its entries
+        ("starts", pointer(np.int64)),  # [rows]: where each row's logits begin, one line for each of its entries
         ("entry", np.int64),  # which of them: 0, or the number of drafts before it
-        ("alive", np.int64),  # int64 [rows]: 0 where a row samples nothing (any more)
+        ("alive", pointer(np.int64)),  # [rows]: 0 where a row samples nothing (any more)
         ("vocab", np.int64),
         ("num_groups", np.int64),
         ("group_vectors", np.int64),
         ("padded", np.int64),  # groups × their size
         ("mask_words", np.int64),
         ("allowed", np.int64),  # int32 [lines of logits, mask_words], or 0
-        ("positions", np.int64),  # int64 [rows], of entry 0
+        ("positions", pointer(np.int64)),  # [rows], of entry 0
         ("position_offset", np.int64),  # added to them: a multi-step's are those of the tokens before
         ("capacity", np.int64),  # of a history slot
-        ("prompt_lengths", np.int64),  # int64 [slots]
-        ("sampled", np.int64),  # int64 [rows]
-        *((name, np.int64) for name in SAMPLE_COLUMNS),
-        *((name, np.int64) for name in SAMPLE_LISTS),
-        *((name, np.int64) for name in SAMPLE_HISTORY),
-        *((name, np.int64) for name, _ in SAMPLE_SCRATCH),
-        ("generated", np.int64),  # int64 [repeats or entries, rows]: what was sampled
-        ("logprobs", np.int64),  # LOGPROB [repeats or entries, rows], of rows that ask for them; 0: none does
+        ("prompt_lengths", pointer(np.int64)),  # [slots]
+        ("sampled", pointer(np.int64)),  # [rows]
+        *((name, pointer(type_)) for name, type_ in _SAMPLE_ARRAYS.items()),
+        ("masks", np.int64),  # int32 [masks, mask_words]
+        ("generated", pointer(np.int64)),  # [repeats or entries, rows]: what was sampled
+        ("logprobs", pointer(LOGPROB)),  # [repeats or entries, rows], of rows that ask for them; 0: none does
         ("num_generated", np.int64),
         ("stop", np.int64),  # 1: no more steps after this one
         ("interrupt", np.int64),  # address of an int64 that any thread sets: no more steps after this one; or 0
-        ("stop_ids", np.int64),
+        ("stop_ids", pointer(np.int64)),
         ("num_stop_ids", np.int64),
-        ("ended", np.int64),  # int64 [rows]: rows that met a stop id
-        ("drafts", np.int64),  # int64 [rows, draft_stride]
+        ("ended", pointer(np.int64)),  # [rows]: rows that met a stop id
+        ("drafts", pointer(np.int64)),  # [rows, draft_stride]
         ("draft_stride", np.int64),
-        ("num_drafts", np.int64),  # int64 [rows]
-        ("counts_sampled", np.int64),  # int64 [rows]: how many tokens a verified step gave
+        ("num_drafts", pointer(np.int64)),  # [rows]
+        ("counts_sampled", pointer(np.int64)),  # [rows]: how many tokens a verified step gave
         ("mask_ready", np.int64),  # int64: not 0 when another thread has filled `allowed`
         ("after_step", np.int64),  # Python's, called after each step of several with the number so far, or 0
-        ("stamps", np.int64),  # int64 nanoseconds; a multi-step: the end of each forward and of the sampling after it;
-        # a verified step: the end of the forward, then of each entry
+        ("stamps", pointer(np.int64)),  # nanoseconds; of a multi-step the end of each forward and of the sampling after
+        # it, of a verified step the end of the forward, then of each entry
     ]
 )
 
@@ -284,10 +290,8 @@ WALK = np.dtype(
         ("stop", np.int64),  # address of an int64 that a command sets to end the repeats, or 0
         ("times", np.int64),  # int64 [num_rows]: cycles spent by thread 0 are added here, or 0
         ("walked", np.int64),  # how often from the first row on, thanks to `stop` less than `repeats`
-        (
-            "patience",
-            np.int64,
-        ),  # nanoseconds that thread 0 may wait, beyond the share, before it goes on alone; 0: for ever
+        # Nanoseconds that thread 0 may wait, beyond its share of the time, before it goes on alone; 0: for ever.
+        ("patience", np.int64),
         ("has_run", np.int64),  # 0: a signal came before it was its turn
         ("began", np.int64),  # nanoseconds, as time.perf_counter_ns
         ("ended", np.int64),

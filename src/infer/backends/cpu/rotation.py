@@ -4,16 +4,16 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
+from numba import njit
 
 from infer.backends.cpu import simd
 from infer.backends.cpu.activations import inverse_rms
 from infer.backends.cpu.cache_blocks import make_mix, make_put_key, make_put_value
-from infer.backends.cpu.cache_slots import block_at, slot_of
+from infer.backends.cpu.cache_slots import make_block_at, slot_of
 from infer.backends.cpu.layouts import LANES
 from infer.backends.cpu.records import MAX_HEAD_DIM
 from infer.backends.cpu.shares import is_split
-from infer.backends.cpu.simd import load_i64, splat_f32
+from infer.backends.cpu.simd import splat_f32
 from infer.backends.cpu.tails import load_upto, store_upto
 from infer.backends.cpu.units import begin_units, take_share
 
@@ -22,7 +22,7 @@ _LEAST = 32  # heads of 16 tokens that a thread takes at once
 
 
 @njit(forceinline=True)
-def _norm_of_all(args, which, x, heads):  # type: ignore[no-untyped-def]
+def _norm_of_all(args, which, x, heads):
     """1 / rms of all heads together, where that is how they are normalised."""
     if args.norms[which] == 0 or args.norm_strides[which] == 0:
         return np.float32(1)
@@ -30,7 +30,7 @@ def _norm_of_all(args, which, x, heads):  # type: ignore[no-untyped-def]
 
 
 @njit(forceinline=True)
-def _norm_of_head(args, which, x, head, of_all):  # type: ignore[no-untyped-def]
+def _norm_of_head(args, which, x, head, of_all):
     """The head's weight, or 0, and what its elements are multiplied with before."""
     weight, stride, factor = args.norms[which], args.norm_strides[which], of_all
     if weight != 0 and stride == 0:
@@ -39,7 +39,7 @@ def _norm_of_head(args, which, x, head, of_all):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _rotate_head(x, weight, factor, cos, sin, half, dim, scale, out):  # type: ignore[no-untyped-def]
+def _rotate_head(x, weight, factor, cos, sin, half, dim, scale, out):
     """out = scale × rotate(x × factor × weight)"""
     for i in range(0, dim, LANES):
         vector = load_upto(x + 4 * i, dim - i)
@@ -57,11 +57,10 @@ def _rotate_head(x, weight, factor, cos, sin, half, dim, scale, out):  # type: i
 
 
 @njit(forceinline=True)
-def _of_token(args, state, token):  # type: ignore[no-untyped-def]
+def _of_token(args, state, token):
     """(its position, its cosines and sines)."""
-    position = load_i64(state.positions + 8 * token)
-    row = load_i64(state.rows + 8 * token)
-    at = 4 * args.half * position + args.set_bytes * load_i64(args.rope_sets + 8 * row)
+    position, row = state.positions[token], state.rows[token]
+    at = 4 * args.half * position + args.set_bytes * args.rope_sets[row]
     return position, 0 if args.cos == 0 else args.cos + at, args.sin + at
 
 
@@ -70,7 +69,7 @@ def make_put_queries(kv_type: str) -> Any:
     mix = make_mix(kv_type)
 
     @njit
-    def put_queries(args, state, kv, first, end):  # type: ignore[no-untyped-def]
+    def put_queries(args, state, kv, first, end):
         dim, group, scale = args.dim, args.num_heads // args.num_kv_heads, args.scale
         of_all, of_token = np.float32(1), -1
         for column in range(first, end):
@@ -98,15 +97,14 @@ def make_rotate(kv_type: str) -> Callable[..., None]:
     """
     rotate_share = _make_rotate_share(kv_type)
 
-    def rotate(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
-        args, state, address = carray(args_at, 1)[0], carray(state_at, 1)[0], simd.address_of(state_at)
+    def rotate(args, state, thread, num_threads):
         num_queries = args.num_heads if is_split(args, state, num_threads) else 0  # else each is made by who needs it
         total = (state.num_tokens + LANES - 1) // LANES * (num_queries + 2 * args.num_kv_heads)
-        begin_units(address, thread)
-        begin, stop = take_share(address, thread, num_threads, total, _LEAST)
+        begin_units(state, thread)
+        begin, stop = take_share(state, thread, num_threads, total, _LEAST)
         while begin < stop:
             rotate_share(args, state, num_queries, begin, stop)
-            begin, stop = take_share(address, thread, num_threads, total, _LEAST)
+            begin, stop = take_share(state, thread, num_threads, total, _LEAST)
 
     return rotate
 
@@ -114,10 +112,10 @@ def make_rotate(kv_type: str) -> Callable[..., None]:
 def _make_rotate_share(kv_type: str) -> Any:
     """rotate(args, state, num_queries, begin, stop): some heads: of each 16 tokens q's, then k's and v's."""
     mix, put_key, put_value = make_mix(kv_type), make_put_key(kv_type), make_put_value(kv_type)
-    put_queries = make_put_queries(kv_type)
+    put_queries, block_at = make_put_queries(kv_type), make_block_at(kv_type)
 
     @njit
-    def rotate_share(args, state, num_queries, begin, stop):  # type: ignore[no-untyped-def]
+    def rotate_share(args, state, num_queries, begin, stop):
         dim, kv_heads, tokens = args.dim, args.num_kv_heads, state.num_tokens
         group, of_16, rotated = args.num_heads // kv_heads, num_queries + 2 * kv_heads, simd.stack(_HEAD_BYTES)
         end = min(tokens, (stop + of_16 - 1) // of_16 * LANES)
@@ -128,12 +126,12 @@ def _make_rotate_share(kv_type: str) -> Any:
                 put_queries(args, state, head // group, column, column + 1)
             first += num_queries
             position, cos, sin = _of_token(args, state, token)
-            row, ahead = load_i64(state.rows + 8 * token), args.qkv_bytes * token
+            row, ahead = state.rows[token], args.qkv_bytes * token
             k, v = args.k + ahead, args.v + ahead
             slot, of_all = slot_of(args, row, position), _norm_of_all(args, 1, k, kv_heads)
             for item in range(max(0, begin - first), min(2 * kv_heads, stop - first)):
                 head, at = item // 2, 4 * dim * (item // 2)
-                keys, values = block_at(kv_type, args, row, head, slot)
+                keys, values = block_at(args, row, head, slot)
                 if item % 2 == 0:
                     weight, factor = _norm_of_head(args, 1, k + at, head, of_all)
                     _rotate_head(k + at, weight, factor, cos, sin, args.half, dim, np.float32(1), rotated)

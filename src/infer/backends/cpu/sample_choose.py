@@ -6,9 +6,8 @@ What is left of a row's logits is written down where their log-probabilities are
 from collections.abc import Callable
 
 import numpy as np
-from numba import carray, njit
+from numba import njit
 
-from infer.backends.cpu import simd
 from infer.backends.cpu.layouts import LANES
 from infer.backends.cpu.records import MAX_THREADS
 from infer.backends.cpu.sample_math import (
@@ -16,7 +15,6 @@ from infer.backends.cpu.sample_math import (
     gumbel_of,
     hash_tokens,
     keep_bits,
-    load_f64,
     load_ids,
     lowest_bit,
     store_i64x16,
@@ -43,20 +41,7 @@ from infer.backends.cpu.sample_scan import (
     scores_logits,
 )
 from infer.backends.cpu.sample_select import keep_largest
-from infer.backends.cpu.simd import (
-    load_f32,
-    load_i64,
-    load_scalar_f32,
-    load_u8,
-    load_u32,
-    max_f32,
-    splat_f32,
-    store_f32,
-    store_i32,
-    store_i64,
-    store_scalar_f32,
-    store_u32,
-)
+from infer.backends.cpu.simd import load_f32, max_f32, splat_f32, store_f32
 from infer.backends.cpu.units import begin_units, take_units
 from infer.sampling import failure_codes
 
@@ -64,141 +49,141 @@ _NOT_A_NUMBER, _NOTHING_ALLOWED = failure_codes.NOT_A_NUMBER, failure_codes.NOTH
 
 
 @njit
-def _best_found(args, row, is_greedy, num_threads):  # type: ignore[no-untyped-def]
+def _best_found(args, row, is_greedy, num_threads):
     """The threads' parts are in order: the first of the largest has the lowest id."""
     best, best_id = NOTHING, np.int64(-1)
     for thread in range(num_threads):
         slot = row * MAX_THREADS + thread
-        found, score = load_i64(args.found + 8 * slot), load_scalar_f32(args.scores + 4 * slot)
+        found, score = args.found[slot], args.scores[slot]
         if found >= 0 and (best_id < 0 or (not is_greedy and score > best)):
             best, best_id = score, found
     return best_id
 
 
 @njit
-def _gather(args, row, num_threads):  # type: ignore[no-untyped-def]
+def _gather(args, row, num_threads):
     """Move the threads' candidates together, which leaves them in order of their ids: (how many, sum of weights)."""
     base, count, total = args.padded * row, np.int64(0), np.int64(0)
     for thread in range(num_threads):
         slot, (first, _) = row * MAX_THREADS + thread, part(args, thread, num_threads)
         begin = base + LANES * args.group_vectors * first
-        found = load_i64(args.num_candidates + 8 * slot)
+        found = args.num_candidates[slot]
         if begin != base + count:
             for i in range(found):
-                store_scalar_f32(args.values + 4 * (base + count + i), load_scalar_f32(args.values + 4 * (begin + i)))
-                store_u32(args.ids + 4 * (base + count + i), load_u32(args.ids + 4 * (begin + i)))
-                store_i64(args.weights + 8 * (base + count + i), load_i64(args.weights + 8 * (begin + i)))
+                args.values[base + count + i] = args.values[begin + i]
+                args.ids[base + count + i] = args.ids[begin + i]
+                args.weights[base + count + i] = args.weights[begin + i]
         count += found
-        total += load_i64(args.totals + 8 * slot)
+        total += args.totals[slot]
     return count, total
 
 
 @njit
-def _ends(args, row, masks):  # type: ignore[no-untyped-def]
+def _ends(args, row, masks):
     """The banned ends as candidates, since nothing else is left: (how many, the largest)."""
-    base, count, largest, starts = args.padded * row, np.int64(0), NOTHING, args.end_starts + 8 * row
+    base, count, largest, starts = args.padded * row, np.int64(0), NOTHING, args.end_starts + row
     if not is_below_minimum(args, row):
         return count, largest
-    for entry in range(load_i64(starts), load_i64(starts + 8)):
-        token, value = load_i64(args.end_ids + 8 * entry), load_scalar_f32(args.ends + 4 * entry)
+    for entry in range(starts[0], starts[1]):
+        token, value = args.end_ids[entry], args.ends[entry]
         begin = token // LANES * LANES
         is_allowed = (masked_bits(masks, begin) >> np.int32(token - begin)) & 1
         if value > NOTHING and is_allowed:
-            store_scalar_f32(args.values + 4 * (base + count), value)
-            store_i32(args.ids + 4 * (base + count), np.int32(token))
+            args.values[base + count] = value
+            args.ids[base + count] = np.int32(token)
             largest = max(largest, value)
             count += 1
     return count, largest
 
 
 @njit
-def _weigh(args, base, count, peak):  # type: ignore[no-untyped-def]
+def _weigh(values, weighed, count, peak):
     total = np.int64(0)
     for i in range(0, count, LANES):
-        store_i64x16(args.weights + 8 * (base + i), weights(load_f32(args.values + 4 * (base + i)), peak))
+        store_i64x16(weighed + i, weights(load_f32(values + i), peak))
     for i in range(count):
-        total += load_i64(args.weights + 8 * (base + i))
+        total += weighed[i]
     return total
 
 
 @njit
-def _filter(args, row, count, total, peak):  # type: ignore[no-untyped-def]
+def _filter(args, row, count, total, peak):
     """Steps 7 to 9 on the candidates, whose weights add up to total (0: not weighed yet). Returns how many stay."""
     base = args.padded * row
-    values, ids, weighed = args.values + 4 * base, args.ids + 4 * base, args.weights + 8 * base
-    k, top_p = load_i64(args.top_k + 8 * row), load_f64(args.top_p + 8 * row)
+    values, ids, weighed = args.values + base, args.ids + base, args.weights + base
+    k, top_p = args.top_k[row], args.top_p[row]
     if k != 0 and count > k:
-        count = keep_largest(values, ids, 0, count, np.float64(k))
+        count = keep_largest(values, ids, None, count, np.float64(k))
     if top_p < 1:
         if total == 0:
-            total = _weigh(args, base, count, peak)
+            total = _weigh(values, weighed, count, peak)
         count = keep_largest(values, ids, weighed, count, (top_p - 1e-7) * np.float64(total))
-    lowest = peak + load_scalar_f32(args.log_min_p + 4 * row)
+    lowest = peak + args.log_min_p[row]
     kept = np.int64(0)
     for i in range(count):
-        value = load_scalar_f32(values + 4 * i)
+        value = values[i]
         if value >= lowest:
-            store_scalar_f32(values + 4 * kept, value)
-            store_u32(ids + 4 * kept, load_u32(ids + 4 * i))
+            values[kept] = value
+            ids[kept] = ids[i]
             kept += 1
     return kept
 
 
 @njit
-def _draw(args, row, count, scale, key):  # type: ignore[no-untyped-def]
+def _draw(args, row, count, scale, key):
     """The id of the largest value plus noise. Candidates are in order of their ids; scale is what is still to do."""
-    values, ids = args.values + 4 * args.padded * row, args.ids + 4 * args.padded * row
+    values, ids = args.values + args.padded * row, args.ids + args.padded * row
     low, high = key
     best, best_id = NOTHING, np.int64(-1)
     for i in range(0, count, LANES):
-        x = scaled(load_f32(values + 4 * i), scale)
+        x = scaled(load_f32(values + i), scale)
         if count - i < LANES:
             x = keep_bits(x, np.int32((1 << (count - i)) - 1))
-        scores = x + gumbel_of(hash_tokens(load_ids(ids + 4 * i), low, high))
+        scores = x + gumbel_of(hash_tokens(load_ids(ids + i), low, high))
         score = max_f32(scores)
         if score > best:
             best = score
-            best_id = np.int64(load_u32(ids + 4 * (i + np.int64(lowest_bit(equal_to(scores, score))))))
+            best_id = np.int64(ids[i + np.int64(lowest_bit(equal_to(scores, score)))])
     return best_id
 
 
 @njit
-def _keep_peak(args, row, num_threads):  # type: ignore[no-untyped-def]
+def _keep_peak(args, row, num_threads):
     """The largest of the row's raw logits stands first."""
-    peaks = args.peaks + 4 * MAX_THREADS * row
+    peaks = args.peaks + MAX_THREADS * row
     for thread in range(num_threads):
-        store_scalar_f32(peaks, max(load_scalar_f32(peaks), load_scalar_f32(peaks + 4 * thread)))
+        peaks[0] = max(peaks[0], peaks[thread])
 
 
 @njit
-def _keep_row(args, row, largest, scale):  # type: ignore[no-untyped-def]
+def _keep_row(args, row, largest, scale):
     """All of the row's logits, as the scan left them."""
-    logits, scored, masks = logits_of(args, row), args.scored + 4 * args.padded * row, masks_of(args, row)
+    logits, scored, masks = logits_of(args, row), args.scored + args.padded * row, masks_of(args, row)
     for token in range(0, args.padded, LANES):
-        store_f32(scored + 4 * token, scaled(load_logits(args, logits, token, masks), scale))
-    store_scalar_f32(args.peaks + 4 * MAX_THREADS * row, scaled_scalar(largest, scale))
+        store_f32(scored + token, scaled(load_logits(args, logits, token, masks), scale))
+    args.peaks[MAX_THREADS * row] = scaled_scalar(largest, scale)
 
 
 @njit
-def _keep_candidates(args, row, count, scale):  # type: ignore[no-untyped-def]
-    base, scored, largest = args.padded * row, args.scored + 4 * args.padded * row, NOTHING
+def _keep_candidates(args, row, count, scale):
+    base, scored, largest = args.padded * row, args.scored + args.padded * row, NOTHING
     for token in range(0, args.padded, LANES):
-        store_f32(scored + 4 * token, splat_f32(NOTHING))
+        store_f32(scored + token, splat_f32(NOTHING))
     for i in range(base, base + count):
-        value = scaled_scalar(load_scalar_f32(args.values + 4 * i), scale)
-        store_scalar_f32(scored + 4 * np.int64(load_u32(args.ids + 4 * i)), value)
+        value = scaled_scalar(args.values[i], scale)
+        scored[np.int64(args.ids[i])] = value
         largest = max(largest, value)
-    store_scalar_f32(args.peaks + 4 * MAX_THREADS * row, largest)
+    args.peaks[MAX_THREADS * row] = largest
 
 
 @njit
-def _choose_candidate(args, row, count, total, largest, temperature):  # type: ignore[no-untyped-def]
+def _choose_candidate(args, row, count, total, largest, temperature):
     """The token among the candidates, whose values are scaled for the filters."""
     peak = scaled_scalar(largest, filter_scale(args, row, temperature, largest))
     count = _filter(args, row, count, total, peak)
-    key = key_of(load_i64(args.seed + 8 * row), position_of(args, row))
+    key = key_of(args.seed[row], position_of(args, row))
     scale = np.float32(0), np.float32(1)
-    if load_u8(args.temperature_last + row) != 0:
+    if args.temperature_last[row] != 0:
         scale = scaling(temperature, largest)
     if scores_logits(args, row, True):
         _keep_candidates(args, row, count, scale)
@@ -206,25 +191,25 @@ def _choose_candidate(args, row, count, total, largest, temperature):  # type: i
 
 
 @njit
-def _choose_end(args, row, temperature):  # type: ignore[no-untyped-def]
+def _choose_end(args, row, temperature):
     count, largest = _ends(args, row, masks_of(args, row))
-    values, ids = args.values + 4 * args.padded * row, args.ids + 4 * args.padded * row
+    values, ids = args.values + args.padded * row, args.ids + args.padded * row
     if count == 0:
         return np.int64(_NOTHING_ALLOWED)
     scale = filter_scale(args, row, temperature if temperature != 0 else np.float32(1), largest)
     if temperature == 0 and scores_logits(args, row, True):
         _keep_candidates(args, row, count, scale)
     for i in range(count):
-        value = load_scalar_f32(values + 4 * i)
+        value = values[i]
         if temperature == 0 and value == largest:
-            return np.int64(load_u32(ids + 4 * i))
-        store_scalar_f32(values + 4 * i, scaled_scalar(value, scale))
+            return np.int64(ids[i])
+        values[i] = scaled_scalar(value, scale)
     return _choose_candidate(args, row, count, np.int64(0), largest, temperature)
 
 
 @njit
-def _choose_token(args, row, num_threads):  # type: ignore[no-untyped-def]
-    largest, temperature = row_largest(args, row), load_scalar_f32(args.temperature + 4 * row)
+def _choose_token(args, row, num_threads):
+    largest, temperature = row_largest(args, row), args.temperature[row]
     if scores_logits(args, row, False):
         _keep_peak(args, row, num_threads)
     if largest != largest:
@@ -236,19 +221,18 @@ def _choose_token(args, row, num_threads):  # type: ignore[no-untyped-def]
             _keep_row(args, row, largest, scaling(temperature if temperature != 0 else np.float32(1), largest))
         return _best_found(args, row, temperature == 0, num_threads)
     count, total = _gather(args, row, num_threads)
-    if load_i64(args.top_k + 8 * row) != 0:
+    if args.top_k[row] != 0:
         total = np.int64(0)
     return _choose_candidate(args, row, count, total, largest, temperature)
 
 
 def make_choose() -> Callable[..., None]:
-    def choose(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
-        args, state = carray(args_at, 1)[0], simd.address_of(state_at)
+    def choose(args, state, thread, num_threads):
         begin_units(state, thread)
         row, end = take_units(state, thread, num_threads, args.num_rows)
         while row < end:
-            if load_i64(args.alive + 8 * row) != 0:
-                store_i64(args.sampled + 8 * row, _choose_token(args, row, num_threads))
+            if args.alive[row] != 0:
+                args.sampled[row] = _choose_token(args, row, num_threads)
             row += 1
             if row == end:
                 row, end = take_units(state, thread, num_threads, args.num_rows)

@@ -7,103 +7,86 @@ integers and the largest are in the total order, so neither depends on how many 
 from collections.abc import Callable
 
 import numpy as np
-from numba import carray, njit
+from numba import njit
 
-from infer.backends.cpu import simd
 from infer.backends.cpu.layouts import LANES
-from infer.backends.cpu.records import LOGPROB, MAX_THREADS
-from infer.backends.cpu.sample_math import above, add_i64, count_bits, equal_to, lowest_bit, splat_i64, sum_i64, weights
+from infer.backends.cpu.record_types import nth_record
+from infer.backends.cpu.records import MAX_THREADS
+from infer.backends.cpu.sample_math import above, count_bits, equal_to, lowest_bit, splat_i64, sum_i64, weights
 from infer.backends.cpu.sample_scan import part
-from infer.backends.cpu.simd import (
-    load_f32,
-    load_i64,
-    load_scalar_f32,
-    load_u32,
-    store_i32,
-    store_i64,
-    store_scalar_f32,
-    store_u32,
-)
-from infer.backends.cpu.state import field_offset
+from infer.backends.cpu.simd import address_of, load_f32
 from infer.backends.cpu.units import begin_units, take_units
 
-_BYTES = LOGPROB.itemsize
-_LOGITS, _IDS, _LOGIT = (field_offset(LOGPROB, name) for name in ("logits", "ids", "logit"))
-_LARGEST, _TOTAL, _RANK = (field_offset(LOGPROB, name) for name in ("largest", "total", "rank"))
 _ALL_LANES = np.int32(0xFFFF)
 
 
 @njit(forceinline=True)
-def _is_asked(args, row):  # type: ignore[no-untyped-def]
+def _is_asked(args, row):
     """Whether there are log-probabilities to find: a row that failed has none."""
-    if args.logprobs == 0 or load_i64(args.top_logprobs + 8 * row) < 0 or load_i64(args.alive + 8 * row) == 0:
+    if address_of(args.logprobs) == 0 or args.top_logprobs[row] < 0 or args.alive[row] == 0:
         return False
-    return load_i64(args.sampled + 8 * row) >= 0
+    return args.sampled[row] >= 0
 
 
 @njit
-def _insert(values, ids, count, most, value, token):  # type: ignore[no-untyped-def]
+def _insert(values, ids, count, most, value, token):
     """Into a list of up to `most`, the largest first and equals in the order in which they come: how many it has."""
-    if count == most and (most == 0 or value <= load_scalar_f32(values + 4 * (most - 1))):
+    if count == most and (most == 0 or value <= values[most - 1]):
         return count
     at = min(count, most - 1)
-    while at > 0 and load_scalar_f32(values + 4 * (at - 1)) < value:
-        store_scalar_f32(values + 4 * at, load_scalar_f32(values + 4 * (at - 1)))
-        store_u32(ids + 4 * at, load_u32(ids + 4 * (at - 1)))
+    while at > 0 and values[at - 1] < value:
+        values[at] = values[at - 1]
+        ids[at] = ids[at - 1]
         at -= 1
-    store_scalar_f32(values + 4 * at, value)
-    store_i32(ids + 4 * at, np.int32(token))
+    values[at] = value
+    ids[at] = np.int32(token)
     return min(count + 1, most)
 
 
 @njit
-def _score(args, row, thread, num_threads):  # type: ignore[no-untyped-def]
+def _score(args, row, thread, num_threads):
     (first, end), group_size = part(args, thread, num_threads), LANES * args.group_vectors
     base, begin, slot = args.padded * row, group_size * first, MAX_THREADS * row + thread
-    scored, values, ids = args.scored + 4 * base, args.values + 4 * (base + begin), args.ids + 4 * (base + begin)
-    token, most = load_i64(args.sampled + 8 * row), load_i64(args.top_logprobs + 8 * row)
-    logit, peak = load_scalar_f32(scored + 4 * token), load_scalar_f32(args.peaks + 4 * MAX_THREADS * row)
+    scored, values, ids = args.scored + base, args.values + base + begin, args.ids + base + begin
+    token, most = args.sampled[row], args.top_logprobs[row]
+    logit, peak = scored[token], args.peaks[MAX_THREADS * row]
     total, ahead, count, least = splat_i64(np.int64(0)), np.int64(0), np.int64(0), np.float32(np.inf)
     for at in range(begin, group_size * end, LANES):
-        x = load_f32(scored + 4 * at)
-        total = add_i64(total, weights(x, peak))
+        x = load_f32(scored + at)
+        total = total + weights(x, peak)
         before = np.int32((1 << min(max(token - at, 0), LANES)) - 1)  # of equal logits, those with lower ids
         ahead += count_bits(above(x, logit) | (equal_to(x, logit) & before))
         mask = above(x, least) if count == most else _ALL_LANES
         while mask != 0:
             found = at + np.int64(lowest_bit(mask))
-            count = _insert(values, ids, count, most, load_scalar_f32(scored + 4 * found), found)
+            count = _insert(values, ids, count, most, scored[found], found)
             if count == most:
-                least = load_scalar_f32(values + 4 * (most - 1))
+                least = values[most - 1]
             mask &= mask - np.int32(1)
-    store_i64(args.totals + 8 * slot, sum_i64(total))
-    store_i64(args.ahead + 8 * slot, ahead)
-    store_i64(args.num_candidates + 8 * slot, count)
+    args.totals[slot] = sum_i64(total)
+    args.ahead[slot] = ahead
+    args.num_candidates[slot] = count
 
 
 @njit
-def _merge(args, row, num_threads):  # type: ignore[no-untyped-def]
-    record = args.logprobs + _BYTES * ((args.num_generated + args.entry) * args.num_rows + row)
-    base, most = args.padded * row, load_i64(args.top_logprobs + 8 * row)
+def _merge(args, row, num_threads):
+    record = nth_record(args.logprobs, (args.num_generated + args.entry) * args.num_rows + row)
+    base, most = args.padded * row, args.top_logprobs[row]
     total, ahead, count = np.int64(0), np.int64(0), np.int64(0)
     for thread in range(num_threads):
         slot, (first, _) = MAX_THREADS * row + thread, part(args, thread, num_threads)
         begin = base + LANES * args.group_vectors * first
-        for i in range(begin, begin + load_i64(args.num_candidates + 8 * slot)):
-            value, token = load_scalar_f32(args.values + 4 * i), load_u32(args.ids + 4 * i)
-            count = _insert(record + _LOGITS, record + _IDS, count, most, value, token)
-        total += load_i64(args.totals + 8 * slot)
-        ahead += load_i64(args.ahead + 8 * slot)
-    logit = load_scalar_f32(args.scored + 4 * (base + load_i64(args.sampled + 8 * row)))
-    store_scalar_f32(record + _LOGIT, logit)
-    store_scalar_f32(record + _LARGEST, load_scalar_f32(args.peaks + 4 * MAX_THREADS * row))
-    store_i64(record + _TOTAL, total)
-    store_i64(record + _RANK, ahead + 1)
+        for i in range(begin, begin + args.num_candidates[slot]):
+            value, token = args.values[i], args.ids[i]
+            count = _insert(record.logits, record.ids, count, most, value, token)
+        total += args.totals[slot]
+        ahead += args.ahead[slot]
+    record.logit, record.largest = args.scored[base + args.sampled[row]], args.peaks[MAX_THREADS * row]
+    record.total, record.rank = total, ahead + 1
 
 
 def make_score() -> Callable[..., None]:
-    def score(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
-        args = carray(args_at, 1)[0]
+    def score(args, state, thread, num_threads):
         for row in range(args.num_rows):
             if _is_asked(args, row):
                 _score(args, row, thread, num_threads)
@@ -112,8 +95,7 @@ def make_score() -> Callable[..., None]:
 
 
 def make_merge() -> Callable[..., None]:
-    def merge(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
-        args, state = carray(args_at, 1)[0], simd.address_of(state_at)
+    def merge(args, state, thread, num_threads):
         begin_units(state, thread)
         row, end = take_units(state, thread, num_threads, args.num_rows)
         while row < end:

@@ -3,6 +3,9 @@
 Nothing is fused or reassociated, and the constants are theirs. Masks are the low 16 bits of an int32, bit i for lane i.
 """
 
+import operator
+from typing import Any
+
 from llvmlite import ir
 from llvmlite.ir import IRBuilder as Builder
 from numba import types
@@ -38,41 +41,25 @@ def ids_from(b: Builder, first: Value) -> Value:
     return b.add(splat(b, first), _IOTA)
 
 
-@operation(i32x16, address)
+@operation(i32x16, types.CPointer(types.int32))
 def load_ids(b: Builder, where: Value) -> Value:
     return load(b, where, I32X16, 4)
 
 
-def _mask(b: Builder, lanes: Value) -> Value:
-    return b.zext(b.bitcast(lanes, I16), I32)
+def _lanes_that(vector: types.Type, scalar: types.Type, compare: str, relation: str) -> Any:
+    """lanes(x, bound): those of x that stand in a relation to the bound."""
+
+    def lanes(b: Builder, x: Value, bound: Value) -> Value:
+        return b.zext(b.bitcast(getattr(b, compare)(relation, x, splat(b, bound)), I16), I32)
+
+    return operation(types.int32, vector, scalar)(lanes)
 
 
-@operation(types.int32, f32x16, types.float32)
-def at_least(b: Builder, x: Value, bound: Value) -> Value:
-    """Lanes with x ≥ bound."""
-    return _mask(b, b.fcmp_ordered(">=", x, splat(b, bound)))
-
-
-@operation(types.int32, i64x16, types.int64)
-def at_least_i64(b: Builder, x: Value, bound: Value) -> Value:
-    return _mask(b, b.icmp_signed(">=", x, splat(b, bound)))
-
-
-@operation(types.int32, f32x16, types.float32)
-def equal_to(b: Builder, x: Value, y: Value) -> Value:
-    return _mask(b, b.fcmp_ordered("==", x, splat(b, y)))
-
-
-@operation(types.int32, f32x16, types.float32)
-def above(b: Builder, x: Value, bound: Value) -> Value:
-    """Lanes with x > bound."""
-    return _mask(b, b.fcmp_ordered(">", x, splat(b, bound)))
-
-
-@operation(types.int32, i32x16, types.int32)
-def below(b: Builder, h: Value, bound: Value) -> Value:
-    """Lanes with h ≤ bound, both as unsigned numbers."""
-    return _mask(b, b.icmp_unsigned("<=", h, splat(b, bound)))
+at_least = _lanes_that(f32x16, types.float32, "fcmp_ordered", ">=")
+above = _lanes_that(f32x16, types.float32, "fcmp_ordered", ">")
+equal_to = _lanes_that(f32x16, types.float32, "fcmp_ordered", "==")
+at_least_i64 = _lanes_that(i64x16, types.int64, "icmp_signed", ">=")
+at_most_unsigned = _lanes_that(i32x16, types.int32, "icmp_unsigned", "<=")
 
 
 @operation(types.int32, types.int32)
@@ -81,9 +68,7 @@ def lowest_bit(b: Builder, x: Value) -> Value:
     return b.cttz(x, ir.Constant(ir.IntType(1), 1))
 
 
-@operation(types.int32, types.int32)
-def count_bits(b: Builder, x: Value) -> Value:
-    return b.ctpop(x)
+count_bits = operation(types.int32, types.int32)(lambda b, x: b.ctpop(x))
 
 
 @operation(f32x16, f32x16, types.int32)
@@ -95,7 +80,7 @@ def keep_bits(b: Builder, x: Value, mask: Value) -> Value:
 
 @operation(f32x16, f32x16, f32x16, types.float32)
 def keep_finite(b: Builder, before: Value, after: Value, limit: Value) -> Value:
-    """`after` brought into ±limit, but −inf where `before` is."""
+    """`after` clamped to ±limit, but −inf where `before` is."""
     low, high = splat(b, b.fneg(limit)), splat(b, limit)
     bounded = b.select(b.fcmp_ordered("<", after, low), low, b.select(b.fcmp_ordered(">", after, high), high, after))
     return b.select(b.fcmp_ordered("==", before, constant(F32X16, float("-inf"))), before, bounded)
@@ -168,14 +153,8 @@ def weights(b: Builder, x: Value, largest: Value) -> Value:
     return b.sub(b.bitcast(rounded, I64X16), b.bitcast(c(weight_constants.ROUNDER), I64X16))
 
 
-@operation(i64x16, i64x16, i64x16)
-def add_i64(b: Builder, x: Value, y: Value) -> Value:
-    return b.add(x, y)
-
-
-@operation(i64x16, types.int64)
-def splat_i64(b: Builder, x: Value) -> Value:
-    return splat(b, x)
+operation(i64x16, i64x16, i64x16, key=operator.add)(lambda b, x, y: b.add(x, y))
+splat_i64 = operation(i64x16, types.int64)(lambda b, x: splat(b, x))
 
 
 @operation(types.int64, i64x16)
@@ -187,25 +166,10 @@ def sum_i64(b: Builder, x: Value) -> Value:
 
 
 @operation(types.void, address, i64x16)
+@operation(types.void, types.CPointer(types.int64), i64x16)
 def store_i64x16(b: Builder, where: Value, x: Value) -> None:
     store(b, where, x, 8)
 
 
-@operation(types.float64, address)
-def load_f64(b: Builder, where: Value) -> Value:
-    return load(b, where, ir.DoubleType(), 8)
-
-
-@operation(types.int32, address)
-def load_i32(b: Builder, where: Value) -> Value:
-    return load(b, where, I32, 4)
-
-
-@operation(types.uint32, types.float32)
-def bits_of(b: Builder, x: Value) -> Value:
-    return b.bitcast(x, I32)
-
-
-@operation(types.float32, types.uint32)
-def float_of(b: Builder, bits: Value) -> Value:
-    return b.bitcast(bits, F32)
+bits_of = operation(types.uint32, types.float32)(lambda b, x: b.bitcast(x, I32))
+float_of = operation(types.float32, types.uint32)(lambda b, bits: b.bitcast(bits, F32))

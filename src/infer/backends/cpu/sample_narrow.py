@@ -9,23 +9,21 @@ min-p, its threshold; of top-p, the weight below which all the vocabulary togeth
 from collections.abc import Callable
 
 import numpy as np
-from numba import carray, njit
+from numba import njit
 
 from infer.backends.cpu.curves import exp_scalar
 from infer.backends.cpu.layouts import LANES
 from infer.backends.cpu.records import MAX_THREADS
 from infer.backends.cpu.sample_math import (
-    add_i64,
     at_least,
     at_least_i64,
-    below,
+    at_most_unsigned,
     equal_to,
     gumbel_of,
     hash_tokens,
     ids_from,
     keep_bits,
     keep_finite,
-    load_f64,
     lowest_bit,
     splat_i64,
     store_i64x16,
@@ -38,15 +36,11 @@ from infer.backends.cpu.simd import (
     load_f32,
     load_i64,
     load_scalar_f32,
-    load_u8,
     max_f32,
     maximum,
     splat_f32,
     stack,
     store_f32,
-    store_i32,
-    store_i64,
-    store_scalar_f32,
 )
 from infer.backends.cpu.tails import load_upto
 from infer.sampling import noise_constants
@@ -55,24 +49,24 @@ _MAX_NOISE = np.float32(noise_constants.MAX_NOISE)
 
 
 @njit
-def row_largest(args, row):  # type: ignore[no-untyped-def]
+def row_largest(args, row):
     """Of the whole row, NaN if any group's is."""
-    maxima = args.maxima + 4 * args.num_groups * row
+    maxima = args.maxima + args.num_groups * row
     most = splat_f32(NOTHING)
     for group in range(0, args.num_groups, LANES):
-        most = maximum(most, load_upto(maxima + 4 * group, args.num_groups - group))
+        most = maximum(most, load_upto(maxima + group, args.num_groups - group))
     return max_f32(most)
 
 
 @njit(forceinline=True)
-def key_of(seed, position):  # type: ignore[no-untyped-def]
+def key_of(seed, position):
     """The two words of the noise's key."""
     key = _mix64(_mix64(np.uint64(seed)) + np.uint64(position))
     return np.int32(key & np.uint64(0xFFFFFFFF)), np.int32(key >> np.uint64(32))
 
 
 @njit(forceinline=True)
-def _mix64(x):  # type: ignore[no-untyped-def]
+def _mix64(x):
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -80,7 +74,7 @@ def _mix64(x):  # type: ignore[no-untyped-def]
 
 
 @njit(forceinline=True)
-def scaling(temperature, largest):  # type: ignore[no-untyped-def]
+def scaling(temperature, largest):
     """(shift, divisor): what a row is shifted by so that its largest does not overflow, and then divided by."""
     if abs(largest / temperature) > LARGEST:
         return largest, temperature
@@ -88,7 +82,7 @@ def scaling(temperature, largest):  # type: ignore[no-untyped-def]
 
 
 @njit(forceinline=True)
-def scaled(x, scale):  # type: ignore[no-untyped-def]
+def scaled(x, scale):
     """A vector of logits over the temperature."""
     shift, divisor = scale
     if divisor == 1:
@@ -98,7 +92,7 @@ def scaled(x, scale):  # type: ignore[no-untyped-def]
 
 
 @njit(forceinline=True)
-def scaled_scalar(x, scale):  # type: ignore[no-untyped-def]
+def scaled_scalar(x, scale):
     shift, divisor = scale
     if divisor == 1 or x == NOTHING:
         return x
@@ -106,19 +100,19 @@ def scaled_scalar(x, scale):  # type: ignore[no-untyped-def]
 
 
 @njit(forceinline=True)
-def load_logits(args, logits, token, masks):  # type: ignore[no-untyped-def]
+def load_logits(args, logits, token, masks):
     """16 logits as the scan left them; the last, incomplete vector is masked here."""
     room = args.vocab - token
     if room >= LANES:
-        return load_f32(logits + 4 * token)
-    x = load_upto(logits + 4 * token, room)
+        return load_f32(logits + token)
+    x = load_upto(logits + token, room)
     if masks[0] != 0 or masks[1] != 0:
         x = keep_bits(x, masked_bits(masks, token))
     return x
 
 
 @njit(forceinline=True)
-def hash_bound(margin):  # type: ignore[no-untyped-def]
+def hash_bound(margin):
     """A hash above this makes less noise than `margin`: −ln(−ln(1 − V)) ≥ margin needs V ≤ e^−margin. Rounded up."""
     if margin <= 0:
         return np.int32(-1)
@@ -127,11 +121,11 @@ def hash_bound(margin):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _first_equal(args, row, logits, first, end, largest, masks):  # type: ignore[no-untyped-def]
+def _first_equal(args, row, logits, first, end, largest, masks):
     """The lowest id of the thread's part whose logit is the largest; −1 if it has none."""
-    maxima = args.maxima + 4 * args.num_groups * row
+    maxima = args.maxima + args.num_groups * row
     for group in range(first, end):
-        if load_scalar_f32(maxima + 4 * group) == largest:
+        if maxima[group] == largest:
             begin = LANES * args.group_vectors * group
             for token in range(begin, min(begin + LANES * args.group_vectors, args.vocab), LANES):
                 mask = equal_to(load_logits(args, logits, token, masks), largest)
@@ -141,19 +135,19 @@ def _first_equal(args, row, logits, first, end, largest, masks):  # type: ignore
 
 
 @njit(forceinline=True)
-def _margin(best, largest):  # type: ignore[no-untyped-def]
+def _margin(best, largest):
     """The noise that a logit of `largest` needs to reach `best`, less what the sum of the two may round up."""
     return (best - largest) - abs(best) * np.float32(5e-7)
 
 
 @njit
-def _search_group(args, logits, group, scale, key, masks, best, best_id, largest):  # type: ignore[no-untyped-def]
+def _search_group(args, logits, group, scale, key, masks, best, best_id, largest):
     """The best score so far, with this group's tokens. No token of it has a logit above `largest`."""
     begin, (low, high) = LANES * args.group_vectors * group, key
     bound = hash_bound(_margin(best, largest))
     for token in range(begin, min(begin + LANES * args.group_vectors, args.vocab), LANES):
         h = hash_tokens(ids_from(np.int32(token)), low, high)
-        if below(h, bound) != 0:
+        if at_most_unsigned(h, bound) != 0:
             scores = scaled(load_logits(args, logits, token, masks), scale) + gumbel_of(h)
             score = max_f32(scores)
             if score >= best:
@@ -165,13 +159,13 @@ def _search_group(args, logits, group, scale, key, masks, best, best_id, largest
 
 
 @njit
-def _search(args, row, logits, first, end, scale, key, masks):  # type: ignore[no-untyped-def]
+def _search(args, row, logits, first, end, scale, key, masks):
     """(score, id) of the largest logit plus noise of the thread's part, −1 if it has no token. The group with the
     largest logit comes first: it makes the others short."""
-    maxima = args.maxima + 4 * args.num_groups * row
+    maxima = args.maxima + args.num_groups * row
     start, largest = first, NOTHING
     for group in range(first, end):
-        value = load_scalar_f32(maxima + 4 * group)
+        value = maxima[group]
         if value > largest:
             start, largest = group, value
     best, best_id = NOTHING, np.int64(-1)
@@ -180,7 +174,7 @@ def _search(args, row, logits, first, end, scale, key, masks):  # type: ignore[n
     largest = scaled_scalar(largest, scale)
     best, best_id = _search_group(args, logits, start, scale, key, masks, best, best_id, largest)
     for group in range(first, end):
-        value = load_scalar_f32(maxima + 4 * group)
+        value = maxima[group]
         if group != start and value > NOTHING:
             largest = scaled_scalar(value, scale)
             if _margin(best, largest) <= _MAX_NOISE:
@@ -189,52 +183,52 @@ def _search(args, row, logits, first, end, scale, key, masks):  # type: ignore[n
 
 
 @njit
-def _append(args, at, count, token, mask, x, w):  # type: ignore[no-untyped-def]
-    """The lanes of mask as candidates `at + count` on; w is the address of their weights, or 0."""
+def _append(args, at, count, token, mask, x, w):
+    """The lanes of mask as candidates `at + count` on; w is the address of their weights, or None."""
     spill = stack(64)
     store_f32(spill, x)
     while mask != 0:
         lane = np.int64(lowest_bit(mask))
-        store_scalar_f32(args.values + 4 * (at + count), load_scalar_f32(spill + 4 * lane))
-        store_i32(args.ids + 4 * (at + count), np.int32(token + lane))
-        if w != 0:
-            store_i64(args.weights + 8 * (at + count), load_i64(w + 8 * lane))
+        args.values[at + count] = load_scalar_f32(spill + 4 * lane)
+        args.ids[at + count] = np.int32(token + lane)
+        if w is not None:
+            args.weights[at + count] = load_i64(w + 8 * lane)
         mask &= mask - np.int32(1)
         count += 1
     return count
 
 
 @njit
-def _collect(args, row, logits, first, end, scale, masks, bound):  # type: ignore[no-untyped-def]
+def _collect(args, row, logits, first, end, scale, masks, bound):
     """Candidates: scaled logits of at least bound, which is finite. Returns how many."""
-    maxima = args.maxima + 4 * args.num_groups * row
+    maxima = args.maxima + args.num_groups * row
     group_size = LANES * args.group_vectors
     at, count = args.padded * row + group_size * first, np.int64(0)
     for group in range(first, end):
-        if scaled_scalar(load_scalar_f32(maxima + 4 * group), scale) >= bound:
+        if scaled_scalar(maxima[group], scale) >= bound:
             begin = group_size * group
             for token in range(begin, min(begin + group_size, args.vocab), LANES):
                 x = scaled(load_logits(args, logits, token, masks), scale)
                 mask = at_least(x, bound)
                 if mask != 0:
-                    count = _append(args, at, count, token, mask, x, 0)
+                    count = _append(args, at, count, token, mask, x, None)
     return count
 
 
 @njit
-def _weigh(args, row, logits, first, end, scale, masks, bounds):  # type: ignore[no-untyped-def]
+def _weigh(args, row, logits, first, end, scale, masks, bounds):
     """The same with each candidate's weight, of at least the second bound: (how many, the sum of all weights)."""
-    maxima = args.maxima + 4 * args.num_groups * row
+    maxima = args.maxima + args.num_groups * row
     group_size = LANES * args.group_vectors
     at, count, (bound, peak, lightest) = args.padded * row + group_size * first, np.int64(0), bounds
     total, spill = splat_i64(np.int64(0)), stack(128)
     for group in range(first, end):
-        if load_scalar_f32(maxima + 4 * group) > NOTHING:
+        if maxima[group] > NOTHING:
             begin = group_size * group
             for token in range(begin, min(begin + group_size, args.vocab), LANES):
                 x = scaled(load_logits(args, logits, token, masks), scale)
                 w = weights(x, peak)
-                total = add_i64(total, w)
+                total = total + w
                 mask = at_least_i64(w, lightest) & at_least(x, bound)
                 if mask != 0:
                     store_i64x16(spill, w)
@@ -243,74 +237,73 @@ def _weigh(args, row, logits, first, end, scale, masks, bounds):  # type: ignore
 
 
 @njit
-def _lightest(args, row, scale, peak, top_p):  # type: ignore[no-untyped-def]
+def _lightest(args, row, scale, peak, top_p):
     """A weight below which no token is kept: all such tokens together weigh less than what top-p drops."""
-    maxima = args.maxima + 4 * args.num_groups * row
+    maxima = args.maxima + args.num_groups * row
     total = splat_i64(np.int64(0))
     for group in range(0, args.num_groups, LANES):
-        x = load_upto(maxima + 4 * group, args.num_groups - group)
-        total = add_i64(total, weights(scaled(x, scale), peak))
+        x = load_upto(maxima + group, args.num_groups - group)
+        total = total + weights(scaled(x, scale), peak)
     dropped = (1.0 - top_p) * np.float64(sum_i64(total))
     return np.int64(0.999 * dropped / np.float64(args.vocab))
 
 
 @njit
-def _narrow_filtered(args, row, logits, first, end, thread, scale, masks, largest):  # type: ignore[no-untyped-def]
-    maxima = args.maxima + 4 * args.num_groups * row
-    k, top_p = load_i64(args.top_k + 8 * row), load_f64(args.top_p + 8 * row)
+def _narrow_filtered(args, row, logits, first, end, thread, scale, masks, largest):
+    maxima = args.maxima + args.num_groups * row
+    k, top_p = args.top_k[row], args.top_p[row]
     peak, bound = scaled_scalar(largest, scale), -LARGEST
     if k != 0 and k <= args.num_groups:
-        threshold, _ = find_threshold(maxima, 0, args.num_groups, np.float64(k))
+        threshold, _ = find_threshold(maxima, None, args.num_groups, np.float64(k))
         bound = max(bound, scaled_scalar(value_of(threshold), scale))
     if k == 0 or top_p == 1:  # else top-p is of what top-k keeps, min-p's losses included
-        bound = max(bound, peak + load_scalar_f32(args.log_min_p + 4 * row))
+        bound = max(bound, peak + args.log_min_p[row])
     slot = row * MAX_THREADS + thread
     if top_p < 1 and k == 0:
         bounds = bound, peak, _lightest(args, row, scale, peak, top_p)
         count, total = _weigh(args, row, logits, first, end, scale, masks, bounds)
-        store_i64(args.totals + 8 * slot, total)
+        args.totals[slot] = total
     else:
         count = _collect(args, row, logits, first, end, scale, masks, bound)
-    store_i64(args.num_candidates + 8 * slot, count)
+    args.num_candidates[slot] = count
 
 
 @njit(forceinline=True)
-def has_filters(args, row):  # type: ignore[no-untyped-def]
-    has_top_p, lowest = load_f64(args.top_p + 8 * row) < 1, load_scalar_f32(args.log_min_p + 4 * row)
-    return load_i64(args.top_k + 8 * row) != 0 or has_top_p or lowest > NOTHING
+def has_filters(args, row):
+    has_top_p, lowest = args.top_p[row] < 1, args.log_min_p[row]
+    return args.top_k[row] != 0 or has_top_p or lowest > NOTHING
 
 
 @njit(forceinline=True)
-def filter_scale(args, row, temperature, largest):  # type: ignore[no-untyped-def]
+def filter_scale(args, row, temperature, largest):
     """What logits are scaled by before the filters."""
-    if load_u8(args.temperature_last + row) != 0:
+    if args.temperature_last[row] != 0:
         return np.float32(0), np.float32(1)
     return scaling(temperature, largest)
 
 
 def make_narrow() -> Callable[..., None]:
-    def narrow(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
-        args = carray(args_at, 1)[0]
+    def narrow(args, state, thread, num_threads):
         first, end = part(args, thread, num_threads)
         for row in range(args.num_rows):
-            if load_i64(args.alive + 8 * row) == 0:
+            if args.alive[row] == 0:
                 continue
             logits = logits_of(args, row)
             largest, masks = row_largest(args, row), masks_of(args, row)
-            temperature = load_scalar_f32(args.temperature + 4 * row)
+            temperature = args.temperature[row]
             slot = row * MAX_THREADS + thread
             if largest != largest or largest == NOTHING:  # `choose` knows what to do
                 continue
             if temperature == 0:
-                store_i64(args.found + 8 * slot, _first_equal(args, row, logits, first, end, largest, masks))
+                args.found[slot] = _first_equal(args, row, logits, first, end, largest, masks)
             elif has_filters(args, row):
                 scale = filter_scale(args, row, temperature, largest)
                 _narrow_filtered(args, row, logits, first, end, thread, scale, masks, largest)
             else:
-                key = key_of(load_i64(args.seed + 8 * row), position_of(args, row))
+                key = key_of(args.seed[row], position_of(args, row))
                 scale = scaling(temperature, largest)
                 best, best_id = _search(args, row, logits, first, end, scale, key, masks)
-                store_i64(args.found + 8 * slot, best_id)
-                store_scalar_f32(args.scores + 4 * slot, best)
+                args.found[slot] = best_id
+                args.scores[slot] = best
 
     return narrow

@@ -20,6 +20,7 @@ from torch import Tensor
 from infer.backends.cpu.layouts import LANES
 from infer.backends.cpu.records import MAX_THREADS, SAMPLE, SAMPLE_COLUMNS, SAMPLE_HISTORY, SAMPLE_LISTS, SAMPLE_SCRATCH
 from infer.backends.cpu.state import Words, field_index, integers, words_of
+from infer.backends.cpu.threads import aligned
 from infer.errors import InvalidRequestError
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
@@ -45,7 +46,7 @@ class SampleArguments:
         self.words = words_of(self.record)
         self.room = 0  # rows that there is memory for
         self.starts, self.alive, self.sampled = integers(0), integers(0), integers(0)
-        self._scratch = {name: np.zeros(0, dtype) for name, dtype in SAMPLE_SCRATCH}
+        self._scratch = {name: np.zeros(0, type_) for name, type_ in SAMPLE_SCRATCH.items()}
         self._columns: SamplingColumns | None = None
         self._history: History | None = None
         self._selection: object = None
@@ -79,7 +80,8 @@ class SampleArguments:
         if history is not None and history is not self._history:
             self.set(capacity=history.capacity, prompt_lengths=history.num_prompt_tokens.data_ptr())
             self.set(**{name: getattr(history, name).data_ptr() for name in SAMPLE_HISTORY})
-        self.set(num_rows=len(columns), **{name: getattr(columns, name).data_ptr() for name in SAMPLE_LISTS})
+        self.set(num_rows=len(columns), masks=columns.masks.data_ptr())
+        self.set(**{name: getattr(columns, name).data_ptr() for name in SAMPLE_LISTS})
         if is_new or not has_room:
             self._make_room(len(columns), num_ends)
         self._columns, self._history, self._selection = columns, history, columns.selection
@@ -106,16 +108,9 @@ class SampleArguments:
             "ends": num_ends,
             **dict.fromkeys(("values", "ids", "weights", "scored"), room * self._padded),
         }
-        for name, dtype in SAMPLE_SCRATCH:
+        for name, type_ in SAMPLE_SCRATCH.items():
             size = sizes.get(name, room * MAX_THREADS)
             if size > len(self._scratch[name]):
-                self._scratch[name] = _uncleared(size, dtype)
+                self._scratch[name] = aligned(size, np.dtype(type_))
             self.set(**{name: self._scratch[name].ctypes.data})
         self.room = room
-
-
-def _uncleared(count: int, dtype: np.dtype) -> Arguments:
-    """`aligned` without the zeros: megabytes that a batch may never touch."""
-    raw = np.empty(count * dtype.itemsize + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + count * dtype.itemsize].view(dtype)

@@ -8,21 +8,12 @@ found; they touch the ids that have one, in the reference's order and with its r
 from collections.abc import Callable
 
 import numpy as np
-from numba import carray, njit
+from numba import njit
 
 from infer.backends.cpu.layouts import LANES
 from infer.backends.cpu.records import MAX_THREADS
-from infer.backends.cpu.sample_math import keep_bits, load_f64, load_i32
-from infer.backends.cpu.simd import (
-    load_i64,
-    load_scalar_f32,
-    load_u8,
-    max_f32,
-    maximum,
-    splat_f32,
-    store_f32,
-    store_scalar_f32,
-)
+from infer.backends.cpu.sample_math import keep_bits
+from infer.backends.cpu.simd import address_of, load_i32, max_f32, maximum, splat_f32, store_f32
 from infer.backends.cpu.tails import load_upto
 
 LARGEST = np.float32(np.finfo(np.float32).max)
@@ -30,128 +21,128 @@ NOTHING = np.float32(-np.inf)
 
 
 @njit(forceinline=True)
-def part(args, thread, num_threads):  # type: ignore[no-untyped-def]
+def part(args, thread, num_threads):
     """The groups of a thread: first, end."""
     return args.num_groups * thread // num_threads, args.num_groups * (thread + 1) // num_threads
 
 
 @njit(forceinline=True)
-def logits_of(args, row):  # type: ignore[no-untyped-def]
-    return args.logits + 4 * args.row_stride * (load_i64(args.starts + 8 * row) + args.entry)
+def logits_of(args, row):
+    return args.logits + args.row_stride * (args.starts[row] + args.entry)
 
 
 @njit(forceinline=True)
-def position_of(args, row):  # type: ignore[no-untyped-def]
+def position_of(args, row):
     """How many tokens stand before the one to sample."""
-    return load_i64(args.positions + 8 * row) + args.position_offset + args.entry
+    return args.positions[row] + args.position_offset + args.entry
 
 
 @njit(forceinline=True)
-def scores_logits(args, row, is_processed):  # type: ignore[no-untyped-def]
+def scores_logits(args, row, is_processed):
     """Whether the row asks for log-probabilities, of such logits."""
-    if args.logprobs == 0 or load_i64(args.top_logprobs + 8 * row) < 0:
+    if address_of(args.logprobs) == 0 or args.top_logprobs[row] < 0:
         return False
-    return (load_u8(args.logprobs_processed + row) != 0) == is_processed
+    return (args.logprobs_processed[row] != 0) == is_processed
 
 
 @njit
-def _keep_raw(args, row, logits, first, end, thread):  # type: ignore[no-untyped-def]
-    scored, group_size = args.scored + 4 * args.padded * row, LANES * args.group_vectors
+def _keep_raw(args, row, logits, first, end, thread):
+    scored, group_size = args.scored + args.padded * row, LANES * args.group_vectors
     most = splat_f32(NOTHING)
     for token in range(group_size * first, group_size * end, LANES):
-        at, room = logits + 4 * token, args.vocab - token
+        at, room = logits + token, args.vocab - token
         x = load_upto(at, room)
-        store_f32(scored + 4 * token, x)
+        store_f32(scored + token, x)
         most = maximum(most, x)
-    store_scalar_f32(args.peaks + 4 * (MAX_THREADS * row + thread), max_f32(most))
+    args.peaks[MAX_THREADS * row + thread] = max_f32(most)
 
 
 @njit(forceinline=True)
-def _is_finite(x):  # type: ignore[no-untyped-def]
+def _is_finite(x):
     return x >= -LARGEST and x <= LARGEST
 
 
 @njit(forceinline=True)
-def _bounded(x):  # type: ignore[no-untyped-def]
+def _bounded(x):
     return min(max(x, -LARGEST), LARGEST)
 
 
 @njit
-def _add_biases(args, row, logits, begin, end):  # type: ignore[no-untyped-def]
-    starts = args.bias_starts + 8 * row
-    for entry in range(load_i64(starts), load_i64(starts + 8)):
-        token = load_i64(args.bias_ids + 8 * entry)
+def _add_biases(args, row, logits, begin, end):
+    starts = args.bias_starts + row
+    for entry in range(starts[0], starts[1]):
+        token = args.bias_ids[entry]
         if begin <= token < end:
-            value = load_scalar_f32(logits + 4 * token)
+            value = logits[token]
             if _is_finite(value):
-                bias = load_f64(args.biases + 8 * entry)
+                bias = args.biases[entry]
                 biased = NOTHING if bias == -np.inf else _bounded(np.float32(np.float64(value) + bias))
-                store_scalar_f32(logits + 4 * token, biased)
+                logits[token] = biased
 
 
 @njit
-def _penalise(args, row, logits, begin, end):  # type: ignore[no-untyped-def]
+def _penalise(args, row, logits, begin, end):
     """Each id at its last occurrence: first repetition over the window, then frequency and presence over the output."""
-    slot = load_i64(args.history_slot + 8 * row)
+    slot = args.history_slot[row]
     if slot < 0:
         return
-    tokens, last = args.tokens + 4 * args.capacity * slot, args.last + 4 * args.vocab * slot
-    length = load_i64(args.lengths + 8 * slot)
-    penalty = load_scalar_f32(args.repetition_penalty + 4 * row)
+    tokens, last = args.tokens + args.capacity * slot, args.last + args.vocab * slot
+    length = args.lengths[slot]
+    penalty = args.repetition_penalty[row]
     if penalty != 1:
-        for position in range(max(0, length - load_i64(args.repetition_window + 8 * row)), length):
-            token = np.int64(load_i32(tokens + 4 * position))
-            if begin <= token < end and load_i32(last + 4 * token) == position + 1:
-                value = load_scalar_f32(logits + 4 * token)
+        for position in range(max(0, length - args.repetition_window[row]), length):
+            token = np.int64(tokens[position])
+            if begin <= token < end and last[token] == position + 1:
+                value = logits[token]
                 if _is_finite(value):
                     penalised = value / penalty if value > 0 else value * penalty
-                    store_scalar_f32(logits + 4 * token, _bounded(penalised))
-    frequency = load_scalar_f32(args.frequency_penalty + 4 * row)
-    presence = load_scalar_f32(args.presence_penalty + 4 * row)
+                    logits[token] = _bounded(penalised)
+    frequency = args.frequency_penalty[row]
+    presence = args.presence_penalty[row]
     if frequency == 0 and presence == 0:
         return
-    counts = args.counts + 4 * args.vocab * slot
-    for position in range(load_i64(args.prompt_lengths + 8 * slot), length):
-        token = np.int64(load_i32(tokens + 4 * position))
-        if begin <= token < end and load_i32(last + 4 * token) == position + 1:
-            value = load_scalar_f32(logits + 4 * token)
+    counts = args.counts + args.vocab * slot
+    for position in range(args.prompt_lengths[slot], length):
+        token = np.int64(tokens[position])
+        if begin <= token < end and last[token] == position + 1:
+            value = logits[token]
             if _is_finite(value):
-                value = _bounded(value - frequency * np.float32(load_i32(counts + 4 * token)))
-                store_scalar_f32(logits + 4 * token, _bounded(value - presence))
+                value = _bounded(value - frequency * np.float32(counts[token]))
+                logits[token] = _bounded(value - presence)
 
 
 @njit(forceinline=True)
-def is_below_minimum(args, row):  # type: ignore[no-untyped-def]
-    return position_of(args, row) - load_i64(args.num_prompt_tokens + 8 * row) < load_i64(args.min_new_tokens + 8 * row)
+def is_below_minimum(args, row):
+    return position_of(args, row) - args.num_prompt_tokens[row] < args.min_new_tokens[row]
 
 
 @njit
-def _ban_ends(args, row, logits, begin, end):  # type: ignore[no-untyped-def]
+def _ban_ends(args, row, logits, begin, end):
     """Their logits are kept aside: `choose` takes them back where nothing else is left."""
-    starts = args.end_starts + 8 * row
-    for entry in range(load_i64(starts), load_i64(starts + 8)):
-        token = load_i64(args.end_ids + 8 * entry)
+    starts = args.end_starts + row
+    for entry in range(starts[0], starts[1]):
+        token = args.end_ids[entry]
         if begin <= token < end:
-            value = load_scalar_f32(logits + 4 * token)
-            store_scalar_f32(args.ends + 4 * entry, value)
+            value = logits[token]
+            args.ends[entry] = value
             if _is_finite(value):
-                store_scalar_f32(logits + 4 * token, NOTHING)
+                logits[token] = NOTHING
 
 
 @njit(forceinline=True)
-def masks_of(args, row):  # type: ignore[no-untyped-def]
+def masks_of(args, row):
     """The addresses of the row's own mask and of the grammar's, 0 for none."""
     own, allowed, words = np.int64(0), np.int64(0), 4 * args.mask_words
-    index = load_i64(args.mask_index + 8 * row)
+    index = args.mask_index[row]
     if index >= 0:
         own = args.masks + words * index
     if args.allowed != 0:
-        allowed = args.allowed + words * (load_i64(args.starts + 8 * row) + args.entry)
+        allowed = args.allowed + words * (args.starts[row] + args.entry)
     return own, allowed
 
 
 @njit(forceinline=True)
-def masked_bits(masks, token):  # type: ignore[no-untyped-def]
+def masked_bits(masks, token):
     """The bits of 16 tokens, of which `token`, a multiple of 16, is the first."""
     own, allowed = masks
     bits, at = np.int32(-1), 4 * (token // 32)
@@ -165,12 +156,11 @@ def masked_bits(masks, token):  # type: ignore[no-untyped-def]
 def make_scan() -> Callable[..., None]:
     """A group with NaN or +inf has NaN for its largest."""
 
-    def scan(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
-        args = carray(args_at, 1)[0]
+    def scan(args, state, thread, num_threads):
         first, end = part(args, thread, num_threads)
         group_size = LANES * args.group_vectors
         for row in range(args.num_rows):
-            if load_i64(args.alive + 8 * row) == 0:
+            if args.alive[row] == 0:
                 continue
             logits = logits_of(args, row)
             begin, stop = group_size * first, min(group_size * end, args.vocab)
@@ -185,7 +175,7 @@ def make_scan() -> Callable[..., None]:
                 most = splat_f32(NOTHING)
                 raw = splat_f32(NOTHING)
                 for token in range(group_size * group, min(group_size * (group + 1), args.vocab), LANES):
-                    at, room = logits + 4 * token, args.vocab - token
+                    at, room = logits + token, args.vocab - token
                     x = load_upto(at, room)
                     if masks[0] != 0 or masks[1] != 0:
                         raw = maximum(raw, x)
@@ -198,6 +188,6 @@ def make_scan() -> Callable[..., None]:
                 largest, peak = max_f32(most), max_f32(raw)
                 if largest == np.inf or peak == np.inf or peak != peak:
                     largest = np.float32(np.nan)
-                store_scalar_f32(args.maxima + 4 * (args.num_groups * row + group), largest)
+                args.maxima[args.num_groups * row + group] = largest
 
     return scan

@@ -9,7 +9,7 @@ import numpy as np
 from numba import njit
 
 from infer.backends.cpu.sample_math import bits_of, float_of
-from infer.backends.cpu.simd import load_i64, load_scalar_f32, load_u32, stack, store_i64, store_scalar_f32, store_u32
+from infer.backends.cpu.simd import load_i64, stack, store_i64
 
 _BUCKETS = 256
 _SIGN = np.uint32(0x80000000)
@@ -17,22 +17,22 @@ _ALL = np.uint32(0xFFFFFFFF)
 
 
 @njit(forceinline=True)
-def key_of_value(x):  # type: ignore[no-untyped-def]
+def key_of_value(x):
     """Smaller for a larger value; both zeros have one key."""
     bits = bits_of(x + np.float32(0))
     return bits if bits & _SIGN else bits ^ np.uint32(0x7FFFFFFF)
 
 
 @njit(forceinline=True)
-def value_of(key):  # type: ignore[no-untyped-def]
+def value_of(key):
     return float_of(key if key & _SIGN else key ^ np.uint32(0x7FFFFFFF))
 
 
 @njit
-def find_threshold(values, weights, count, goal):  # type: ignore[no-untyped-def]
+def find_threshold(values, weights, count, goal):
     """(key of the value at which the sum of weights of the largest reaches goal, the sum before that value).
 
-    weights is 0 where each value weighs 1. If the whole sum stays below the goal, the key is the last one.
+    `weights` is None where each value weighs 1. If the whole sum stays below the goal, the key is the last one.
     """
     histogram, prefix, mask, before = stack(8 * 256), np.uint32(0), np.uint32(0), np.int64(0)
     for level in range(4):
@@ -40,10 +40,10 @@ def find_threshold(values, weights, count, goal):  # type: ignore[no-untyped-def
         for bucket in range(_BUCKETS):
             store_i64(histogram + 8 * bucket, 0)
         for i in range(count):
-            key = key_of_value(load_scalar_f32(values + 4 * i))
+            key = key_of_value(values[i])
             if key & mask == prefix:
                 at = histogram + 8 * np.int64((key >> shift) & np.uint32(255))
-                store_i64(at, load_i64(at) + (load_i64(weights + 8 * i) if weights != 0 else 1))
+                store_i64(at, load_i64(at) + (1 if weights is None else weights[i]))
         bucket = 0
         while bucket < _BUCKETS and np.float64(before + load_i64(histogram + 8 * bucket)) < goal:
             before += load_i64(histogram + 8 * bucket)
@@ -56,20 +56,20 @@ def find_threshold(values, weights, count, goal):  # type: ignore[no-untyped-def
 
 
 @njit
-def keep_largest(values, ids, weights, count, goal):  # type: ignore[no-untyped-def]
+def keep_largest(values, ids, weights, count, goal):
     """Leave the fewest largest whose weights reach the goal, in their order, and return how many."""
     threshold, before = find_threshold(values, weights, count, goal)
     kept = np.int64(0)
     for i in range(count):
-        value = load_scalar_f32(values + 4 * i)
+        value = values[i]
         key = key_of_value(value)
         if key < threshold or (key == threshold and np.float64(before) < goal):
-            w = load_i64(weights + 8 * i) if weights != 0 else np.int64(1)
+            w = np.int64(1) if weights is None else weights[i]
             if key == threshold:
                 before += w
-            store_scalar_f32(values + 4 * kept, value)
-            store_u32(ids + 4 * kept, load_u32(ids + 4 * i))
-            if weights != 0:
-                store_i64(weights + 8 * kept, w)
+            values[kept] = value
+            ids[kept] = ids[i]
+            if weights is not None:
+                weights[kept] = w
             kept += 1
     return kept

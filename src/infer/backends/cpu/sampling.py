@@ -30,7 +30,7 @@ def choose_tokens(
     arguments.bind(columns, history)
     arguments.set(allowed=0 if allowed is None else allowed.data_ptr())
     with scope("sample", len(columns), logit_indices=positions) as run:
-        run.table.append(commands(arguments, keeps=(positions, allowed)))
+        run.commands += commands(arguments, keeps=(positions, allowed))
     return torch.tensor(arguments.sampled[: len(columns)], dtype=torch.int64)
 
 

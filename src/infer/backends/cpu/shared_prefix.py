@@ -8,26 +8,25 @@ from numba import njit
 
 from infer.backends.cpu.records import CHUNK, MOST_COLUMNS
 from infer.backends.cpu.shares import is_for_many, run_at
-from infer.backends.cpu.simd import load_i64
 
 
 @njit
-def _whole_chunks(args, row, slot):  # type: ignore[no-untyped-def]
+def _whole_chunks(args, row, slot):
     """How many chunks there are before the one of the slot, if a token sees all of them."""
-    return 0 if load_i64(args.windows + 8 * row) != 0 else slot // CHUNK
+    return 0 if args.windows[row] != 0 else slot // CHUNK
 
 
 @njit
-def _common_chunks(args, row, other, most):  # type: ignore[no-untyped-def]
+def _common_chunks(args, row, other, most):
     """How many of their first chunks, of `most`, two rows have in the same pages."""
-    left, right, page = args.table + 8 * args.table_stride * row, args.table + 8 * args.table_stride * other, 0
-    while page << args.page_bits < most * CHUNK and load_i64(left + 8 * page) == load_i64(right + 8 * page):
+    left, right, page = args.table + args.table_stride * row, args.table + args.table_stride * other, 0
+    while page << args.page_bits < most * CHUNK and left[page] == right[page]:
         page += 1
     return min(most, (page << args.page_bits) // CHUNK)
 
 
 @njit
-def prefix_at(args, state, token):  # type: ignore[no-untyped-def]
+def prefix_at(args, state, token):
     """(the token after, how many chunks): of the run that begins here and those after it that have as many of their
     first chunks in common, as long as their queries fit; of a run alone, and of many queries, 0 chunks."""
     row, run, slot = run_at(args, state, token, state.num_tokens)

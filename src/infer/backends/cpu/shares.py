@@ -10,34 +10,33 @@ from infer.backends.cpu.cache_slots import chunks_seen, num_seen, parts_of_chunk
 from infer.backends.cpu.layouts import LANES
 from infer.backends.cpu.partials import seen_of_run
 from infer.backends.cpu.records import CHUNK, MOST_COLUMNS, SPLIT_TOKENS
-from infer.backends.cpu.simd import load_i64
 
 _FEWEST_QUERIES = 12  # of a thread
 
 
 @njit
-def run_at(args, state, token, end):  # type: ignore[no-untyped-def]
+def run_at(args, state, token, end):
     """(row, how many tokens from here on, before `end`, are of it, the slot of the first)."""
-    row, run = load_i64(state.rows + 8 * token), 1
-    while token + run < end and load_i64(state.rows + 8 * (token + run)) == row:
+    row, run = state.rows[token], 1
+    while token + run < end and state.rows[token + run] == row:
         run += 1
-    return row, run, slot_of(args, row, load_i64(state.positions + 8 * token))
+    return row, run, slot_of(args, row, state.positions[token])
 
 
 @njit
-def chunks_between(args, row, first_slot, last_slot):  # type: ignore[no-untyped-def]
+def chunks_between(args, row, first_slot, last_slot):
     """How many chunks tokens from one slot to another see something of."""
     return last_slot // CHUNK + 1 - chunks_seen(args, row, first_slot)[1]
 
 
 @njit
-def nth_chunk(args, row, first_slot, number):  # type: ignore[no-untyped-def]
+def nth_chunk(args, row, first_slot, number):
     num_first, num_skipped = chunks_seen(args, row, first_slot)
     return number if number < num_first else number + num_skipped
 
 
 @njit
-def is_split(args, state, num_threads):  # type: ignore[no-untyped-def]
+def is_split(args, state, num_threads):
     """Whether threads share out chunks, not queries. A thread's share that were less than a few queries would have it
     read most keys for hardly anything."""
     if num_threads == 1 or state.num_tokens > SPLIT_TOKENS:
@@ -52,13 +51,13 @@ def is_split(args, state, num_threads):  # type: ignore[no-untyped-def]
 
 
 @njit
-def is_for_many(args, run):  # type: ignore[no-untyped-def]
+def is_for_many(args, run):
     """Whether `attend_many` takes the queries of so many tokens."""
     return args.fewest_for_many != 0 and run * (args.num_heads // args.num_kv_heads) >= args.fewest_for_many
 
 
 @njit
-def weight_of_chunk(args, row, run, slot, number):  # type: ignore[no-untyped-def]
+def weight_of_chunk(args, row, run, slot, number):
     """Of a query of a run and the nth chunk that the run sees."""
     chunk, last_slot = nth_chunk(args, row, slot, number), slot + run - 1
     gap, first, end = parts_of_chunk(*seen_of_run(args, row, chunk, slot, last_slot))
@@ -66,7 +65,7 @@ def weight_of_chunk(args, row, run, slot, number):  # type: ignore[no-untyped-de
 
 
 @njit
-def weight_of_chunks(args, state):  # type: ignore[no-untyped-def]
+def weight_of_chunks(args, state):
     """The sum over the queries and chunks of a step."""
     total, token = 0, 0
     while token < state.num_tokens:
@@ -78,13 +77,13 @@ def weight_of_chunks(args, state):  # type: ignore[no-untyped-def]
 
 
 @njit
-def weight_of_query(args, row, slot, right):  # type: ignore[no-untyped-def]
+def weight_of_query(args, row, slot, right):
     """Of each of a run's queries before `right` that are done at once."""
     return num_seen(args, row, slot + (right - 1) // (args.num_heads // args.num_kv_heads))
 
 
 @njit
-def weight_of_queries(args, state, for_many):  # type: ignore[no-untyped-def]
+def weight_of_queries(args, state, for_many):
     """The sum over the queries of the runs that `attend_many` takes, or of the others."""
     total, token, group = 0, 0, args.num_heads // args.num_kv_heads
     while token < state.num_tokens:
@@ -98,14 +97,14 @@ def weight_of_queries(args, state, for_many):  # type: ignore[no-untyped-def]
 
 
 @njit
-def mine(left, right, weight, item, begin, stop):  # type: ignore[no-untyped-def]
+def mine(left, right, weight, item, begin, stop):
     """Which of the queries [left, right) begin in a thread's share, [begin, stop) of the weights; theirs begin at
     item."""
     return max(left, left - (item - begin) // weight), min(right, left - (item - stop) // weight)
 
 
 @njit
-def mine_of_row(state, left, right, weight, item, begin, stop):  # type: ignore[no-untyped-def]
+def mine_of_row(state, left, right, weight, item, begin, stop):
     """`mine`, but of many rows a few queries with the same keys stay together: two threads would read them twice."""
     if state.num_tokens <= SPLIT_TOKENS or right - left > _FEWEST_QUERIES:
         return mine(left, right, weight, item, begin, stop)
@@ -114,7 +113,7 @@ def mine_of_row(state, left, right, weight, item, begin, stop):  # type: ignore[
 
 
 @njit
-def share_of(args, state, token, first, end, item, begin, stop):  # type: ignore[no-untyped-def]
+def share_of(args, state, token, first, end, item, begin, stop):
     """(left, right, the item after them): `mine_of_row` of the queries [first, end) of the runs from a token on."""
     group, left, right = args.num_heads // args.num_kv_heads, end, end
     while first < end:
@@ -130,14 +129,14 @@ def share_of(args, state, token, first, end, item, begin, stop):  # type: ignore
 
 
 @njit
-def first_of(args, state, token, kv):  # type: ignore[no-untyped-def]
+def first_of(args, state, token, kv):
     """(row, kv head, chunk) of what a head of a run reads first."""
-    row = load_i64(state.rows + 8 * token)
-    return row, kv, nth_chunk(args, row, slot_of(args, row, load_i64(state.positions + 8 * token)), 0)
+    row = state.rows[token]
+    return row, kv, nth_chunk(args, row, slot_of(args, row, state.positions[token]), 0)
 
 
 @njit
-def chunk_after(args, row, kv, chunk, last_slot):  # type: ignore[no-untyped-def]
+def chunk_after(args, row, kv, chunk, last_slot):
     """The (row, kv head, chunk) after this one, where chunks are shared out."""
     if kv + 1 < args.num_kv_heads:
         return row, kv + 1, chunk

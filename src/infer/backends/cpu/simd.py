@@ -2,6 +2,7 @@
 
     f32x16, i32x16      the two vector types; + − × and comparison by `select_*` work on them in any `@njit` function
     address             a plain int64; every load and store names its type
+    floats              a pointer to them, as `record_types` has it; vectors are loaded from either
 
 An operation is a Python function that emits LLVM IR. A kernel calls it with values: `fma(a, b, c)`; another emitter
 calls it with the builder first: `fma(b, x, y, z)`. LLVM splits the 16 lanes into whatever the machine has.
@@ -23,8 +24,7 @@ from infer.backends.cpu.layouts import LANES
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
-I8X16, I16X16, I32X16 = (ir.VectorType(element, LANES) for element in (I8, I16, I32))
-F16X16, F32X16 = ir.VectorType(F16, LANES), ir.VectorType(F32, LANES)
+I8X16, I16X16, I32X16, F32X16 = (ir.VectorType(element, LANES) for element in (I8, I16, I32, F32))
 
 Value = Any  # an LLVM value; which one is in the name of its type above
 
@@ -37,6 +37,7 @@ class Vector(types.Type):  # type: ignore[misc]
 
 f32x16, i32x16 = Vector("f32x16", F32X16), Vector("i32x16", I32X16)
 address = types.int64
+floats = types.CPointer(types.float32)
 
 
 @register_model(Vector)
@@ -73,12 +74,18 @@ def constant(type_: ir.Type, value: float) -> ir.Constant:
 # Memory
 
 
+def pointer(b: Builder, where: Value, type_: ir.Type) -> Value:
+    """Of an address, or of another pointer."""
+    cast = b.bitcast if isinstance(where.type, ir.PointerType) else b.inttoptr
+    return cast(where, type_.as_pointer())
+
+
 def load(b: Builder, where: Value, type_: ir.Type, align: int = 1) -> Value:
-    return b.load(b.inttoptr(where, type_.as_pointer()), align=align, typ=type_)
+    return b.load(pointer(b, where, type_), align=align, typ=type_)
 
 
 def store(b: Builder, where: Value, value: Value, align: int = 1) -> None:
-    b.store(value, b.inttoptr(where, value.type.as_pointer()), align=align)
+    b.store(value, pointer(b, where, value.type), align=align)
 
 
 def offset(b: Builder, where: Value, num_bytes: int) -> Value:
@@ -94,80 +101,49 @@ def broadcast(b: Builder, where: Value) -> Value:
 
 
 @operation(f32x16, address)
+@operation(f32x16, floats)
 def load_f32(b: Builder, where: Value) -> Value:
     return load(b, where, F32X16, 4)
 
 
 @operation(types.void, address, f32x16)
+@operation(types.void, floats, f32x16)
 def store_f32(b: Builder, where: Value, x: Value) -> None:
     store(b, where, x, 4)
 
 
-@operation(types.float32, address)
-def load_scalar_f32(b: Builder, where: Value) -> Value:
-    return load(b, where, F32, 4)
+def _loading(kind: types.Type, type_: ir.Type, align: int = 1) -> Any:
+    return operation(kind, address)(lambda b, where: load(b, where, type_, align))
 
 
-@operation(types.void, address, types.float32)
-def store_scalar_f32(b: Builder, where: Value, x: Value) -> None:
-    store(b, where, x, 4)
+def _storing(kind: types.Type, align: int = 1) -> Any:
+    return operation(types.void, address, kind)(lambda b, where, x: store(b, where, x, align))
 
 
-@operation(types.int64, address)
-def load_i64(b: Builder, where: Value) -> Value:
-    return load(b, where, I64, 8)
+load_scalar_f32, store_scalar_f32 = _loading(types.float32, F32, 4), _storing(types.float32, 4)
+load_i64, store_i64 = _loading(types.int64, I64, 8), _storing(types.int64, 8)
+load_u32, store_u32 = _loading(types.uint32, I32), _storing(types.uint32)
+load_u16, store_u16 = _loading(types.uint16, I16), _storing(types.uint16)
+load_u8, store_u8 = _loading(types.uint8, I8), _storing(types.uint8)
+load_i32, store_i32 = _loading(types.int32, I32, 4), _storing(types.int32, 4)
 
 
-@operation(types.void, address, types.int64)
-def store_i64(b: Builder, where: Value, x: Value) -> None:
-    store(b, where, x, 8)
-
-
-@operation(types.void, address, types.int32)
-def store_i32(b: Builder, where: Value, x: Value) -> None:
-    store(b, where, x, 4)
-
-
-@operation(types.uint32, address)
-def load_u32(b: Builder, where: Value) -> Value:
-    return load(b, where, I32)
-
-
-@operation(types.void, address, types.uint32)
-def store_u32(b: Builder, where: Value, x: Value) -> None:
-    store(b, where, x)
-
-
-@operation(types.uint16, address)
-def load_u16(b: Builder, where: Value) -> Value:
-    return load(b, where, I16)
-
-
-@operation(types.void, address, types.uint16)
-def store_u16(b: Builder, where: Value, x: Value) -> None:
-    store(b, where, x)
-
-
-@operation(types.uint8, address)
-def load_u8(b: Builder, where: Value) -> Value:
-    return load(b, where, I8)
-
-
-@operation(types.void, address, types.uint8)
-def store_u8(b: Builder, where: Value, x: Value) -> None:
-    store(b, where, x)
-
-
-# Halves: bits in and out, by the machine's conversion where it has one
+# Halves: bits in and out, of one or of 16, by the machine's conversion where it has one
 
 
 def has_half_conversion() -> bool:
     return not target_features().isdisjoint(("f16c", "neon"))
 
 
-def _widen_f16(b: Builder, bits: Value, wide_int: ir.Type, wide_float: ir.Type, half: ir.Type) -> Value:
+def _as_many(x: Value, element: ir.Type) -> ir.Type:
+    return ir.VectorType(element, LANES) if isinstance(x.type, ir.VectorType) else element
+
+
+@operation(types.float32, types.uint16)
+def widen_f16(b: Builder, bits: Value) -> Value:
+    wide_int, wide_float = _as_many(bits, I32), _as_many(bits, F32)
     if has_half_conversion():
-        return b.fpext(b.bitcast(bits, half), wide_float)
+        return b.fpext(b.bitcast(bits, _as_many(bits, F16)), wide_float)
     wide = b.zext(bits, wide_int)
     magnitude = b.shl(b.and_(wide, constant(wide_int, 0x7FFF)), constant(wide_int, 13))
     scaled = b.fmul(b.bitcast(magnitude, wide_float), constant(wide_float, 2.0**112))  # subnormals come out right
@@ -178,18 +154,18 @@ def _widen_f16(b: Builder, bits: Value, wide_int: ir.Type, wide_float: ir.Type, 
     return b.bitcast(b.or_(scaled_bits, sign), wide_float)
 
 
-def widen_f16(b: Builder, bits: Value) -> Value:
-    return _widen_f16(b, bits, I32X16, F32X16, F16X16)
-
-
+@operation(types.float32, types.uint16)
 def widen_bf16(b: Builder, bits: Value) -> Value:
-    return b.bitcast(b.shl(b.zext(bits, I32X16), constant(I32X16, 16)), F32X16)
+    wide_int = _as_many(bits, I32)
+    return b.bitcast(b.shl(b.zext(bits, wide_int), constant(wide_int, 16)), _as_many(bits, F32))
 
 
-def _narrow_f16(b: Builder, x: Value, wide_int: ir.Type, bits: ir.Type, half: ir.Type) -> Value:
+@operation(types.uint16, types.float32)
+def narrow_f16(b: Builder, x: Value) -> Value:
     """Rounded to nearest, ties to even; beyond the largest half is infinity."""
+    wide_int, bits = _as_many(x, I32), _as_many(x, I16)
     if has_half_conversion():
-        return b.bitcast(b.fptrunc(x, half), bits)
+        return b.bitcast(b.fptrunc(x, _as_many(x, F16)), bits)
     whole = b.bitcast(x, wide_int)
     sign = b.and_(b.lshr(whole, constant(wide_int, 16)), constant(wide_int, 0x8000))
     magnitude = b.and_(whole, constant(wide_int, 0x7FFFFFFF))
@@ -207,40 +183,14 @@ def _narrow_f16(b: Builder, x: Value, wide_int: ir.Type, bits: ir.Type, half: ir
     return b.trunc(b.or_(result, sign), bits)
 
 
-@operation(types.float32, types.uint16)
-def f16_value(b: Builder, bits: Value) -> Value:
-    return _widen_f16(b, bits, I32, F32, F16)
-
-
-@operation(types.float32, types.uint16)
-def bf16_value(b: Builder, bits: Value) -> Value:
-    return b.bitcast(b.shl(b.zext(bits, I32), constant(I32, 16)), F32)
-
-
-def _narrow_bf16(b: Builder, x: Value, wide_int: ir.Type, bits: ir.Type) -> Value:
+@operation(types.uint16, types.float32)
+def narrow_bf16(b: Builder, x: Value) -> Value:
     """Rounded to nearest, ties to even; a NaN stays one."""
+    wide_int = _as_many(x, I32)
     whole = b.bitcast(x, wide_int)
     odd = b.and_(b.lshr(whole, constant(wide_int, 16)), constant(wide_int, 1))
     rounded = b.lshr(b.add(whole, b.add(odd, constant(wide_int, 0x7FFF))), constant(wide_int, 16))
-    return b.trunc(b.select(b.fcmp_unordered("uno", x, x), constant(wide_int, 0x7FC0), rounded), bits)
-
-
-@operation(types.uint16, types.float32)
-def bf16_bits(b: Builder, x: Value) -> Value:
-    return _narrow_bf16(b, x, I32, I16)
-
-
-def narrow_bf16(b: Builder, x: Value) -> Value:
-    return _narrow_bf16(b, x, I32X16, I16X16)
-
-
-@operation(types.uint16, types.float32)
-def f16_bits(b: Builder, x: Value) -> Value:
-    return _narrow_f16(b, x, I32, I16, F16)
-
-
-def narrow_f16(b: Builder, x: Value) -> Value:
-    return _narrow_f16(b, x, I32X16, I16X16, F16X16)
+    return b.trunc(b.select(b.fcmp_unordered("uno", x, x), constant(wide_int, 0x7FC0), rounded), _as_many(x, I16))
 
 
 @operation(f32x16, address)
@@ -256,19 +206,8 @@ def splat(b: Builder, x: Value) -> Value:
     return b.shuffle_vector(single, single, constant(I32X16, 0))
 
 
-@operation(f32x16, types.float32)
-def splat_f32(b: Builder, x: Value) -> Value:
-    return splat(b, x)
-
-
-@operation(types.float32, f32x16)
-def first_lane(b: Builder, x: Value) -> Value:
-    return b.extract_element(x, constant(I32, 0))
-
-
-@operation(i32x16, types.int32)
-def splat_i32(b: Builder, x: Value) -> Value:
-    return splat(b, x)
+splat_f32 = operation(f32x16, types.float32)(lambda b, x: splat(b, x))
+splat_i32 = operation(i32x16, types.int32)(lambda b, x: splat(b, x))
 
 
 def _intrinsic(b: Builder, name: str, *arguments: Value) -> Value:
@@ -330,11 +269,6 @@ def _reduce(b: Builder, x: Value, combine: Callable[[Value, Value], Value]) -> V
 @operation(types.float32, f32x16)
 def sum_f32(b: Builder, x: Value) -> Value:
     return _reduce(b, x, b.fadd)
-
-
-@operation(types.int32, i32x16)
-def sum_i32(b: Builder, x: Value) -> Value:
-    return _reduce(b, x, b.add)
 
 
 @operation(types.float32, f32x16)

@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from infer.backends.cpu.records import MAX_THREADS
+from infer.backends.cpu.records import MAX_THREADS, pointer
 
 Words = ctypes.Array[ctypes.c_int64]
 
 LINE_BYTES = 64  # of a cache: what threads write lies in lines of its own
 GROUP = 8  # threads that meet first where they are many (`barrier`)
 _LINE_WORDS = LINE_BYTES // 8
-_ADDRESS = np.int64
 
 THREAD = np.dtype(
     [
@@ -32,10 +31,10 @@ STATE = np.dtype(
     [
         ("num_tokens", np.int64),
         ("num_logits", np.int64),
-        ("tokens", _ADDRESS),  # int64 each: the step's arrays
-        ("positions", _ADDRESS),
-        ("rows", _ADDRESS),
-        ("logit_indices", _ADDRESS),
+        ("tokens", pointer(np.int64)),  # the step's arrays
+        ("positions", pointer(np.int64)),
+        ("rows", pointer(np.int64)),
+        ("logit_indices", pointer(np.int64)),
         ("padding", np.int64, 10),
         ("released", np.int64),  # barriers that all threads have come to
         ("has_sleepers", np.int64),  # 1: somebody may sleep until the next one is released

@@ -4,22 +4,54 @@
 
 Labels (`L12.attend`) and whatever the arguments point to are kept in cold lists beside it.
 Commands share out their work by the number of threads, or as units that are taken (`units`); threads meet as `barrier`
-says. When thread 0 has waited too long for the others, it sends them home at a barrier and does their parts itself.
+says. When thread 0 has waited too long for the others, it dismisses them at a barrier and does their parts itself.
 """
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self, final
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
-from infer.backends.cpu.compiled import compiled_address
 from infer.backends.cpu.records import WALK
 from infer.backends.cpu.state import words_of
+from infer.errors import InvalidRequestError
 
 NO_BARRIER, BARRIER, BARRIER_IF_MANY = 0, 1, 2
+Value = int | float | Tensor
+_DTYPES = torch.float32, torch.int64, torch.uint8
+
+
+@final
+class Arguments:
+    """What a command reads: a record, and all that it points to."""
+
+    def __init__(self, record: np.dtype, **fields: Value | Sequence[Value]) -> None:
+        self.record_type, self.record = record, np.zeros(1, record)
+        self.keeps: list[object] = []
+        self.set(**fields)
+
+    @property
+    def address(self) -> int:
+        return int(self.record.ctypes.data)
+
+    def set(self, **fields: Value | Sequence[Value]) -> None:
+        """Of a tensor the address. Raises InvalidRequestError for one of elements that kernels do not read."""
+        for name, value in fields.items():
+            values = value if isinstance(value, Sequence) else [value]
+            self.record[name] = [self._number(name, value) for value in values]
+
+    def _number(self, name: str, value: Value) -> int | float:
+        if not isinstance(value, Tensor):
+            return value
+        if value.dtype not in _DTYPES or not value.is_contiguous():
+            raise InvalidRequestError(f"the CPU kernels take contiguous float32, got {name} of {value.dtype}")
+        self.keeps.append(value)
+        return value.data_ptr()
 
 
 @final
@@ -34,34 +66,17 @@ class Command:
     keeps: tuple[Any, ...] = ()
 
 
-@final
-@dataclass
-class DispatchTable:
-    commands: list[Command] = field(default_factory=list)
-
-    def append(self, commands: Sequence[Command]) -> None:
-        self.commands.extend(commands)
-
-    def rows(self) -> npt.NDArray[np.int64]:
-        """The array that the walker reads."""
-        rows = [(c.function, c.arguments.ctypes.data, c.barrier) for c in self.commands]
-        return np.array(rows, dtype=np.int64).reshape(-1, 3)
-
-    @property
-    def labels(self) -> list[str]:
-        return [command.label for command in self.commands]
-
-
 _serials = itertools.count()
 
 
 @final
 class Walk:
-    """A finished table as a team walks it."""
+    """A finished table as a team walks it. The rows of the walk `before`, if there is one, come first."""
 
-    def __init__(self, table: DispatchTable, before: Self | None = None) -> None:
-        """`before` is a walk whose rows come first; the table is the rest."""
-        self.table, self.rows, self._before = table, table.rows(), before
+    def __init__(self, commands: Sequence[Command], before: Self | None = None) -> None:
+        self._commands, self._before = list(commands), before
+        rows = [(c.function, c.arguments.ctypes.data, c.barrier) for c in commands]
+        self.rows = np.array(rows, dtype=np.int64).reshape(-1, 3)
         if before is not None:
             self.rows = np.concatenate([before.rows, self.rows])
         self.arguments = np.zeros(1, WALK)
@@ -69,7 +84,3 @@ class Walk:
         self.arguments["repeats"] = 1
         self.words, self.address = words_of(self.arguments), self.arguments.ctypes.data
         self.serial = next(_serials)
-
-
-def walk_address() -> int:
-    return compiled_address(".walking:make_walk", WALK)

@@ -14,8 +14,10 @@ from infer.backends.cpu.simd import (
     address,
     constant,
     f32x16,
+    floats,
     load_f32,
     operation,
+    pointer,
     splat,
     store_f32,
 )
@@ -24,13 +26,13 @@ _LANES = ir.VectorType(ir.IntType(1), LANES)
 
 
 @njit(forceinline=True)
-def load_upto(where, count):  # type: ignore[no-untyped-def]
+def load_upto(where, count):
     """The first `count` floats, −inf in the lanes beyond."""
     return load_f32(where) if count >= LANES else _load_first(where, count)
 
 
 @njit(forceinline=True)
-def store_upto(where, count, x):  # type: ignore[no-untyped-def]
+def store_upto(where, count, x):
     """The first `count` lanes."""
     if count >= LANES:
         store_f32(where, x)
@@ -39,21 +41,22 @@ def store_upto(where, count, x):  # type: ignore[no-untyped-def]
 
 
 @operation(f32x16, address, types.int64)
+@operation(f32x16, floats, types.int64)
 def _load_first(b: Builder, where: Value, count: Value) -> Value:
-    pointer, function = _masked(b, "load", where, F32X16, F32X16.as_pointer(), I32, _LANES, F32X16)
-    return b.call(function, [pointer, constant(I32, 4), _first_lanes(b, count), constant(F32X16, float("-inf"))])
+    place, function = _masked(b, "load", where, F32X16, F32X16.as_pointer(), I32, _LANES, F32X16)
+    return b.call(function, [place, constant(I32, 4), _first_lanes(b, count), constant(F32X16, float("-inf"))])
 
 
 @operation(types.void, address, types.int64, f32x16)
 def _store_first(b: Builder, where: Value, count: Value, x: Value) -> None:
-    pointer, function = _masked(b, "store", where, ir.VoidType(), F32X16, F32X16.as_pointer(), I32, _LANES)
-    b.call(function, [x, pointer, constant(I32, 4), _first_lanes(b, count)])
+    place, function = _masked(b, "store", where, ir.VoidType(), F32X16, F32X16.as_pointer(), I32, _LANES)
+    b.call(function, [x, place, constant(I32, 4), _first_lanes(b, count)])
 
 
 def _masked(b: Builder, name: str, where: Value, result: ir.Type, *parameters: ir.Type) -> tuple[Value, Value]:
     kind = ir.FunctionType(result, parameters)
     function = cgutils.get_or_insert_function(b.module, kind, f"llvm.masked.{name}.v16f32.p0")
-    return b.inttoptr(where, F32X16.as_pointer()), function
+    return pointer(b, where, F32X16), function
 
 
 def _first_lanes(b: Builder, count: Value) -> Value:

@@ -25,7 +25,7 @@ from infer.backends.cpu.pace import Choice, Outcome, Pace
 from infer.backends.cpu.records import FLAG, JOB, MAX_THREADS, SEMAPHORE_BYTES, WALK
 from infer.backends.cpu.stacks import check_stack, start_worker
 from infer.backends.cpu.state import STATE, Words, field_index, field_offset, words_of
-from infer.backends.cpu.table import Walk, walk_address
+from infer.backends.cpu.table import Walk
 from infer.errors import InferError
 from infer.system.cores import default_num_threads
 from infer.system.nodes import keep_on_node
@@ -65,7 +65,7 @@ class Team:
         self._rank, self._num_ranks = rank, num_ranks
         self._job = aligned(1, JOB)
         self._job_words, self._job_at = words_of(self._job), self._job.ctypes.data
-        self._job_words[_JOB["walk"]] = walk_address()
+        self._job_words[_JOB["walk"]] = compiled_address(".walking:make_walk", WALK)
         _make_semaphore(self._job_at + field_offset(JOB, "turn"), 1)
         for thread in range(1, self.num_threads):
             _make_semaphore(self._job_at + field_offset(JOB, "semaphores") + SEMAPHORE_BYTES * thread, 0)

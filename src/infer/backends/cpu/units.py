@@ -13,7 +13,7 @@ that is a round further disturbs nobody: where it has been, nothing is left to t
 from numba import njit
 
 from infer.backends.cpu import control
-from infer.backends.cpu.simd import load_i64, store_i64
+from infer.backends.cpu.simd import address_of, load_i64, store_i64
 from infer.backends.cpu.state import LINE_BYTES, STATE, THREAD, field_offset
 
 _THREADS = field_offset(STATE, "threads")
@@ -23,32 +23,37 @@ _TAKE_SHIFT = 2  # of what is left of a share, a quarter is taken
 _MOST_SHARES = 16  # that a thread looks at, its own among them: each is a line of the cache that others write
 
 
+@njit(forceinline=True)
+def _threads(state):
+    return address_of(state) + _THREADS
+
+
 @njit
-def clear_threads(state, num_threads):  # type: ignore[no-untyped-def]
+def clear_threads(state, num_threads):
     """Before a walk."""
     for thread in range(num_threads):
-        at = state + _THREADS + LINE_BYTES * thread
+        at = _threads(state) + LINE_BYTES * thread
         store_i64(at + _TAKEN, 0)
         store_i64(at + _ROUND, 0)
 
 
 @njit
-def begin_units(state, thread):  # type: ignore[no-untyped-def]
+def begin_units(state, thread):
     """A thread's next round."""
-    own = state + _THREADS + LINE_BYTES * thread
+    own = _threads(state) + LINE_BYTES * thread
     store_i64(own + _ROUND, load_i64(own + _ROUND) + 1)
     store_i64(own + _NUM_EMPTY, 0)
 
 
 @njit
-def take_units(state, thread, num_threads, num_units):  # type: ignore[no-untyped-def]
+def take_units(state, thread, num_threads, num_units):
     """The units [first, end) of [0, num_units) that a thread does next; (0, 0): none is left."""
-    own = state + _THREADS + LINE_BYTES * thread
+    own = _threads(state) + LINE_BYTES * thread
     begun, num_empty = load_i64(own + _ROUND) << _ROUND_SHIFT, load_i64(own + _NUM_EMPTY)
     while num_empty < min(num_threads, _MOST_SHARES):
         owner = (thread + num_empty) % num_threads
         first, end = num_units * owner // num_threads, num_units * (owner + 1) // num_threads
-        taken_at = state + _THREADS + LINE_BYTES * owner + _TAKEN
+        taken_at = _threads(state) + LINE_BYTES * owner + _TAKEN
         taken = control.atomic_load(taken_at)
         first += max(0, taken - begun)  # beyond the end where the owner is in a later round
         if first >= end:
@@ -62,7 +67,7 @@ def take_units(state, thread, num_threads, num_units):  # type: ignore[no-untype
 
 
 @njit
-def take_share(state, thread, num_threads, total, least):  # type: ignore[no-untyped-def]
+def take_share(state, thread, num_threads, total, least):
     """The part [begin, stop) of [0, total) that a thread does next, of `least` or more unless that leaves less than one
     for each thread; (0, 0): none is left."""
     num_units = min(total, max(num_threads, total // least))

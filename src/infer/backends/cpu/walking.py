@@ -2,12 +2,10 @@
 
 from collections.abc import Callable
 
-from numba import carray
-
-from infer.backends.cpu import control, simd
+from infer.backends.cpu import control
 from infer.backends.cpu.barrier import SPIN_NANOSECONDS, clear_barrier, meet, wait_until, wake
 from infer.backends.cpu.records import JOB, MAX_THREADS, SEMAPHORE_BYTES, WALK
-from infer.backends.cpu.simd import load_i64, store_i64
+from infer.backends.cpu.simd import address_of, load_i64, store_i64
 from infer.backends.cpu.state import STATE, field_offset
 from infer.backends.cpu.units import clear_threads
 
@@ -26,9 +24,8 @@ _STEP = 512
 def make_walk() -> Callable[..., None]:
     """Alone, thread 0 still does each command in `num_threads` parts: what a later command reads stays the same."""
 
-    def walk(args_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
-        args, state = carray(args_at, 1)[0], carray(state_at, 1)[0]
-        state_address = simd.address_of(state_at)
+    def walk(args, state, thread, num_threads):
+        state_address = address_of(state)
         dismissed, is_alone = state_address + _DISMISSED, num_threads == 1
         barrier, stalls, first, end, started = 0, 0, thread, thread + 1, control.nanoseconds()
         for repeat in range(args.repeats):
@@ -72,8 +69,8 @@ def make_serve() -> Callable[..., None]:
     """A worker's whole life: walk whenever the generation moves, sleep when nothing came for a while, leave when the
     team is closed. A second worker for the same thread leaves at once."""
 
-    def serve(job_at, state_at, thread, spins):  # type: ignore[no-untyped-def]
-        job, base = carray(job_at, 1)[0], simd.address_of(job_at)
+    def serve(job, state, thread, spins):
+        base = address_of(job)
         sleeping, seen = base + _SLEEPING + 8 * thread, base + _SEEN + 8 * thread
         if control.atomic_exchange(base + _IS_SERVED + 8 * thread, 1) != 0:
             return
@@ -107,9 +104,8 @@ def make_run() -> Callable[..., None]:
     """All of a walk in one call, so that nothing can come between its parts: wait for the turn, tell and wake the
     workers, do thread 0's part, wait for the workers, give the turn to the next."""
 
-    def run(job_at, state_at, arguments_at, num_threads):  # type: ignore[no-untyped-def]
-        job, base = carray(job_at, 1)[0], simd.address_of(job_at)
-        state, state_address = carray(state_at, 1)[0], simd.address_of(state_at)
+    def run(job, state, arguments_at, num_threads):
+        base, state_address = address_of(job), address_of(state)
         store_i64(arguments_at + _HAS_RUN, 0)
         if control.wait_semaphore_briefly(base + _TURN) != 0:
             return
@@ -118,7 +114,7 @@ def make_run() -> Callable[..., None]:
             num_threads = 1
         state.dismissed, state.stalls = 0, 0
         clear_barrier(state_address, num_threads)
-        clear_threads(state_address, num_threads)
+        clear_threads(state, num_threads)
         job.arguments, job.state, job.num_threads = arguments_at, state_address, num_threads
         job.finished, job.has_sleepers = 0, 0
         if num_threads > 1:
@@ -142,8 +138,8 @@ def make_close() -> Callable[..., None]:
     """Send the workers away, when the walk that runs, if any, has ended. Leaves 1 in `is_closed`, 0 if a signal came
     before."""
 
-    def close(job_at, state_at, unused, also_unused):  # type: ignore[no-untyped-def]
-        base = simd.address_of(job_at)
+    def close(job, state, unused, also_unused):
+        base = address_of(job)
         if control.wait_semaphore_briefly(base + _TURN) != 0:
             return
         control.atomic_exchange(base + _IS_CLOSED, 1)
@@ -158,8 +154,8 @@ def make_close() -> Callable[..., None]:
 def make_publish() -> Callable[..., None]:
     """Set a flag to 1 for another thread, which may sleep until then, and then sees what was written before."""
 
-    def publish(flag_at, state_at, thread, num_threads):  # type: ignore[no-untyped-def]
-        flag = simd.address_of(flag_at)
+    def publish(args, state, thread, num_threads):
+        flag = address_of(args)
         control.atomic_exchange(flag, 1)
         control.wake_all(flag)
 

@@ -1,4 +1,4 @@
-"""What matrices and a recorded step's buffers take, by the rules of `packing` and `commands`: no torch.
+"""What matrices and a recorded step's buffers take, by the rules of `packing` and `operations`: no torch.
 
 A buffer is known by its role and its size, and layers share it, as in `recording`. Scratch is counted for the threads
 that run, logits for the lines that are used: what is there for others is never touched, and so is no memory yet.
@@ -14,6 +14,18 @@ from infer.backends.memory_rules import StepSizes
 from infer.operands.architecture import Architecture, Layer
 
 Buffers = dict[tuple[str, int], int]  # role and size → bytes
+
+
+def groups_per_unit(num_groups: int, num_threads: int, *, is_pair: bool) -> int:
+    """What a thread takes at once: two groups, which a tile does together, where there are enough. A pair is gate's
+    groups with up's."""
+    return 2 if (num_groups % 2 == 0 if is_pair else num_groups >= GROUPS_PER_THREAD * num_threads) else 1
+
+
+def are_paired(layer: Layer, types: Mapping[str, str], at: str) -> bool:
+    """Whether gate and up, in the layer whose names begin so, are multiplied together."""
+    has_odd_bias = layer.has_mlp_bias and layer.intermediate_size % LANES != 0
+    return types[f"{at}mlp.gate_proj.weight"] == types[f"{at}mlp.up_proj.weight"] and not has_odd_bias
 
 
 def matrix_bytes(type: str, rows: int, columns: int) -> int:
@@ -54,7 +66,7 @@ def _add_layer(step: "_Step", layer: Layer, hidden: int, types: Mapping[str, str
         step.floats("before post norm", tokens, hidden)
     gate, up = (types[f"{at}mlp.{which}_proj.weight"] for which in ("gate", "up"))
     step.floats("hidden", tokens, inner)
-    is_paired = gate == up and not (layer.has_mlp_bias and inner % LANES)
+    is_paired = are_paired(layer, types, at)
     if is_paired:
         step.activations([gate], hidden, tokens)
         step.unpacked(gate, inner, hidden, is_pair=True)
@@ -98,15 +110,13 @@ class _Step:
         layout, num_threads = LAYOUTS[type_], self.sizes.num_threads
         if layout.is_float:
             return
-        groups = -(-rows // LANES)
-        is_double = groups % 2 == 0 if is_pair else groups >= GROUPS_PER_THREAD * num_threads
-        size = (1 + is_double) * (1 + is_pair) * layout.num_records(inputs) * layout.unpacked_bytes
+        per_unit = groups_per_unit(-(-rows // LANES), num_threads, is_pair=is_pair)
+        size = per_unit * (1 + is_pair) * layout.num_records(inputs) * layout.unpacked_bytes
         self.buffers["unpacked weights", size] = num_threads * size
 
     def _token_bytes(self, type_: str, inputs: int) -> int:
         layout = LAYOUTS[type_]
-        form = instruction_set().form(layout, PLANES[self.sizes.precision])
-        return layout.num_records(inputs) * layout.activation_bytes(form)
+        return layout.token_bytes(instruction_set().form(layout, PLANES[self.sizes.precision]), inputs)
 
 
 def _merged(types: Sequence[str], rows: Sequence[int]) -> list[tuple[str, int]]:

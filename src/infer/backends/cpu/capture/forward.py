@@ -43,8 +43,7 @@ class CapturedForward(Captured):
         self._slots = [array.numpy() for array in (slots.tokens, slots.positions, slots.rows, slots.logit_indices)]
         self._slot_words = [words_of(array) for array in self._slots]
         self._state_words = words_of(self._recording.state)
-        self.table = self._recording.table
-        self._walk = Walk(self.table)
+        self._walk = Walk(self._recording.commands)
         self._multi_step: MultiStep | None = None
         self._verifier: Verifier | None = None
         self._followed: Followed | None = None
@@ -110,13 +109,13 @@ class CapturedForward(Captured):
 
     def profile(self, step: Step, num_threads: int | None = None) -> list[tuple[str, int]]:
         """Each command's label and the cycles that thread 0 spent in it, barrier included."""
-        times = np.zeros(len(self.table.commands), np.int64)
-        walk = Walk(self.table)
+        commands = self._recording.commands
+        times, walk = np.zeros(len(commands), np.int64), Walk(commands)
         walk.arguments["times"] = times.ctypes.data
         for piece in step.pieces(self.capacity, self.max_logits):
             self._fill(piece)
             team().run(walk, self._recording.state, num_threads)
-        return list(zip(self.table.labels, times.tolist(), strict=True))
+        return list(zip((command.label for command in commands), times.tolist(), strict=True))
 
     def _fill(self, step: Step) -> None:
         state = self._recording.state

@@ -28,7 +28,7 @@ from infer.backends.cpu.recording import Recording
 from infer.backends.cpu.records import SAMPLE, WALK
 from infer.backends.cpu.sample_rows import FIELD, SampleArguments
 from infer.backends.cpu.state import Words, field_index, field_offset, integers
-from infer.backends.cpu.table import Command, DispatchTable, Walk
+from infer.backends.cpu.table import Command, Walk
 from infer.backends.cpu.threads import team
 from infer.operands.step import Chunk, Interrupt, Masks, StepEnd
 from infer.sampling.columns import SamplingColumns
@@ -201,7 +201,7 @@ class Followed:
 
     def __init__(self, group: MemoryGroup, forward: Walk) -> None:
         self._stop = integers(1)
-        self._walk = Walk(DispatchTable([group.tell("follow", ctypes.addressof(self._stop))]), forward)
+        self._walk = Walk([group.tell("follow", ctypes.addressof(self._stop))], forward)
         self._walk.arguments["stop"] = ctypes.addressof(self._stop)
 
     def run(self, state: State, count: int, num_threads: int | None) -> int:
@@ -219,8 +219,7 @@ def _walk(forward: Walk, arguments: SampleArguments, last: str, after: Sequence[
     """The forward, the sampler's commands, and what makes of their tokens the next repeat."""
     first = sampling.command(".sample_advance:make_await_mask", arguments)
     sampler = [*sampling.commands(arguments), *sampling.scoring(arguments)]
-    table = DispatchTable([first, *sampler, sampling.command(last, arguments), *after])
-    walk = Walk(table, forward)
+    walk = Walk([first, *sampler, sampling.command(last, arguments), *after], forward)
     walk.arguments["stop"] = _stop_at(arguments)
     return walk
 

@@ -1,0 +1,41 @@
+"""A kernel by name: where its source is made and with what. Neither that module nor a compiler is loaded for it."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import final
+
+
+@final
+@dataclass(frozen=True)
+class Kernel:
+    """`maker` is "module:function", the module relative to this package if it begins with a dot, as in ".matmul"."""
+
+    maker: str
+    variant: tuple[str | int, ...] = ()
+    record: str = field(default="", compare=False)  # the name in `records` of what it reads
+    reason: str = field(default="", compare=False)  # what in a model asks for it
+
+    @property
+    def label(self) -> str:
+        return "_".join([self.maker.partition(":")[2].removeprefix("make_"), *map(str, self.variant)])
+
+    @cached_property
+    def file_name(self) -> str:
+        """No two kernels share one. The cache's folder stands for the sources of this package; those of other modules
+        (a test's) are in the name."""
+        module = self.maker.partition(":")[0]
+        if module.startswith("."):
+            return f"{module[1:]}.{self.label}"
+        spec = find_spec(module)
+        source = b"" if spec is None or spec.origin is None else Path(spec.origin).read_bytes()
+        return f"{module}.{self.label}-{hashlib.sha256(source).hexdigest()[:16]}"
+
+    def make(self) -> Callable[..., None]:
+        module, _, function = self.maker.partition(":")
+        source: Callable[..., None] = getattr(import_module(module, __package__), function)(*self.variant)
+        return source

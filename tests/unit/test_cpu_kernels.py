@@ -416,7 +416,7 @@ def test_a_multi_step_of_rows_gives_each_row_its_own_tokens(tiny: Tiny) -> None:
 
 
 def test_columns_and_histories_have_the_elements_that_kernels_read() -> None:
-    columns, history = SamplingColumns.of([SamplingParams()], 8), History(1, 4, 8)
+    columns, history = SamplingColumns.of([SamplingParams(temperature=0)], 8), History(1, 4, 8)
     found = {name: columns.whole[name] for name in SAMPLE_COLUMNS}
     found |= {name: getattr(columns, name) for name in SAMPLE_LISTS}
     found |= {name: getattr(history, name) for name in SAMPLE_HISTORY}

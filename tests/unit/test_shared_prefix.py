@@ -1,17 +1,19 @@
 """Rows that begin with the same pages: which they are, and that reading these once changes no bit."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 import torch
-from numba import njit
 
 from infer import ops
+from infer.backends.cpu.compiled import compiled_address
 from infer.backends.cpu.records import ATTEND, CHUNK
 from infer.backends.cpu.shared_prefix import prefix_at
+from infer.backends.cpu.simd import store_i64
 from infer.backends.cpu.state import STATE
-from infer.backends.cpu.threads import set_num_threads
+from infer.backends.cpu.table import NO_BARRIER, Command, Walk
+from infer.backends.cpu.threads import aligned, set_num_threads, team
 from infer.operands.step import Step
 from infer.operands.weights import Heads, RopeTable
 from infer.quantization.kv_formats import key_block_bytes, num_blocks, value_block_bytes
@@ -84,28 +86,36 @@ def test_rows_that_share_pages_have_the_bits_that_each_has_alone(kv_type: str, r
     assert torch.equal(together, torch.cat(alone))
 
 
-@njit
-def _prefixes(args, state):  # type: ignore[no-untyped-def]
-    found, token = [(0, 0)], 0
-    while token < state.num_tokens:
-        found.append(prefix_at(args, state, token))
-        token = found[-1][0]
-    return found[1:]
+def make_keep_prefixes() -> Callable[..., None]:
+    """Each prefix of the step to `out`: the token after it, and its number of chunks."""
+
+    def keep_prefixes(args, state, thread, num_threads):  # type: ignore[no-untyped-def]
+        token, to = 0, args.out
+        while token < state.num_tokens:
+            token, num_chunks = prefix_at(args, state, token)
+            store_i64(to, token)
+            store_i64(to + 8, num_chunks)
+            to += 16
+
+    return keep_prefixes
 
 
 def prefixes(rows: list[int]) -> list[tuple[int, int]]:
-    args, state, pages = np.zeros(1, ATTEND), np.zeros(1, STATE), make_layer("f32").pages
+    args, state, pages = np.zeros(1, ATTEND), aligned(1, STATE), make_layer("f32").pages
     step = Step.join([Step.of([1] * ROWS[row][2], ROWS[row][1], row=row) for row in rows])
+    found = np.zeros((len(step.rows), 2), np.int64)
     args["num_heads"], args["num_kv_heads"], args["fewest_for_many"] = NUM_HEADS, KV_HEADS, 40
     args["table"], args["table_stride"], args["page_bits"] = pages.table.data_ptr(), PAGES_PER_ROW, 6
     args["shifts"], args["windows"] = pages.shifts.data_ptr(), pages.windows.data_ptr()
+    args["out"] = found.ctypes.data
     state["rows"], state["positions"], state["num_tokens"] = (
         step.rows.data_ptr(),
         step.positions.data_ptr(),
         len(step.rows),
     )
-    found: list[tuple[int, int]] = _prefixes(args[0], state[0])
-    return found
+    address = compiled_address("test_shared_prefix:make_keep_prefixes", ATTEND)
+    team().run(Walk([Command(address, args, NO_BARRIER, "prefixes")]), state, 1)
+    return [(token, num_chunks) for token, num_chunks in found.tolist() if token > 0]
 
 
 def test_neighbours_share_whole_chunks_that_all_of_them_see() -> None:

@@ -68,7 +68,7 @@ inline void multiply_group(global const uchar *weights, global const int *const 
 #else
 
 #define ACTIVATION_INTS RECORD_INTS(PLANES)
-#define AHEAD 16384  // bytes: as `backends.cpu.tiles`
+#define AHEAD 16384  // bytes: as `backends.cpu.packed_records`
 
 // sum + Σ of 4 products of unsigned bytes with signed ones, in each lane.
 inline ints dot4(ints q, int a, ints sum)

@@ -486,7 +486,7 @@ def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 _DIGEST = """
 import hashlib, sys, torch
-sys.path.insert(0, {folder!r})
+sys.path[:0] = {folders!r}
 from test_cpu_kernels import IDS, Tiny, prefill
 torch.manual_seed(0)
 tiny = Tiny(layers=1)
@@ -496,7 +496,8 @@ print(prefill(tiny, tiny.forward, [40, 1, 7]).flatten()[:20].tolist())
 
 
 def run_in_process(**environment: str) -> tuple[str, list[float]]:
-    code = _DIGEST.format(folder=str(Path(__file__).parent))
+    here = Path(__file__).parent
+    code = _DIGEST.format(folders=[str(here), str(here.parent)])
     done = subprocess.run(
         python_command(code), env={**os.environ, **environment}, capture_output=True, text=True, check=True
     )

@@ -44,8 +44,7 @@ ray: $(VENV)/.ray ## install Ray (660 MB), then a model served and a file answer
 	$(BIN)/python -m pytest tests/integration/test_ray.py
 
 .PHONY: intel
-intel: $(VENV)/.dev ## OpenCL's kernels on Intel's CPU runtime (installs 300 MB): the same bits
-	$(PIP) install "intel-opencl-rt>=2026" "intel-cmplr-lib-rt>=2026"
+intel: $(VENV)/.intel ## OpenCL's kernels on Intel's CPU runtime (installs 300 MB): the same bits
 	INFER_OPENCL=intel $(BIN)/python -m pytest tests/unit/test_opencl.py
 
 .PHONY: emulate
@@ -103,6 +102,11 @@ $(VENV)/.fuzz: $(VENV)/.dev
 $(VENV)/.ray: $(VENV)/.dev
 	@echo "... Ray ..."
 	@$(PIP) install --editable ".[ray]"
+	@touch $@
+
+$(VENV)/.intel: $(VENV)/.dev
+	@echo "... Intel's OpenCL runtime for CPUs ..."
+	@$(PIP) install "intel-opencl-rt>=2026" "intel-cmplr-lib-rt>=2026"
 	@touch $@
 
 $(VENV)/.models: $(VENV)/.dev

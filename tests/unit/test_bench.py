@@ -2,7 +2,9 @@
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -99,6 +101,16 @@ def test_a_context_of_its_own_leaves_the_prefill_as_it_is(llm: LLM) -> None:
 def test_a_workload_of_nothing_is_refused(values: dict[str, int]) -> None:
     with pytest.raises(InvalidRequestError, match=f"{next(iter(values))} must be at least 1"):
         Workload(**values)
+
+
+def test_a_device_with_memory_of_its_own_is_refused_before_loading(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, folder: Path
+) -> None:
+    monkeypatch.setattr("infer.cli.bench.device_backend", lambda device: SimpleNamespace(computes_on_host=False))
+    monkeypatch.setattr("infer.cli.bench.LLM", None)
+    monkeypatch.setattr("infer.cli.commands.kernels_ahead", lambda *_: nullcontext())
+    assert main(["bench", "--model", str(folder), "--device", "cuda"]) == 2
+    assert "bench measures the host's memory, and cuda has its own: use --device cpu" in capsys.readouterr().err
 
 
 def test_reading_memory_leaves_the_number_of_threads_alone() -> None:

@@ -222,12 +222,17 @@ def test_no_rank_takes_back_what_another_may_still_wait_for(
     assert told == ["leave", "answered", "rank 0", "begin_anew", "answered"]
 
 
-def test_ranks_have_the_same_logits(families: list[Path], pair: Ranks) -> None:
-    runner = runner_of(families[0], pair)
-    runner.reserve(0, 3)
-    with torch.inference_mode():
-        logits = runner.forward([Chunk(0, [5, 6, 7], num_drafts=2)])
-    assert pair.digests() == [digest_of(logits)]
+def test_ranks_have_the_same_logits(families: list[Path]) -> None:
+    """Each in memory of its own."""
+    ranks = ranks_of(families[0], 2, "gloo")
+    try:
+        runner = runner_of(families[0], ranks, capture=False)
+        runner.reserve(0, 3)
+        with torch.inference_mode():
+            logits = runner.forward([Chunk(0, [5, 6, 7], num_drafts=2)])
+        assert ranks.digests() == [digest_of(logits)]
+    finally:
+        ranks.close()
 
 
 def test_a_rank_that_dies_within_a_step_ends_the_group_with_one_error(families: list[Path]) -> None:

@@ -47,6 +47,9 @@ class Recorded(ABC):
 class Captured(Recorded):
     """One that samples as well, without a return to Python."""
 
+    capacity: int  # tokens that one replay holds
+    max_logits: int
+
     @abstractmethod
     def takes(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> bool:
         """Whether they fit one replay, and can be sampled so with these parameters."""
@@ -83,6 +86,10 @@ class Captured(Recorded):
         """Chunks from their positions on. For each with logits what is sampled after it: those of its drafts that were
         right, and the token after them."""
 
+    def _has_room(self, chunks: Sequence[Chunk]) -> bool:
+        num_tokens = sum([len(chunk.token_ids) for chunk in chunks])
+        return num_tokens <= self.capacity and sum([chunk.num_logits for chunk in chunks]) <= self.max_logits
+
     def follow(self, chunks: Sequence[Chunk], starts: Sequence[int], count: int) -> int:
         """The steps that rank 0 of a group runs as a multi-step: how many they were. It tells what was sampled."""
         raise InvalidRequestError("a group runs no multi-steps here")
@@ -90,6 +97,16 @@ class Captured(Recorded):
     @abstractmethod
     def profile(self, step: Step) -> list[tuple[str, int]]:
         """Each command's label and the cycles spent in it."""
+
+
+def check_multi_step(chunks: Sequence[Chunk], columns: SamplingColumns) -> None:
+    if len(chunks) != len(columns) or any(not len(chunk.token_ids) == chunk.num_logits == 1 for chunk in chunks):
+        raise InvalidRequestError(f"a multi-step takes one token with logits for each of {len(columns)} rows")
+
+
+def check_verified(chunks: Sequence[Chunk], columns: SamplingColumns) -> None:
+    if len(chunks) != len(columns):
+        raise InvalidRequestError(f"a step takes a chunk for each of {len(columns)} rows, got {len(chunks)}")
 
 
 class KernelStore(NamedTuple):

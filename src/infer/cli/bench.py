@@ -13,6 +13,7 @@ from infer.cli.options import cache_values
 from infer.cli.terminal import Spinner, TextWriter
 from infer.errors import InvalidRequestError
 from infer.llm import LLM
+from infer.model.from_checkpoint import device_backend
 from infer.system.status_line import bar
 
 LEVELS = "▁▂▃▄▅▆▇█"
@@ -21,7 +22,11 @@ LEVELS = "▁▂▃▄▅▆▇█"
 def run_bench(options: Mapping[str, Any]) -> None:
     """Load, measure, print."""
     workload = Workload(options["prompt_tokens"], options["num_tokens"], options["context"], options["repeats"])
-    name = options["model"]
+    name, backend = options["model"], device_backend(options["device"])
+    if not backend.computes_on_host:
+        raise InvalidRequestError(
+            f"bench measures the host's memory, and {options['device']} has its own: use --device cpu"
+        )
     with Spinner(f"loading {name}") as spinner:
         llm = LLM(
             name,
@@ -35,11 +40,6 @@ def run_bench(options: Mapping[str, Any]) -> None:
             on_progress=spinner.progress,
         )
     setting = {key: options[key] for key in ("model", "device", "dtype", "weights", "precision")}
-    backend = llm.model.backend
-    if not backend.computes_on_host:
-        raise InvalidRequestError(
-            f"bench measures the host's memory, and {options['device']} has its own: use --device cpu"
-        )
     setting["instruction_set"] = backend.instruction_set()
     writer = TextWriter(sys.stdout)
     if not (options["profile"] or options["as_json"]):  # at once: whoever reads one line and leaves ends the measuring

@@ -2,7 +2,7 @@
 
     cost of a replica = tokens queued there
                       + 8 × tokens of the prompt that its cache lacks  (all later requests wait for them)
-                      + 0.2 × tokens that it was sent of late            (idle replicas share new conversations)
+                      + 0.2 × tokens that it was sent recently           (idle replicas share new conversations)
 
 What a cache has is known from what was sent there, by the keys of a prompt's first pages: `kvcache.page_rows.page_keys`
 of its ids, as the cache itself has them, or `text_keys` where there is no tokenizer. The replica of a session is taken

@@ -87,7 +87,7 @@ def load_checked(
     if chosen_dtype is not None and weights != "auto":
         raise InvalidRequestError(f"dtype={dtype} and weights={weights} contradict each other: give one of them")
 
-    backend, context = _backend(device), context_length(max_seq_len, architecture, cache)
+    backend, context = device_backend(device), context_length(max_seq_len, architecture, cache)
     keep_floats_as = _choice("weights", weights, get_args(FloatsAs))
     chosen_precision = _choice("precision", precision, get_args(Precision))
     load = LoadSettings(dtype_name(dtype), weights, precision)
@@ -190,7 +190,8 @@ def _choice(name: str, value: str, choices: Sequence[Any]) -> Any:
     return value
 
 
-def _backend(device: str | torch.device) -> ops.Backend:
+def device_backend(device: str | torch.device) -> ops.Backend:
+    """Raises InvalidRequestError for a device that is not there."""
     if device == "auto":
         device = "cuda" if ops.is_gpu_of_use() else "cpu"
     if isinstance(device, str) and device.partition(":")[0] == "opencl":

@@ -162,7 +162,7 @@ def attend(
         out, first = run.columns("attended", run.capacity, features, heads.shares)
         split = min(run.capacity, SPLIT_TOKENS)
         scratch_bytes = attend_scratch_bytes(heads.head_dim)
-        arguments.set(q=qkv, qkv_bytes=4 * qkv.shape[1])  # which it keeps; they begin within it:
+        arguments.set(q=qkv, qkv_bytes=4 * qkv.shape[1])  # which checks and keeps it; they begin within it:
         arguments.set(**{name: qkv.data_ptr() + 4 * start for name, start in zip("qkv", heads.starts, strict=True)})
         arguments.set(
             queries=run.tensor("queries", run.capacity * (2 if has_far else 1), features),

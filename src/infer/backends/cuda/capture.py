@@ -12,7 +12,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from infer.backends.base import Captured, Forward, Generated
+from infer.backends.base import Captured, Forward, Generated, check_multi_step, check_verified
 from infer.backends.cuda.graphs import Graphs, Recording
 from infer.backends.cuda.multi_step import MultiStep
 from infer.backends.cuda.step_inputs import StepInputs
@@ -45,13 +45,9 @@ class CapturedForward(Captured):
             return torch.cat([self._run_piece(piece).clone() for piece in pieces])
 
     def takes(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> bool:
-        num_tokens, num_logits = (
-            sum(len(chunk.token_ids) for chunk in chunks),
-            sum(chunk.num_logits for chunk in chunks),
-        )
         has_drafts = any(chunk.num_drafts for chunk in chunks)
         is_one_by_one = columns.has_logprobs and (any(columns.is_processed) or not has_drafts)
-        return num_tokens <= self.capacity and num_logits <= self.max_logits and not is_one_by_one
+        return self._has_room(chunks) and not is_one_by_one
 
     @torch.inference_mode()
     def run_multi_step(
@@ -65,8 +61,7 @@ class CapturedForward(Captured):
         masks: Masks | None = None,
         interrupt: Interrupt | None = None,
     ) -> Generated:
-        if len(chunks) != len(columns) or any(not len(chunk.token_ids) == chunk.num_logits == 1 for chunk in chunks):
-            raise InvalidRequestError(f"a multi-step takes one token with logits for each of {len(columns)} rows")
+        check_multi_step(chunks, columns)
         size = _size_of(len(chunks), self.capacity), _size_of(len(chunks), self.max_logits)
         with self._graphs.on_device():
             forward = self._recording(*size)
@@ -83,8 +78,7 @@ class CapturedForward(Captured):
         history: History | None = None,
         masks: Masks | None = None,
     ) -> Generated:
-        if len(chunks) != len(columns):
-            raise InvalidRequestError(f"a step takes a chunk for each of {len(columns)} rows, got {len(chunks)}")
+        check_verified(chunks, columns)
         step = Step.of_chunks(chunks, starts)
         if not len(step.logit_indices):
             self.run(step)

@@ -78,8 +78,7 @@ def choose_by(
         logits = logits.float().contiguous()
     positions = positions.contiguous()
     allowed = None if allowed is None else allowed.contiguous()
-    num_blocks = triton.cdiv(columns.vocab_size, tiling.block)
-    num_chunks = triton.cdiv(columns.vocab_size, tiling.chunk)
+    num_blocks, num_chunks = (triton.cdiv(columns.vocab_size, size) for size in (tiling.block, tiling.chunk))
     has_filters = columns.max_top_k > 0 or columns.has_top_p or columns.has_min_p
     edits = {"EDITS": 2 if allowed is not None else int(columns.has_edits)}
     blocks = {"BLOCK": tiling.block, "BLOCKS": triton.next_power_of_2(num_blocks)}

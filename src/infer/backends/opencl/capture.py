@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from infer.backends.base import Captured, Forward, Generated
+from infer.backends.base import Captured, Forward, Generated, check_multi_step, check_verified
 from infer.backends.opencl.launches import record
 from infer.backends.opencl.runtime import Runtime
 from infer.backends.opencl.sampled import Sampler, is_plain
@@ -52,10 +52,7 @@ class CapturedForward(Captured):
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def takes(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> bool:
-        num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
-        num_logits = sum(chunk.num_logits for chunk in chunks)
-        has_room = num_tokens <= self.capacity and num_logits <= self.max_logits
-        return has_room and is_plain(columns) and not any(chunk.num_drafts for chunk in chunks)
+        return self._has_room(chunks) and is_plain(columns) and not any(chunk.num_drafts for chunk in chunks)
 
     def run_multi_step(
         self,
@@ -68,8 +65,7 @@ class CapturedForward(Captured):
         masks: Masks | None = None,
         interrupt: Interrupt | None = None,
     ) -> Generated:
-        if len(chunks) != len(columns) or any(not len(chunk.token_ids) == chunk.num_logits == 1 for chunk in chunks):
-            raise InvalidRequestError(f"a multi-step takes one token with logits for each of {len(columns)} rows")
+        check_multi_step(chunks, columns)
         self._fill(Step.of_chunks(chunks, starts))
         return self._made_sampler(columns).run_multi_step(count, columns, stop_ids, masks, interrupt)
 
@@ -81,8 +77,7 @@ class CapturedForward(Captured):
         history: History | None = None,
         masks: Masks | None = None,
     ) -> Generated:
-        if len(chunks) != len(columns):
-            raise InvalidRequestError(f"a step takes a chunk for each of {len(columns)} rows, got {len(chunks)}")
+        check_verified(chunks, columns)
         step = Step.of_chunks(chunks, starts)
         self._fill(step)
         rows = [row for row, chunk in enumerate(chunks) if chunk.has_logits]

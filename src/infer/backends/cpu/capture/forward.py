@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from infer.backends.base import Captured, Generated
+from infer.backends.base import Captured, Generated, check_multi_step, check_verified
 from infer.backends.cpu.capture.sampled import Followed, MultiStep, Verifier
 from infer.backends.cpu.recording import record
 from infer.backends.cpu.state import STATE, field_index, words_of
@@ -60,8 +60,7 @@ class CapturedForward(Captured):
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def takes(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> bool:
-        num_tokens = sum([len(chunk.token_ids) for chunk in chunks])
-        return num_tokens <= self.capacity and sum([chunk.num_logits for chunk in chunks]) <= self.max_logits
+        return self._has_room(chunks)
 
     def run_multi_step(
         self,
@@ -75,8 +74,7 @@ class CapturedForward(Captured):
         interrupt: Interrupt | None = None,
         num_threads: int | None = None,
     ) -> Generated:
-        if len(chunks) != len(columns) or any(not len(chunk.token_ids) == chunk.num_logits == 1 for chunk in chunks):
-            raise InvalidRequestError(f"a multi-step takes one token with logits for each of {len(columns)} rows")
+        check_multi_step(chunks, columns)
         self._load(chunks, starts)
         if self._multi_step is None:
             self._multi_step = MultiStep(self._recording, self._walk, self._logits)
@@ -92,8 +90,7 @@ class CapturedForward(Captured):
         masks: Masks | None = None,
         num_threads: int | None = None,
     ) -> Generated:
-        if len(chunks) != len(columns):
-            raise InvalidRequestError(f"a step takes a chunk for each of {len(columns)} rows, got {len(chunks)}")
+        check_verified(chunks, columns)
         self._load(chunks, starts)
         if self._verifier is None:
             self._verifier = Verifier(self._walk, self._logits)

@@ -26,6 +26,7 @@ from infer.sampling.sampler import message_of
 from infer.sampling_params import SamplingParams
 from infer.speculation.ngram import NgramDraft
 from infer.speculation.policy import DraftPolicy, StepTimes
+from infer.system.signals import raised_by_handler
 from infer.toolcalls.parser import AnswerParser, Parsed
 
 _STOP_STRING_STEPS = 8  # without a return to Python, where a stop string may end the answer
@@ -153,6 +154,8 @@ class Sequence:
         try:
             return call()
         except Exception as error:  # a fault that is not known yet: the others' answers are right all the same
+            if raised_by_handler(error):
+                raise
             self.has_fault = True
             del self.token_ids[self.num_prompt_tokens + len(self.pieces) :]
             if self.error is None:

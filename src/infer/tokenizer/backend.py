@@ -18,6 +18,7 @@ import tokenizers
 
 from infer.errors import InferError, InvalidRequestError, ModelFormatError
 from infer.system.json_file import read_whole
+from infer.system.signals import raised_by_handler
 
 MAX_BYTES = 128 << 20
 MAX_TOKENS = 1_000_000  # the largest vocabulary that we know of has 262,144
@@ -69,6 +70,8 @@ def _panics_as(make_error: Callable[[str], InferError]) -> Iterator[None]:
     except InferError:
         raise
     except Exception as error:  # tokenizers raises the bare class
+        if raised_by_handler(error):
+            raise
         raise make_error(_one_line(error)) from error
     except BaseException as error:
         if type(error).__name__ != _PANIC:

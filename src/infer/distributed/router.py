@@ -60,9 +60,8 @@ class Router:
 
     def choose(self, prompt: RoutedPrompt, queued: Mapping[str, float]) -> str:
         """One of the names in `queued`, of which there must be one."""
-
-        for name in queued:  # a new one begins as the least of the others
-            self._sent.setdefault(name, min(self._sent.values(), default=0.0))
+        if new := queued.keys() - self._sent.keys():  # they begin as the least of the others
+            self._sent |= dict.fromkeys(new, min(self._sent.values(), default=0.0))
 
         def cost(name: str) -> float:
             return queued[name] + _MISSING_COST * self._missing(prompt, name) + _SENT_COST * self._sent[name]

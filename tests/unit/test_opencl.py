@@ -271,7 +271,7 @@ def pretend(platform: str, **facts: Any) -> Mock:
     """A device of PoCL's, of another platform and with other facts."""
     real = devices.choose()
     usual = {name: getattr(real, name) for name in ("name", "available", "compiler_available", "profile")}
-    usual |= {"host_unified_memory": True, "endian_little": True}
+    usual |= {"endian_little": True}
     device = Mock(spec=type(real), platform=SimpleNamespace(name=platform))
     device.configure_mock(**usual | facts)
     return device
@@ -280,7 +280,7 @@ def pretend(platform: str, **facts: Any) -> Mock:
 @pytest.mark.parametrize(
     ("fact", "words"),
     [
-        ({"host_unified_memory": False}, "has memory of its own"),
+        ({"endian_little": False}, "is big-endian"),
         ({"profile": "EMBEDDED_PROFILE"}, "without 64-bit integers"),
         ({"compiler_available": False}, "has no compiler"),
     ],
@@ -298,7 +298,7 @@ def test_a_device_that_cannot_be_used_is_refused(
 def test_a_name_means_a_platform_first_and_then_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which the first that can be used is taken."""
     found = [
-        pretend("Oclgrind", host_unified_memory=False),
+        pretend("Oclgrind", available=False),
         pretend("Portable Computing Language", name="pthread-Intel(R) Xeon"),
         pretend("Intel(R) OpenCL", name="Intel(R) Xeon"),
         pretend("QUALCOMM Snapdragon(TM)", name="QUALCOMM Adreno(TM)"),
@@ -318,9 +318,11 @@ def test_a_kernel_that_does_not_build_is_one_line(monkeypatch: pytest.MonkeyPatc
 
 def test_a_buffer_larger_than_the_device_takes_is_refused() -> None:
     made = runtime.Runtime(devices.choose())
-    made.most_bytes = 1000
-    with pytest.raises(InvalidRequestError, match=r"takes 0 MB at once, and 0\.0 MB are needed: a smaller max_seq_len"):
-        made.buffer(torch.zeros(1000))
+    made.memory.most_bytes = 1000
+    with pytest.raises(
+        InvalidRequestError, match=r"has room for 0 MB in one piece, and 0\.0 MB are needed: a smaller max_seq_len"
+    ):
+        made.memory.zeros((1000,), torch.float32)
 
 
 def test_devices_are_listed() -> None:

@@ -165,6 +165,14 @@ class Backend(ABC):
         system's again as far as it can be."""
         return
 
+    def to_host(self, memory: Tensor, entries: Sequence[int]) -> None:
+        """Before the host reads entries of the first axis of what `zeros` made: they are as the device wrote them."""
+        return
+
+    def to_device(self, memory: Tensor, entries: Sequence[int]) -> None:
+        """After the host has written them: the device reads them as they are."""
+        return
+
     def capture(self, forward: Forward, capacity: int, max_logits: int) -> Recorded | None:
         """`forward` recorded for up to so many tokens and logits at once.
 

@@ -113,10 +113,14 @@ class PageMemory:
 
     def copy_pages(self, rows: GroupRows, targets: Sequence[int], source: Self, sources: Sequence[int]) -> None:
         group = self._groups.index(rows)
+        self._backend.to_host(source._memories[group], sources)
         self._memories[group][list(targets)] = source._memories[group][list(sources)]
+        self._backend.to_device(self._memories[group], targets)
 
     def keep_slots(self, rows: GroupRows, row: int, slots_by_layer: dict[int, Int64[Tensor, "kv_heads kept"]]) -> None:
         """Move what is kept into the row's first slots; each head keeps slots of its own."""
+        pages = list(rows.table.page_by_index(row).values())
+        self.to_host(rows, pages)
         for index in rows.group.layers:
             layer, slots = self.layers[index], slots_by_layer[index]
             into = self.place(rows, row, torch.arange(slots.shape[1]))
@@ -124,9 +128,19 @@ class PageMemory:
             heads = torch.arange(len(slots), device=slots.device)[:, None]
             for part in (*key_parts(layer.keys, self._kv_type), *value_parts(layer.values, self._kv_type)):
                 part[:, *into] = part[heads, *where]
+        self.to_device(rows, pages)
 
     def clear_pages(self, rows: GroupRows, pages: Sequence[int]) -> None:
+        """On the host: `to_device` after what is then written."""
         self._memories[self._groups.index(rows)][list(pages)] = 0
+
+    def to_host(self, rows: GroupRows, pages: Sequence[int]) -> None:
+        """Before the host reads them."""
+        self._backend.to_host(self._memories[self._groups.index(rows)], pages)
+
+    def to_device(self, rows: GroupRows, pages: Sequence[int]) -> None:
+        """After the host has written them."""
+        self._backend.to_device(self._memories[self._groups.index(rows)], pages)
 
     def give_back_free(self) -> int:
         """The memory of pages that are free goes back to the system, and what they held is lost: how many bytes."""
@@ -141,7 +155,7 @@ class PageMemory:
         """From now on pages are filled with NaN when they are handed out: whoever reads what was not written since
         gets it."""
         for rows, memory in zip(self._groups, self._memories, strict=True):
-            rows.table.on_take = partial(_poison_page, memory)
+            rows.table.on_take = partial(_poison_page, self._backend, memory)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless kernels read the tables as they are."""
@@ -149,8 +163,9 @@ class PageMemory:
             assert (tables.table.cpu().numpy() == rows.table.table).all(), "kernels read another table"
 
 
-def _poison_page(memory: UInt8[Tensor, "pages bytes"], page: int) -> None:
+def _poison_page(backend: ops.Backend, memory: UInt8[Tensor, "pages bytes"], page: int) -> None:
     memory[page] = _NAN
+    backend.to_device(memory, [page])
 
 
 def _tables_of(rows: GroupRows, rope_sets: Int64[Tensor, "rows"]) -> Pages:

@@ -33,6 +33,7 @@ def saved_tensors(
     for rows, state in zip(groups, states, strict=True):
         slots = state.seen_from(max(first - state.shift, state.first), length - state.shift)
         where = memory.place(rows, row, torch.tensor(slots, dtype=torch.int64))
+        memory.to_host(rows, sorted(set(where[0].tolist())))
         for name, part in memory.parts(rows):
             yield name, part[:, *where]
 
@@ -86,6 +87,8 @@ def load_tensors(
     """Into the pages that the row holds for these slots."""
     for rows, group in zip(groups, saved, strict=True):
         where = memory.place(rows, row, torch.tensor(group.slots, dtype=torch.int64))
-        memory.clear_pages(rows, sorted(set(where[0].tolist())))  # kernels take whole blocks, what is not seen times 0
+        pages = sorted(set(where[0].tolist()))
+        memory.clear_pages(rows, pages)  # kernels take whole blocks, what is not seen times 0
         for name, part in memory.parts(rows):
             part[:, *where] = tensors[name].to(part.device)
+        memory.to_device(rows, pages)

@@ -1,1 +1,1 @@
-"""OpenCL: kernels in C for devices that share the host's memory; tensors are torch's on the CPU."""
+"""OpenCL: kernels in C; tensors are torch's on the CPU, and have memory of the device."""

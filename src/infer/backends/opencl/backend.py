@@ -1,9 +1,11 @@
-"""An OpenCL device whose memory is the host's: kernels in C, a step recorded as a list of launches."""
+"""An OpenCL device: kernels in C, a step recorded as a list of launches, the host's tensors placed on the device."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import final
 
 import torch
+from torch import Tensor
 
 from infer.backends import torch_threads
 from infer.backends.base import Captured, Forward
@@ -20,6 +22,7 @@ class OpenCLBackend(TorchBackend):
         """`name` is a part of the OpenCL device's; tensors lie on `device`, the CPU."""
         super().__init__(device)
         self._runtime = Runtime(choose(name))
+        self._memory = self._runtime.memory
         self._operations = Operations(self._runtime)
 
     @property
@@ -32,8 +35,24 @@ class OpenCLBackend(TorchBackend):
 
     @property
     def computes_on_host(self) -> bool:
-        """In the host's memory at least."""
+        """In what dtypes at least."""
         return True
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self._memory.zeros(shape, dtype)
+
+    def available_bytes(self) -> int | None:
+        return super().available_bytes() if self._memory.is_shared else self._memory.available_bytes()
+
+    def to_host(self, memory: Tensor, entries: Sequence[int]) -> None:
+        for entry in entries:
+            self._memory.to_host(memory, entry, 1)
+        self._memory.finish()
+
+    def to_device(self, memory: Tensor, entries: Sequence[int]) -> None:
+        for entry in entries:
+            self._memory.to_device(memory, entry, 1)
+        self._memory.finish()
 
     def capture(self, forward: Forward, capacity: int, max_logits: int) -> Captured:
         return CapturedForward(self._runtime, forward, capacity, max_logits)

@@ -1,8 +1,8 @@
 """A forward recorded once as a list of launches on an in-order queue, and run for any step.
 
-Kernels read the step's arrays and counts from fixed slots in memory that host and device share; how many work items
-there are is told when a launch is enqueued. Rows that are greedy or have noise alone are sampled on the device; all
-else is sampled by the CPU, on the same memory.
+Kernels read the step's arrays and counts from fixed slots, which are copied when a step begins; how many work items
+there are is told when a launch is enqueued. Rows that are greedy or have noise alone are sampled on the device; for all
+others the logits are copied to the host, and the CPU samples.
 """
 
 import time
@@ -32,6 +32,7 @@ class CapturedForward(Captured):
             self._logits = forward(self._recording.step)
         self._forward = list(self._recording.launches)
         self.capacity, self.max_logits = capacity, max_logits
+        self._memory = runtime.memory
         self._sampler: Sampler | None = None
 
     @property
@@ -45,7 +46,8 @@ class CapturedForward(Captured):
             self._fill(piece)
             self._recording.begin(len(piece.tokens), len(piece.logit_indices))
             self._recording.enqueue(self._forward)
-            self._recording.finish()
+            self._memory.to_host(self._logits, 0, len(piece.logit_indices))
+            self._memory.finish()
             pieces.append(self._logits[: len(piece.logit_indices)])
             if len(piece.tokens) < len(step.tokens):
                 pieces[-1] = pieces[-1].clone()

@@ -10,6 +10,7 @@ from torch import Tensor
 from infer.backends.cpu.layouts import BLOCK, LANES
 from infer.backends.cpu.packed_weight import PackedWeight
 from infer.backends.opencl.launches import Axis, Run
+from infer.backends.opencl.memory import storage_of
 from infer.errors import InvalidRequestError
 from infer.operands.architecture import Activation
 from infer.operands.step import Step
@@ -75,26 +76,25 @@ def norm_gate(run: Run, x: Tensor, norm: Norm | None, gate_up: Projection, activ
         _project(run, x, norm, gate_up, both)
         run.launch("rows.cl", "gate_rows", -(-features // LANES), [both, out, features], macro)
         return out
-    weight, gate, up = parts
-    records, activations = _activations(run, x, norm, weight, "tokens", None)
-    inputs = [run.constant(gate), run.constant(up), activations, out, None, 0, run.constant(gate_up.bias)]
-    arguments = [*inputs, run.count("tokens"), records, features]
-    macros = _macros(weight, LANES) | macro
+    gate, up, first_up = parts
+    records, activations = _activations(run, x, norm, gate, "tokens", None)
+    inputs = [run.constant(gate.data), run.constant(up.data), first_up, activations, out, None, 0]
+    arguments = [*inputs, run.constant(gate_up.bias), run.counts["tokens"], records, features]
+    macros = _macros(gate, LANES) | macro
     launch = run.launch("matmul.cl", "multiply_gate", -(-features // BLOCK), arguments, macros, tokens=_TOKENS)
     if features % BLOCK == 0:
-        run.produced(out, launch, index=4)
+        run.produced(out, launch, index=5)
     return out
 
 
-def _gate_and_up(gate_up: Projection) -> tuple[PackedWeight, Tensor, Tensor] | None:
-    """Gate's weight, and the groups of gate and of up, if the two have one type."""
+def _gate_and_up(gate_up: Projection) -> tuple[PackedWeight, PackedWeight, int] | None:
+    """The weights that have gate and up, if the two have one type, and the group that up begins with."""
     weights = [_packed(part) for part in gate_up.parts]
     groups, rest = divmod(gate_up.out_features // 2, LANES)
     if len(weights) == 1 and rest == 0:
-        at = groups * weights[0].group_bytes
-        return weights[0], weights[0].data[:at], weights[0].data[at:]
+        return weights[0], weights[0], groups
     if len(weights) == 2 and weights[0].layout == weights[1].layout and weights[0].shape == weights[1].shape:
-        return weights[0], weights[0].data, weights[1].data
+        return weights[0], weights[1], 0
     return None
 
 
@@ -104,7 +104,7 @@ def attend(run: Run, qkv: Tensor, heads: Heads, layer: LayerCache, step: Step) -
     queries = run.tensor("queries", 2 if has_far else 1, run.capacity, features)
     out = run.tensor("attended", run.capacity, features)
     record = _layer(heads, layer, far_at=run.capacity * features if has_far else 0)
-    keys, values = run.storage(layer.keys), run.storage(layer.values)
+    keys, values = storage_of(layer.keys), storage_of(layer.values)
     norms = [_vector(run, norm) for norm in (heads.q_norm, heads.k_norm)]
     angles = (None, None) if rope is None else (run.constant(rope.cos), run.constant(rope.sin))
     macros = {"HEAD_DIM": dim, f"KV_{layer.kv_type}": 1}
@@ -165,7 +165,7 @@ def _project(
         rows = weight.out_features
         bias = None if projection.bias is None else projection.bias[column : column + rows]
         width = weight.num_groups * (1 if run.runtime.lanes == LANES else LANES)
-        inputs = [run.constant(weight.data), activations, out, run.constant(bias), run.count(axis)]
+        inputs = [run.constant(weight.data), activations, out, run.constant(bias), run.counts[axis]]
         arguments = [*inputs, records, out.shape[1], column, rows, epilogue, softcap]
         macros = _macros(weight, run.runtime.lanes)
         run.launch("matmul.cl", "multiply", width, arguments, macros, axis=axis, tokens=_TOKENS)

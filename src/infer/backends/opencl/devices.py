@@ -57,7 +57,5 @@ def troubles(device: cl.Device) -> Iterator[str]:
         yield "has no compiler"
     if device.profile != "FULL_PROFILE":
         yield "has OpenCL's embedded profile, without 64-bit integers"
-    if not device.host_unified_memory:
-        yield "has memory of its own, and buffers here are the host's"
     if not device.endian_little:
         yield "is big-endian"

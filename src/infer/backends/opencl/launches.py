@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, Literal, final
 
 import numpy as np
 import pyopencl as cl
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from infer.backends import host_memory
+from infer.backends.opencl.memory import Placed
 from infer.backends.opencl.runtime import Runtime
 from infer.operands.step import Step
 
@@ -31,7 +32,6 @@ class Launch:
     variants: tuple[tuple[int, cl.Kernel], ...]
     width: int  # work items for each token, or for so many
     axis: Axis
-    label: str
     kernel: cl.Kernel | None = None  # the variant for the step's counts, its work items and those of a work group
     items: tuple[int, int] = (0, 0)
     group: tuple[int, int] | None = None
@@ -47,24 +47,19 @@ class Launch:
         self.group = runtime.group_size(*self.items)
 
 
-class Shared(NamedTuple):
-    """A buffer that is a tensor's memory."""
-
-    buffer: cl.Buffer
-    tensor: Tensor
-    is_constant: bool
-
-
 class Run:
     """Launches one after another, for up to `capacity` tokens and `max_logits` logits."""
 
     def __init__(self, runtime: Runtime, capacity: int, max_logits: int) -> None:
         self.runtime, self.capacity, self.max_logits = runtime, capacity, max_logits
         self.launches: list[Launch] = []
-        self.label = ""
-        self.counts = host_memory.zeros((2,), torch.int32)  # of tokens and logits
-        self._buffers: dict[tuple[int, int], Shared] = {}
-        self._num_fitted = 0  # launches that are made for these counts
+        self.counts: dict[Axis, Tensor] = {  # where kernels read how many there are
+            "tokens": torch.tensor([capacity], dtype=torch.int32),
+            "logits": torch.tensor([max_logits], dtype=torch.int32),
+        }
+        self._fitted: tuple[int, ...] = ()  # to so many tokens and logits, so many launches
+        self._placed: dict[tuple[int, int], tuple[Tensor, Placed]] = {}
+        self._of_host: list[Tensor] = []
 
     def tensor(self, role: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A buffer for this role, with undefined contents."""
@@ -72,10 +67,6 @@ class Run:
 
     def most(self, axis: Axis) -> int:
         return self.capacity if axis == "tokens" else self.max_logits
-
-    def count(self, axis: Axis) -> Tensor:
-        """Where kernels read how many there are."""
-        return self.counts[:1] if axis == "tokens" else self.counts[1:]
 
     def launch(
         self,
@@ -95,7 +86,7 @@ class Run:
         """
         variants = [(count, {**macros, "TOKENS": count}) for count in tokens] or [(1, {**macros})]
         kernels = tuple((count, self.runtime.kernel(source, name, defined)) for count, defined in variants)
-        launch = Launch(kernels, width, axis, f"{self.label}.{name}")
+        launch = Launch(kernels, width, axis)
         for index, argument in enumerate(arguments):
             launch.set(index, self._argument(argument))
         self.launches.append(launch)
@@ -109,18 +100,16 @@ class Run:
         return np.float32(argument) if isinstance(argument, float) else argument
 
     def buffer(self, tensor: Tensor, *, is_constant: bool = False) -> cl.Buffer:
-        """The memory of a contiguous tensor. Of a constant the device may keep a copy."""
-        key = (tensor.data_ptr(), tensor.nbytes)
-        if key not in self._buffers:
-            self._buffers[key] = Shared(self.runtime.buffer(tensor), tensor, is_constant)
-        return self._buffers[key].buffer
+        """Of a contiguous tensor. One of the host's is copied before the launches, unless it is a constant."""
+        key = tensor.data_ptr(), tensor.nbytes
+        if key not in self._placed:
+            self._placed[key] = tensor, self.runtime.memory.placed(tensor)
+            if self._placed[key][1].is_of_host and not is_constant:
+                self._of_host.append(tensor)
+        return self._placed[key][1].buffer
 
     def constant(self, tensor: Tensor | None) -> cl.Buffer | None:
         return None if tensor is None else self.buffer(tensor, is_constant=True)
-
-    def storage(self, tensor: Tensor) -> cl.Buffer:
-        """All memory that the tensor is a view of."""
-        return self.buffer(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()))
 
     def produced(self, x: Tensor, launch: Launch, index: int) -> None:
         """x is written by this launch, which writes quantised records instead where its argument `index` is a buffer
@@ -130,48 +119,31 @@ class Run:
         """x's records, so many int32 for a token, written by its producer; None where it cannot."""
         return None
 
-    def execute(self, num_tokens: int, num_logits: int) -> None:
-        """All launches, for so many; returns when they are done."""
-        self.begin(num_tokens, num_logits)
+    def execute(self) -> None:
+        """All launches, of which the host then sees what they have written."""
+        self.begin(self.capacity, self.max_logits)
         self.enqueue(self.launches)
-        self.finish()
+        for tensor in self._of_host:
+            self.runtime.memory.to_host(tensor)
+        self.runtime.memory.finish()
 
     def begin(self, num_tokens: int, num_logits: int) -> None:
         """Make launches for so many. The device sees what the host has written."""
-        counts = {"tokens": num_tokens, "logits": num_logits, "once": 1}
-        if self.counts.tolist() != [num_tokens, num_logits] or self._num_fitted != len(self.launches):
-            self.counts[0], self.counts[1], self._num_fitted = num_tokens, num_logits, len(self.launches)
+        if self._fitted != (num_tokens, num_logits, len(self.launches)):
+            self._fitted = num_tokens, num_logits, len(self.launches)
+            counts: dict[Axis, int] = {"tokens": num_tokens, "logits": num_logits, "once": 1}
+            for axis, count in self.counts.items():
+                count[0] = counts[axis]
             for launch in self.launches:
                 launch.fit(counts[launch.axis], self.runtime)
-        self.to_device(*(each.tensor for each in self._buffers.values() if not each.is_constant))
+        for tensor in self._of_host:
+            self.runtime.memory.to_device(tensor)
 
     def enqueue(self, launches: Iterable[Launch]) -> None:
         queue = self.runtime.queue
         for launch in launches:
             if launch.items[1]:
                 cl.enqueue_nd_range_kernel(queue, launch.kernel, launch.items, launch.group)
-
-    def finish(self) -> None:
-        """Wait. The host sees what the device has written."""
-        self.to_host(*(each.tensor for each in self._buffers.values() if not each.is_constant))
-        self.runtime.queue.finish()
-
-    def ended(self, *tensors: Tensor) -> cl.Event:
-        """Of what was enqueued: when it is waited for, the host sees these."""
-        self.to_host(*tensors)
-        event = cl.enqueue_marker(self.runtime.queue)
-        self.runtime.queue.flush()
-        return event
-
-    def to_device(self, *tensors: Tensor) -> None:
-        """A device that is no CPU is told that the host has written: a copy from memory to itself."""
-        for tensor in () if self.runtime.is_cpu else tensors:
-            cl.enqueue_copy(self.runtime.queue, self.buffer(tensor), tensor.view(-1).numpy(), is_blocking=False)
-
-    def to_host(self, *tensors: Tensor) -> None:
-        """And that the host will read, when what was enqueued is done."""
-        for tensor in () if self.runtime.is_cpu else tensors:
-            cl.enqueue_copy(self.runtime.queue, tensor.view(-1).numpy(), self.buffer(tensor), is_blocking=False)
 
 
 @final
@@ -188,7 +160,7 @@ class Recording(Run):
     def tensor(self, role: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         key = (role, shape, dtype)
         if key not in self._workspace:
-            self._workspace[key] = host_memory.zeros(shape, dtype)
+            self._workspace[key] = self.runtime.memory.zeros(shape, dtype)
         return self._workspace[key]
 
     def produced(self, x: Tensor, launch: Launch, index: int) -> None:
@@ -219,13 +191,11 @@ def record(runtime: Runtime, capacity: int, max_logits: int) -> Iterator[Recordi
 
 
 @contextmanager
-def scope(runtime: Runtime, label: str, num_tokens: int, num_logits: int = 0) -> Iterator[Run]:
+def scope(runtime: Runtime, num_tokens: int, num_logits: int = 0) -> Iterator[Run]:
     """The run that an op's launches go to. An eager one is run at the end."""
     if (recording := _active.get()) is not None:
-        recording.label = label
         yield recording
         return
     run = Run(runtime, num_tokens, num_logits)
-    run.label = label
     yield run
-    run.execute(num_tokens, num_logits)
+    run.execute()

@@ -1,15 +1,14 @@
-"""A device, its context and its one in-order queue: programs are built once, buffers are the memory of tensors."""
+"""A device, its context and its one in-order queue: programs are built once."""
 
-import ctypes
 import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any, final
 
 import pyopencl as cl
-from torch import Tensor
 
 from infer.backends.opencl.devices import full_name
+from infer.backends.opencl.memory import Memory
 from infer.errors import InvalidRequestError
 
 _FOLDER = Path(__file__).parent / "kernels"
@@ -23,10 +22,10 @@ class Runtime:
         self.device, self.name = device, full_name(device)
         self.context = cl.Context([device])
         self.queue = cl.CommandQueue(self.context, device)
+        self.memory = Memory(self.queue, self.name)
         self.is_cpu = bool(device.type & cl.device_type.CPU)
         self._before = ["inlined.cl", "common.cl"] if self.is_cpu else ["common.cl"]
         self.lanes = 16 if self.is_cpu else 1  # rows of a weight that a work item has as a vector
-        self.most_bytes = int(device.max_mem_alloc_size)  # of a buffer
         self._programs: dict[tuple[Any, ...], cl.Program] = {}
 
     def kernel(self, source: str, name: str, macros: dict[str, Any]) -> cl.Kernel:
@@ -51,18 +50,6 @@ class Runtime:
                 f"device opencl: {source} does not build on {self.name}: {lines[0].strip()}: use another device, or "
                 "--device cpu"
             ) from error
-
-    def buffer(self, tensor: Tensor) -> cl.Buffer:
-        """The memory of a contiguous tensor, not a copy."""
-        assert tensor.is_contiguous()
-        num_bytes = tensor.nbytes
-        if num_bytes > self.most_bytes:
-            raise InvalidRequestError(
-                f"device opencl: {self.name} takes {self.most_bytes / 1e6:,.0f} MB at once, and "
-                f"{num_bytes / 1e6:,.1f} MB are needed: a smaller max_seq_len, kv_type q4 or weights q4 need less"
-            )
-        memory = (ctypes.c_uint8 * num_bytes).from_address(tensor.data_ptr())
-        return cl.Buffer(self.context, cl.mem_flags.READ_WRITE | cl.mem_flags.USE_HOST_PTR, hostbuf=memory)
 
     def group_size(self, width: int, items: int) -> tuple[int, int] | None:
         """Work items of a group: on a CPU as many as leave work for all cores, elsewhere as the driver says."""

@@ -14,6 +14,7 @@ import pyopencl as cl
 import torch
 from torch import Tensor
 
+from infer.backends import host_memory
 from infer.backends.base import Generated
 from infer.backends.opencl.launches import Launch, Recording
 from infer.operands.step import Interrupt, Masks, StepEnd
@@ -46,17 +47,12 @@ class Sampler:
 
     def __init__(self, recording: Recording, logits: Tensor, vocab_size: int) -> None:
         self._recording, self._forward = recording, list(recording.launches)
+        self._memory = recording.runtime.memory
         lines = recording.max_logits
-        self._temperatures, self._seeds, self._control, self._has_ended, self._sampled = (
-            recording.tensor(role, size, dtype=dtype)
-            for role, size, dtype in (
-                ("temperatures", lines, torch.float32),
-                ("seeds", lines, torch.int64),
-                ("control", 4, torch.int64),
-                ("ended", lines, torch.int64),
-                ("sampled", lines, torch.int64),
-            )
-        )
+        self._temperatures = host_memory.zeros((lines,), torch.float32)
+        self._seeds, self._has_ended = (host_memory.zeros((lines,), torch.int64) for _ in range(2))
+        self._control = host_memory.zeros((4,), torch.int64)
+        self._sampled = recording.tensor("sampled", lines, dtype=torch.int64)
         self._words = recording.tensor("masks", lines, num_mask_words(vocab_size), dtype=torch.int32)
         self._sampler = self._record(logits, vocab_size)
         self._num_steps, self._num_stop_ids = 0, 0  # that there is room for
@@ -67,8 +63,9 @@ class Sampler:
         self._begin(columns, rows, num_tokens, (), masks)
         try:
             self._enqueue(self._sampler[:-1], masks)
+            self._memory.to_host(self._sampled)
         finally:
-            self._recording.finish()
+            self._memory.finish()
         token_ids: list[int] = self._sampled[: len(rows)].tolist()
         return token_ids
 
@@ -91,8 +88,10 @@ class Sampler:
                 is_over = self._control[_IS_STOPPED] or (interrupt is not None and interrupt.value)
                 if is_over or (masks is not None and not masks.advance(self._ids, count, done)):
                     break
+            self._memory.to_host(self._control)
+            self._memory.to_host(self._generated)
         finally:
-            self._recording.finish()
+            self._memory.finish()
         num_steps = int(self._control[0])
         ends += [time.perf_counter()] * (num_steps - len(ends))
         token_ids = [self._ids[row : num_steps * num_rows : num_rows] for row in range(num_rows)]
@@ -103,7 +102,11 @@ class Sampler:
         under_way = deque[cl.Event]()
         for _ in range(count):
             self._enqueue(self._sampler, masks)
-            under_way.append(self._recording.ended(self._control, self._generated))
+            self._memory.to_host(self._control)
+            if masks is not None:
+                self._memory.to_host(self._generated)
+            under_way.append(cl.enqueue_marker(self._recording.runtime.queue))
+            self._recording.runtime.queue.flush()
             if masks is not None or len(under_way) == _AHEAD:
                 yield under_way.popleft()
         yield from under_way
@@ -130,7 +133,7 @@ class Sampler:
             self._recording.runtime.queue.flush()
             masks.wait()
             self._words[: len(masks.words)] = masks.words
-            self._recording.to_device(self._words)
+            self._memory.to_device(self._words, 0, len(masks.words))
         self._recording.enqueue(sampler)
 
     def _make_room(self, num_steps: int, num_stop_ids: int) -> None:
@@ -138,7 +141,7 @@ class Sampler:
         if (num_steps, num_stop_ids) == (self._num_steps, self._num_stop_ids):
             return
         run = self._recording
-        self._stop_ids = run.tensor("stop ids", num_stop_ids, dtype=torch.int64)
+        self._stop_ids = host_memory.zeros((num_stop_ids,), torch.int64)
         self._generated = run.tensor("generated", num_steps * run.max_logits, dtype=torch.int64)
         self._ids = (ctypes.c_int64 * len(self._generated)).from_address(self._generated.data_ptr())
         self._sampler[-1].set(6, run.buffer(self._stop_ids))
@@ -147,12 +150,12 @@ class Sampler:
 
     def _record(self, logits: Tensor, vocab_size: int) -> list[Launch]:
         run, step = self._recording, self._recording.step
-        run.label = "sample"
         largest, scores = (run.tensor(role, run.max_logits, _PARTS) for role in ("largest", "scores"))
         found = run.tensor("found", run.max_logits, _PARTS, dtype=torch.int32)
         inputs = [logits, logits.shape[1], vocab_size, self._words, self._words.shape[1], self._control, largest]
         own = [self._temperatures, self._seeds, step.positions, step.logit_indices, scores, found]
-        after = [self._sampled, run.counts[1:], step.tokens, step.positions, self._control, self._has_ended, None, None]
+        ends = [self._control, self._has_ended, None, None]
+        after = [self._sampled, run.counts["logits"], step.tokens, step.positions, *ends]
         return [
             run.launch("sample.cl", "find_largest", _PARTS, inputs, _MACROS, axis="logits"),
             run.launch("sample.cl", "score", _PARTS, [*inputs, *own], _MACROS, axis="logits"),

@@ -241,19 +241,19 @@ kernel void multiply(
 #if LANES == 16 && defined(ACTIVATE)
 // activation(gate + bias) × (up + bias) of 32 rows, as floats, as quantised records, or both.
 kernel void multiply_gate(
-    global const uchar *gate, global const uchar *up, global const int *activations, global float *out,
+    global const uchar *gate, global const uchar *up, int first_up, global const int *activations, global float *out,
     global int *quantized, int planes, global const float *bias, global const int *count, int records, int num_columns)
 {
     global const int *tokens[TOKENS];
     floats values[2][TOKENS], right[TOKENS];
     int first = point_to(activations, records, *count, tokens), row = get_global_id(0) * BLOCK;
     for (int side = 0; side < 2; side++) {
-        long at = (get_global_id(0) * 2 + side) * (long)(records / PER_SUPER) * SUPER_BYTES;
+        long group = get_global_id(0) * 2 + side, group_bytes = (long)(records / PER_SUPER) * SUPER_BYTES;
         int room = num_columns - row - 16 * side;
         if (room <= 0)
             break;
-        multiply_group(gate + at, tokens, records, values[side]);
-        multiply_group(up + at, tokens, records, right);
+        multiply_group(gate + group * group_bytes, tokens, records, values[side]);
+        multiply_group(up + (first_up + group) * group_bytes, tokens, records, right);
         for (int t = 0; t < TOKENS && first + t < *count; t++) {
             if (bias) {
                 values[side][t] += load_upto(bias + row + 16 * side, room);

@@ -1,0 +1,109 @@
+"""Devices with memory of their own: the host reads poison where it does not copy first, and answers are the CPU's."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import opencl_platform
+from infer import LLM, SamplingParams, ops
+from infer.errors import InvalidRequestError, ModelError
+from test_session import make_model
+
+pytest.importorskip("pyopencl")
+opencl_platform.use_cpu_runtime()
+
+# The platform is chosen before they are imported.
+from infer.backends.opencl.memory import Memory  # noqa: E402
+
+_POISON = 0xFF  # in each byte: NaN of every float type, and -1
+GREEDY = SamplingParams(temperature=0, max_new_tokens=12)
+NOISY = SamplingParams(temperature=0.9, seed=4, max_new_tokens=12)
+FILTERED = SamplingParams(temperature=0.9, top_k=20, repetition_penalty=1.2, seed=5, max_new_tokens=12, logprobs=2)
+
+
+@pytest.fixture(autouse=True)
+def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
+    """Of the device, as if it were its own. Tensors that are placed are poisoned on the host, and whatever of them was
+    copied to the device is again."""
+    memory = ops.backend_named("opencl")._memory
+    assert isinstance(memory, Memory)
+    make, to_device = memory._make, memory.to_device
+
+    def make_poisoned(host: Tensor, buffer: Any, *, is_of_host: bool) -> Any:
+        placed = make(host, buffer, is_of_host=is_of_host)
+        if not is_of_host:
+            placed.fill(_POISON)
+        return placed
+
+    def to_device_and_poison(tensor: Tensor, first: int = 0, count: int | None = None) -> None:
+        to_device(tensor, first, count)
+        memory.finish()
+        placed, part, _ = memory._part(tensor, first, count)
+        if not placed.is_of_host:
+            part.fill(_POISON)
+
+    monkeypatch.setattr(memory, "is_shared", False)
+    monkeypatch.setattr(memory, "_make", make_poisoned)
+    monkeypatch.setattr(memory, "to_device", to_device_and_poison)
+    return memory
+
+
+def test_every_way_of_sampling_reads_what_the_device_wrote(tmp_path: Path) -> None:
+    """Several steps at once, drafts, masks, filters on the host, a batch, and ops that run one by one."""
+    folder, found = make_model(tmp_path), []
+    for device in ("cpu", "opencl"):
+        llm = LLM(folder, device=device)
+        results = [
+            llm.generate("hello", GREEDY),
+            llm.generate("hello", NOISY),
+            llm.generate("abab abab abab", FILTERED, speculation="ngram"),
+            llm.generate("abab abab abab", GREEDY, speculation="ngram"),
+            llm.generate("one", SamplingParams(temperature=0, regex="[a-d]+", max_new_tokens=9)),
+            *llm.generate_all(["a", "bc", "a longer prompt than the others"], [GREEDY, FILTERED, NOISY]),
+            LLM(folder, device=device, capture=False).generate("hello", GREEDY),
+        ]
+        found.append([(result.token_ids, result.logprobs) for result in results] + [llm.embed(["a text"])[0].tolist()])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("policy", ["none", "sliding", "snapkv"])
+def test_pages_that_the_host_saves_loads_copies_and_moves_are_those_of_the_device(policy: str, tmp_path: Path) -> None:
+    """A session is forked amid a page, saved, loaded and goes on; what is forgotten of it is that of the CPU."""
+    folder, found = make_model(tmp_path / "model"), []
+    settings: dict[str, Any] = {} if policy == "none" else {"eviction_policy": policy, "eviction_window": 48}
+    for device in ("cpu", "opencl"):
+        llm = LLM(folder, device=device, **settings)
+        session = llm.session(system="a rule that is longer than a page of the cache, to be shared by all who have it")
+        results = [session.send("hello", GREEDY)]
+        fork = session.fork()
+        results += [each.send("go on", NOISY) for each in (session, fork)]
+        session.save(tmp_path / device)
+        results.append(LLM(folder, device=device, **settings).load_session(tmp_path / device).send("and on", GREEDY))
+        results += [each.send("and on", GREEDY) for each in (fork, session)]
+        found.append([(result.token_ids, result.reused_tokens) for result in results])
+    assert found[0] == found[1]
+    assert (tmp_path / "cpu").read_bytes() == (tmp_path / "opencl").read_bytes()
+
+
+def test_weights_and_pages_take_memory_of_the_device_while_they_live(memory: Memory, tmp_path: Path) -> None:
+    before, folder = memory.available_bytes(), make_model(tmp_path)
+    llm = LLM(folder, device="opencl")
+    taken = before - memory.available_bytes()
+    assert taken > sum(part.num_bytes for block in llm.model.blocks for part in block.gate_up.parts)
+    assert ops.backend_named("opencl").available_bytes() == before - taken
+    del llm
+    assert memory.available_bytes() == before
+
+
+def test_what_the_device_has_no_memory_for_is_refused_before_anything_is_loaded(
+    memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_model(tmp_path)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 200_000)
+    with pytest.raises(ModelError, match=r"of weights, .* of cache .*, and 0\.2 MB are available: "):
+        LLM(folder, device="opencl", max_seq_len=256)
+    with pytest.raises(InvalidRequestError, match=r"has room for 0 MB in one piece, and 1\.0 MB are needed: a smaller"):
+        memory.zeros((1_000_000,), torch.uint8)

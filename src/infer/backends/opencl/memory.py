@@ -72,7 +72,8 @@ class Memory:
 
     def available_bytes(self) -> int:
         """Of the device's own, less what this process has taken: OpenCL does not tell what others have."""
-        return int(self._device.global_mem_size) - sum(placed.nbytes for placed in self._placed.values())
+        taken = [placed.nbytes for each in self._placed.valuerefs() if (placed := each()) is not None]
+        return int(self._device.global_mem_size) - sum(taken)
 
     def to_device(self, tensor: Tensor, first: int = 0, count: int | None = None) -> None:
         """What is enqueued after this reads entries [first, first + count) of the first axis as the host wrote them."""

@@ -13,14 +13,15 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from infer.backends.cuda import filtered, plain
+from infer.backends.cuda import filtered, logprobs, plain
 from infer.backends.cuda.activations import Quantized, normalize_rows, quantize_rows
 from infer.backends.cuda.batch import Batch
 from infer.backends.cuda.blocks import Matrix, constants_of
 from infer.backends.cuda.dense import dense
-from infer.backends.cuda.embed import embed_rows
+from infer.backends.cuda.embed import embed_floats, embed_rows
 from infer.backends.cuda.epilogue import Output
 from infer.backends.cuda.layouts import LAYOUTS
+from infer.backends.cuda.logprobs import Found, Parts
 from infer.backends.cuda.matmul import matmul
 from infer.backends.cuda.matvec import MAX_LANES, matvec
 from infer.backends.cuda.projection import DENSE_TILE, MATMUL_TILE, MATVEC_TILE
@@ -114,11 +115,14 @@ def has_wide_offsets(code: str) -> bool:
 
 def sampler_code() -> Iterator[tuple[str, str]]:
     tiling = tiling_of(128_256)
+    found, parts = Found("*i64", "*fp32", "*fp32", "*i32"), Parts("*i64", "*i32", "*i32", "*i32")
     kernels = [
         (plain.score_blocks, tiling.num_warps, "*bf16", 2),
         (plain.choose_plain, 4, "*fp32", 0),
         (filtered.weigh_blocks, tiling.num_warps, "*fp16", 1),
         (filtered.choose_filtered, tiling.filter_warps, "*fp32", 0),
+        (logprobs.weigh_scores, 8, "*fp32", 2),
+        (logprobs.join_scores, 4, "*fp32", 2),
     ]
     for kernel, num_warps, logits, edits in kernels:
         batch = Batch(
@@ -128,9 +132,10 @@ def sampler_code() -> Iterator[tuple[str, str]]:
         )  # fmt: skip
         arguments = {
             "batch": batch, "scores": "*fp32", "score_ids": "*i32", "largests": "*fp32", "maxima": "*i32",
-            "sums": "*i64", "gathered": "*i32", "token_ids": "*i64", "num_blocks": "i32",
+            "sums": "*i64", "gathered": "*i32", "token_ids": "*i64", "num_blocks": "i32", "raw_largests": "*fp32",
+            "ends": "*i32", "found": found, "parts": parts, "words": "*i64", "done": "*i64", "MOST": 32,
             "BLOCK": tiling.block, "BLOCKS": 32, "CHUNK": tiling.chunk, "CHUNKS": 8192,
-            "CAPACITY": tiling.capacity, "EDITS": edits, "FILTERS": True,
+            "CAPACITY": tiling.capacity, "EDITS": edits, "FILTERS": True, "LOGPROBS": True,
         }  # fmt: skip
         yield kernel.__name__, str(compiled(kernel, arguments, num_warps=num_warps).asm["ptx"])
 
@@ -172,11 +177,11 @@ def rows_code(type_: str, target: str | int, gate: str = "") -> Iterator[Compile
     arguments = {
         "x": "*fp32!", "y": "*fp32!", "indices": "*i64!", "weight": "*fp32!", "codes": "*i8!", "scales": "*fp32!",
         "sums": "*i32!", "features": "i32!", "eps": "fp32", "matrix": matrix_of(type_, "*u8!"), "token_ids": "*i64!",
-        "scale": "fp32", "HAS_INDICES": True, "HAS_NORM": True, "PLANES": 2, "BLOCKS": 32,
+        "scale": "fp32", "table": "*bf16!", "SIZE": 1024, "HAS_INDICES": True, "HAS_NORM": True, "PLANES": 2,
+        "BLOCKS": 32,
     }  # fmt: skip
-    for kernel in (quantize_rows, normalize_rows, embed_rows):
-        taken = arguments | ({"x": "*fp32!"} if kernel is embed_rows else {})
-        yield compiled(kernel, taken, target)
+    for kernel in (quantize_rows, normalize_rows, embed_rows, embed_floats):
+        yield compiled(kernel, arguments, target)
 
 
 def warps_of(tile: dict[str, int]) -> dict[str, int]:

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from extent import IS_WHOLE
-from infer import LLM, SamplingParams, ops
+from infer import SamplingParams, ops
 from infer.model.transformer import Transformer
 from infer.operands.step import Chunk, Interrupt, Step
 from infer.runner.runner import CachedRunner
+from infer.runner.verify import SampledTokens
 from infer.sampling.columns import SamplingColumns
+from infer.sampling.history import History
 from path_cases import CASES, Case, Outcome, Way, World, by_definition, make_world, run_alone, run_batch
 from test_families import expected_logits, load, make_reserved, random_ids
-from test_session import make_model
 from tiny import LONGROPE, ONE_EACH, TINY, Tiny, make_tiny
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -144,13 +145,26 @@ def test_a_row_that_fails_ends_a_multi_step_with_its_code(runner: CachedRunner) 
     assert [tokens.token_ids for tokens in found] == [[-2], [-2]]
 
 
-def test_log_probabilities_are_sampled_line_by_line(tmp_path: Path) -> None:
-    folder, params = make_model(tmp_path), SamplingParams(temperature=0, max_new_tokens=4, logprobs=2)
-    expected = LLM(folder).generate("ab", params)
-    with ops.using("cuda"):
-        found = LLM(folder).generate("ab", params)
-    assert found.token_ids == expected.token_ids
-    assert found.logprobs is not None
-    assert expected.logprobs is not None
-    for ours, theirs in zip(found.logprobs, expected.logprobs, strict=True):
-        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+@pytest.mark.parametrize("mode", ["raw", "processed"])
+def test_log_probabilities_come_with_several_steps_as_one_by_one(
+    device_world: World, runner: CachedRunner, mode: Any
+) -> None:
+    params = SamplingParams(temperature=0.8, top_k=9, seed=1, logprobs=2, logprobs_mode=mode, repetition_penalty=1.2)
+    found = []
+    for each in (runner, CachedRunner(device_world.model, 64, num_slots=2, step_tokens=16, capture=False)):
+        chunks, columns = prefilled(each, params, 3)
+        history = History(2, 64, 256)
+        for slot in range(2):
+            history.begin(slot, [5 + slot, 6, 7, 8], 3)
+        if each is runner:
+            found.append(each.multi_step(chunks, 3, columns, history, ())[0])
+            continue
+        found.append([SampledTokens([], []) for _ in chunks])
+        for _ in range(3):
+            for slot, tokens in enumerate(each.sample(chunks, columns, history)[0]):
+                found[-1][slot].token_ids += tokens.token_ids
+                found[-1][slot].logprobs += tokens.logprobs
+                each.commit(slot, 1)
+            chunks = [Chunk(slot, tokens.token_ids[-1:]) for slot, tokens in enumerate(found[-1])]
+    assert found[0] == found[1]
+    assert [len(tokens.logprobs) for tokens in found[0]] == [3, 3]

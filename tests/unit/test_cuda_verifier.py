@@ -17,7 +17,6 @@ from infer.sampling_params import SamplingParams
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from infer.backends.cuda.capture import CapturedForward
 from infer.backends.cuda.graphs import Recording, Repeats
 from infer.backends.cuda.verifier import Verifier
 from test_gpu_sampler import drawn_batch
@@ -113,9 +112,10 @@ def test_a_draft_is_in_the_history_of_the_lines_after_it(name: str) -> None:
     assert found.token_ids == [[5, 9, 5]]
 
 
-def test_log_probabilities_of_raw_logits_are_those_of_the_lines_that_count() -> None:
+def test_log_probabilities_are_those_of_the_lines_that_count() -> None:
     logits = torch.randn(4, VOCAB_SIZE, generator=torch.manual_seed(0))
-    options = ({"temperature": 0, "logprobs": 2}, {"temperature": 0}, {"seed": 1, "logprobs": 0})
+    filtered = {"seed": 1, "logprobs": 3, "logprobs_mode": "processed", "top_k": 2, "temperature": 0.7}
+    options = ({"temperature": 0, "logprobs": 2}, {"temperature": 0}, filtered)
     columns = SamplingColumns.of([SamplingParams(**each) for each in options], VOCAB_SIZE)
     chunks = [Chunk(0, [1, int(logits[0].argmax())], 1), Chunk(1, [1]), Chunk(2, [1])]
     found = Verifier(4, CPU, Repeats()).run(Recording(lambda: None, logits), chunks, [3] * 3, columns, None, None)
@@ -123,11 +123,3 @@ def test_log_probabilities_of_raw_logits_are_those_of_the_lines_that_count() -> 
     assert found.token_ids == [tokens.token_ids for tokens in expected]
     assert found.logprobs == [tokens.logprobs for tokens in expected]
     assert [len(each) for each in found.logprobs] == [2, 0, 1]
-
-
-def test_drafts_are_verified_at_once_but_for_log_probabilities_of_processed_logits() -> None:
-    captured = CapturedForward(lambda step: torch.zeros(4, 9), 4, 4, CPU, Repeats())
-    drafts, processed = [Chunk(0, [1, 2], 1)], {"logprobs": 0, "logprobs_mode": "processed"}
-    for options, is_taken in (({"presence_penalty": 1.0}, True), ({"logprobs": 0}, True), (processed, False)):
-        assert captured.takes(drafts, SamplingColumns.of([SamplingParams(seed=1, **options)], 9)) == is_taken
-    assert not captured.takes([Chunk(0, [1])], SamplingColumns.of([SamplingParams(seed=1, logprobs=0)], 9))

@@ -213,3 +213,23 @@ def test_rows_that_are_read_some_at_a_time_are_the_same(type_: str, monkeypatch:
     for name in ("codes", "high", "scales", "minima", "supers"):
         one, other = getattr(whole, name), getattr(pieces, name)
         assert (one is None and other is None) or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("type_", ["Q4_0", "BF16"])
+@pytest.mark.parametrize("num_tokens", [3, 40])
+def test_what_is_no_token_is_no_number_and_others_do_not_notice(type_: str, num_tokens: int) -> None:
+    """A tile of nothing else reads no weight: at the end there are none to read."""
+    stored = Projection((weight_of(type_, 12, 96, 1), weight_of(type_, 12, 96, 2)), torch.randn(24))
+    prepared, x = cuda.prepare(stored, CPU), activations(num_tokens, 96)
+    gated = cuda.norm_gate(x, norm_of(96), prepared, "silu")
+    x[1:] = cuda.embed(cuda.prepare(Projection((weight_of(type_, 5, 96),)), CPU).parts[0], torch.full((1,), -1), 1.0)
+    found = cuda.norm_gate(x, norm_of(96), prepared, "silu")
+    assert torch.equal(found[0], gated[0])
+    assert found[1:].isnan().all()
+    logits = cuda.head(x, torch.tensor([0, -1, -1]), norm_of(96), prepared)
+    assert torch.equal(logits[0], cuda.norm_project(x[:1], norm_of(96), prepared)[0])
+    assert logits[1:].isnan().all()
+    none = torch.empty(40, 24)
+    head = replace(prepared, parts=tuple(replace(part, codes=part.codes[:0]) for part in prepared.parts))
+    multiply(x, norm_of(96), head, none, indices=torch.full((40,), -1))
+    assert none.isnan().all()

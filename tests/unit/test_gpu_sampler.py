@@ -4,6 +4,7 @@ import math
 import os
 import random
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ import triton.language as tl  # noqa: E402 - there may be no Triton
 
 from infer.backends import cuda  # noqa: E402
 from infer.backends.cuda.batch import fields_of  # noqa: E402
+from infer.backends.cuda.graphs import Repeats  # noqa: E402
+from infer.backends.cuda.logprobs import Logprobs  # noqa: E402
 from infer.backends.cuda.noise import ROUGH_ERROR, gumbel_of, hash_tokens, rough_gumbel  # noqa: E402
 from infer.backends.cuda.order import key_of, logit_of  # noqa: E402
 from infer.backends.cuda.sampler import EXACT, Tiling, choose_by, tiling_of  # noqa: E402
@@ -200,6 +203,34 @@ def drawn_batch(
 def test_tokens_are_those_of_the_definition(seed: int, vocab_size: int, tiling: Tiling) -> None:
     batch = drawn_batch(seed, 5, vocab_size)
     assert choose_by(tiling, *batch).tolist() == sampler.choose_tokens(*batch).tolist()
+
+
+@pytest.mark.parametrize("tiling", TILINGS, ids=["small", "wide", "whole"])
+@pytest.mark.parametrize(("seed", "vocab_size"), [(3, 31), (4, 600)])
+def test_log_probabilities_are_those_of_the_definition(seed: int, vocab_size: int, tiling: Tiling) -> None:
+    """Of raw and of processed logits, with as many alternatives as may be asked for or none."""
+    modes: tuple[Any, ...] = ("raw", "processed", "processed")
+    logits, drawn, _, positions, allowed = drawn_batch(seed, 9, vocab_size)
+    generator = random.Random(seed)
+    params = [
+        replace(drawn_params(generator, vocab_size), logprobs=(None, 0, 3, 20)[i % 4], logprobs_mode=modes[i % 3])
+        for i in range(9)
+    ]
+    prompts = drawn.num_prompt_tokens.tolist()
+    columns = SamplingColumns.of(params, vocab_size, num_prompt_tokens=prompts, end_ids=[0, vocab_size // 2])
+    history = History(9, 64, vocab_size)
+    for slot in columns.history_slot[columns.history_slot >= 0].tolist():
+        history.begin(slot, [generator.randrange(vocab_size) for _ in range(20)], 5)
+    logprobs = Logprobs(torch.device("cpu"), Repeats())
+    records = logprobs.records(columns, 9, torch.zeros(1, dtype=torch.int64))
+    token_ids = choose_by(tiling, logits, columns, history, positions, allowed, None, records).tolist()
+    logprobs.fetch(columns, 9)
+    found = logprobs.of(columns, [range(i, i + 1) for i in range(9)], [[token_id] for token_id in token_ids])
+    expected = sampler.sample(logits, columns, history, positions, allowed)
+    assert token_ids == expected.token_ids.tolist()
+    for i, (count, token_id) in enumerate(zip(columns.num_logprobs, token_ids, strict=True)):
+        assert found[i] == ([] if count is None or token_id < 0 else [expected.logprob_of(i, count)])
+    assert sum(map(len, found)) > 3
 
 
 @pytest.mark.parametrize(("seed", "vocab_size"), [(1, 1000), (2, 5000), (4, 4097)])

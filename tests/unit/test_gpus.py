@@ -8,6 +8,7 @@ import torch
 from infer import load_model, ops
 from infer.backends import gpu_memory, gpus
 from infer.backends.memory_rules import StepSizes
+from infer.cli import main
 from infer.errors import InvalidRequestError
 from infer.model.families import make_architecture
 from infer.operands.weights import Projection
@@ -46,6 +47,14 @@ def test_a_gpu_that_serves_has_no_trouble_and_says_what_it_is(machine) -> None:
 def test_an_index_that_is_not_there_is_answered_with_those_that_are(machine) -> None:
     machine(HOPPER, PASCAL)
     assert gpus.trouble_with(2) == "there is no cuda:2: cuda:0 is a NVIDIA H200, cuda:1 is a NVIDIA GeForce GTX 1080"
+
+
+def test_models_lists_every_gpu_as_device_may_name_it(machine, capsys: pytest.CaptureFixture[str]) -> None:
+    machine(HOPPER, PASCAL)
+    assert main(["models", "-v"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert "cuda:0: NVIDIA H200, sm_90, 80 GiB" in told
+    assert any(line.startswith("cuda:1: NVIDIA GeForce GTX 1080, sm_61, 80 GiB") for line in told)
 
 
 def test_a_gpu_before_volta_is_refused_by_its_name(machine) -> None:

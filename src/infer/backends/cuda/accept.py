@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity", "vocab_size"])
 def accept_rows(
     sampled, drafts, starts, counts, token_ids,
     history_slots, seen, last, occurrences, lengths, capacity, vocab_size,

@@ -3,6 +3,9 @@
 By the CPU's rule a block's scale is max |x| / 32512, or / 127 where there is one plane, and x is the nearest multiple:
 an integer of 16 bits in two planes of signed bytes, 256 high + low. Beside it stand the sums of its halves' integers,
 which what a type takes from its codes, or adds to a block, is multiplied with.
+
+Where an activation is NaN, all products of its token are: `is_none` finds that without reading a weight. So are tokens
+that are none, and lines of logits that nobody asks for, whose index is −1.
 """
 
 from typing import Any, NamedTuple
@@ -76,8 +79,9 @@ def add_normalized(residual: Float[Tensor, "tokens in"], y: Float[Tensor, "token
 @triton.jit
 def normalize_rows(x, indices, weight, y, features, eps, HAS_INDICES: tl.constexpr, BLOCKS: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
-    row = x + (tl.load(indices + token) if HAS_INDICES else token) * features
-    factor = inverse_rms(row, features, eps, BLOCKS)
+    index = tl.load(indices + token) if HAS_INDICES else token
+    row = x + tl.maximum(index, 0) * features
+    factor = tl.where(index < 0, float("nan"), inverse_rms(row, features, eps, BLOCKS))
     for start in range(0, features, BLOCKS * 32):
         at = start + tl.arange(0, BLOCKS * 32)
         mask = at < features
@@ -103,11 +107,12 @@ def quantize_rows(
 ):  # fmt: skip
     """Every program of a row finds the whole row's norm for itself."""
     token, num_blocks = tl.program_id(0).to(tl.int64), features // 32
-    row = x + (tl.load(indices + token) if HAS_INDICES else token) * features
+    index = tl.load(indices + token) if HAS_INDICES else token
+    row = x + tl.maximum(index, 0) * features
     blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     at = blocks[:, None] * 32 + tl.arange(0, 32)[None, :]
     mask = at < features
-    value = tl.load(row + at, mask=mask, other=0)
+    value = tl.where(index < 0, float("nan"), tl.load(row + at, mask=mask, other=0))
     if HAS_NORM:
         value = value * inverse_rms(row, features, eps, BLOCKS) * tl.load(weight + at, mask=mask, other=0)
     q, scale = _nearest(value, 32512.0 if PLANES == 2 else 127.0)
@@ -132,6 +137,13 @@ def _nearest(x, unit):
     units = tl.zeros_like(largest) + unit
     scaled = x * tl.div_rn(units, largest)[:, None]
     return (scaled + ROUNDER).to(tl.int32, bitcast=True) - ROUNDER_BITS, tl.div_rn(largest, units)
+
+
+@triton.jit
+def is_none(first, num_tokens, TOKENS: tl.constexpr):
+    """Whether every token of a tile is none, by the first number of each; where there is one tile, none is asked."""
+    number = tl.load(first, mask=tl.zeros(first.shape, tl.int32) + num_tokens > TOKENS, other=0.0)
+    return tl.sum((number == number).to(tl.int32)) == 0
 
 
 @triton.jit

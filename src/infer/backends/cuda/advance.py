@@ -13,7 +13,7 @@ NUM_STOP_IDS = tl.constexpr(2)
 HEADER = tl.constexpr(3)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "max_rows", "capacity", "vocab_size"])
 def advance_rows(
     sampled, tokens, positions, control, generated, num_rows, max_rows,
     history_slots, seen, last, counts, lengths, capacity, vocab_size,

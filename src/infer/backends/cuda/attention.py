@@ -62,7 +62,7 @@ def attend(qkv: Tensor, heads: Heads, layer: LayerCache, step: Step) -> Tensor:
 
     chunks = triton.cdiv(pages.table.shape[1] * pages.page_tokens, CHUNK.value)
     is_split = num_tokens <= SPLIT_TOKENS and chunks > 1
-    out = torch.empty_like(near) if is_split else torch.zeros_like(near)  # tokens that are none get zeros
+    out = torch.empty_like(near)
     parts = _parts(near, chunks) if is_split else Parts(out, out, out, chunks)
     softcap = {"softcap": heads.softcap or 1.0, "HAS_SOFTCAP": heads.softcap is not None}
     attend_chunks[num_tokens, heads.num_kv_heads, min(chunks, SPLIT_PROGRAMS) if is_split else 1](
@@ -114,7 +114,7 @@ def attend_chunks(
     SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Query m is head m % GROUP_SIZE of the token m // GROUP_SIZE of the tile that begins with the program's token; a
-    token that begins no tile has nothing to do."""
+    token that begins no tile has nothing to do, and one that is none gets NaN."""
     first, head = tl.program_id(0), tl.program_id(1)
     row, position = tl.load(rows + first), tl.load(positions + first)
     before = tl.load(rows + tl.maximum(first - 1, 0))
@@ -154,6 +154,11 @@ def attend_chunks(
                     largest, total, values = _merged(largest, total, values, part_largest, part_total, part_values)
         if not SPLIT:
             tl.store(out + at, _mean(total, values), mask=is_there)
+    elif (row < 0) & (not SPLIT):
+        i = tl.arange(0, GROUP_SIZE * SIZE)
+        at = (first.to(tl.int64) * NUM_HEADS + head * GROUP + i // SIZE) * DIM + i % SIZE
+        nothing = tl.full((GROUP_SIZE * SIZE,), float("nan"), tl.float32)
+        tl.store(out + at, nothing, mask=(i // SIZE < GROUP) & (i % SIZE < DIM))
 
 
 @triton.jit
@@ -198,7 +203,7 @@ def merge_chunks(
     parts, out, rows, positions, cache,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_SIZE: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The chunks that a token sees, in their order. A token that is none gets zeros."""
+    """The chunks that a token sees, in their order. A token that is none gets NaN."""
     token, head = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows + token)
     member, i = tl.arange(0, GROUP_SIZE), tl.arange(0, SIZE)
@@ -218,7 +223,8 @@ def merge_chunks(
                     tl.load(parts.sums + place, mask=is_mine, other=1.0),
                     tl.load(parts.weighted + place[:, None] * DIM + i[None, :], mask=is_there, other=0.0),
                 )  # fmt: skip
-    tl.store(out + lines[:, None] * DIM + i[None, :], _mean(total, values), mask=is_there)
+    mean = tl.where(row >= 0, _mean(total, values), float("nan"))
+    tl.store(out + lines[:, None] * DIM + i[None, :], mean, mask=is_there)
 
 
 @triton.jit

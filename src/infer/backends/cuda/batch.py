@@ -37,6 +37,8 @@ FIELDS = (
     "end_start",
     "end_stop",
     "num_drafts",  # of the row before this line: its history ends with them
+    "num_top",  # alternatives beside its log-probability; −1: none is asked for
+    "is_processed",  # log-probabilities are of what the filters leave
 )
 NUM_FIELDS = tl.constexpr(len(FIELDS))
 TEMPERATURE = tl.constexpr(FIELDS.index("temperature"))
@@ -58,6 +60,8 @@ BIAS_STOP = tl.constexpr(FIELDS.index("bias_stop"))
 END_START = tl.constexpr(FIELDS.index("end_start"))
 END_STOP = tl.constexpr(FIELDS.index("end_stop"))
 NUM_DRAFTS = tl.constexpr(FIELDS.index("num_drafts"))
+NUM_TOP = tl.constexpr(FIELDS.index("num_top"))
+IS_PROCESSED = tl.constexpr(FIELDS.index("is_processed"))
 
 
 class Batch(NamedTuple):
@@ -173,6 +177,8 @@ def fields_of(columns: SamplingColumns) -> Tensor:
         "end_start": columns.end_starts[:-1],
         "end_stop": columns.end_starts[1:],
         "num_drafts": torch.zeros_like(columns.seed),
+        "num_top": columns.top_logprobs,
+        "is_processed": columns.logprobs_processed.to(torch.int64),
     }
     torch.stack([column_by_name[name] for name in FIELDS], dim=1, out=fields[: len(columns)])
     _fields_by_columns[columns] = columns.selection, fields

@@ -1,8 +1,9 @@
 """A forward recorded for steps of 1, 2, 4, 8 … tokens and logits, each size when it is first met.
 
-A recording reads its step from `StepInputs`; what the step has less than the recording are tokens whose row is −1.
-They change nothing, and every kernel computes a token in the same order whatever stands beside it: so what a replay
-computes is what the same ops compute one by one, to the bit.
+A recording reads its step from `StepInputs`; what the step has less than the recording are tokens whose id and row are
+−1. They change nothing: they are embedded as NaN, which products of no other token pass on without reading a weight.
+Every kernel computes a token in the same order whatever stands beside it: so what a replay computes is what the same
+ops compute one by one, to the bit.
 """
 
 import time
@@ -25,8 +26,7 @@ from infer.sampling.history import History
 
 @final
 class CapturedForward(Captured):
-    """Steps of more than `capacity` tokens run in pieces. The runner samples line by line where a row asks for
-    log-probabilities, but for raw ones in a step with drafts."""
+    """Steps of more than `capacity` tokens run in pieces."""
 
     def __init__(self, forward: Forward, capacity: int, max_logits: int, device: torch.device, graphs: Graphs) -> None:
         self.capacity, self.max_logits = capacity, max_logits
@@ -45,9 +45,7 @@ class CapturedForward(Captured):
             return torch.cat([self._run_piece(piece).clone() for piece in pieces])
 
     def takes(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> bool:
-        has_drafts = any(chunk.num_drafts for chunk in chunks)
-        is_one_by_one = columns.has_logprobs and (any(columns.is_processed) or not has_drafts)
-        return self._has_room(chunks) and not is_one_by_one
+        return self._has_room(chunks)
 
     @torch.inference_mode()
     def run_multi_step(

@@ -8,6 +8,7 @@ lose. F32 matrices are multiplied by the scalar units.
 import triton
 import triton.language as tl
 
+from infer.backends.cuda.activations import is_none
 from infer.backends.cuda.epilogue import biased, gated, store
 
 TF32_BITS = tl.constexpr(-(1 << 13))  # sign, exponent and 10 bits
@@ -23,10 +24,13 @@ def dense(
     num_rows = y.num_rows
     read = tl.minimum(rows, num_rows - 1)
     x += tl.minimum(tokens, num_tokens - 1)[:, None] * num_inputs
-    sums = biased(_tile_sums(x, codes, read, num_inputs, SPLITS, TOKENS, ROWS, DEPTH), y, read[None, :])
-    if GATE != "":
-        up = _tile_sums(x, codes, read + num_rows, num_inputs, SPLITS, TOKENS, ROWS, DEPTH)
-        sums = gated(sums, biased(up, y, read[None, :] + num_rows), GATE)
+    if is_none(x, num_tokens, TOKENS):
+        sums = tl.full((TOKENS, ROWS), float("nan"), tl.float32)
+    else:
+        sums = biased(_tile_sums(x, codes, read, num_inputs, SPLITS, TOKENS, ROWS, DEPTH), y, read[None, :])
+        if GATE != "":
+            up = _tile_sums(x, codes, read + num_rows, num_inputs, SPLITS, TOKENS, ROWS, DEPTH)
+            sums = gated(sums, biased(up, y, read[None, :] + num_rows), GATE)
     mask = (tokens < num_tokens)[:, None] & (rows < num_rows)[None, :]
     store(y, tokens[:, None], rows[None, :], sums, mask)
 

@@ -22,7 +22,7 @@ from infer.backends.cuda.batch import (
 )
 from infer.backends.cuda.edits import INFINITY, bans_ends, edited, raw_logits, shift_of, tempered
 from infer.backends.cuda.noise import gumbel_of, hash_tokens
-from infer.backends.cuda.order import MIN, best_of, kept_of, key_of, logit_of, pivot_of
+from infer.backends.cuda.order import MAX_ID, MIN, best_of, kept_of, key_of, logit_of, pivot_of
 from infer.backends.cuda.plain import code_of, largest_edited, largest_of_row
 from infer.backends.cuda.weight import goal_of, weights
 from infer.backends.cuda.whole import choose_of_row
@@ -56,11 +56,12 @@ def divisors_of(batch, row):
 
 @triton.jit
 def choose_filtered(
-    batch, largests, sums, maxima, gathered, token_ids, num_blocks,
+    batch, largests, sums, maxima, gathered, token_ids, ends, num_blocks,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CAPACITY: tl.constexpr,
-    EDITS: tl.constexpr,
+    EDITS: tl.constexpr, LOGPROBS: tl.constexpr,
 ):  # fmt: skip
-    """The token of each row with filters, or the code of its fault."""
+    """The token of each row with filters, or the code of its fault. With LOGPROBS also the key and the id of the last
+    token that is kept."""
     row = tl.program_id(0).to(tl.int64)
     if integer(batch, row, IS_FILTERED) != 0:
         blocks = tl.arange(0, BLOCKS)
@@ -71,16 +72,20 @@ def choose_filtered(
             largest = largest_edited(batch, row, is_lifted, BLOCK, EDITS)
         is_allowed = largest > -INFINITY
         token = tl.full((), -1, tl.int32)
+        pivot, last_id = tl.full((), MIN, tl.int32), tl.full((), MAX_ID, tl.int32)
         if is_allowed & (has_fault == 0):
             if is_lifted == 0:
                 total = tl.sum(tl.load(sums + at, mask=blocks < num_blocks, other=0))
                 num_gathered, floor = _gather(batch, row, maxima, gathered, CHUNK, CHUNKS, CAPACITY)
-                token = _choose_of_tile(
+                token, pivot, last_id = _choose_of_tile(
                     batch, row, largest, total, gathered, num_gathered, floor, CHUNK, CAPACITY, EDITS
                 )
             if token < 0:
                 first, last = divisors_of(batch, row)
-                token = choose_of_row(batch, row, first, last, largest, is_lifted, BLOCK, EDITS)
+                token, pivot, last_id = choose_of_row(batch, row, first, last, largest, is_lifted, BLOCK, EDITS)
+        if LOGPROBS:
+            tl.store(ends + 2 * row, pivot)
+            tl.store(ends + 2 * row + 1, last_id)
         tl.store(token_ids + row, code_of(token, has_fault, is_allowed))
 
 
@@ -104,7 +109,7 @@ def _choose_of_tile(
     batch, row, largest, total, gathered, num_gathered, floor,
     CHUNK: tl.constexpr, CAPACITY: tl.constexpr, EDITS: tl.constexpr,
 ):  # fmt: skip
-    """The token, or −1 where the gathered tokens do not hold all that is kept."""
+    """The token, or −1 where the gathered tokens do not hold all that is kept; key and id of the last one kept."""
     first, last = divisors_of(batch, row)
     shift = shift_of(largest, first)
     slots = tl.arange(0, CAPACITY) // CHUNK
@@ -122,7 +127,8 @@ def _choose_of_tile(
         h = hash_tokens(integer(batch, row, SEED), tl.load(batch.positions + row), ids)
         scores = tempered(y, last, shift_of(top, last)) + gumbel_of(h)
         _, token = best_of(tl.where(keys > MIN, scores, -INFINITY), ids)
-    return token
+    pivot = tl.min(tl.where(keys > MIN, keys, tl.max(keys)))
+    return token, pivot, tl.max(tl.where(keys == pivot, ids, -1))
 
 
 @triton.jit

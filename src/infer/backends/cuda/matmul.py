@@ -7,6 +7,7 @@ another here, and their tree needs a sum for each of its levels: a binary counte
 import triton
 import triton.language as tl
 
+from infer.backends.cuda.activations import is_none
 from infer.backends.cuda.blocks import block_values, integers
 from infer.backends.cuda.epilogue import biased, gated, store
 
@@ -20,10 +21,13 @@ def matmul(
     rows = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     num_rows = y.num_rows
     read_tokens, read = tl.minimum(tokens, num_tokens - 1), tl.minimum(rows, num_rows - 1)
-    sums = biased(tile_sums(x, read_tokens, matrix, read, PLANES, TOKENS, ROWS, LANES), y, read[None, :])
-    if GATE != "":
-        up = tile_sums(x, read_tokens, matrix, read + num_rows, PLANES, TOKENS, ROWS, LANES)
-        sums = gated(sums, biased(up, y, read[None, :] + num_rows), GATE)
+    if is_none(x.scales + read_tokens * matrix.num_blocks, num_tokens, TOKENS):
+        sums = tl.full((TOKENS, ROWS), float("nan"), tl.float32)
+    else:
+        sums = biased(tile_sums(x, read_tokens, matrix, read, PLANES, TOKENS, ROWS, LANES), y, read[None, :])
+        if GATE != "":
+            up = tile_sums(x, read_tokens, matrix, read + num_rows, PLANES, TOKENS, ROWS, LANES)
+            sums = gated(sums, biased(up, y, read[None, :] + num_rows), GATE)
     mask = (tokens < num_tokens)[:, None] & (rows < num_rows)[None, :]
     store(y, tokens[:, None], rows[None, :], sums, mask)
 

@@ -8,6 +8,7 @@ same order, and any number of tokens the same bits.
 import triton
 import triton.language as tl
 
+from infer.backends.cuda.activations import is_none
 from infer.backends.cuda.blocks import block_values, word_pair
 from infer.backends.cuda.epilogue import biased, gated, store
 
@@ -27,10 +28,13 @@ def matvec(
     token = (program % num_tokens).to(tl.int64)
     rows = (program // num_tokens).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     read = tl.minimum(rows, num_rows - 1)
-    sums = biased(row_sums(x, token, matrix, read, PLANES, ROWS, LANES, DP4A), y, read)
-    if GATE != "":
-        up = row_sums(x, token, matrix, read + num_rows, PLANES, ROWS, LANES, DP4A)
-        sums = gated(sums, biased(up, y, read + num_rows), GATE)
+    if is_none(x.scales + token * matrix.num_blocks + tl.arange(0, 1), num_tokens, 1):
+        sums = tl.full((ROWS,), float("nan"), tl.float32)
+    else:
+        sums = biased(row_sums(x, token, matrix, read, PLANES, ROWS, LANES, DP4A), y, read)
+        if GATE != "":
+            up = row_sums(x, token, matrix, read + num_rows, PLANES, ROWS, LANES, DP4A)
+            sums = gated(sums, biased(up, y, read + num_rows), GATE)
     store(y, token, rows, sums, rows < num_rows)
 
 

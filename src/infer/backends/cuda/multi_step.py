@@ -20,7 +20,9 @@ from infer.backends.base import Generated
 from infer.backends.cuda.advance import HEADER, IS_STOPPED, NUM_GENERATED, NUM_STOP_IDS, advance_rows
 from infer.backends.cuda.batch import Seen, seen_of
 from infer.backends.cuda.graphs import Event, Graphs, Recording
-from infer.backends.cuda.sampler import EXACT, choose_tokens
+from infer.backends.cuda.logprobs import Logprobs, Records
+from infer.backends.cuda.sampler import EXACT, choose_lines
+from infer.backends.cuda.step_inputs import aligned_parts
 from infer.operands.step import Interrupt, Masks, Step, StepEnd
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
@@ -51,6 +53,7 @@ class MultiStep:
         self._sampler: Recording | None = None
         self._made_of: tuple[object, ...] = ()  # the sampler: what another recording is needed for
         self._allowed = torch.zeros(0, 0, dtype=torch.int32, device=device)
+        self._logprobs = Logprobs(device, graphs)
         self._make_room(_STEPS, _STOP_IDS)
 
     def run(
@@ -74,11 +77,15 @@ class MultiStep:
             self._run_ahead(forward, sampler, count, interrupt)
         else:
             self._run_masked(forward, sampler, count, masks, interrupt)
-        num_steps, num_rows = self._look().num_generated, len(columns)
-        token_ids = [self._ids[row : num_steps * num_rows : num_rows] for row in range(num_rows)]
+        num_rows = len(columns)
+        self._logprobs.fetch(columns, count * num_rows)
+        num_steps = self._look().num_generated
+        lines = [range(row, num_steps * num_rows, num_rows) for row in range(num_rows)]
+        token_ids = [[self._ids[line] for line in mine] for mine in lines]
         seconds = (time.perf_counter() - started) / num_steps
         ends = [started + seconds * (index + 1) for index in range(num_steps)]
-        return Generated(token_ids, [StepEnd(end, end) for end in ends], [[] for _ in token_ids])
+        logprobs = self._logprobs.of(columns, lines, token_ids)
+        return Generated(token_ids, [StepEnd(end, end) for end in ends], logprobs)
 
     def _run_ahead(self, forward: Recording, sampler: Recording, count: int, interrupt: Interrupt | None) -> None:
         under_way = deque[_Header]()
@@ -126,7 +133,7 @@ class MultiStep:
     def _make_room(self, num_steps: int, num_stop_ids: int) -> None:
         """On the device `control`, then what is generated; on the host the same."""
         self._num_steps, self._num_stop_ids = num_steps, num_stop_ids
-        size = _HEADER + self._max_rows + num_stop_ids
+        size = aligned_parts([_HEADER + self._max_rows + num_stop_ids, 0])[1].start
         self._on_host = self._graphs.mirror(size + num_steps * self._max_rows)
         self._on_device = self._on_host.to(self._device, copy=True)
         self._words = self._on_host.numpy()
@@ -139,20 +146,29 @@ class MultiStep:
         """The sampler with `advance` after it, for a selection of rows."""
         if masks is not None and len(self._allowed) < len(masks.words):
             self._allowed = torch.empty(self._max_rows, masks.words.shape[1], dtype=torch.int32, device=self._device)
-        made_of = (logits, self._on_device, columns.selection, history, None if masks is None else self._allowed)
+        records = self._logprobs.records(columns, self._num_steps * len(columns), self._control)
+        words = None if records is None else records.words
+        made_of = (logits, self._on_device, columns.selection, history, None if masks is None else self._allowed, words)
         if self._sampler is None or any(a is not b for a, b in zip(made_of, self._made_of, strict=True)):
+            self._control.zero_()
             self._control[IS_STOPPED.value] = 1  # recording it changes nothing
             allowed = None if masks is None else self._allowed[: len(columns)]
-            self._sampler = self._graphs.record(partial(self._sample, logits, step, columns, history, allowed))
+            self._sampler = self._graphs.record(partial(self._sample, logits, step, columns, history, allowed, records))
             self._made_of = made_of
         return self._sampler
 
     def _sample(
-        self, logits: Tensor, step: Step, columns: SamplingColumns, history: History | None, allowed: Tensor | None
+        self,
+        logits: Tensor,
+        step: Step,
+        columns: SamplingColumns,
+        history: History | None,
+        allowed: Tensor | None,
+        records: Records | None,
     ) -> Tensor:
         num_rows = len(columns)
         logits, positions = logits[:num_rows, : columns.vocab_size], step.positions[:num_rows]
-        sampled = choose_tokens(logits, columns, history, positions + 1, allowed)
+        sampled = choose_lines(logits, columns, history, positions + 1, allowed, None, records)
         seen = seen_of(columns, history) or Seen(sampled, sampled, sampled, sampled)
         advance_rows[(1,)](
             sampled, step.tokens, step.positions, self._control, self._generated, num_rows, self._max_rows,

@@ -18,11 +18,11 @@ NOT_A_NUMBER, NOTHING_ALLOWED = tl.constexpr(-1), tl.constexpr(-2)
 
 @triton.jit
 def score_blocks(
-    batch, scores, score_ids, largests, maxima,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, EDITS: tl.constexpr, FILTERS: tl.constexpr,
+    batch, scores, score_ids, largests, raw_largests, maxima,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, EDITS: tl.constexpr, FILTERS: tl.constexpr, LOGPROBS: tl.constexpr,
 ):  # fmt: skip
     """The best score of each block and its id, the largest logit (NaN where one is NaN or +inf); for rows with
-    filters, the key of the largest logit of each chunk instead of the score."""
+    filters, the key of the largest logit of each chunk instead of the score. With LOGPROBS the largest raw one too."""
     block, row, num_blocks = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     raw = raw_logits(batch, row, ids)
@@ -30,6 +30,8 @@ def score_blocks(
     is_faulty = tl.max(((raw != raw) | (raw == INFINITY)).to(tl.int32)) > 0
     at = row * num_blocks + block
     tl.store(largests + at, tl.where(is_faulty, float("nan"), tl.max(x)))
+    if LOGPROBS:
+        tl.store(raw_largests + at, tl.max(raw))
     is_filtered = FILTERS
     if FILTERS:
         is_filtered = integer(batch, row, IS_FILTERED) != 0

@@ -1,4 +1,5 @@
 """`ops.choose_tokens` as two launches for a batch without filters and four with: the tokens of `sampling.sampler`.
+Log-probabilities are two more.
 
 Nothing is read back and no shape depends on a value: after one call with the same selection it can be captured in a
 graph.
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from infer.backends.cuda.batch import Lines, make_batch
 from infer.backends.cuda.filtered import choose_filtered, weigh_blocks
+from infer.backends.cuda.logprobs import Found, Parts, Records, join_scores, weigh_scores
 from infer.backends.cuda.plain import choose_plain, score_blocks
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
@@ -54,10 +56,12 @@ def choose_lines(
     history: History | None,
     positions: Tensor,
     allowed: Tensor | None,
-    lines: Lines,
+    lines: Lines | None,
+    records: Records | None,
 ) -> Tensor:
-    """`choose_tokens` of rows that have several lines: each as if the drafts before it were right."""
-    return choose_by(tiling_of(columns.vocab_size), logits, columns, history, positions, allowed, lines)
+    """`choose_tokens` of rows that may have several lines: each as if the drafts before it were right. What they need
+    for log-probabilities goes to `records`."""
+    return choose_by(tiling_of(columns.vocab_size), logits, columns, history, positions, allowed, lines, records)
 
 
 def choose_by(
@@ -68,6 +72,7 @@ def choose_by(
     positions: Tensor,
     allowed: Tensor | None = None,
     lines: Lines | None = None,
+    records: Records | None = None,
 ) -> Tensor:
     """The same tokens by any tiling."""
     num_lines = len(logits)
@@ -88,11 +93,13 @@ def choose_by(
         return torch.empty(num_lines, *shape, dtype=dtype, device=logits.device)
 
     scores, largests = (scratch(num_blocks, dtype=torch.float32) for _ in range(2))
-    score_ids = scratch(num_blocks, dtype=torch.int32)
+    raw_largests = scores if records is None else torch.empty_like(scores)
+    score_ids, ends = scratch(num_blocks, dtype=torch.int32), scratch(2, dtype=torch.int32)
     maxima = scratch(num_chunks if has_filters else 1, dtype=torch.int32)
     score_blocks[num_blocks, num_lines](
-        batch, scores, score_ids, largests, maxima,
-        BLOCK=tiling.block, CHUNK=tiling.chunk, **edits, FILTERS=has_filters, num_warps=tiling.num_warps, **EXACT,
+        batch, scores, score_ids, largests, raw_largests, maxima,
+        BLOCK=tiling.block, CHUNK=tiling.chunk, **edits, FILTERS=has_filters, LOGPROBS=records is not None,
+        num_warps=tiling.num_warps, **EXACT,
     )  # fmt: skip
     choose_plain[(num_lines,)](
         batch, scores, score_ids, largests, token_ids, num_blocks, **blocks, **edits, num_warps=4, **EXACT
@@ -105,8 +112,17 @@ def choose_by(
             )
         gathered = scratch(tiling.capacity // tiling.chunk, dtype=torch.int32)
         choose_filtered[(num_lines,)](
-            batch, largests, sums, maxima, gathered, token_ids, num_blocks, **blocks,
+            batch, largests, sums, maxima, gathered, token_ids, ends, num_blocks, **blocks,
             CHUNK=tiling.chunk, CHUNKS=triton.next_power_of_2(num_chunks), CAPACITY=tiling.capacity, **edits,
-            num_warps=tiling.filter_warps, **EXACT,
+            LOGPROBS=records is not None, num_warps=tiling.filter_warps, **EXACT,
         )  # fmt: skip
+    if records is not None:
+        found, most = Found(token_ids, largests, raw_largests, ends), records.most
+        totals, ahead = scratch(num_blocks, dtype=torch.int64), scratch(num_blocks, dtype=torch.int32)
+        keys, ids = (scratch(num_blocks, most, dtype=torch.int32) for _ in range(2))
+        parts, constants = Parts(totals, ahead, keys, ids), blocks | edits | {"MOST": most, "FILTERS": has_filters}
+        weigh_scores[num_blocks, num_lines](batch, found, parts, num_blocks, **constants, num_warps=8, **EXACT)
+        join_scores[(num_lines,)](
+            batch, found, parts, records.words, records.done, num_blocks, **constants, num_warps=4, **EXACT
+        )
     return token_ids

@@ -1,6 +1,7 @@
 """A step's numbers on the device, where recordings read them, and their mirror on the host: one copy a step."""
 
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import final
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from infer.backends.cuda.graphs import Graphs
 from infer.operands.step import Step
 
-NONE = -1  # the row of a token that is none
+NONE = -1  # the id and the row of a token that is none, and the index of its logits
 
 
 @final
@@ -16,7 +17,7 @@ class StepInputs:
     """Tokens, positions, rows and logit indices, one after the other as the bucket of a step has them."""
 
     def __init__(self, capacity: int, max_logits: int, device: torch.device, graphs: Graphs) -> None:
-        size = 3 * capacity + max_logits
+        size = _parts(capacity, max_logits)[-1].stop
         self._mirror, self._copied = graphs.mirror(size), graphs.event()
         self._words, self._device = self._mirror.numpy(), torch.zeros(size, dtype=torch.int64, device=device)
 
@@ -28,10 +29,10 @@ class StepInputs:
         """A step of no more tokens and logits; the others are none."""
         self._copied.synchronize()  # what was copied last: the mirror is free
         values = (step.tokens, step.positions, step.rows, step.logit_indices)
-        for part, mine, rest in zip(_parts(num_tokens, num_logits), values, (0, 0, NONE, 0), strict=True):
+        for part, mine, rest in zip(_parts(num_tokens, num_logits), values, (NONE, 0, NONE, NONE), strict=True):
             words = self._words[part]
             words[: len(mine)], words[len(mine) :] = mine.numpy(), rest
-        size = 3 * num_tokens + num_logits
+        size = _parts(num_tokens, num_logits)[-1].stop
         self._device[:size].copy_(self._mirror[:size], non_blocking=True)
         self._copied.record()
 
@@ -42,5 +43,10 @@ class StepInputs:
 
 
 def _parts(num_tokens: int, num_logits: int) -> list[slice]:
-    ends = [num_tokens, 2 * num_tokens, 3 * num_tokens, 3 * num_tokens + num_logits]
-    return [slice(start, end) for start, end in pairwise([0, *ends])]
+    return aligned_parts([num_tokens] * 3 + [num_logits])
+
+
+def aligned_parts(sizes: Sequence[int]) -> list[slice]:
+    """Of a tensor of int64. Each begins at 16 bytes: for a pointer that does not, Triton compiles a kernel anew."""
+    starts = accumulate((size + size % 2 for size in sizes), initial=0)
+    return [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]

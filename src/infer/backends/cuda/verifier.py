@@ -15,12 +15,13 @@ from torch import Tensor
 from infer.backends.cuda.accept import accept_rows
 from infer.backends.cuda.batch import Lines, Seen, seen_of
 from infer.backends.cuda.graphs import Graphs, Recording
+from infer.backends.cuda.logprobs import Logprobs, Records
 from infer.backends.cuda.sampler import EXACT, choose_lines
+from infer.backends.cuda.step_inputs import aligned_parts
 from infer.operands.step import Chunk, Masks
 from infer.outputs import TokenLogprob
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
-from infer.sampling.sampler import Sampled, log_probabilities
 
 _NONE = -1  # what is drafted after a row's last line
 
@@ -48,14 +49,15 @@ class Verified(NamedTuple):
 class Verifier:
     def __init__(self, max_logits: int, device: torch.device, graphs: Graphs) -> None:
         self._max_logits, self._device, self._graphs = max_logits, device, graphs
-        sizes = [max_logits] * 6 + [max_logits + 1]
-        self._on_host, self._copied = graphs.mirror(sum(sizes)), graphs.event()
+        parts = aligned_parts([max_logits] * 6 + [max_logits + 1])
+        self._on_host, self._copied = graphs.mirror(parts[-1].stop), graphs.event()
         self._on_device = self._on_host.to(device, copy=True)
-        self._host = _Words(*(words.numpy() for words in self._on_host.split(sizes)))
-        self._words = _Words(*self._on_device.split(sizes))
+        self._host = _Words(*(self._on_host[part].numpy() for part in parts))
+        self._words = _Words(*(self._on_device[part] for part in parts))
         self._samplers = dict[int, Recording]()  # by the logits that they read
-        self._made_of: tuple[object, ...] = (None, None, None)  # the samplers: what others are needed for
+        self._made_of: tuple[object, ...] = (None, None, None, None)  # the samplers: what others are needed for
         self._allowed = torch.zeros(0, 0, dtype=torch.int32, device=device)
+        self._logprobs, self._no_steps = Logprobs(device, graphs), torch.zeros(1, dtype=torch.int64, device=device)
 
     def run(
         self,
@@ -75,28 +77,14 @@ class Verifier:
             masks.wait()
             self._allowed[: len(masks.words)].copy_(masks.words)
         sampler.replay()
+        self._logprobs.fetch(columns, self._max_logits)
         self._on_host.copy_(self._on_device, non_blocking=True)
         self._copied.record()
         self._copied.synchronize()
         firsts, counts = (each[: len(chunks)].tolist() for each in (self._host.starts, self._host.counts))
         lines = [range(first, first + count) for first, count in zip(firsts, counts, strict=True)]
         token_ids = [self._host.token_ids[mine.start : mine.stop].tolist() for mine in lines]
-        return Verified(token_ids, self._logprobs(forward.result[:, : columns.vocab_size], lines, columns))
-
-    def _logprobs(self, logits: Tensor, lines: Sequence[range], columns: SamplingColumns) -> list[list[TokenLogprob]]:
-        """Those of raw logits, for rows that ask for them."""
-        if not columns.has_logprobs:
-            return [[] for _ in lines]
-        count = max(mine.stop for mine in lines)
-        token_ids, most = self._words.token_ids[:count], max(number or 0 for number in columns.num_logprobs)
-        scores = log_probabilities(logits[:count].float(), token_ids.clamp(min=0), most)
-        sampled = Sampled(token_ids.cpu(), *(each.cpu() for each in scores))
-        return [
-            []
-            if number is None
-            else [sampled.logprob_of(line, number) for line in mine if self._host.token_ids[line] >= 0]
-            for mine, number in zip(lines, columns.num_logprobs, strict=True)
-        ]
+        return Verified(token_ids, self._logprobs.of(columns, lines, token_ids))
 
     def _fill(self, chunks: Sequence[Chunk], starts: Sequence[int]) -> None:
         """Lines that no row has are sampled with the parameters of the first."""
@@ -117,22 +105,29 @@ class Verifier:
     ) -> Recording:
         if masks is not None and len(self._allowed) < len(masks.words):
             self._allowed = torch.empty(self._max_logits, masks.words.shape[1], dtype=torch.int32, device=self._device)
-        made_of = (columns.selection, history, None if masks is None else self._allowed)
+        records = self._logprobs.records(columns, self._max_logits, self._no_steps)
+        words = None if records is None else records.words
+        made_of = (columns.selection, history, None if masks is None else self._allowed, words)
         if any(a is not b for a, b in zip(made_of, self._made_of, strict=True)):
             self._samplers, self._made_of = {}, made_of
         if logits.data_ptr() not in self._samplers:
             self._on_device.zero_()  # no row has a line: recording it changes nothing
             allowed = None if masks is None else self._allowed[: len(logits)]
-            work = partial(self._sample, logits[:, : columns.vocab_size], columns, history, allowed)
+            work = partial(self._sample, logits[:, : columns.vocab_size], columns, history, allowed, records)
             self._samplers[logits.data_ptr()] = self._graphs.record(work)
         return self._samplers[logits.data_ptr()]
 
     def _sample(
-        self, logits: Tensor, columns: SamplingColumns, history: History | None, allowed: Tensor | None
+        self,
+        logits: Tensor,
+        columns: SamplingColumns,
+        history: History | None,
+        allowed: Tensor | None,
+        records: Records | None,
     ) -> Tensor:
         words = _Words(*(each[: len(logits)] for each in self._words))
         lines = Lines(words.rows, words.entries, words.drafts)
-        sampled = choose_lines(logits, columns, history, words.positions, allowed, lines)
+        sampled = choose_lines(logits, columns, history, words.positions, allowed, lines, records)
         seen = seen_of(columns, history) or Seen(sampled, sampled, sampled, sampled)
         accept_rows[(len(columns),)](
             sampled, words.drafts, self._words.starts, self._words.counts, words.token_ids,

@@ -26,16 +26,18 @@ def choose_of_row(batch, row, first, last, largest, is_lifted, BLOCK: tl.constex
     if top_p < 1:
         goal = goal_of(_above(batch, row, view, pivot, last_id, MIN, True, BLOCK, EDITS), top_p)
         pivot, last_id = _shortened(batch, row, view, pivot, last_id, goal, True, BLOCK, EDITS)
-    lowest = top + single(batch, row, LOG_MIN_P)
+    lowest = key_of(top + single(batch, row, LOG_MIN_P))
+    last_id = tl.where(lowest > pivot, MAX_ID, last_id)
+    pivot = tl.maximum(pivot, lowest)
     best, best_id = tl.full((), -INFINITY, tl.float32), tl.full((), MAX_ID, tl.int32)
     for start in range(0, batch.vocab_size, BLOCK):
         ids, y, keys, _ = _tile(batch, row, view, pivot, last_id, start, False, BLOCK, EDITS)
         h = hash_tokens(integer(batch, row, SEED), tl.load(batch.positions + row), ids)
         scores = tempered(y, last, shift_of(top, last)) + gumbel_of(h)
-        score, token = best_of(tl.where((keys > MIN) & (y >= lowest), scores, -INFINITY), ids)
+        score, token = best_of(tl.where(keys > MIN, scores, -INFINITY), ids)
         best_id = tl.where(score > best, token, best_id)
         best = tl.maximum(best, score)
-    return best_id
+    return best_id, pivot, last_id
 
 
 @triton.jit

@@ -1,0 +1,73 @@
+"""Claims about how many kernels a step launches on a GPU, and how many are compiled for it."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from infer import ops
+from infer.model.transformer import Transformer
+from infer.operands.step import Step
+from infer.runner.runner import CachedRunner
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+import gpu_models
+from gpu_launches import num_variants, recorded_launches
+from infer.backends import cuda
+from infer.backends.cuda.capture import CapturedForward
+from infer.backends.cuda.graphs import Repeats
+
+CPU = torch.device("cpu")
+PLAIN = ["advance_rows", "choose_plain", "score_blocks"]
+
+
+def make_model(type_: str) -> Transformer:
+    return gpu_models.make_model("two layers", type_, CPU, 1024)
+
+
+def layer_launches(type_: str, num_tokens: int) -> list[str]:
+    model = make_model(type_)
+    runner = gpu_models.make_runner(model, 1, 1024, capture=False)
+    runner.reserve(0, num_tokens)
+    with recorded_launches() as launches, torch.inference_mode():
+        model.residual(Step.of(range(num_tokens)), runner.cache)
+    names = [launch.kernel for launch in launches]
+    at = [index for index, name in enumerate(names) if name == "rotate_append"]
+    assert len(at) == 2
+    return names[at[0] : at[1]]
+
+
+@pytest.mark.parametrize(("num_tokens", "attention"), [(1, ["attend_chunks", "merge_chunks"]), (17, ["attend_chunks"])])
+def test_a_layer_is_so_many_launches(num_tokens: int, attention: list[str]) -> None:
+    product = "matvec" if num_tokens == 1 else "matmul"
+    rest = ["quantize_rows", product] * 4
+    assert layer_launches("Q4_0", num_tokens) == ["rotate_append", *attention, *rest]
+    rest = ["dense", "normalize_rows", "dense", "dense", "normalize_rows", "dense"]
+    assert layer_launches("BF16", num_tokens) == ["rotate_append", *attention, *rest]
+
+
+def test_a_token_is_embedded_by_one_launch() -> None:
+    for type_ in ("Q4_0", "BF16"):
+        table = make_model(type_).embedding.parts[0]
+        with recorded_launches() as launches:
+            cuda.embed(table, torch.tensor([3]), 2.0)
+        assert len(launches) == 1
+
+
+def test_a_bucket_compiles_nothing_that_another_has_compiled() -> None:
+    model = make_model("Q4_0")
+    runner: CachedRunner = gpu_models.make_runner(model, 1, 1024, capture=False)
+    with ops.using(model.backend):
+        captured = CapturedForward(lambda step: model.forward(step, runner.cache), 64, 64, CPU, Repeats())
+    with recorded_launches() as launches:
+        for count in (8, 64):
+            captured._recording(count, count)
+        compiled = num_variants(launches)
+        for count in (1, 2, 4, 16, 32):
+            captured._recording(count, count)
+            captured._recording(count, 1)
+    assert num_variants(launches) == compiled

@@ -24,11 +24,12 @@ from infer.backends.cuda.layouts import LAYOUTS
 from infer.backends.cuda.logprobs import Found, Parts
 from infer.backends.cuda.matmul import matmul
 from infer.backends.cuda.matvec import MAX_LANES, matvec
-from infer.backends.cuda.projection import DENSE_TILE, MATMUL_TILE, MATVEC_TILE
+from infer.backends.cuda.projection import BLOCK_TILE, DENSE_TILE, MATMUL_TILE, MATVEC_TILE
 from infer.backends.cuda.sampler import EXACT, tiling_of
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 QUANTIZED = [name for name, layout in LAYOUTS.items() if not layout.is_float]
+LEFT = Quantized("*i8!", "*fp32!", "*i32!")
 AMD = ("gfx942", "gfx1100")
 INSTRUCTION = re.compile(r"\s+(?:@!?%p\d+\s+)?([a-z]\w*(?:\.\w+)+)")  # of PTX
 LABEL, BRANCH = re.compile(r"\$(L__BB\w+):"), re.compile(r"\bbra(?:\.uni)?\s+\$(L__BB\w+)")
@@ -150,6 +151,7 @@ def quantized_arguments(type_: str, unit: str, activations: str, gate: str) -> d
     is_gated = gate != ""
     return {
         "x": Quantized(activations, "*fp32!", "*i32!"), "matrix": matrix_of(type_, unit), "num_tokens": "i32",
+        "left": LEFT, "LEAVES": is_gated,
         "y": Output("*fp32!", "i32", "i32", "*fp32", "fp32", *map(tl.constexpr, (is_gated, not is_gated, is_gated))),
         "PLANES": 2, "LANES": MAX_LANES, "GATE": tl.constexpr(gate),
     }  # fmt: skip
@@ -157,7 +159,8 @@ def quantized_arguments(type_: str, unit: str, activations: str, gate: str) -> d
 
 def matvec_code(type_: str, target: str | int, gate: str = "") -> CompiledKernel:
     arguments = quantized_arguments(type_, "*i32!", "*i32!", gate) | {"DP4A": isinstance(target, int)}
-    return compiled(matvec, arguments | MATVEC_TILE, target, **warps_of(MATVEC_TILE))
+    tile = BLOCK_TILE if gate else MATVEC_TILE
+    return compiled(matvec, arguments | tile, target, **warps_of(tile))
 
 
 def matmul_code(type_: str, target: str | int, gate: str = "") -> CompiledKernel:
@@ -175,10 +178,9 @@ def dense_code(type_: str, target: str | int, gate: str = "") -> CompiledKernel:
 
 def rows_code(type_: str, target: str | int, gate: str = "") -> Iterator[CompiledKernel]:
     arguments = {
-        "x": "*fp32!", "y": "*fp32!", "indices": "*i64!", "weight": "*fp32!", "codes": "*i8!", "scales": "*fp32!",
-        "sums": "*i32!", "features": "i32!", "eps": "fp32", "matrix": matrix_of(type_, "*u8!"), "token_ids": "*i64!",
-        "scale": "fp32", "table": "*bf16!", "SIZE": 1024, "HAS_INDICES": True, "HAS_NORM": True, "PLANES": 2,
-        "BLOCKS": 32,
+        "x": "*fp32!", "y": "*fp32!", "indices": "*i64!", "weight": "*fp32!", "to": LEFT, "features": "i32!",
+        "eps": "fp32", "matrix": matrix_of(type_, "*u8!"), "token_ids": "*i64!", "scale": "fp32", "table": "*bf16!",
+        "SIZE": 1024, "HAS_INDICES": True, "HAS_NORM": True, "PLANES": 2, "BLOCKS": 32,
     }  # fmt: skip
     for kernel in (quantize_rows, normalize_rows, embed_rows, embed_floats):
         yield compiled(kernel, arguments, target)

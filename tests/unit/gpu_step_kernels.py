@@ -5,7 +5,7 @@ from typing import Any
 
 from triton.compiler import CompiledKernel
 
-from gpu_compiler import AMD, code_of, compiled
+from gpu_compiler import AMD, LEFT, code_of, compiled
 from infer.backends.cuda.accept import accept_rows
 from infer.backends.cuda.advance import advance_rows
 from infer.backends.cuda.attention import KV_TYPES, Parts, attend_chunks, merge_chunks
@@ -35,6 +35,7 @@ def step_kernel(kernel: Any, kv_type: str, dim: int, target: str | int, *, is_sp
         "cache": Blocks(stored, scales, *sizes, stored, scales, *sizes, *places),
         "rotation": Rotation("*fp32!", "*fp32!", "fp32", "fp32", "*fp32!", "*fp32!", "i32!", "i32", "*i64!", "i32"),
         "parts": Parts("*fp32!", "*fp32!", "*fp32!", "i32"), "num_tokens": "i32", "scale": "fp32", "softcap": "fp32",
+        "left": LEFT, "LEAVES": 2,
         "NUM_HEADS": 32, "KV_HEADS": 8, "GROUP": 4, "GROUP_SIZE": 4, "QUERIES": 16, "DIM": dim, "SIZE": dim,
         "HALF": dim // 2, "Q_NORM": 1, "K_NORM": 1, "KV_TYPE": KV_TYPES.index(kv_type), "HAS_FAR": False,
         "HAS_SOFTCAP": False, "SPLIT": is_split,

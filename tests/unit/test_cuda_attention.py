@@ -20,6 +20,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from infer.backends import cuda
 from infer.backends.cuda import attention
+from infer.backends.cuda.activations import note, quantized
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 CAPACITY = 640
@@ -156,6 +157,23 @@ def test_a_row_whose_context_fits_one_chunk_has_the_bits_of_a_longer_table() -> 
     short = replace(short, pages=replace(short.pages, table=table))
     qkv = make_qkv(heads, 2)
     assert torch.equal(at_once(heads, long, qkv, 100, [2]), at_once(heads, short, qkv, 100, [1, 1]))
+
+
+@pytest.mark.parametrize(("sizes", "planes"), [((6, 2, 32), 2), ((2, 1, 96), 1)])
+def test_attention_leaves_what_the_next_product_takes(sizes: tuple[int, int, int], planes: int) -> None:
+    """Few tokens and many, one of them none."""
+    heads = make_heads(*sizes)
+    for count in (2, 18):
+        qkv, step = make_qkv(heads, count), Step.of([1] * count, row=1)
+        step.rows[-1] = -1
+        note(qkv, planes)
+        attended = cuda.attend(qkv, heads, filled(heads), step)
+        for left, made in zip(
+            quantized(attended, None, planes), quantized(attended.clone(), None, planes), strict=True
+        ):
+            assert left is not made
+            assert torch.equal(left[:-1], made[:-1])
+        assert quantized(attended, None, planes).scales[-1].isnan().all()
 
 
 def test_pages_are_those_of_the_layout() -> None:

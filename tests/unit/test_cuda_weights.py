@@ -22,7 +22,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from infer.backends import cuda
 from infer.backends.cuda import packing
 from infer.backends.cuda.activations import quantized
-from infer.backends.cuda.layouts import LAYOUTS, PackedWeight
+from infer.backends.cuda.layouts import LAYOUTS, PLANES, PackedWeight
 from infer.backends.cuda.projection import multiply
 
 CPU = torch.device("cpu")
@@ -127,6 +127,17 @@ def test_a_fault_in_one_token_is_not_hidden_and_stays_there() -> None:
     y = cuda.norm_project(x, None, prepared)
     assert y[1].isnan().all()
     assert torch.equal(y[::2], alone[::2])
+
+
+@pytest.mark.parametrize(("tokens", "precision"), [(2, "exact"), (9, "exact"), (2, "fast")])
+def test_a_gate_leaves_what_the_next_product_takes(tokens: int, precision: str) -> None:
+    stored = Projection((weight_of("Q4_0", 96, 64, 1), weight_of("Q4_0", 96, 64, 2)))
+    hidden = cuda.norm_gate(activations(tokens, 64), None, cuda.prepare(stored, CPU, precision), "silu")
+    planes = PLANES[precision]
+    for left, made in zip(quantized(hidden, None, planes), quantized(hidden.clone(), None, planes), strict=True):
+        assert left is not made
+        assert torch.equal(left, made)
+    assert quantized(hidden, None, planes).codes is quantized(hidden, None, planes).codes
 
 
 @pytest.mark.parametrize("tokens", [2, 11])

@@ -27,9 +27,9 @@ def step_bytes(architecture: Architecture, types: Mapping[str, str], sizes: Step
 
 def _layer_bytes(layer: Layer, hidden: int, sizes: StepSizes) -> int:
     """The residual stream before and after; q, k, v; queries near and far; what was attended to; the MLP's inner
-    values; int8 planes of the widest input; chunks of attention where they are programs of their own."""
+    values; int8 planes of an input and of a result; chunks of attention where they are programs of their own."""
     wide, narrow, inner = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim, layer.intermediate_size
     floats = 2 * hidden + 4 * wide + 2 * narrow + 3 * inner
     chunks = -(-sizes.context // CHUNK_SLOTS)
     parts = min(sizes.tokens, SPLIT_TOKENS) * layer.num_heads * chunks * (layer.head_dim + 2)
-    return 4 * (sizes.tokens * floats + parts) + 3 * sizes.tokens * max(hidden, wide, inner)
+    return 4 * (sizes.tokens * floats + parts) + 3 * sizes.tokens * (hidden + max(wide, inner))

@@ -8,6 +8,7 @@ Where an activation is NaN, all products of its token are: `is_none` finds that 
 that are none, and lines of logits that nobody asks for, whose index is −1.
 """
 
+from collections.abc import MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ import triton
 import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from infer.backends.cuda.layouts import BLOCK
 from infer.backends.cuda.sampler import EXACT
@@ -32,6 +34,35 @@ class Quantized(NamedTuple):
     codes: Any  # int32 [tokens, planes, blocks, 8], or the same memory as int8
     scales: Any  # float32 [tokens, blocks]
     sums: Any  # int32 [tokens, blocks, 2], of the first 16 and the last
+
+    def in_bytes(self) -> "Quantized":
+        """As kernels write them."""
+        return self._replace(codes=self.codes.view(torch.int8))
+
+
+class Made(NamedTuple):
+    """How an op made its result."""
+
+    planes: int  # of the activations that it multiplied; 0: floats
+    quantized: Quantized | None  # the result in as many planes, for the product that is next
+
+
+_made_by_result: MutableMapping[Tensor, Made] = WeakTensorKeyDictionary()
+
+
+def note(y: Tensor, planes: int, quantized: Quantized | None = None) -> None:
+    _made_by_result[y] = Made(planes, quantized)
+
+
+def planes_of(y: Tensor) -> int:
+    """Of what the op multiplied that made y; 0 where that is not known."""
+    return _made_by_result[y].planes if y in _made_by_result else 0
+
+
+def empty_quantized(num_tokens: int, num_blocks: int, planes: int, device: torch.device) -> Quantized:
+    codes = torch.empty(num_tokens, planes, num_blocks, 8, dtype=torch.int32, device=device)
+    scales = torch.empty(num_tokens, num_blocks, device=device)
+    return Quantized(codes, scales, torch.empty(num_tokens, num_blocks, 2, dtype=torch.int32, device=device))
 
 
 def normalized(
@@ -53,19 +84,20 @@ def normalized(
 def quantized(
     x: Float[Tensor, "tokens in"], norm: Norm | None, planes: int, indices: Int[Tensor, "logits"] | None = None
 ) -> Quantized:
-    """norm(x), or of the tokens that `indices` names, in so many int8 planes."""
+    """norm(x), or of the tokens that `indices` names, in so many int8 planes: no launch where who made x left it so."""
+    made = _made_by_result.get(x) if norm is None and indices is None else None
+    if made is not None and made.quantized is not None and made.planes == planes:
+        return made.quantized
     num_tokens, num_blocks = len(x) if indices is None else len(indices), x.shape[1] // BLOCK
-    codes = torch.empty(num_tokens, planes, num_blocks, 8, dtype=torch.int32, device=x.device)
-    scales = torch.empty(num_tokens, num_blocks, device=x.device)
-    sums = torch.empty(num_tokens, num_blocks, 2, dtype=torch.int32, device=x.device)
+    found = empty_quantized(num_tokens, num_blocks, planes, x.device)
     if num_tokens:
         quantize_rows[num_tokens, triton.cdiv(num_blocks, _BLOCKS)](
-            x, x if indices is None else indices, x if norm is None else norm.weight, codes.view(torch.int8), scales,
-            sums, x.shape[1], 0.0 if norm is None else norm.eps,
+            x, x if indices is None else indices, x if norm is None else norm.weight, found.in_bytes(),
+            x.shape[1], 0.0 if norm is None else norm.eps,
             HAS_INDICES=indices is not None, HAS_NORM=norm is not None, PLANES=planes, BLOCKS=_BLOCKS, num_warps=4,
             **EXACT,
         )  # fmt: skip
-    return Quantized(codes, scales, sums)
+    return found
 
 
 def add_normalized(residual: Float[Tensor, "tokens in"], y: Float[Tensor, "tokens in"], norm: Norm) -> None:
@@ -102,7 +134,7 @@ def add_normalized_rows(residual, y, weight, features, eps, BLOCKS: tl.constexpr
 
 @triton.jit
 def quantize_rows(
-    x, indices, weight, codes, scales, sums, features, eps,
+    x, indices, weight, to, features, eps,
     HAS_INDICES: tl.constexpr, HAS_NORM: tl.constexpr, PLANES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Every program of a row finds the whole row's norm for itself."""
@@ -115,17 +147,22 @@ def quantize_rows(
     value = tl.where(index < 0, float("nan"), tl.load(row + at, mask=mask, other=0))
     if HAS_NORM:
         value = value * inverse_rms(row, features, eps, BLOCKS) * tl.load(weight + at, mask=mask, other=0)
+    store_quantized(to, value, token + blocks * 0, blocks, num_blocks, blocks < num_blocks, PLANES, BLOCKS)
+
+
+@triton.jit
+def store_quantized(to, value, tokens, blocks, num_blocks, mask, PLANES: tl.constexpr, BLOCKS: tl.constexpr):
+    """value [BLOCKS, 32], each line a block of a token, of num_blocks that it has."""
     q, scale = _nearest(value, 32512.0 if PLANES == 2 else 127.0)
-    to = codes + token * PLANES * features + at
+    codes = to.codes + ((tokens * PLANES * num_blocks + blocks) * 32)[:, None] + tl.arange(0, 32)[None, :]
     high = (q + 128) >> 8 if PLANES == 2 else q
-    tl.store(to, high.to(tl.int8), mask=mask)
+    tl.store(codes, high.to(tl.int8), mask=mask[:, None])
     if PLANES == 2:
-        tl.store(to + features, (q - high * 256).to(tl.int8), mask=mask)
-    at_block = token * num_blocks + blocks
-    tl.store(scales + at_block, scale, mask=blocks < num_blocks)
+        tl.store(codes + num_blocks * 32, (q - high * 256).to(tl.int8), mask=mask[:, None])
+    at = tokens * num_blocks + blocks
+    tl.store(to.scales + at, scale, mask=mask)
     halves = tl.sum(tl.reshape(q, (BLOCKS, 2, 16)), axis=2)
-    at_half = at_block[:, None] * 2 + tl.arange(0, 2)[None, :]
-    tl.store(sums + at_half, halves, mask=(blocks < num_blocks)[:, None])
+    tl.store(to.sums + at[:, None] * 2 + tl.arange(0, 2)[None, :], halves, mask=mask[:, None])
 
 
 @triton.jit

@@ -18,7 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from infer.backends.cuda.activations import Quantized, empty_quantized, note, planes_of, store_quantized
 from infer.backends.cuda.kv_blocks import LANES, load_keys, load_values, make_blocks, place_of
+from infer.backends.cuda.layouts import BLOCK
 from infer.backends.cuda.rotation import HEAD_NORM, NO_NORM, WHOLE_NORM, Rotation, rotate_append
 from infer.backends.cuda.sampler import EXACT
 from infer.operands.step import Step
@@ -44,7 +46,7 @@ class Parts(NamedTuple):
 
 
 def attend(qkv: Tensor, heads: Heads, layer: LayerCache, step: Step) -> Tensor:
-    num_tokens, dim, pages = len(qkv), heads.head_dim, layer.pages
+    num_tokens, dim, pages, planes = len(qkv), heads.head_dim, layer.pages, planes_of(qkv)
     cache, kv_type = make_blocks(layer), KV_TYPES.index(layer.kv_type)
     size, group = max(16, triton.next_power_of_2(dim)), heads.num_heads // heads.num_kv_heads
     group_size, num_warps = triton.next_power_of_2(group), 4 if size <= 64 else 8
@@ -64,19 +66,25 @@ def attend(qkv: Tensor, heads: Heads, layer: LayerCache, step: Step) -> Tensor:
     is_split = num_tokens <= SPLIT_TOKENS and chunks > 1
     out = torch.empty_like(near)
     parts = _parts(near, chunks) if is_split else Parts(out, out, out, chunks)
+    left = (
+        None if dim % BLOCK or not planes else empty_quantized(num_tokens, out[0].numel() // BLOCK, planes, out.device)
+    )
+    to, leaves = (Quantized(out, out, out), 0) if left is None else (left.in_bytes(), planes)
     softcap = {"softcap": heads.softcap or 1.0, "HAS_SOFTCAP": heads.softcap is not None}
     attend_chunks[num_tokens, heads.num_kv_heads, min(chunks, SPLIT_PROGRAMS) if is_split else 1](
-        near, far, out, parts, step.rows, step.positions, num_tokens, cache, float(heads.scale), **softcap,
-        NUM_HEADS=heads.num_heads, GROUP=group, GROUP_SIZE=group_size, QUERIES=max(QUERIES, group_size),
+        near, far, out, to, parts, step.rows, step.positions, num_tokens, cache, float(heads.scale), **softcap,
+        NUM_HEADS=heads.num_heads, GROUP=group, GROUP_SIZE=group_size, QUERIES=max(QUERIES, group_size), LEAVES=leaves,
         SPLIT=is_split, **shape, num_warps=num_warps, **EXACT,
     )  # fmt: skip
     if is_split:
         merge_chunks[num_tokens, heads.num_kv_heads](
-            parts, out, step.rows, step.positions, cache,
-            NUM_HEADS=heads.num_heads, GROUP=group, GROUP_SIZE=group_size, DIM=dim, SIZE=size,
+            parts, out, to, step.rows, step.positions, cache,
+            NUM_HEADS=heads.num_heads, GROUP=group, GROUP_SIZE=group_size, DIM=dim, SIZE=size, LEAVES=leaves,
             num_warps=num_warps, **EXACT,
         )  # fmt: skip
-    return out.flatten(1)
+    attended = out.flatten(1)
+    note(attended, planes, left)
+    return attended
 
 
 def _rotation(heads: Heads, pages: Pages, anything: Tensor) -> Rotation:
@@ -108,10 +116,10 @@ def _parts(near: Tensor, chunks: int) -> Parts:
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def attend_chunks(
-    near, far, out, parts, rows, positions, num_tokens, cache, scale, softcap,
+    near, far, out, left, parts, rows, positions, num_tokens, cache, scale, softcap,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_SIZE: tl.constexpr, QUERIES: tl.constexpr,
     DIM: tl.constexpr, SIZE: tl.constexpr, KV_TYPE: tl.constexpr, HAS_FAR: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr, LEAVES: tl.constexpr,
 ):  # fmt: skip
     """Query m is head m % GROUP_SIZE of the token m // GROUP_SIZE of the tile that begins with the program's token; a
     token that begins no tile has nothing to do, and one that is none gets NaN."""
@@ -153,12 +161,30 @@ def attend_chunks(
                 else:
                     largest, total, values = _merged(largest, total, values, part_largest, part_total, part_values)
         if not SPLIT:
-            tl.store(out + at, _mean(total, values), mask=is_there)
+            _store(_mean(total, values), out, left, lines, is_mine, NUM_HEADS, DIM, SIZE, QUERIES, LEAVES)
     elif (row < 0) & (not SPLIT):
-        i = tl.arange(0, GROUP_SIZE * SIZE)
-        at = (first.to(tl.int64) * NUM_HEADS + head * GROUP + i // SIZE) * DIM + i % SIZE
-        nothing = tl.full((GROUP_SIZE * SIZE,), float("nan"), tl.float32)
-        tl.store(out + at, nothing, mask=(i // SIZE < GROUP) & (i % SIZE < DIM))
+        member = tl.arange(0, GROUP_SIZE)
+        lines = first.to(tl.int64) * NUM_HEADS + head * GROUP + member
+        nothing = tl.full((GROUP_SIZE, SIZE), float("nan"), tl.float32)
+        _store(nothing, out, left, lines, member < GROUP, NUM_HEADS, DIM, SIZE, GROUP_SIZE, LEAVES)
+
+
+@triton.jit
+def _store(
+    mean, out, left, lines, is_mine,
+    NUM_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, LINES: tl.constexpr, LEAVES: tl.constexpr,
+):  # fmt: skip
+    """mean [LINES, SIZE] of heads of tokens; with LEAVES in so many int8 planes, too."""
+    i = tl.arange(0, SIZE)
+    tl.store(out + lines[:, None] * DIM + i[None, :], mean, mask=is_mine[:, None] & (i < DIM)[None, :])
+    if LEAVES:
+        count: tl.constexpr = LINES * SIZE // 32
+        at = lines[:, None] * (DIM // 32) + tl.arange(0, SIZE // 32)[None, :]
+        is_block = is_mine[:, None] & (tl.arange(0, SIZE // 32) < DIM // 32)[None, :]
+        at, is_block = tl.reshape(at, (count,)), tl.reshape(is_block, (count,))
+        per_token: tl.constexpr = NUM_HEADS * DIM // 32
+        value = tl.reshape(mean, (count, 32))
+        store_quantized(left, value, at // per_token, at % per_token, per_token, is_block, LEAVES, count)
 
 
 @triton.jit
@@ -200,8 +226,9 @@ def _chunk_part(
 
 @triton.jit
 def merge_chunks(
-    parts, out, rows, positions, cache,
+    parts, out, left, rows, positions, cache,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_SIZE: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
+    LEAVES: tl.constexpr,
 ):  # fmt: skip
     """The chunks that a token sees, in their order. A token that is none gets NaN."""
     token, head = tl.program_id(0), tl.program_id(1)
@@ -224,7 +251,7 @@ def merge_chunks(
                     tl.load(parts.weighted + place[:, None] * DIM + i[None, :], mask=is_there, other=0.0),
                 )  # fmt: skip
     mean = tl.where(row >= 0, _mean(total, values), float("nan"))
-    tl.store(out + lines[:, None] * DIM + i[None, :], mean, mask=is_there)
+    _store(mean, out, left, lines, is_mine, NUM_HEADS, DIM, SIZE, GROUP_SIZE, LEAVES)
 
 
 @triton.jit

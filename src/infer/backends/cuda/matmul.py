@@ -7,15 +7,16 @@ another here, and their tree needs a sum for each of its levels: a binary counte
 import triton
 import triton.language as tl
 
-from infer.backends.cuda.activations import is_none
+from infer.backends.cuda.activations import is_none, store_quantized
 from infer.backends.cuda.blocks import block_values, integers
 from infer.backends.cuda.epilogue import biased, gated, store
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def matmul(
-    x, matrix, y, num_tokens,
+    x, matrix, y, left, num_tokens,
     PLANES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, GATE: tl.constexpr,
+    LEAVES: tl.constexpr,
 ):  # fmt: skip
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     rows = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -30,6 +31,14 @@ def matmul(
             sums = gated(sums, biased(up, y, read[None, :] + num_rows), GATE)
     mask = (tokens < num_tokens)[:, None] & (rows < num_rows)[None, :]
     store(y, tokens[:, None], rows[None, :], sums, mask)
+    if LEAVES:
+        per_token: tl.constexpr = ROWS // 32
+        count: tl.constexpr = TOKENS * per_token
+        lines, num_blocks = tl.arange(0, count), num_rows // 32
+        theirs = tl.program_id(0).to(tl.int64) * TOKENS + lines // per_token
+        blocks = tl.program_id(1).to(tl.int64) * per_token + lines % per_token
+        is_there = (theirs < num_tokens) & (blocks < num_blocks)
+        store_quantized(left, tl.reshape(sums, (count, 32)), theirs, blocks, num_blocks, is_there, PLANES, count)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ same order, and any number of tokens the same bits.
 import triton
 import triton.language as tl
 
-from infer.backends.cuda.activations import is_none
+from infer.backends.cuda.activations import is_none, store_quantized
 from infer.backends.cuda.blocks import block_values, word_pair
 from infer.backends.cuda.epilogue import biased, gated, store
 
@@ -21,9 +21,11 @@ def num_lanes(num_blocks: int) -> int:
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def matvec(
-    x, matrix, y, num_tokens,
-    PLANES: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, GATE: tl.constexpr, DP4A: tl.constexpr,
+    x, matrix, y, left, num_tokens,
+    PLANES: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, GATE: tl.constexpr, LEAVES: tl.constexpr,
+    DP4A: tl.constexpr,
 ):  # fmt: skip
+    """With LEAVES what is stored is left in integers, too: blocks of 32 rows, of which a program has whole ones."""
     program, num_rows = tl.program_id(0), y.num_rows
     token = (program % num_tokens).to(tl.int64)
     rows = (program // num_tokens).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -36,6 +38,11 @@ def matvec(
             up = row_sums(x, token, matrix, read + num_rows, PLANES, ROWS, LANES, DP4A)
             sums = gated(sums, biased(up, y, read + num_rows), GATE)
     store(y, token, rows, sums, rows < num_rows)
+    if LEAVES:
+        count: tl.constexpr = ROWS // 32
+        blocks, num_blocks = (program // num_tokens).to(tl.int64) * count + tl.arange(0, count), num_rows // 32
+        is_there, value = blocks < num_blocks, tl.reshape(sums, (count, 32))
+        store_quantized(left, value, token + blocks * 0, blocks, num_blocks, is_there, PLANES, count)
 
 
 @triton.jit

@@ -6,11 +6,18 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infer.backends.cuda.activations import Quantized, add_normalized, normalized, quantized
+from infer.backends.cuda.activations import (
+    Quantized,
+    add_normalized,
+    empty_quantized,
+    normalized,
+    note,
+    quantized,
+)
 from infer.backends.cuda.blocks import matrix_of
 from infer.backends.cuda.dense import dense
 from infer.backends.cuda.epilogue import Output
-from infer.backends.cuda.layouts import PackedWeight
+from infer.backends.cuda.layouts import BLOCK, PackedWeight
 from infer.backends.cuda.matmul import matmul
 from infer.backends.cuda.matvec import matvec, num_lanes
 from infer.backends.cuda.sampler import EXACT
@@ -23,6 +30,7 @@ HAS_DP4A = not IS_INTERPRETED and torch.version.hip is None
 FEW_TOKENS = 8  # up to which each has programs of its own: the matrix comes from memory once, then from the cache
 # Bits depend on no tile's size but that of `dense`. The interpreter takes about as long for many rows as for one.
 MATVEC_TILE = {"ROWS": 256 if IS_INTERPRETED else 2, "num_warps": 1}
+BLOCK_TILE = {"ROWS": 256 if IS_INTERPRETED else 32, "num_warps": 16}  # of what leaves whole blocks in integers
 MATMUL_TILE = {"TOKENS": 32, "ROWS": 64, "num_warps": 8, "num_stages": 1}  # six sums of a tile fit the registers
 DENSE_TILE = {"TOKENS": 16, "ROWS": 32, "DEPTH": 128, "num_warps": 4}
 
@@ -58,6 +66,16 @@ def norm_gate(
     y = torch.empty(len(x), gate_up.out_features // 2, device=x.device)
     multiply(x, norm, gate_up, y, activation=activation)
     return y
+
+
+def _empty_left(x: Tensor | Quantized, y: Tensor) -> Quantized | None:
+    """For a result that is multiplied next, in planes as x is; None where x is floats, or y has no whole blocks."""
+    num_blocks, rest = divmod(y.shape[1], BLOCK)
+    return (
+        None
+        if rest or not isinstance(x, Quantized)
+        else empty_quantized(len(y), num_blocks, x.codes.shape[1], y.device)
+    )
 
 
 def normalize(x: Float[Tensor, "tokens hidden"], norm: Norm) -> Float[Tensor, "tokens hidden"]:
@@ -107,12 +125,17 @@ def multiply(
             ADD=tl.constexpr(add),
             HAS_SOFTCAP=tl.constexpr(softcap is not None),
         )
-        launch(forms[form], weight, output, len(y), activation or "")
+        left = _empty_left(forms[form], y) if activation else None
+        launch(forms[form], weight, output, left, len(y), activation or "")
+        note(y, form, left)
         column += output.num_rows
 
 
-def launch(x: Tensor | Quantized, weight: PackedWeight, y: Output, num_tokens: int, gate: str) -> None:
-    """`gate`: the activation of the first half of the rows, which the second half is multiplied with; or ""."""
+def launch(
+    x: Tensor | Quantized, weight: PackedWeight, y: Output, left: Quantized | None, num_tokens: int, gate: str
+) -> None:
+    """`gate`: the activation of the first half of the rows, which the second half is multiplied with; or "". The
+    product is left in integers where there is room for it."""
     if not isinstance(x, Quantized):
         tiles = triton.cdiv(num_tokens, DENSE_TILE["TOKENS"]), triton.cdiv(y.num_rows, DENSE_TILE["ROWS"])
         dense[tiles](
@@ -120,14 +143,18 @@ def launch(x: Tensor | Quantized, weight: PackedWeight, y: Output, num_tokens: i
             SPLITS=weight.layout.type != "F32" and torch.version.hip is None, GATE=gate, **DENSE_TILE, **EXACT,
         )  # fmt: skip
         return
-    constants = {"PLANES": weight.planes, "LANES": num_lanes(weight.codes.shape[1]), "GATE": gate}
+    constants = {
+        "PLANES": weight.planes, "LANES": num_lanes(weight.codes.shape[1]), "GATE": gate, "LEAVES": left is not None,
+    }  # fmt: skip
+    to = (x if left is None else left).in_bytes()
     if num_tokens <= FEW_TOKENS:
-        matvec[(num_tokens * triton.cdiv(y.num_rows, MATVEC_TILE["ROWS"]),)](
-            x, matrix_of(weight, torch.int32), y, num_tokens, DP4A=HAS_DP4A, **constants, **MATVEC_TILE, **EXACT,
+        tile = MATVEC_TILE if left is None else BLOCK_TILE
+        matvec[(num_tokens * triton.cdiv(y.num_rows, tile["ROWS"]),)](
+            x, matrix_of(weight, torch.int32), y, to, num_tokens, DP4A=HAS_DP4A, **constants, **tile, **EXACT,
         )  # fmt: skip
     else:
         tiles = triton.cdiv(num_tokens, MATMUL_TILE["TOKENS"]), triton.cdiv(y.num_rows, MATMUL_TILE["ROWS"])
         matmul[tiles](
-            x._replace(codes=x.codes.view(torch.int8)), matrix_of(weight, torch.uint8), y, num_tokens,
+            x.in_bytes(), matrix_of(weight, torch.uint8), y, to, num_tokens,
             **constants, **MATMUL_TILE, **EXACT,
         )  # fmt: skip

@@ -12,8 +12,8 @@ from infer.backends.cpu.isa import BY_NAME
 from infer.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, QUADS_BYTES, Layout
 from infer.backends.cpu.packed_records import make_unpack
 from infer.backends.cpu.simd import (
+    load_i8,
     load_scalar_f32,
-    load_u8,
     load_u16,
     stack,
     store_scalar_f32,
@@ -35,7 +35,7 @@ def make_embed(type_: str, inputs: int) -> Callable[..., None]:
     if layout.is_float:
         return _make_embed_floats(layout)
     unpack, is_paired = make_unpack(layout, BY_NAME["portable"]), inputs == 8
-    offset, has_minimum, parts = np.float32(layout.offset), layout.has_minimum, layout.parts
+    has_minimum, parts = layout.has_minimum, layout.parts
     per_super, super_bytes, record_bytes = layout.records_per_super, layout.super_bytes, layout.unpacked_bytes
     buffer_bytes = per_super * record_bytes
 
@@ -51,7 +51,7 @@ def make_embed(type_: str, inputs: int) -> Callable[..., None]:
                     if is_paired:
                         at = 128 * (within // 8) + 8 * lane + within % 8
                     scale_at = record + QUADS_BYTES + 4 * (within * parts // BLOCK * LANES + lane)
-                    value = load_scalar_f32(scale_at) * (np.float32(load_u8(record + at)) - offset)
+                    value = load_scalar_f32(scale_at) * np.float32(load_i8(record + at))
                     if has_minimum:
                         value += load_scalar_f32(scale_at + 4 * LANES * parts)
                     store_scalar_f32(out + 4 * (first + i), value * args.scale)

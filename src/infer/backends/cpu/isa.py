@@ -78,7 +78,7 @@ class InstructionSet:
 _LARGEST_AS_BYTES = {1: 63, 2: 31}
 _MATRICES = Shape(2, 16, 13, on_matrices=True), Shape(2, 8, 5, on_matrices=True)  # from so many tokens on faster
 _FEW = _tiles(2, 4, 2, 1) + _tiles(1, 4, 1)
-_MANY = _tiles(2, 8) + _FEW
+_MANY, _SIX = _tiles(2, 8) + _FEW, _tiles(2, 6) + _FEW
 _TWO, _THREE, _FOUR = _tiles(1, 2, 1), _tiles(1, 3, 2, 1), _tiles(1, 4, 2, 1)
 _FLOATS = _tiles(1, 3, 2) + _tiles(2, 1) + _tiles(1, 1)  # two groups of a token, for more chains of sums at a time
 _AVX512 = frozenset({"avx512f", "avx512bw"})
@@ -86,9 +86,9 @@ _VNNI512 = _AVX512 | {"avx512vnni"}
 
 # Best first: name, needs, registers, arithmetic; tiles of exact, fast, floats and words.
 INSTRUCTION_SETS = (
-    InstructionSet("amx", _VNNI512 | {"amx-int8"}, 32, 64, "Vnni512", _MANY, _FEW, _FEW, has_matrices=True),
-    InstructionSet("avx512vnni", _VNNI512, 32, 64, "Vnni512", _MANY, _FEW, _FEW),
-    InstructionSet("avx512", _AVX512, 32, 64, "Avx512", _FEW, _FEW, _FEW, _FEW),
+    InstructionSet("amx", _VNNI512 | {"amx-int8"}, 32, 64, "Vnni512", _MANY, _FEW, _SIX, has_matrices=True),
+    InstructionSet("avx512vnni", _VNNI512, 32, 64, "Vnni512", _MANY, _FEW, _SIX),
+    InstructionSet("avx512", _AVX512, 32, 64, "Avx512", _FEW, _FEW, _SIX, _FEW),
     InstructionSet("avxvnni", frozenset({"avxvnni"}), 16, 32, "Vnni256", _TWO, _THREE, _FLOATS),
     InstructionSet("avx2", frozenset({"avx2"}), 16, 32, "Avx2", _TWO, _FOUR, _FLOATS, _FOUR),
     InstructionSet("i8mm", frozenset({"dotprod", "i8mm"}), 32, 16, "I8mm", _TWO, _FOUR, _THREE, inputs=8),

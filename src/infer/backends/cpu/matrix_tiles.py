@@ -1,15 +1,13 @@
 """The inner loop on a core's matrix unit (Intel AMX): two groups of 16 rows × 8 or 16 tokens, in integers.
 
-A matrix register takes 16 rows of 64 bytes. Of a record, the weights' quads fill one (as bytes, which `unpack` makes of
-them), the planes of 16 / planes tokens another, 40 bytes from one plane to the next, and their product is Σ q A of 16
-rows, as exact as the vector unit's. What follows in floats is `tiles`' own order, so the bits are those of every other
-instruction set.
+A matrix register takes 16 rows of 64 bytes. Of a record, the weights' quads fill one (signed, as `unpack` makes them:
+nothing is left of their offset), the planes of 16 / planes tokens another, 40 bytes from one plane to the next. Their
+product is Σ q A of 16 rows, as exact as the vector unit's. What follows in floats is `tiles`' own order, so the bits
+are those of every other instruction set.
 
 Three records are under way at once, as nothing waits for another's results then: one is unpacked, the one before it
 multiplied, the one before that added to the running sums; matrix and vector instructions alternate. (On a Granite
 Rapids Xeon the vector unit does one instruction a cycle beside the matrix unit, two without it: docs/log.md.)
-
-An unpacked record:   [8 quads × 64 bytes] [scale × 16 rows f32, one or two] [minimum × 16 rows f32, none, one or two]
 """
 
 from functools import partial
@@ -110,7 +108,6 @@ class MatrixTile:
         self.place_bytes = _PLACE_BYTES - (_SUMS_BYTES if tokens == _ROWS else 0)
         self.num_registers = tokens * planes // _ROWS  # of activations
         self.records = None if is_unpacked else PackedRecords(b, layout, isa)
-        self.has_bytes = layout.low_bits == 8  # quads need no unpacking
         self.sums = [
             [cgutils.alloca_once_value(b, constant(F32X16, 0.0)) for _ in range(tokens)] for _ in range(GROUPS)
         ]
@@ -123,12 +120,6 @@ class MatrixTile:
         at = b.mul(b.and_(index, constant(I64, _RING - 1)), size)
         return simd.offset(b, b.add(self.ring, at), group * _RING * self.layout.unpacked_bytes)
 
-    def quads(self, group: int, index: Value) -> Value:
-        """Where a record's bytes lie."""
-        if self.records is None or not self.has_bytes:
-            return self.unpacked(group, index)
-        return self.records.place(self.weights[group], index)[0]
-
     def sums_at(self, index: Value) -> Value:
         """Where the integers of a record lie."""
         b = self.b
@@ -137,17 +128,14 @@ class MatrixTile:
     def unpack(self, index: Value) -> list[Emitter]:
         if self.records is None:
             return []
-        emitters = [
-            self.records.unpack(self.weights[g], index, self.unpacked(g, index), with_quads=not self.has_bytes)
-            for g in range(GROUPS)
-        ]
+        emitters = [self.records.unpack(self.weights[g], index, self.unpacked(g, index)) for g in range(GROUPS)]
         return [emitter for both in zip(*emitters, strict=True) for emitter in both]
 
     def multiply(self, index: Value) -> list[Emitter]:
         """Σ q A of a record, by part, group and register of activations."""
         b, size = self.b, BLOCK // self.parts
         inputs, sums = b.add(self.activations, b.mul(index, self.stride)), self.sums_at(index)
-        weights = [self.quads(group, index) for group in range(GROUPS)]
+        weights = [self.unpacked(group, index) for group in range(GROUPS)]
         emitters = list[Emitter]()
 
         def load_weights(part: int, group: int) -> None:
@@ -162,7 +150,7 @@ class MatrixTile:
         def product(group: int, register: int) -> None:
             total = _register(GROUPS * group + register)
             _call(b, "tilezero", total)
-            _call(b, "tdpbsud", total, _register(_ACTIVATIONS[register]), _register(_WEIGHTS[group]))
+            _call(b, "tdpbssd", total, _register(_ACTIVATIONS[register]), _register(_WEIGHTS[group]))
 
         def keep(part: int, group: int, register: int) -> None:
             to = _pointer(b, simd.offset(b, sums, self.sums_offset(part, group, register)))
@@ -188,8 +176,6 @@ class MatrixTile:
 
         def one(token: int, group: int) -> None:
             dots = [self.dot(sums, part, group, token) for part in range(self.parts)]
-            if self.layout.offset:
-                dots = [*map(b.add, dots, activations.negative_offset(token, self.layout.offset))]
             slot = self.sums[group][token]
             b.store(add_record(activations, token, b.load(slot), dots, *vectors[group]), slot)
 

@@ -1,6 +1,6 @@
 """A packed weight's records of a block type: read by a tile, or unpacked in memory.
 
-Unpacked, a record is a byte for each value, and its scales and minima as floats:
+Unpacked, a record is a signed byte for each value, less its offset, and its scales and minima as floats:
 
     8 quads × 64 bytes | f32 × 16 rows for each scale, then for each minimum
 """
@@ -99,24 +99,25 @@ class PackedRecords:
         within = b.mul(b.srem(index, per_super), constant(I64, layout.record_bytes))
         return simd.offset(b, b.add(base, within), layout.super_header), base
 
-    def unpack(self, weights: Value, index: Value, to: Value, *, with_quads: bool = True) -> list[Emitter]:
+    def unpack(self, weights: Value, index: Value, to: Value) -> list[Emitter]:
         b, layout = self.b, self.layout
         where, base = self.place(weights, index)
         low = list[Value]()
 
         def begin() -> None:
             self.prefetch(where)
-            low.extend(self.low(where, j) for j in range(layout.low_bits if with_quads else 0))
+            low.extend(self.low(where, j) for j in range(layout.low_bits))
 
         def quad(index: int) -> None:
-            store(b, simd.offset(b, to, 64 * index), self.quad(low.__getitem__, where, index), 64)
+            values = b.bitcast(self.quad(low.__getitem__, where, index), I8X64)
+            store(b, simd.offset(b, to, 64 * index), b.sub(values, constant(I8X64, self.offset)), 64)
 
         def scales() -> None:
             found, minima = self.scales(where, *self.super_scales(base))
             for index, vector in enumerate([*found, *minima]):
                 simd.store_f32(b, simd.offset(b, to, QUADS_BYTES + 4 * LANES * index), vector)
 
-        return [begin, *(partial(quad, index) for index in range(8 if with_quads else 0)), scales]
+        return [begin, *(partial(quad, index) for index in range(8)), scales]
 
 
 def make_unpack(layout: Layout, isa: InstructionSet) -> Any:

@@ -125,6 +125,7 @@ load_i64, store_i64 = _loading(types.int64, I64, 8), _storing(types.int64, 8)
 load_u32, store_u32 = _loading(types.uint32, I32), _storing(types.uint32)
 load_u16, store_u16 = _loading(types.uint16, I16), _storing(types.uint16)
 load_u8, store_u8 = _loading(types.uint8, I8), _storing(types.uint8)
+load_i8 = _loading(types.int8, I8)
 load_i32, store_i32 = _loading(types.int32, I32, 4), _storing(types.int32, 4)
 
 

@@ -41,7 +41,8 @@ class Ahead:
 
     def share(self, b: Builder, num_bytes: int, width: int, columns: Value) -> "Share":
         """For a loop of a tile of `width` columns that reads so many bytes an iteration."""
-        return Share(self.at, b.udiv(constant(I64, num_bytes * width), columns), num_bytes)
+        step = b.udiv(b.add(constant(I64, num_bytes * width - 1), columns), columns)
+        return Share(self.at, step, num_bytes)
 
 
 @final

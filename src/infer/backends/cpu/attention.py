@@ -18,6 +18,7 @@ from numba import njit
 
 from infer.backends.cpu import simd
 from infer.backends.cpu.activations import quantize_block, quantized_size, record_address
+from infer.backends.cpu.attention_tiles import REGION
 from infer.backends.cpu.cache_slots import chunks_seen, slot_of
 from infer.backends.cpu.chunk_products import make_widen_chunk
 from infer.backends.cpu.layouts import BLOCK, LANES
@@ -107,7 +108,7 @@ def _make_attend_span(kv_type: str) -> Any:
                 left, right = mine(0, num_queries, weight, item, begin, stop)
                 item += weight * num_queries
                 for first in range(left, right, BUNDLE):
-                    after = row, kv, chunk
+                    after = row, kv, chunk * CHUNK
                     if first + BUNDLE >= right and item < stop:
                         after = chunk_after(args, row, kv, chunk, last_slot)
                     query = (kv * state.num_tokens + span.token) * group + first
@@ -175,7 +176,7 @@ def _make_attend_columns(kv_type: str, is_wide: bool) -> Any:
         if num_shared > 0:  # as if the tokens stood where the prefix ends
             slot = num_shared * CHUNK - 1 - left // group
             all_ = Columns(columns.row, slot, left, columns.num, columns.queries)
-            walk_chunks(all_, args, kv, (0, num_shared), (columns.row, kv, num_shared), scratch, results)
+            walk_chunks(all_, args, kv, (0, num_shared), (columns.row, kv, num_shared * CHUNK), scratch, results)
         first = left
         while first < right:
             ahead, queries = first // group, columns.queries + 4 * dim * (first - left)
@@ -185,7 +186,7 @@ def _make_attend_columns(kv_type: str, is_wide: bool) -> Any:
             num_chunks = chunks_between(args, row, slot, slot - ahead + (end - 1) // group)
             following = after
             if end < right:
-                following = state.rows[token + ahead + run], kv, num_shared
+                following = state.rows[token + ahead + run], kv, num_shared * CHUNK
             walk_chunks(some, args, kv, (num_shared, num_chunks), following, scratch, results)
             first = end
         for column in range(left, right):
@@ -199,7 +200,8 @@ def _make_attend_columns(kv_type: str, is_wide: bool) -> Any:
 
 def _make_walk_chunks(kv_type: str, is_wide: bool) -> Any:
     """walk(columns, args, kv, numbers, after, scratch, results): the partials of the chunks of which `numbers` are the
-    first and the end, merged into the results. `after` is what is read after them, as for `partials`."""
+    first and the end, merged into the results. `after` is what is read after them, as for `partials`. Where a chunk is
+    widened its bundles ask for the next one, a region each."""
     partials, widen_chunk = make_chunk_partials(kv_type, is_wide), make_widen_chunk(kv_type)
 
     @njit
@@ -214,11 +216,15 @@ def _make_walk_chunks(kv_type: str, is_wide: bool) -> Any:
                 parts, _ = parts_for(columns, args, chunk)
                 widen_chunk(args, columns.row, kv, chunk, parts, scratch + SCORE_BYTES)
             for first in range(left, right, BUNDLE):
-                following = columns.row, kv, chunk
-                if first + BUNDLE >= right:
+                following = columns.row, kv, chunk * CHUNK
+                if is_wide or first + BUNDLE >= right:
                     following = after
                     if number + 1 < numbers[1]:
-                        following = columns.row, kv, nth_chunk(args, columns.row, first_slot, number + 1)
+                        slot = nth_chunk(args, columns.row, first_slot, number + 1) * CHUNK
+                        if is_wide:
+                            ahead = (first - left) // BUNDLE * REGION * LANES
+                            slot = min(slot + ahead, columns.slot + (right - 1) // group)
+                        following = columns.row, kv, slot
                 queries = columns.queries + 4 * dim * (first - left)
                 some = Columns(columns.row, columns.slot, first, min(BUNDLE, right - first), queries)
                 result = results + first * size if number == 0 else sums

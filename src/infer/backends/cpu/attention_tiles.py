@@ -47,21 +47,34 @@ def _for_each_vector(b: Builder, total: Value, at_once: int, emit: Callable[[int
 
 
 def _for_each_region(
-    b: Builder, total: Value, size: int, start: Value, region_bytes: Value, after: Value,
+    b: Builder, total: Value, size: int, start: Value, region_bytes: Value, after: Value, asked: Value | None,
     emit: Callable[[Value, Value, Value, Value], None],
 ) -> None:  # fmt: skip
-    """emit(first, count, address, address of the next region) of regions of `size`; `after` comes after the last."""
+    """emit(first, count, address, address of what is asked for) of regions of `size`. Asked for is the next region,
+    after the last one what lies at `after`; or each time so many bytes there."""
     with cgutils.for_range(b, b.udiv(b.add(total, constant(I64, size - 1)), constant(I64, size))) as loop:
         first, at = multiply(b, loop.index, size), b.add(start, b.mul(loop.index, region_bytes))
         left = b.sub(total, first)
         is_last = b.icmp_signed("<=", left, constant(I64, size))
         count = b.select(is_last, left, constant(I64, size))
-        emit(first, count, at, b.select(is_last, after, b.add(at, region_bytes)))
+        following = b.select(is_last, after, b.add(at, region_bytes))
+        emit(first, count, at, following if asked is None else b.add(after, b.mul(loop.index, asked)))
 
 
-def make_score_run(form: Form) -> Any:
+def _share(
+    b: Builder, ahead: Ahead, form: Form, cached: Form | None, vectors: int, width: int, columns: Value
+) -> Share:
+    """Of an iteration of a tile: as much as it reads, or so much that a region asks for a block of the cached form."""
+    num_bytes = vectors * form.row_bytes
+    if cached is not None:
+        num_bytes = num_bytes * cached.dim_bytes // (REGION * form.dim_bytes)
+    return ahead.share(b, num_bytes, width, columns)
+
+
+def make_score_run(form: Form, cached: Form | None = None) -> Any:
     """scores(columns, queries, dim, keys, num_blocks, out, after): of queries against a run of blocks of keys, as
-    [column, 256]. What lies at `after` is asked for."""
+    [column, 256]. What comes next is asked for: the run and what lies at `after`; or if blocks are widened, they are
+    near, and what lies at `after` is, a cached block for each region."""
     emit_tile = quantized_tiles.emit_scores if form.is_coded else emit_scores
 
     @operation(types.void, *(address,) * 7)
@@ -79,7 +92,7 @@ def make_score_run(form: Form) -> Any:
                 row = b.add(to, multiply(b, column, STRIDE))
 
                 def tile(num_blocks: int, block: Value) -> None:
-                    share = ahead.share(b, num_blocks * form.row_bytes, width, columns)
+                    share = _share(b, ahead, form, cached, num_blocks, width, columns)
                     own = b.add(at, b.mul(block, block_bytes))
                     blocks = [b.add(own, multiply(b, block_bytes, k)) for k in range(num_blocks)]
                     sums, scores = emit_tile(b, form, q, blocks, dim, share), b.add(row, multiply(b, block, 4 * LANES))
@@ -92,7 +105,8 @@ def make_score_run(form: Form) -> Any:
 
             _for_each_tile(b, columns, tiles)
 
-        _for_each_region(b, num_blocks, REGION, keys, multiply(b, block_bytes, REGION), after, region)
+        asked = None if cached is None else multiply(b, dim, cached.dim_bytes)
+        _for_each_region(b, num_blocks, REGION, keys, multiply(b, block_bytes, REGION), after, asked, region)
 
     return score_run
 
@@ -110,10 +124,10 @@ def emit_scores(
     return sums
 
 
-def make_add_value_run(form: Form) -> Any:
+def make_add_value_run(form: Form, cached: Form | None = None) -> Any:
     """add(columns, p, dim, values, num_positions, out, stride, after): out[column × stride …] += Σ p[column, 256] ×
     values over the first positions of a run of blocks, as many whole vectors as dim has. The sum goes on from what out
-    holds. What lies at `after` is asked for."""
+    holds. What comes next is asked for, as scores do."""
     emit_tile = quantized_tiles.emit_values if form.is_coded else emit_values
 
     @operation(types.void, *(address,) * 8)
@@ -130,7 +144,7 @@ def make_add_value_run(form: Form) -> Any:
                 rows = [b.add(out, b.mul(number, stride)) for number in numbers]
 
                 def tile(num_vectors: int, vector: Value) -> None:
-                    share = ahead.share(b, num_vectors * form.row_bytes, width, columns)
+                    share = _share(b, ahead, form, cached, num_vectors, width, columns)
                     to = [b.add(row, multiply(b, vector, 4 * LANES)) for row in rows]
                     emit_tile(b, form, shares_at, at, dim, vector, num_vectors, count, to, share)
 
@@ -139,7 +153,8 @@ def make_add_value_run(form: Form) -> Any:
             _for_each_tile(b, columns, tiles)
 
         region_bytes = multiply(b, dim, form.dim_bytes * REGION)
-        _for_each_region(b, num_positions, REGION * LANES, values, region_bytes, after, region)
+        asked = None if cached is None else multiply(b, dim, cached.dim_bytes)
+        _for_each_region(b, num_positions, REGION * LANES, values, region_bytes, after, asked, region)
 
     return add_value_run
 

@@ -14,7 +14,6 @@ from numba import types
 from numba.core import cgutils
 
 from infer.backends.cpu import simd
-from infer.backends.cpu.ahead import prefetch
 from infer.backends.cpu.layouts import BLOCK, LANES
 from infer.backends.cpu.simd import (
     F32X16,
@@ -122,7 +121,7 @@ VALUES = _with_widened(_FLOATS | {"q8": _CODES, "q4": _NIBBLES})
 
 
 def make_widen(form: Form) -> Any:
-    """widen(blocks, dim, count, to): so many blocks, in f32. As much after them is asked for."""
+    """widen(blocks, dim, count, to): so many blocks, in f32."""
 
     @operation(types.void, *(address,) * 4)
     def widen(b: Builder, blocks: Value, dim: Value, count: Value, to: Value) -> None:
@@ -135,28 +134,15 @@ def make_widen(form: Form) -> Any:
 
 
 def _widen_rows(b: Builder, form: Form, rows: Value, count: Value, to: Value) -> None:
-    line, at_once = 64 // form.row_bytes, constant(I64, 64 // form.row_bytes)
-    ahead = b.add(rows, multiply(b, count, form.row_bytes))
-    with cgutils.for_range(b, b.udiv(count, at_once)) as loop:
-        prefetch(b, b.add(ahead, multiply(b, loop.index, 64)), 64)
-        first = b.mul(loop.index, at_once)
-        for row in range(line):
-            _widen_row(b, form, rows, b.add(first, constant(I64, row)), to)
-    with cgutils.for_range(b, b.urem(count, at_once)) as loop:
-        _widen_row(b, form, rows, b.sub(b.sub(count, loop.index), constant(I64, 1)), to)
-
-
-def _widen_row(b: Builder, form: Form, rows: Value, index: Value, to: Value) -> None:
-    wide = form.load(b, b.add(rows, multiply(b, index, form.row_bytes)))
-    simd.store_f32(b, b.add(to, multiply(b, index, 64)), wide)
+    with cgutils.for_range(b, count) as loop:
+        wide = form.load(b, b.add(rows, multiply(b, loop.index, form.row_bytes)))
+        simd.store_f32(b, b.add(to, multiply(b, loop.index, 64)), wide)
 
 
 def _widen_records(b: Builder, form: Form, records: Value, count: Value, to: Value) -> None:
     wide, size = _widened(form), constant(I64, form.record_bytes)
-    ahead = b.mul(count, size)
     with cgutils.for_range(b, count) as record:
         at, out = b.add(records, b.mul(record.index, size)), b.add(to, multiply(b, record.index, wide.record_bytes))
-        prefetch(b, b.add(at, ahead), form.record_bytes)
         with cgutils.for_range(b, constant(I64, LANES)) as pair:
             row = b.add(out, multiply(b, pair.index, 2 * wide.row_bytes))
             for half in range(2):

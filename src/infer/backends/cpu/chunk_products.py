@@ -37,28 +37,30 @@ def make_widen_chunk(kv_type: str) -> Any:
 
 
 def make_chunk_scores(kv_type: str, is_wide: bool) -> Any:
-    """scores(columns, args, kv, chunk, parts, wide, out): of a chunk's parts, as [column, 256]. Where sinks have
-    queries of their own they are a part by itself. Blocks lie at `wide` if they are."""
+    """scores(columns, args, kv, chunk, parts, wide, out, after): of a chunk's parts, as [column, 256]. Where sinks have
+    queries of their own they are a part by itself. Blocks lie at `wide` if they are; then the keys of `after` are asked
+    for meanwhile, its (row, kv head, slot), else the next keys, then the chunk's values."""
     form, block_at = KEYS[f"wide {kv_type}" if is_wide else kv_type], make_block_at(kv_type)
-    score_run, key_bytes = make_score_run(form), form.dim_bytes
+    score_run, key_bytes = make_score_run(form, KEYS[kv_type] if is_wide else None), form.dim_bytes
 
     @njit
-    def chunk_scores(columns, args, kv, chunk, parts, wide, out):
+    def chunk_scores(columns, args, kv, chunk, parts, wide, out, after):
         start, (gap, first, end), dim = chunk * CHUNK, parts, args.dim
         at = 0 if gap > 0 else first
         while at < end:
             run = gap if at < gap else end
             if is_wide:
-                keys, after = wide + at // LANES * dim * key_bytes, wide + WIDE_BYTES * dim
+                keys = wide + at // LANES * dim * key_bytes
+                asked, _ = block_at(args, after[0], after[1], after[2])
             else:
                 run = end_of_run(args, start + at, start + run) - start
                 keys, _ = block_at(args, columns.row, kv, start + at)
                 following = first if run == gap else run
-                after, _ = block_at(args, columns.row, kv, start + min(following, end - 1))
+                asked, _ = block_at(args, columns.row, kv, start + min(following, end - 1))
                 if following >= end:
-                    _, after = block_at(args, columns.row, kv, start + (0 if gap > 0 else first))
+                    _, asked = block_at(args, columns.row, kv, start + (0 if gap > 0 else first))
             q = columns.queries + args.far_bytes if at < gap else columns.queries
-            score_run(columns.num, q, dim, keys, (run - at) // LANES, out + 4 * at, after)
+            score_run(columns.num, q, dim, keys, (run - at) // LANES, out + 4 * at, asked)
             at = first if run == gap else run
 
     return chunk_scores
@@ -68,10 +70,11 @@ def make_add_chunk_values(kv_type: str, is_wide: bool) -> Any:
     """add(columns, args, kv, chunk, parts, seen, p, wide, out, stride, after): out[column] += Σ p × values over a
     chunk's parts, of which no more than [0, sinks) and [.., high) counts. One chain of additions over positions.
 
-    Meanwhile keys are asked for: `after` is their (row, kv head, chunk).
+    Meanwhile keys are asked for, or values if blocks are wide: `after` is their (row, kv head, slot).
     """
     form, block_at = VALUES[f"wide {kv_type}" if is_wide else kv_type], make_block_at(kv_type)
-    add_value_run, value_bytes, add_rest = make_add_value_run(form), form.dim_bytes, _make_add_rest(form)
+    add_value_run = make_add_value_run(form, VALUES[kv_type] if is_wide else None)
+    value_bytes, add_rest = form.dim_bytes, _make_add_rest(form)
 
     @njit
     def add_chunk_values(columns, args, kv, chunk, parts, seen, p, wide, out, stride, after):
@@ -81,14 +84,15 @@ def make_add_chunk_values(kv_type: str, is_wide: bool) -> Any:
         while at < high or at < gap:
             run = near if at < gap else high
             if is_wide:
-                following, values = wide, wide + WIDE_BYTES * dim + at // LANES * dim * value_bytes
+                values = wide + WIDE_BYTES * dim + at // LANES * dim * value_bytes
+                _, following = block_at(args, after[0], after[1], after[2])
             else:
                 run = end_of_run(args, start + at, start + run) - start
                 _, values = block_at(args, columns.row, kv, start + at)
                 if run < high:
                     _, following = block_at(args, columns.row, kv, start + max(run, first))
                 else:
-                    following, _ = block_at(args, after[0], after[1], after[2] * CHUNK)
+                    following, _ = block_at(args, after[0], after[1], after[2])
             add_value_run(columns.num, p + 4 * at, dim, values, run - at, out, stride, following)
             if dim % LANES != 0:
                 add_rest(columns.num, p + 4 * at, dim, values, run - at, out, stride)

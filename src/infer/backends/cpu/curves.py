@@ -36,16 +36,14 @@ def exp(b: Builder, x: Value) -> Value:
 @operation(f32x16, f32x16)
 def exp_up_to_0(b: Builder, x: Value) -> Value:
     """`exp` where nothing is above 88.3: 2^n p(r), r = x − n ln 2 (Cephes' polynomial)."""
-    low = _c(_LOWEST_POWER)
-    bounded = b.select(b.fcmp_ordered("<", x, low), low, x)
-    shifted = b.fadd(b.fmul(bounded, _c(1.44269504088896341)), _c(ROUNDER))
+    shifted = b.fadd(b.fmul(x, _c(1.44269504088896341)), _c(ROUNDER))
     n = b.fsub(shifted, _c(ROUNDER))
-    r = fma(b, n, _c(-0.693359375), bounded)
+    r = fma(b, n, _c(-0.693359375), x)
     r = fma(b, n, _c(2.12194440e-4), r)
     p = b.fadd(fma(b, _polynomial(b, r, _EXP), b.fmul(r, r), r), _c(1.0))
     exponent = b.shl(b.sub(b.bitcast(shifted, I32X16), constant(I32X16, 0x4B400000)), constant(I32X16, 23))
     result = b.bitcast(b.add(b.bitcast(p, I32X16), exponent), F32X16)
-    return b.select(b.fcmp_unordered(">=", x, low), result, _c(0.0))  # a NaN stays one
+    return b.select(b.fcmp_unordered(">=", x, _c(_LOWEST_POWER)), result, _c(0.0))  # a NaN stays one
 
 
 @operation(types.float32, types.float32)

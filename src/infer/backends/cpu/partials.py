@@ -32,15 +32,16 @@ def seen_of_run(args, row, chunk, first_slot, last_slot):
 
 @njit
 def _mask_and_maximum(scores, parts, sinks, low, high, softcap):
-    """Scores of a chunk's parts are capped and masked in place; the largest."""
+    """Scores of a chunk's parts are capped and masked in place; the largest, or one of them where some are NaN: their
+    e^(s − m) is."""
     gap, first, end = parts
     largest = splat_f32(_NEVER)
     at = 0 if gap > 0 else first
     while at < end:
         if at >= low and at + 4 * LANES <= high and softcap == np.float32(0):
-            left = simd.maximum(load_f32(scores + 4 * at), load_f32(scores + 4 * at + 64))
-            right = simd.maximum(load_f32(scores + 4 * at + 128), load_f32(scores + 4 * at + 192))
-            largest = simd.maximum(simd.maximum(left, right), largest)
+            left = simd.larger(load_f32(scores + 4 * at), load_f32(scores + 4 * at + 64))
+            right = simd.larger(load_f32(scores + 4 * at + 128), load_f32(scores + 4 * at + 192))
+            largest = simd.larger(simd.larger(left, right), largest)
             at += 4 * LANES
             continue
         score = load_f32(scores + 4 * at)
@@ -119,13 +120,13 @@ def parts_for(columns, args, chunk):
 @cache
 def make_chunk_partials(kv_type: str, is_wide: bool) -> Any:
     """partials(columns, args, kv, chunk, scratch, out, stride, after): they lie `stride` bytes apart. `after` is the
-    (row, kv head, chunk) whose keys come next. If blocks are wide they lie after the scores in the scratch."""
+    (row, kv head, slot) that is read next. If blocks are wide they lie after the scores in the scratch."""
     chunk_scores, add_chunk_values = make_chunk_scores(kv_type, is_wide), make_add_chunk_values(kv_type, is_wide)
 
     @njit
     def chunk_partials(columns, args, kv, chunk, scratch, out, stride, after):
         (parts, seen), wide = parts_for(columns, args, chunk), scratch + SCORE_BYTES
-        chunk_scores(columns, args, kv, chunk, parts, wide, scratch)
+        chunk_scores(columns, args, kv, chunk, parts, wide, scratch, after)
         _softmax(columns, args, chunk, parts, scratch, out, stride)
         add_chunk_values(columns, args, kv, chunk, parts, seen, scratch, wide, out, stride, after)
 

@@ -11,7 +11,7 @@ from infer.backends.cpu.layouts import LANES
 from infer.backends.cpu.partials import seen_of_run
 from infer.backends.cpu.records import CHUNK, MOST_COLUMNS, SPLIT_TOKENS
 
-_FEWEST_QUERIES = 12  # of a thread
+_FEWEST_QUERIES = 12  # of a thread: the columns of one or two tiles
 
 
 @njit
@@ -105,11 +105,12 @@ def mine(left, right, weight, item, begin, stop):
 
 @njit
 def mine_of_row(state, left, right, weight, item, begin, stop):
-    """`mine`, but of many rows a few queries with the same keys stay together: two threads would read them twice."""
-    if state.num_tokens <= SPLIT_TOKENS or right - left > _FEWEST_QUERIES:
+    """`mine`, but of many tokens whole tiles: two threads with some of a tile would both read its keys."""
+    if state.num_tokens <= SPLIT_TOKENS:
         return mine(left, right, weight, item, begin, stop)
-    middle = item + weight * (right - left) // 2
-    return left, right if begin <= middle < stop else left
+    num_tiles = (right - left + _FEWEST_QUERIES - 1) // _FEWEST_QUERIES
+    first, end = mine(0, num_tiles, weight * _FEWEST_QUERIES, item, begin, stop)
+    return left + first * _FEWEST_QUERIES, min(right, left + end * _FEWEST_QUERIES)
 
 
 @njit
@@ -130,14 +131,15 @@ def share_of(args, state, token, first, end, item, begin, stop):
 
 @njit
 def first_of(args, state, token, kv):
-    """(row, kv head, chunk) of what a head of a run reads first."""
+    """(row, kv head, slot) of what a head of a run reads first."""
     row = state.rows[token]
-    return row, kv, nth_chunk(args, row, slot_of(args, row, state.positions[token]), 0)
+    return row, kv, nth_chunk(args, row, slot_of(args, row, state.positions[token]), 0) * CHUNK
 
 
 @njit
 def chunk_after(args, row, kv, chunk, last_slot):
-    """The (row, kv head, chunk) after this one, where chunks are shared out."""
+    """The (row, kv head, slot) after a chunk, where chunks are shared out."""
+    slot = chunk * CHUNK
     if kv + 1 < args.num_kv_heads:
-        return row, kv + 1, chunk
-    return (row, 0, chunk + 1) if (chunk + 1) * CHUNK <= last_slot else (row, kv, chunk)
+        return row, kv + 1, slot
+    return (row, 0, slot + CHUNK) if slot + CHUNK <= last_slot else (row, kv, slot)

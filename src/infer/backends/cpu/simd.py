@@ -234,10 +234,15 @@ def absolute(b: Builder, x: Value) -> Value:
 
 
 @operation(f32x16, f32x16, f32x16)
+def larger(b: Builder, x: Value, y: Value) -> Value:
+    """The larger; y if either is NaN: an instruction, where `maximum` takes four."""
+    return b.select(b.fcmp_ordered(">", x, y), x, y)
+
+
+@operation(f32x16, f32x16, f32x16)
 def maximum(b: Builder, x: Value, y: Value) -> Value:
     """The larger; NaN if either is."""
-    larger = b.select(b.fcmp_ordered(">", x, y), x, y)
-    return b.select(b.fcmp_unordered("uno", x, x), x, larger)
+    return b.select(b.fcmp_unordered("uno", x, x), x, larger(b, x, y))
 
 
 @operation(f32x16, f32x16, f32x16, f32x16)

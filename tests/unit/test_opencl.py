@@ -183,6 +183,14 @@ def test_answers_are_those_of_the_cpu(tmp_path: Path) -> None:
     assert eager.generate("hello", replace(greedy, max_new_tokens=3)).token_ids == found[0][0][0][:3]
 
 
+def test_a_gpu_that_shares_memory_is_told_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By copies from memory to itself."""
+    folder, params = make_model(tmp_path), SamplingParams(temperature=0, max_new_tokens=5)
+    expected = LLM(folder, device="opencl").generate("hello", params)
+    monkeypatch.setattr(ops.backend_named("opencl")._memory, "_is_cpu", False)
+    assert LLM(folder, device="opencl").generate("hello", params).token_ids == expected.token_ids
+
+
 @pytest.mark.parametrize("vocab_size", [5, 1000, 49_152])
 def test_tokens_sampled_on_the_device_are_those_of_the_cpu(vocab_size: int) -> None:
     """Greedy and with noise, with and without masks, where two are the largest, where nothing is left, and where a

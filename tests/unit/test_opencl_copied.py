@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ pytest.importorskip("pyopencl")
 opencl_platform.use_cpu_runtime()
 
 # The platform is chosen before they are imported.
+import pyopencl as cl  # noqa: E402
+
 from infer.backends.opencl.memory import Memory  # noqa: E402
 
 _POISON = 0xFF  # in each byte: NaN of every float type, and -1
@@ -106,4 +109,8 @@ def test_what_the_device_has_no_memory_for_is_refused_before_anything_is_loaded(
     with pytest.raises(ModelError, match=r"of weights, .* of cache .*, and 0 MB are available: "):
         LLM(folder, device="opencl", max_seq_len=256)
     with pytest.raises(InvalidRequestError, match=r"has room for 0 MB in one piece, and 1\.0 MB are needed: a smaller"):
+        memory.zeros((1_000_000,), torch.uint8)
+    monkeypatch.undo()
+    monkeypatch.setattr(cl, "Buffer", Mock(side_effect=cl.MemoryError()))
+    with pytest.raises(InvalidRequestError, match=r"has no 1\.0 MB left, for what else runs on it: a smaller"):
         memory.zeros((1_000_000,), torch.uint8)

@@ -53,20 +53,18 @@ class Run:
     def __init__(self, runtime: Runtime, capacity: int, max_logits: int) -> None:
         self.runtime, self.capacity, self.max_logits = runtime, capacity, max_logits
         self.launches: list[Launch] = []
-        self.counts: dict[Axis, Tensor] = {  # where kernels read how many there are
-            "tokens": torch.tensor([capacity], dtype=torch.int32),
-            "logits": torch.tensor([max_logits], dtype=torch.int32),
-        }
+        self.most: dict[Axis, int] = {"tokens": capacity, "logits": max_logits}
+        self.counts = {
+            axis: torch.tensor([most], dtype=torch.int32) for axis, most in self.most.items()
+        }  # of this step
         self._fitted: tuple[int, ...] = ()  # to so many tokens and logits, so many launches
         self._placed: dict[tuple[int, int], tuple[Tensor, Placed]] = {}
         self._of_host: list[Tensor] = []
+        self._producers: dict[int, tuple[Launch, int]] = {}
 
     def tensor(self, role: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A buffer for this role, with undefined contents."""
         return host_memory.zeros(shape, dtype)
-
-    def most(self, axis: Axis) -> int:
-        return self.capacity if axis == "tokens" else self.max_logits
 
     def launch(
         self,
@@ -81,8 +79,7 @@ class Run:
     ) -> Launch:
         """Append a kernel of `width` work items a token; one for each of `tokens` where an item takes several.
 
-        A tensor is passed as its memory, which the host may write and read between runs; whole numbers as int, floats
-        as float, None as a null pointer.
+        A tensor is passed as its buffer, whole numbers as int, floats as float, None as a null pointer.
         """
         variants = [(count, {**macros, "TOKENS": count}) for count in tokens] or [(1, {**macros})]
         kernels = tuple((count, self.runtime.kernel(source, name, defined)) for count, defined in variants)
@@ -114,10 +111,17 @@ class Run:
     def produced(self, x: Tensor, launch: Launch, index: int) -> None:
         """x is written by this launch, which writes quantised records instead where its argument `index` is a buffer
         for them, of as many planes as the next argument says."""
+        self._producers[x.data_ptr()] = launch, index
 
     def quantized(self, x: Tensor, planes: int, size: int) -> Tensor | None:
-        """x's records, so many int32 for a token, written by its producer; None where it cannot."""
-        return None
+        """x's records, so many int32 for a token, written by its producer; None where that is not of this run."""
+        launch, index = self._producers.pop(x.data_ptr(), (None, 0))
+        if launch is None:
+            return None
+        records = self.tensor(f"quantized {x.data_ptr()}", self.capacity, size, dtype=torch.int32)
+        launch.set(index, self.buffer(records))
+        launch.set(index + 1, np.int32(planes))
+        return records
 
     def execute(self) -> None:
         """All launches, of which the host then sees what they have written."""
@@ -155,25 +159,12 @@ class Recording(Run):
         tokens, positions, rows = (host_memory.zeros((capacity,), torch.int64) for _ in range(3))
         self.step = Step(tokens, positions, rows, host_memory.zeros((max_logits,), torch.int64))
         self._workspace: dict[tuple[Any, ...], Tensor] = {}
-        self._producers: dict[int, tuple[Launch, int]] = {}
 
     def tensor(self, role: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         key = (role, shape, dtype)
         if key not in self._workspace:
             self._workspace[key] = self.runtime.memory.zeros(shape, dtype)
         return self._workspace[key]
-
-    def produced(self, x: Tensor, launch: Launch, index: int) -> None:
-        self._producers[x.data_ptr()] = launch, index
-
-    def quantized(self, x: Tensor, planes: int, size: int) -> Tensor | None:
-        launch, index = self._producers.pop(x.data_ptr(), (None, 0))
-        if launch is None:
-            return None
-        records = self.tensor(f"quantized {x.data_ptr()}", self.capacity, size, dtype=torch.int32)
-        launch.set(index, self.buffer(records))
-        launch.set(index + 1, np.int32(planes))
-        return records
 
 
 _active: ContextVar[Recording | None] = ContextVar("infer_opencl_recording", default=None)

@@ -17,6 +17,8 @@ from torch import Tensor
 from infer.backends import host_memory
 from infer.errors import InvalidRequestError
 
+_SMALLER = "a smaller max_seq_len, kv_type q4 or weights q4 need less"
+
 
 @final
 class Placed(np.ndarray[Any, np.dtype[np.uint8]]):
@@ -61,14 +63,20 @@ class Memory:
         """The memory of a contiguous tensor, or a copy of it."""
         assert tensor.is_contiguous()
         room = self.most_bytes if self.is_shared else min(self.most_bytes, self.available_bytes())
+        needed = f"{tensor.nbytes / 1e6:,.1f} MB"
         if tensor.nbytes > room:
             raise InvalidRequestError(
-                f"device opencl: {self._name} has room for {room / 1e6:,.0f} MB in one piece, and "
-                f"{tensor.nbytes / 1e6:,.1f} MB are needed: a smaller max_seq_len, kv_type q4 or weights q4 need less"
+                f"device opencl: {self._name} has room for {room / 1e6:,.0f} MB in one piece, and {needed} are needed: "
+                f"{_SMALLER}"
             )
         memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
         kind = cl.mem_flags.USE_HOST_PTR if self.is_shared else cl.mem_flags.COPY_HOST_PTR
-        return cl.Buffer(self._queue.context, cl.mem_flags.READ_WRITE | kind, hostbuf=memory)
+        try:
+            return cl.Buffer(self._queue.context, cl.mem_flags.READ_WRITE | kind, hostbuf=memory)
+        except cl.MemoryError as error:
+            raise InvalidRequestError(
+                f"device opencl: {self._name} has no {needed} left, for what else runs on it: {_SMALLER}"
+            ) from error
 
     def available_bytes(self) -> int:
         """Of the device's own, less what this process has taken: OpenCL does not tell what others have."""

@@ -1,7 +1,6 @@
-"""Every op as launches on an OpenCL device: what `backends.reference` defines.
+"""Every op as a few launches on an OpenCL device: what `backends.reference` defines.
 
-An op makes a few launches (`commands`) and hands them to the active recording, or runs them at once: the same code
-either way, so a recorded step gives the same bits.
+They go to the active recording, or run at once: the same code either way, so a recorded step gives the same bits.
 """
 
 from dataclasses import replace
@@ -12,12 +11,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from infer.backends import reference
-from infer.backends.cpu import packed, sampling
+from infer.backends.cpu import sampling
 from infer.backends.cpu.isa import instruction_set
-from infer.backends.cpu.packed_weight import PackedWeight
-from infer.backends.opencl import commands
+from infer.backends.cpu.layouts import BLOCK, LANES
+from infer.backends.cpu.packed import Precision
+from infer.backends.cpu.packed import prepare as pack
 from infer.backends.opencl.launches import scope
+from infer.backends.opencl.layers import layer_record
 from infer.backends.opencl.memory import storage_of
+from infer.backends.opencl.projection import ADD, CAP, STORE, macros_of, packed, project, vector
 from infer.backends.opencl.runtime import Runtime
 from infer.errors import InvalidRequestError
 from infer.operands.architecture import Activation
@@ -34,38 +36,57 @@ _PAIRED = (
 @final
 class Operations:
     normalize = staticmethod(reference.normalize)
-    choose_tokens = staticmethod(sampling.choose_tokens)  # logits lie in memory that the CPU shares
+    choose_tokens = staticmethod(sampling.choose_tokens)  # of logits that the host has
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
 
-    def prepare(
-        self, projection: Projection, device: torch.device, precision: packed.Precision = "exact"
-    ) -> Projection:
+    def prepare(self, projection: Projection, device: torch.device, precision: Precision = "exact") -> Projection:
         """In the CPU's groups of 16 rows: what is a vector on a CPU is 16 neighbours on a GPU."""
         if instruction_set().inputs != 4:
             raise InvalidRequestError(_PAIRED)
-        prepared = packed.prepare(projection, device, precision)
-        place = self._runtime.memory.place
-        parts = [replace(part, data=place(part.data)) for part in prepared.parts if isinstance(part, PackedWeight)]
+        prepared, place = pack(projection, device, precision), self._runtime.memory.place
+        parts = [replace(part, data=place(part.data)) for part in map(packed, prepared.parts)]
         return replace(prepared, parts=tuple(parts))
 
     def embed(self, table: Weight, token_ids: Int[Tensor, "tokens"], scale: float) -> Float[Tensor, "tokens hidden"]:
-        tokens = token_ids.to(torch.int64).contiguous()
+        weight, tokens = packed(table), token_ids.to(torch.int64).contiguous()
+        (rows, features), records = weight.shape, weight.layout.num_records(weight.in_features)
         with scope(self._runtime, len(tokens)) as run:
-            return commands.embed(run, table, tokens, scale)
+            out = run.tensor("x", run.capacity, features)
+            arguments = [run.constant(weight.data), tokens, out, rows, features, records, float(scale)]
+            width = -(-features // 4) * LANES
+            run.launch("matmul.cl", "embed", width, arguments, macros_of(weight, lanes=1) | {"TOKENS": 1})
+        return out
 
     def norm_project(
         self, x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection
     ) -> Float[Tensor, "tokens out"]:
         with scope(self._runtime, len(x)) as run:
-            return commands.norm_project(run, x, norm, projection)
+            return project(run, x, norm, projection, run.tensor("projected", run.capacity, projection.out_features))
 
     def attend(
         self, qkv: Float[Tensor, "tokens out"], heads: Heads, layer: LayerCache, step: Step
     ) -> Float[Tensor, "tokens heads_dim"]:
+        features, pages, rope = heads.num_heads * heads.head_dim, layer.pages, heads.rope
+        has_far = pages.furthest is not None and rope is not None
+        macros = {"HEAD_DIM": heads.head_dim, f"KV_{layer.kv_type}": 1}
         with scope(self._runtime, len(qkv)) as run:
-            return commands.attend(run, qkv, heads, layer, step)
+            queries = run.tensor("queries", 2 if has_far else 1, run.capacity, features)
+            out = run.tensor("attended", run.capacity, features)
+            record = layer_record(heads, layer, far_at=run.capacity * features if has_far else 0)
+            keys, values = storage_of(layer.keys), storage_of(layer.values)
+            norms = [vector(run, norm) for norm in (heads.q_norm, heads.k_norm)]
+            angles = (None, None) if rope is None else (run.constant(rope.cos), run.constant(rope.sin))
+            inputs = [qkv, *norms, *angles, pages.table, pages.shifts, pages.rope_sets, step.rows, step.positions]
+            width = heads.num_heads + 2 * heads.num_kv_heads
+            run.launch("attention.cl", "rotate_append", width, [*inputs, queries, keys, values, record], macros)
+            seen = [pages.table, pages.shifts, pages.sinks, pages.windows, step.rows, step.positions]
+            arguments = [queries, keys, values, *seen, out, None, 0, record]
+            launch = run.launch("attention.cl", "attend", heads.num_heads, arguments, macros)
+            if heads.head_dim % BLOCK == 0:
+                run.produced(out, launch, index=10)
+        return out
 
     def attention_weights(
         self, qkv: Float[Tensor, "tokens out"], heads: Heads, layer: LayerCache, step: Step
@@ -84,13 +105,26 @@ class Operations:
         post_norm: Norm | None,
     ) -> Float[Tensor, "tokens hidden"]:
         with scope(self._runtime, len(x)) as run:
-            return commands.project_add(run, residual, x, projection, post_norm)
+            if post_norm is None:
+                return project(run, x, None, projection, residual, ADD)
+            features = projection.out_features
+            y = project(run, x, None, projection, run.tensor("before post norm", run.capacity, features))
+            arguments = [residual, y, vector(run, post_norm), features, post_norm.eps]
+            run.launch("rows.cl", "add_normalized", -(-features // LANES), arguments)
+        return residual
 
     def norm_gate(
         self, x: Float[Tensor, "tokens hidden"], norm: Norm | None, gate_up: Projection, activation: Activation
     ) -> Float[Tensor, "tokens intermediate"]:
+        features = gate_up.out_features // 2
         with scope(self._runtime, len(x)) as run:
-            return commands.norm_gate(run, x, norm, gate_up, activation)
+            both = project(run, x, norm, gate_up, run.tensor("gate and up", run.capacity, 2 * features))
+            out = run.tensor("hidden", run.capacity, features)
+            arguments = [both, out, None, 0, features]
+            launch = run.launch("rows.cl", "gate_rows", -(-features // BLOCK), arguments, {"ACTIVATE": activation})
+            if features % BLOCK == 0:
+                run.produced(out, launch, index=2)
+        return out
 
     def head(
         self,
@@ -100,5 +134,7 @@ class Operations:
         projection: Projection,
         softcap: float | None = None,
     ) -> Float[Tensor, "logits vocab"]:
+        epilogue = STORE if softcap is None else CAP
         with scope(self._runtime, len(x), len(logit_indices)) as run:
-            return commands.head(run, x, logit_indices, norm, projection, softcap)
+            out = run.tensor("logits", run.max_logits, projection.out_features)
+            return project(run, x, norm, projection, out, epilogue, softcap=softcap or 0.0, logit_indices=logit_indices)

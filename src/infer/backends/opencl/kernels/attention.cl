@@ -31,31 +31,24 @@
 #endif
 
 typedef struct {
-    long keys_at, key_page, key_head, key_block;  // in bytes: where the layer begins, and from each to the next
-    long values_at, value_page, value_head, value_block;
+    long first, page, head, block;  // in bytes: where the layer begins, and from each to the next
+} Blocks;
+
+typedef struct {
+    Blocks keys, values;
     long far_at;  // in floats: from queries to those that see the sinks; 0: the same ones
     int heads, kv_heads, table_stride, page_bits, half_dim, rope_positions, rope_sets, furthest;
     int q_norm_stride, k_norm_stride;  // 0: each head by itself
     float scale, softcap, q_eps, k_eps;
 } Layer;
 
-// Of a head's keys or values: the block that has the slot.
+// Where a head's block begins that has the slot.
 inline long block_at(
-    const Layer *layer, global const long *table, long row, long slot, int head, long at, long page, long stride, long size)
+    const Layer *layer, const Blocks *blocks, global const long *table, long row, long slot, int head)
 {
+    long page = table[row * layer->table_stride + (slot >> layer->page_bits)];
     long block = (slot & (1L << layer->page_bits) - 1) / 16;
-    return at + table[row * layer->table_stride + (slot >> layer->page_bits)] * page + head * stride + block * size;
-}
-
-inline long key_block(const Layer *layer, global const long *table, long row, long slot, int head)
-{
-    return block_at(layer, table, row, slot, head, layer->keys_at, layer->key_page, layer->key_head, layer->key_block);
-}
-
-inline long value_block(const Layer *layer, global const long *table, long row, long slot, int head)
-{
-    return block_at(
-        layer, table, row, slot, head, layer->values_at, layer->value_page, layer->value_head, layer->value_block);
+    return blocks->first + page * blocks->page + head * blocks->head + block * blocks->block;
 }
 
 // scale × rotate(x × factor × weight), mixed where codes are
@@ -173,7 +166,7 @@ kernel void rotate_append(
         for (int i = 0; i < HEAD_DIM; i++)
             rotated[i] = x[i];
         kv -= layer.kv_heads;
-        put_value(rotated, values + value_block(&layer, table, row, slot, kv), slot % 16);
+        put_value(rotated, values + block_at(&layer, &layer.values, table, row, slot, kv), slot % 16);
         return;
     }
     int is_key = kv >= 0, stride = is_key ? layer.k_norm_stride : layer.q_norm_stride;
@@ -190,7 +183,7 @@ kernel void rotate_append(
     long at = (set * layer.rope_positions + position) * layer.half_dim;
     rotate_head(x, weight, factor, cosines + at, sines + at, layer.half_dim, is_key ? 1.0f : layer.scale, rotated);
     if (is_key) {
-        put_key(rotated, keys + key_block(&layer, table, row, slot, kv), slot % 16);
+        put_key(rotated, keys + block_at(&layer, &layer.keys, table, row, slot, kv), slot % 16);
         return;
     }
     queries += ((long)token * layer.heads + head) * HEAD_DIM;
@@ -226,7 +219,6 @@ inline float16 scores_of(global const float *query, global const uchar *block)
 inline void add_values(const float *p, global const uchar *block, int positions, float *sums)
 {
 #ifdef IS_CODED
-    const int16 lanes = (int16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     for (int r = 0; r < RECORDS; r++, block += VALUE_RECORD) {
         global const half *scales = (global const half *)(block + VALUE_CODES);
         float scaled[16];
@@ -243,7 +235,7 @@ inline void add_values(const float *p, global const uchar *block, int positions,
             right = fma((float16)scaled[i], convert_float16(second), right);
         }
 #ifdef KV_q4
-        float minima = sum_of(select((float16)0.0f, vload16(0, p) * vload_half16(1, scales), lanes < positions));
+        float minima = sum_of(select((float16)0.0f, vload16(0, p) * vload_half16(1, scales), LANE_NUMBERS < positions));
         left += minima;
         right += minima;
 #endif
@@ -291,15 +283,14 @@ inline float2 softmax_chunk(
     global const float *query, const Layer *layer, global const uchar *keys, global const long *table, long row, int kv,
     long start, Seen seen, float *p)
 {
-    const int16 lanes = (int16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     float16 most = -INFINITY, total = 0.0f;
     int begin = seen.gap > 0 ? 0 : seen.first;
     for (int at = begin; at < seen.end; at = next_block(seen, at)) {
-        global const uchar *block = keys + key_block(layer, table, row, start + at, kv);
+        global const uchar *block = keys + block_at(layer, &layer->keys, table, row, start + at, kv);
         float16 scores = scores_of(query + (at < seen.gap ? layer->far_at : 0), block);
         if (layer->softcap != 0.0f)
             scores = softcapped(scores, layer->softcap);
-        int16 slots = lanes + at;
+        int16 slots = LANE_NUMBERS + at;
         int16 is_seen = slots < seen.sinks || slots >= seen.low && slots < seen.high;
         scores = select((float16)-INFINITY, scores, is_seen);
         vstore16(scores, 0, p + at);
@@ -346,17 +337,13 @@ kernel void attend(
         int near = seen.gap < seen.first ? seen.sinks : min(seen.gap, seen.high);
         for (int at = seen.gap > 0 ? 0 : seen.first; at < seen.end; at = next_block(seen, at)) {
             int inside = min(16, (at < seen.gap ? near : seen.high) - at);
-            add_values(p + at, values + value_block(&layer, table, row, start + at, kv), inside, part);
+            add_values(p + at, values + block_at(&layer, &layer.values, table, row, start + at, kv), inside, part);
         }
-        bool is_first = merged.x == -INFINITY;
-        float left = is_first ? 0.0f : 1.0f, right = 1.0f;
-        if (!is_first && merged.x > own.x)
-            right = exp_1(own.x - merged.x);
-        else if (!is_first)
-            left = exp_1(merged.x - own.x);
+        bool is_less = merged.x > own.x;
+        float left = is_less ? 1.0f : exp_1(merged.x - own.x), right = is_less ? exp_1(own.x - merged.x) : 1.0f;
         for (int i = 0; i < ROOM; i++)
-            sums[i] = is_first ? part[i] * right : sums[i] * left + part[i] * right;
-        merged = (float2)(!is_first && merged.x > own.x ? merged.x : own.x, merged.y * left + own.y * right);
+            sums[i] = sums[i] * left + part[i] * right;
+        merged = (float2)(is_less ? merged.x : own.x, merged.y * left + own.y * right);
     }
     for (int i = 0; i < ROOM; i++)
         sums[i] /= merged.y;

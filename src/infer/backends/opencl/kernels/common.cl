@@ -3,22 +3,19 @@
 
 #define BLOCK 32       // inputs of a record of quantised activations
 #define RECORD_INTS(planes) (10 * (planes) + ((planes) == 1 ? 2 : 0))
+#define LANE_NUMBERS ((int16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15))
 #define ROUNDER 12582912.0f  // adding 1.5 × 2²³ leaves the nearest integer (ties to even) in the low bits
 
-inline float sum_of(float16 x)
-{
-    float8 a = x.lo + x.hi;
-    float4 b = a.lo + a.hi;
-    float2 c = b.lo + b.hi;
-    return c.x + c.y;
-}
-
-inline int sum_of_ints(int16 x)
-{
-    int8 a = x.lo + x.hi;
-    int4 b = a.lo + a.hi;
-    return b.x + b.y + b.z + b.w;
-}
+#define SUM_OF(name, type)           \
+    inline type name(type##16 x)     \
+    {                                \
+        type##8 a = x.lo + x.hi;     \
+        type##4 b = a.lo + a.hi;     \
+        type##2 c = b.lo + b.hi;     \
+        return c.x + c.y;            \
+    }
+SUM_OF(sum_of, float)
+SUM_OF(sum_of_ints, int)
 
 // The larger; NaN if either is.
 inline float16 larger(float16 x, float16 y)
@@ -39,6 +36,24 @@ inline int16 nearest(float16 x)
     return as_int16(x + ROUNDER) - 0x4B400000;
 }
 
+// x^n × first coefficient + … + last one, by Horner's rule.
+inline float16 polynomial(constant float *coefficients, int n, float16 x)
+{
+    float16 p = coefficients[0];
+    for (int i = 1; i <= n; i++)
+        p = fma(p, x, (float16)coefficients[i]);
+    return p;
+}
+
+constant float exp_near[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
+                             5.0000001201e-1f};
+constant float tanh_near[] = {-5.70498872745e-3f, 2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f,
+                              -3.33332819422e-1f};
+constant float erf_near[] = {-5.96761703e-4f, 4.99119423e-3f, -2.67681349e-2f, 1.12819925e-1f, -3.76125336e-1f,
+                             1.28379166e-1f};
+constant float erf_far[] = {-1.72853470e-5f, 3.83197126e-4f, -3.88396438e-3f, 2.42546219e-2f, -1.06777877e-1f,
+                            -6.34846687e-1f, -1.28717512e-1f};
+
 // e^x to 2 ulp where x ≤ 88: 2^n p(r), r = x − n ln 2 (Cephes' polynomial); 0 below −87.3; a NaN stays one.
 inline float16 exp16(float16 x)
 {
@@ -48,13 +63,7 @@ inline float16 exp16(float16 x)
     float16 n = shifted - ROUNDER;
     float16 r = fma(n, (float16)-0.693359375f, bounded);
     r = fma(n, (float16)2.12194440e-4f, r);
-    float16 p = 1.9875691500e-4f;
-    p = fma(p, r, (float16)1.3981999507e-3f);
-    p = fma(p, r, (float16)8.3334519073e-3f);
-    p = fma(p, r, (float16)4.1665795894e-2f);
-    p = fma(p, r, (float16)1.6666665459e-1f);
-    p = fma(p, r, (float16)5.0000001201e-1f);
-    p = fma(p, r * r, r) + 1.0f;
+    float16 p = fma(polynomial(exp_near, 5, r), r * r, r) + 1.0f;
     float16 result = as_float16(as_int16(p) + ((as_int16(shifted) - 0x4B400000) << 23));
     return select(result, (float16)0.0f, x < low);
 }
@@ -69,39 +78,18 @@ inline float16 exp_of(float16 x)
 inline float16 tanh_of(float16 x)
 {
     float16 size = fabs(x), square = x * x;
-    float16 near = -5.70498872745e-3f;
-    near = fma(near, square, (float16)2.06390887954e-2f);
-    near = fma(near, square, (float16)-5.37397155531e-2f);
-    near = fma(near, square, (float16)1.33314422036e-1f);
-    near = fma(near, square, (float16)-3.33332819422e-1f);
-    near = fma(near * square, x, x);
+    float16 near = fma(polynomial(tanh_near, 4, square) * square, x, x);
     float16 far = 1.0f - 2.0f / (exp_of(size + size) + 1.0f);
-    far = select(far, -far, x < 0.0f);
-    return select(near, far, size >= 0.625f);
+    return select(near, select(far, -far, x < 0.0f), size >= 0.625f);
 }
 
 // To 2 ulp: an odd polynomial where |x| < 0.927734375, else 1 − e^p(|x|) with x's sign (N. Juffa's minimax).
 inline float16 erf_of(float16 x)
 {
-    float16 size = fabs(x), square = x * x;
-    float16 near = -5.96761703e-4f;
-    near = fma(near, square, (float16)4.99119423e-3f);
-    near = fma(near, square, (float16)-2.67681349e-2f);
-    near = fma(near, square, (float16)1.12819925e-1f);
-    near = fma(near, square, (float16)-3.76125336e-1f);
-    near = fma(near, square, (float16)1.28379166e-1f);
-    near = fma(near, x, x);
-    float16 bounded = select((float16)4.0f, size, size < 4.0f);
-    float16 far = -1.72853470e-5f;
-    far = fma(far, bounded, (float16)3.83197126e-4f);
-    far = fma(far, bounded, (float16)-3.88396438e-3f);
-    far = fma(far, bounded, (float16)2.42546219e-2f);
-    far = fma(far, bounded, (float16)-1.06777877e-1f);
-    far = fma(far, bounded, (float16)-6.34846687e-1f);
-    far = fma(far, bounded, (float16)-1.28717512e-1f);
-    far = 1.0f - exp_of(fma(far, bounded, -bounded));
-    far = select(far, -far, x < 0.0f);
-    return select(near, far, size >= 0.927734375f);
+    float16 size = fabs(x), bounded = select((float16)4.0f, size, size < 4.0f);
+    float16 near = fma(polynomial(erf_near, 5, x * x), x, x);
+    float16 far = 1.0f - exp_of(fma(polynomial(erf_far, 6, bounded), bounded, -bounded));
+    return select(near, select(far, -far, x < 0.0f), size >= 0.927734375f);
 }
 
 inline float16 sigmoid(float16 x)

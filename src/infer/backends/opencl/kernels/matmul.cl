@@ -15,11 +15,13 @@ typedef float16 floats;
 #define TO_FLOATS convert_float16
 #define AS_FLOATS as_float16
 #define GROUP get_global_id(0)
-#define CAPPED(x, cap) softcapped(x, cap)
+#define CAPPED softcapped
+#define LOAD_ROWS load_upto
+#define STORE_ROWS store_upto
 #else
 typedef int ints;
 typedef float floats;
-#define LANE (get_global_id(0) % 16)
+#define LANE ((int)(get_global_id(0) % 16))
 #define LOAD_INTS(at) ((global const int *)(at))[LANE]
 #define LOAD_HALVES(at) vload_half(LANE, (global const half *)(at))
 #define LOAD_FLOATS(at) ((global const float *)(at))[LANE]
@@ -30,6 +32,10 @@ typedef float floats;
 #define AS_FLOATS as_float
 #define GROUP (get_global_id(0) / 16)
 #define CAPPED(x, cap) softcapped((float16)(x), cap).s0
+#define LOAD_ROWS(at, room) (at)[min(LANE, (room) - 1)]
+#define STORE_ROWS(at, room, x) \
+    if (LANE < (room))          \
+        (at)[LANE] = x
 #endif
 
 #ifdef IS_FLOAT
@@ -124,7 +130,7 @@ inline floats scale_of(global const uchar *at, int part, floats super)
     ints exponent = LOAD_BYTES(at);  // 2^(e − 128): the two least are subnormal
     ints least = (ints)0x00200000 << (exponent & 1);
     return AS_FLOATS(exponent < 2 ? least : (exponent - 1) << 23);
-#elif PER_SUPER == 1
+#elif RECORDS_PER_SUPER == 1
     return LOAD_HALVES(at);
 #elif HAS_MINIMUM
     return TO_FLOATS(LOAD_BYTES(at + 16 * part)) * super;
@@ -161,7 +167,7 @@ inline void add_record(
         scales[part] = scale_of(record + SCALE_AT, part, super);
 #if HAS_MINIMUM
         minima[part] = scale_of(record + MINIMUM_AT, part, super_minimum);
-        minima[part] = PER_SUPER == 1 ? minima[part] : -minima[part];
+        minima[part] = RECORDS_PER_SUPER == 1 ? minima[part] : -minima[part];
 #endif
     }
 #pragma unroll
@@ -185,27 +191,18 @@ inline void multiply_group(global const uchar *weights, global const int *const 
 {
     for (int t = 0; t < TOKENS; t++)
         sums[t] = 0.0f;
-    for (int first = 0; first < records; first += PER_SUPER, weights += SUPER_BYTES) {
+    for (int first = 0; first < records; first += RECORDS_PER_SUPER, weights += SUPER_BYTES) {
         floats super = 0.0f, super_minimum = 0.0f;
-#if PER_SUPER > 1
+#if RECORDS_PER_SUPER > 1
         super = LOAD_HALVES(weights);
         super_minimum = HAS_MINIMUM ? LOAD_HALVES(weights + 32) : super;
 #endif
-        for (int i = 0; i < PER_SUPER; i++)
-            add_record(weights + HEADER + i * RECORD_BYTES, super, super_minimum, tokens, (first + i) * ACTIVATION_INTS, sums);
+        for (int i = 0; i < RECORDS_PER_SUPER; i++)
+            add_record(weights + SUPER_HEADER + i * RECORD_BYTES, super, super_minimum, tokens, (first + i) * ACTIVATION_INTS, sums);
     }
 }
 
 #endif
-
-// Where the activations of this item's tokens lie; past the last token, those of the last.
-inline int point_to(global const int *activations, int records, int num_tokens, global const int **tokens)
-{
-    int first = get_global_id(1) * TOKENS;
-    for (int t = 0; t < TOKENS; t++)
-        tokens[t] = activations + (long)min(first + t, num_tokens - 1) * records * ACTIVATION_INTS;
-    return first;
-}
 
 // out = y + bias (epilogue 0), or out += y + bias (1), or out = softcap × tanh((y + bias) / softcap) (2).
 kernel void multiply(
@@ -214,61 +211,20 @@ kernel void multiply(
 {
     global const int *tokens[TOKENS];
     floats sums[TOKENS];
-    int first = point_to(activations, records, *count, tokens), row = GROUP * 16;
-    multiply_group(weights + GROUP * (long)(records / PER_SUPER) * SUPER_BYTES, tokens, records, sums);
+    int first = get_global_id(1) * TOKENS, row = GROUP * 16, room = num_columns - row;
+    for (int t = 0; t < TOKENS; t++)  // past the last token, the last
+        tokens[t] = activations + (long)min(first + t, *count - 1) * records * ACTIVATION_INTS;
+    multiply_group(weights + GROUP * (long)(records / RECORDS_PER_SUPER) * SUPER_BYTES, tokens, records, sums);
     for (int t = 0; t < TOKENS && first + t < *count; t++) {
         global float *to = out + (long)(first + t) * row_stride + first_column + row;
         floats y = sums[t];
-#if LANES == 16
-        int room = num_columns - row;
         if (bias)
-            y = y + load_upto(bias + row, room);
+            y = y + LOAD_ROWS(bias + row, room);
         if (epilogue == 1)
-            y = load_upto(to, room) + y;
-        store_upto(to, room, epilogue == 2 ? CAPPED(y, softcap) : y);
-#else
-        if (row + LANE >= num_columns)
-            continue;
-        if (bias)
-            y = y + bias[row + LANE];
-        if (epilogue == 1)
-            y = to[LANE] + y;
-        to[LANE] = epilogue == 2 ? CAPPED(y, softcap) : y;
-#endif
+            y = LOAD_ROWS(to, room) + y;
+        STORE_ROWS(to, room, epilogue == 2 ? CAPPED(y, softcap) : y);
     }
 }
-
-#if LANES == 16 && defined(ACTIVATE)
-// activation(gate + bias) × (up + bias) of 32 rows, as floats, as quantised records, or both.
-kernel void multiply_gate(
-    global const uchar *gate, global const uchar *up, int first_up, global const int *activations, global float *out,
-    global int *quantized, int planes, global const float *bias, global const int *count, int records, int num_columns)
-{
-    global const int *tokens[TOKENS];
-    floats values[2][TOKENS], right[TOKENS];
-    int first = point_to(activations, records, *count, tokens), row = get_global_id(0) * BLOCK;
-    for (int side = 0; side < 2; side++) {
-        long group = get_global_id(0) * 2 + side, group_bytes = (long)(records / PER_SUPER) * SUPER_BYTES;
-        int room = num_columns - row - 16 * side;
-        if (room <= 0)
-            break;
-        multiply_group(gate + group * group_bytes, tokens, records, values[side]);
-        multiply_group(up + (first_up + group) * group_bytes, tokens, records, right);
-        for (int t = 0; t < TOKENS && first + t < *count; t++) {
-            if (bias) {
-                values[side][t] += load_upto(bias + row + 16 * side, room);
-                right[t] += load_upto(bias + num_columns + row + 16 * side, room);
-            }
-            values[side][t] = ACTIVATE(values[side][t]) * right[t];
-            if (!quantized)
-                store_upto(out + (long)(first + t) * num_columns + row + 16 * side, room, values[side][t]);
-        }
-    }
-    for (int t = 0; quantized && t < TOKENS && first + t < *count; t++)
-        quantize_block(values[0][t], values[1][t], planes,
-                       quantized + ((long)(first + t) * (num_columns / BLOCK) + row / BLOCK) * RECORD_INTS(planes));
-}
-#endif
 
 #if LANES == 1
 // Rows of the table, times factor: of 16 work items the one whose lane has the row writes 4 elements. A token outside
@@ -280,19 +236,19 @@ kernel void embed(
     int row = (int)clamp(tokens[get_global_id(1)], 0L, rows - 1L), first = 4 * GROUP;
     if (row % 16 != LANE)
         return;
-    global const uchar *group = weights + row / 16 * (long)(records / PER_SUPER) * SUPER_BYTES;
+    global const uchar *group = weights + row / 16 * (long)(records / RECORDS_PER_SUPER) * SUPER_BYTES;
     out += get_global_id(1) * (long)features;
 #ifdef IS_FLOAT
     for (int i = first; i < min(first + 4, features); i++)
         out[i] = load_weights(group + i * 2L * LOW_BITS) * factor;
 #else
-    global const uchar *base = group + first / BLOCK / PER_SUPER * (long)SUPER_BYTES;
-    global const uchar *record = base + HEADER + first / BLOCK % PER_SUPER * RECORD_BYTES;
+    global const uchar *base = group + first / BLOCK / RECORDS_PER_SUPER * (long)SUPER_BYTES;
+    global const uchar *record = base + SUPER_HEADER + first / BLOCK % RECORDS_PER_SUPER * RECORD_BYTES;
     int part = PARTS == 2 ? first % BLOCK / 16 : 0, q = quad_of(record, first % BLOCK / 4);
-    float scale = scale_of(record + SCALE_AT, part, PER_SUPER > 1 ? LOAD_HALVES(base) : 0.0f), minimum = 0.0f;
+    float scale = scale_of(record + SCALE_AT, part, RECORDS_PER_SUPER > 1 ? LOAD_HALVES(base) : 0.0f), minimum = 0.0f;
 #if HAS_MINIMUM
-    minimum = scale_of(record + MINIMUM_AT, part, PER_SUPER > 1 ? LOAD_HALVES(base + 32) : 0.0f);
-    minimum = PER_SUPER > 1 ? -minimum : minimum;
+    minimum = scale_of(record + MINIMUM_AT, part, RECORDS_PER_SUPER > 1 ? LOAD_HALVES(base + 32) : 0.0f);
+    minimum = RECORDS_PER_SUPER > 1 ? -minimum : minimum;
 #endif
     for (int i = 0; i < 4; i++) {
         float value = scale * ((float)(q >> 8 * i & 255) - (float)OFFSET);

@@ -45,11 +45,10 @@ inline float16 gumbel_of(uint16 h)
 // Logits of 16 tokens as they are; *x: −∞ where a mask, or the end of the vocabulary, leaves nothing.
 inline float16 load_logits(global const float *logits, global const uint *allowed, int first, int vocab, float16 *x)
 {
-    const int16 lanes = (int16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     float16 raw = load_upto(logits + first, vocab - first);
-    int16 is_kept = lanes < vocab - first;
+    int16 is_kept = LANE_NUMBERS < vocab - first;
     if (allowed)
-        is_kept = is_kept && ((int16)(allowed[first / 32] >> first % 32) >> lanes & 1) != 0;
+        is_kept = is_kept && ((int16)(allowed[first / 32] >> first % 32) >> LANE_NUMBERS & 1) != 0;
     *x = select((float16)-INFINITY, raw, is_kept);
     return raw;
 }
@@ -97,7 +96,6 @@ kernel void score(
         return;
     float quotient = top / temperature, shift = quotient > LARGEST || quotient < -LARGEST ? top : 0.0f;
     ulong key = mix64(mix64(seeds[line]) + positions[logit_indices[line]] + 1);
-    const uint16 lanes = (uint16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     for (int first = part.x; first < part.y; first += 16) {
         float16 x, y;
         load_logits(logits + line * (long)stride, allowed, first, vocab, &x);
@@ -108,7 +106,7 @@ kernel void score(
             y = select(min(max(y, (float16)-LARGEST), (float16)LARGEST), x, x == -INFINITY);
             if (largest_of(y) + MAX_NOISE < best)
                 continue;
-            y = y + gumbel_of(mix32(mix32((lanes + (uint)first) ^ (uint)key) + (uint)(key >> 32)));
+            y = y + gumbel_of(mix32(mix32((as_uint16(LANE_NUMBERS) + (uint)first) ^ (uint)key) + (uint)(key >> 32)));
         }
         float score = largest_of(y);
         if (score > best) {

@@ -1,0 +1,91 @@
+"""A projection as launches: activations as records, then each packed weight times them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infer.backends.cpu.layouts import LANES
+from infer.backends.cpu.packed_weight import PackedWeight
+from infer.backends.opencl.launches import Axis, Run
+from infer.errors import InvalidRequestError
+from infer.operands.weights import Norm, Projection, Weight
+
+STORE, ADD, CAP = range(3)
+_TOKENS = (1, 8)  # that a work item takes: few for decoding, many for a prompt
+_SIZES = ("low_bits", "high_bits", "offset", "has_minimum", "parts", "records_per_super", "super_header")
+_PLACES = ("high_at", "scale_at", "minimum_at", "record_bytes", "super_bytes")
+
+
+def project(
+    run: Run,
+    x: Tensor,
+    norm: Norm | None,
+    projection: Projection,
+    out: Tensor,
+    epilogue: int = STORE,
+    *,
+    softcap: float = 0.0,
+    logit_indices: Tensor | None = None,
+) -> Tensor:
+    """out = project(norm(x)), or out += it, or out = softcap × tanh(it / softcap). Returns out."""
+    axis: Axis = "tokens" if logit_indices is None else "logits"
+    sources: dict[int, Tensor] = {}
+    column = 0
+    for part in projection.parts:
+        weight = packed(part)
+        form = _form(weight)
+        if form not in sources:
+            sources[form] = _activations(run, x, norm, weight, axis, logit_indices)
+        rows, records = weight.out_features, weight.layout.num_records(weight.in_features)
+        bias = None if projection.bias is None else projection.bias[column : column + rows]
+        width = weight.num_groups * LANES // run.runtime.lanes
+        inputs = [run.constant(weight.data), sources[form], out, run.constant(bias), run.counts[axis]]
+        arguments = [*inputs, records, out.shape[1], column, rows, epilogue, softcap]
+        macros = macros_of(weight, run.runtime.lanes)
+        run.launch("matmul.cl", "multiply", width, arguments, macros, axis=axis, tokens=_TOKENS)
+        column += rows
+    return out
+
+
+def _activations(
+    run: Run, x: Tensor, norm: Norm | None, weight: PackedWeight, axis: Axis, logit_indices: Tensor | None
+) -> Tensor:
+    """norm(x) as the records that go with the weight's."""
+    features, form = weight.in_features, _form(weight)
+    records = weight.layout.num_records(features)
+    size = records * weight.layout.activation_bytes(form) // 4
+    quantized = run.quantized(x, form, size) if norm is None and form > 0 else None
+    if quantized is not None:
+        return quantized
+    out = run.tensor(f"activations {axis}", run.most[axis], size, dtype=torch.int32)
+    arguments = [x, vector(run, norm), out, logit_indices, features, 0.0 if norm is None else norm.eps, form]
+    run.launch("rows.cl", "normalize_rows", min(records, 32), arguments, axis=axis)
+    return out
+
+
+def _form(weight: PackedWeight) -> int:
+    """Of the activations: their int8 planes; 0 for floats."""
+    return 0 if weight.layout.is_float else weight.planes
+
+
+def macros_of(weight: PackedWeight, lanes: int) -> dict[str, Any]:
+    """What a weight's layout is to its kernels, of which a work item has so many rows."""
+    layout = weight.layout
+    macros: dict[str, Any] = {name.upper(): int(getattr(layout, name)) for name in (*_SIZES, *_PLACES)}
+    macros |= {"LANES": lanes, "PLANES": weight.planes}
+    if layout.codes:
+        macros["CODES"] = "{" + ",".join(str((code + layout.offset) % 256) for code in layout.codes) + "}"
+    flags = {"IS_FLOAT": layout.is_float, "IS_BF16": layout.type == "BF16", "HAS_EXPONENT": layout.has_exponent}
+    return macros | {name: 1 for name, is_set in flags.items() if is_set}
+
+
+def packed(weight: Weight) -> PackedWeight:
+    if not isinstance(weight, PackedWeight):
+        raise InvalidRequestError(f"OpenCL's kernels take packed weights (ops.prepare), got {type(weight).__name__}")
+    return weight
+
+
+def vector(run: Run, norm: Norm | None) -> Any:
+    """The weights of a norm, as an argument."""
+    return None if norm is None else run.constant(norm.weight.float().contiguous())

@@ -38,6 +38,8 @@ pytest.importorskip("pyopencl")
 opencl_platform.use_cpu_runtime()
 
 # The platform is chosen before they are imported.
+import pyopencl as cl  # noqa: E402
+
 from infer.backends.opencl import devices, runtime  # noqa: E402
 from infer.backends.opencl.launches import Recording  # noqa: E402
 from infer.backends.opencl.sampled import Sampler  # noqa: E402
@@ -279,7 +281,7 @@ def pretend(platform: str, **facts: Any) -> Mock:
     """A device of PoCL's, of another platform and with other facts."""
     real = devices.choose()
     usual = {name: getattr(real, name) for name in ("name", "available", "compiler_available", "profile")}
-    usual |= {"endian_little": True}
+    usual |= {"endian_little": True, "type": cl.device_type.CPU}
     device = Mock(spec=type(real), platform=SimpleNamespace(name=platform))
     device.configure_mock(**usual | facts)
     return device
@@ -304,16 +306,16 @@ def test_a_device_that_cannot_be_used_is_refused(
 
 
 def test_a_name_means_a_platform_first_and_then_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of which the first that can be used is taken."""
+    """Of which the first that can be used is taken, a GPU before a CPU."""
     found = [
         pretend("Oclgrind", available=False),
         pretend("Portable Computing Language", name="pthread-Intel(R) Xeon"),
         pretend("Intel(R) OpenCL", name="Intel(R) Xeon"),
-        pretend("QUALCOMM Snapdragon(TM)", name="QUALCOMM Adreno(TM)"),
+        pretend("QUALCOMM Snapdragon(TM)", name="QUALCOMM Adreno(TM)", type=cl.device_type.GPU),
     ]
     monkeypatch.setattr(devices, "all_devices", lambda: found)
     chosen = [found.index(devices.choose(name)) for name in ("", "pocl", "PORTABLE", "intel", "adreno", "xeon")]
-    assert chosen == [1, 1, 1, 2, 3, 1]
+    assert chosen == [3, 1, 1, 2, 3, 1]
 
 
 def test_a_kernel_that_does_not_build_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

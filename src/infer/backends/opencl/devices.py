@@ -21,11 +21,12 @@ def all_devices() -> list[cl.Device]:
 
 
 def choose(name: str = "") -> cl.Device:
-    """The first device that can be used of those in whose platform's name, or else in their own, this is.
+    """The first device that can be used, GPUs before CPUs, of those in whose platform's name, or else in their own,
+    this is.
 
     InvalidRequestError says why none can.
     """
-    found = all_devices()
+    found = sorted(all_devices(), key=lambda device: bool(device.type & cl.device_type.CPU))
     if not found:
         raise InvalidRequestError(_NO_PLATFORM)
     part = _FULL_NAMES.get(name.lower(), name.lower())

@@ -1,4 +1,4 @@
-"""Compiles the kernels of a step besides its products: rotation, attention, merging, `advance`, `accept`."""
+"""Compiles the kernels of a step besides its products: rotation, attention, `advance`, `accept`."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +8,7 @@ from triton.compiler import CompiledKernel
 from gpu_compiler import AMD, LEFT, code_of, compiled
 from infer.backends.cuda.accept import accept_rows
 from infer.backends.cuda.advance import advance_rows
-from infer.backends.cuda.attention import KV_TYPES, Parts, attend_chunks, merge_chunks
+from infer.backends.cuda.attention import KV_TYPES, Parts, attend_chunks
 from infer.backends.cuda.kv_blocks import Blocks
 from infer.backends.cuda.rotation import Rotation, rotate_append
 
@@ -34,7 +34,8 @@ def step_kernel(kernel: Any, kv_type: str, dim: int, target: str | int, *, is_sp
         **dict.fromkeys(("qkv", "near", "far", "out"), "*fp32!"), "rows": "*i64!", "positions": "*i64!",
         "cache": Blocks(stored, scales, *sizes, stored, scales, *sizes, *places),
         "rotation": Rotation("*fp32!", "*fp32!", "fp32", "fp32", "*fp32!", "*fp32!", "i32!", "i32", "*i64!", "i32"),
-        "parts": Parts("*fp32!", "*fp32!", "*fp32!", "i32"), "num_tokens": "i32", "scale": "fp32", "softcap": "fp32",
+        "parts": Parts("*fp32!", "*fp32!", "*fp32!", "i32", "*i32!"), "arrivals": "*i32!",
+        "num_tokens": "i32", "scale": "fp32", "softcap": "fp32",
         "left": LEFT, "LEAVES": 2,
         "NUM_HEADS": 32, "KV_HEADS": 8, "GROUP": 4, "GROUP_SIZE": 4, "QUERIES": 16, "DIM": dim, "SIZE": dim,
         "HALF": dim // 2, "Q_NORM": 1, "K_NORM": 1, "KV_TYPE": KV_TYPES.index(kv_type), "HAS_FAR": False,
@@ -54,7 +55,6 @@ def step_code(is_whole: bool) -> Iterator[tuple[str, dict[str, Any]]]:
         yield name, code_of(kernel, is_listed=name == "attend f16 128 90")
     for kv_type in ("bf16", "q4"):
         yield f"rotate {kv_type} 90", code_of(step_kernel(rotate_append, kv_type, 128, 90))
-    yield "merge 90", code_of(step_kernel(merge_chunks, "f16", 128, 90))
     yield "advance 90", code_of(compiled(advance_rows, _ADVANCE, 90, num_warps=1))
     yield "accept 90", code_of(compiled(accept_rows, _ACCEPT, 90, num_warps=1))
     for target in AMD:

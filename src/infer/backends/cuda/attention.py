@@ -7,8 +7,8 @@ into the token's, always in the order of the slots. What a token does not see ad
 path.
 
 A program takes a kv head and up to 16 queries of it: heads of the group times neighbouring tokens of a row, tiles of
-them beginning where a position divides. With few tokens chunks are programs of their own and `merge_chunks` joins what
-they leave; with more a program goes through all of them.
+them beginning where a position divides. With few tokens chunks are programs of their own, and the last of a tile's that
+comes to an end merges what they have left; with more a program goes through all of them.
 """
 
 from typing import Any, NamedTuple
@@ -43,6 +43,7 @@ class Parts(NamedTuple):
     sums: Any
     weighted: Any
     num_chunks: Any
+    arrivals: Any  # [tokens, kv heads], how many programs have come to an end
 
 
 def attend(qkv: Tensor, heads: Heads, layer: LayerCache, step: Step) -> Tensor:
@@ -55,8 +56,9 @@ def attend(qkv: Tensor, heads: Heads, layer: LayerCache, step: Step) -> Tensor:
 
     near = torch.empty(num_tokens, heads.num_heads, dim, device=qkv.device)
     far = torch.empty_like(near) if shape["HAS_FAR"] else near
+    arrivals = torch.empty(num_tokens, heads.num_kv_heads, dtype=torch.int32, device=qkv.device)
     rotate_append[num_tokens, heads.num_kv_heads](
-        qkv, near, far, step.rows, step.positions, _rotation(heads, pages, near), cache,
+        qkv, near, far, arrivals, step.rows, step.positions, _rotation(heads, pages, near), cache,
         NUM_HEADS=heads.num_heads, KV_HEADS=heads.num_kv_heads, HALF=half,
         GROUP_SIZE=group_size, Q_NORM=_kind(heads.q_norm, dim), K_NORM=_kind(heads.k_norm, dim), **shape,
         num_warps=num_warps, **EXACT,
@@ -65,7 +67,7 @@ def attend(qkv: Tensor, heads: Heads, layer: LayerCache, step: Step) -> Tensor:
     chunks = triton.cdiv(pages.table.shape[1] * pages.page_tokens, CHUNK.value)
     is_split = num_tokens <= SPLIT_TOKENS and chunks > 1
     out = torch.empty_like(near)
-    parts = _parts(near, chunks) if is_split else Parts(out, out, out, chunks)
+    parts = _parts(near, chunks, arrivals) if is_split else Parts(out, out, out, chunks, arrivals)
     left = (
         None if dim % BLOCK or not planes else empty_quantized(num_tokens, out[0].numel() // BLOCK, planes, out.device)
     )
@@ -76,12 +78,6 @@ def attend(qkv: Tensor, heads: Heads, layer: LayerCache, step: Step) -> Tensor:
         NUM_HEADS=heads.num_heads, GROUP=group, GROUP_SIZE=group_size, QUERIES=max(QUERIES, group_size), LEAVES=leaves,
         SPLIT=is_split, **shape, num_warps=num_warps, **EXACT,
     )  # fmt: skip
-    if is_split:
-        merge_chunks[num_tokens, heads.num_kv_heads](
-            parts, out, to, step.rows, step.positions, cache,
-            NUM_HEADS=heads.num_heads, GROUP=group, GROUP_SIZE=group_size, DIM=dim, SIZE=size, LEAVES=leaves,
-            num_warps=num_warps, **EXACT,
-        )  # fmt: skip
     attended = out.flatten(1)
     note(attended, planes, left)
     return attended
@@ -108,10 +104,10 @@ def _kind(norm: Norm | None, dim: int) -> int:
     return int(kind.value)
 
 
-def _parts(near: Tensor, chunks: int) -> Parts:
+def _parts(near: Tensor, chunks: int, arrivals: Tensor) -> Parts:
     shape = (*near.shape[:2], chunks)
     largests, sums = (torch.empty(shape, device=near.device) for _ in range(2))
-    return Parts(largests, sums, torch.empty(*shape, near.shape[2], device=near.device), chunks)
+    return Parts(largests, sums, torch.empty(*shape, near.shape[2], device=near.device), chunks, arrivals)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -128,22 +124,16 @@ def attend_chunks(
     before = tl.load(rows + tl.maximum(first - 1, 0))
     tokens_per_tile: tl.constexpr = QUERIES // GROUP_SIZE
     if (row >= 0) & ((first == 0) | (before != row) | (position % tokens_per_tile == 0)):
-        later, member = tl.arange(0, QUERIES) // GROUP_SIZE, tl.arange(0, QUERIES) % GROUP_SIZE
-        tokens = first + later
-        theirs = tl.load(rows + tokens, mask=tokens < num_tokens, other=-1)
-        is_near = position // tokens_per_tile == (position + later) // tokens_per_tile
-        is_mine = (theirs == row) & is_near & (member < GROUP)
-        heads, i = head * GROUP + member, tl.arange(0, SIZE)
+        own, is_mine, lines, first_slot, last_slot, sinks, window = _tile(
+            first, head, rows, positions, num_tokens, cache, NUM_HEADS, GROUP, GROUP_SIZE, QUERIES
+        )
+        i = tl.arange(0, SIZE)
         is_there = is_mine[:, None] & (i < DIM)[None, :]
-        lines = (tokens * NUM_HEADS + heads).to(tl.int64)
         at = lines[:, None] * DIM + i[None, :]
         q = tl.load(near + at, mask=is_there, other=0.0)
         q_far = q
         if HAS_FAR:
             q_far = tl.load(far + at, mask=is_there, other=0.0)
-        own = position - tl.load(cache.shifts + row) + later
-        sinks, window = tl.load(cache.sinks + row), tl.load(cache.windows + row)
-        first_slot, last_slot = tl.min(own), tl.max(tl.where(is_mine, own, 0))
 
         largest, total, values = _nothing(QUERIES, SIZE)
         for chunk in range(tl.program_id(2), last_slot // CHUNK + 1, tl.num_programs(2)):
@@ -162,11 +152,36 @@ def attend_chunks(
                     largest, total, values = _merged(largest, total, values, part_largest, part_total, part_values)
         if not SPLIT:
             _store(_mean(total, values), out, left, lines, is_mine, NUM_HEADS, DIM, SIZE, QUERIES, LEAVES)
-    elif (row < 0) & (not SPLIT):
+        elif _is_last(parts, first, head):
+            own, is_mine, lines, first_slot, last_slot, sinks, window = _tile(
+                first, head, rows, positions, num_tokens, cache, NUM_HEADS, GROUP, GROUP_SIZE, QUERIES
+            )  # again: to keep it would cost registers
+            mean = _merged_chunks(parts, lines, is_mine, first_slot, last_slot, sinks, window, DIM, SIZE, QUERIES)
+            _store(mean, out, left, lines, is_mine, NUM_HEADS, DIM, SIZE, QUERIES, LEAVES)
+    elif (row < 0) & (tl.program_id(2) == 0):
         member = tl.arange(0, GROUP_SIZE)
         lines = first.to(tl.int64) * NUM_HEADS + head * GROUP + member
         nothing = tl.full((GROUP_SIZE, SIZE), float("nan"), tl.float32)
         _store(nothing, out, left, lines, member < GROUP, NUM_HEADS, DIM, SIZE, GROUP_SIZE, LEAVES)
+
+
+@triton.jit
+def _tile(
+    first, head, rows, positions, num_tokens, cache,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_SIZE: tl.constexpr, QUERIES: tl.constexpr,
+):  # fmt: skip
+    """Of each query its slot, whether it counts and its line in [tokens, heads]; the first and last slots, and what the
+    row sees."""
+    row, position = tl.load(rows + first), tl.load(positions + first)
+    later, member = tl.arange(0, QUERIES) // GROUP_SIZE, tl.arange(0, QUERIES) % GROUP_SIZE
+    tokens, per_tile = first + later, QUERIES // GROUP_SIZE
+    theirs = tl.load(rows + tokens, mask=tokens < num_tokens, other=-1)
+    is_near = position // per_tile == (position + later) // per_tile
+    is_mine = (theirs == row) & is_near & (member < GROUP)
+    own = position - tl.load(cache.shifts + row) + later
+    lines = (tokens * NUM_HEADS + head * GROUP + member).to(tl.int64)
+    sinks, window = tl.load(cache.sinks + row), tl.load(cache.windows + row)
+    return own, is_mine, lines, tl.min(own), tl.max(tl.where(is_mine, own, 0)), sinks, window
 
 
 @triton.jit
@@ -225,33 +240,32 @@ def _chunk_part(
 
 
 @triton.jit
-def merge_chunks(
-    parts, out, left, rows, positions, cache,
-    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_SIZE: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-    LEAVES: tl.constexpr,
+def _is_last(parts, first, head):
+    """Whether this program of a tile is the last that comes here: it may read what the others have left."""
+    tl.debug_barrier()  # what all threads have written is released with the arrival of one
+    arrived = tl.atomic_add(parts.arrivals + first * tl.num_programs(1) + head, 1, sem="acq_rel", scope="gpu")
+    return arrived == tl.num_programs(2) - 1
+
+
+@triton.jit
+def _merged_chunks(
+    parts, lines, is_mine, first_slot, last_slot, sinks, window,
+    DIM: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """The chunks that a token sees, in their order. A token that is none gets NaN."""
-    token, head = tl.program_id(0), tl.program_id(1)
-    row = tl.load(rows + token)
-    member, i = tl.arange(0, GROUP_SIZE), tl.arange(0, SIZE)
-    is_mine = member < GROUP
+    """The mean of what the programs of a tile have left, chunk after chunk."""
+    i = tl.arange(0, SIZE)
     is_there = is_mine[:, None] & (i < DIM)[None, :]
-    lines = (token * NUM_HEADS + head * GROUP + member).to(tl.int64)
-    largest, total, values = _nothing(GROUP_SIZE, SIZE)
-    if row >= 0:
-        own = tl.load(positions + token) - tl.load(cache.shifts + row)
-        sinks, window = tl.load(cache.sinks + row), tl.load(cache.windows + row)
-        for chunk in range(own // CHUNK + 1):
-            if _is_seen(chunk * CHUNK, CHUNK, own, sinks, window):
-                place = lines * parts.num_chunks + chunk
-                largest, total, values = _merged(
-                    largest, total, values,
-                    tl.load(parts.largests + place, mask=is_mine, other=0.0),
-                    tl.load(parts.sums + place, mask=is_mine, other=1.0),
-                    tl.load(parts.weighted + place[:, None] * DIM + i[None, :], mask=is_there, other=0.0),
-                )  # fmt: skip
-    mean = tl.where(row >= 0, _mean(total, values), float("nan"))
-    _store(mean, out, left, lines, is_mine, NUM_HEADS, DIM, SIZE, GROUP_SIZE, LEAVES)
+    largest, total, values = _nothing(QUERIES, SIZE)
+    for chunk in range(last_slot // CHUNK + 1):
+        if _is_seen(chunk * CHUNK, CHUNK, first_slot, sinks, window):
+            place = lines * parts.num_chunks + chunk
+            largest, total, values = _merged(
+                largest, total, values,
+                tl.load(parts.largests + place, mask=is_mine, other=0.0),
+                tl.load(parts.sums + place, mask=is_mine, other=1.0),
+                tl.load(parts.weighted + place[:, None] * DIM + i[None, :], mask=is_there, other=0.0),
+            )  # fmt: skip
+    return _mean(total, values)
 
 
 @triton.jit

@@ -34,13 +34,15 @@ class Rotation(NamedTuple):
 
 @triton.jit
 def rotate_append(
-    qkv, near, far, rows, positions, rotation, cache,
+    qkv, near, far, arrivals, rows, positions, rotation, cache,
     NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, SIZE: tl.constexpr,
     GROUP_SIZE: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, HAS_FAR: tl.constexpr,
     KV_TYPE: tl.constexpr,
 ):  # fmt: skip
-    """near and far [tokens, heads, DIM]. SIZE and GROUP_SIZE are DIM and the heads of a group as powers of 2."""
+    """near and far [tokens, heads, DIM]. SIZE and GROUP_SIZE are DIM and the heads of a group as powers of 2. Sets
+    `arrivals` [tokens, kv heads] to 0 for `attention`."""
     token, head = tl.program_id(0), tl.program_id(1)
+    tl.store(arrivals + token * KV_HEADS + head, 0)
     row = tl.load(rows + token)
     if row >= 0:
         position = tl.load(positions + token)

@@ -112,6 +112,33 @@ def check_tokens(device: torch.device, num_rows: int, vocab_sizes: list[int]) ->
                 }
 
 
+def check_logprobs(device: torch.device, num_rows: int, vocab_size: int) -> Iterator[dict[str, Any]]:
+    """One result for each kind of sampling and of log-probabilities: how many rows differ from the CPU's in any bit."""
+    from infer.backends.cuda.graphs import CudaGraphs, Repeats
+    from infer.backends.cuda.logprobs import Logprobs
+    from infer.backends.cuda.sampler import choose_lines
+
+    logits, positions = make_logits("peaked", num_rows, vocab_size, 0), torch.arange(num_rows) + CONTEXT
+    for name in ("greedy", "temperature", "top_k + top_p", "everything", "wide top_p", "temperature last"):
+        for mode in ("raw", "processed"):
+            options = CONFIGURATIONS[name] | {"logprobs": 5, "logprobs_mode": mode}
+            here, (columns, history) = (
+                make_columns(options, num_rows, vocab_size, where) for where in (torch.device("cpu"), device)
+            )
+            logprobs = Logprobs(device, CudaGraphs(device) if device.type == "cuda" else Repeats())
+            records = logprobs.records(columns, num_rows, torch.zeros(1, dtype=torch.int64, device=device))
+            token_ids = choose_lines(
+                logits.to(device), columns, history, positions.to(device), None, None, records
+            ).tolist()
+            logprobs.fetch(columns, num_rows)
+            ops.backend_of(device).synchronize()
+            lines = [range(row, row + 1) for row in range(num_rows)]
+            found = logprobs.of(columns, lines, [[token_id] for token_id in token_ids])
+            expected = sampler.sample(logits, *here, positions)
+            differ = sum(found[row] != [expected.logprob_of(row, 5)] for row in range(num_rows))
+            yield {"configuration": name, "log-probabilities": mode, "rows": num_rows, "differ": differ}
+
+
 def captured(step: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
     for _ in range(3):
         step()

@@ -40,11 +40,13 @@ def attention(device: torch.device, is_tiny: bool) -> Iterator[Result]:
 
 
 def sampler(device: torch.device, is_tiny: bool) -> Iterator[Result]:
-    from check_gpu import check_tokens
+    from check_gpu import check_logprobs, check_tokens
 
     for result in check_tokens(device, *((2, [300]) if is_tiny else (16, [1000, 128_256]))):
         wrong = result["differ_from_torch_on_cpu"] + result["differ_from_torch_on_device"]
         yield {"op": "sampler", **result, "is_right": not wrong}
+    for result in check_logprobs(device, *((2, 300) if is_tiny else (16, 128_256))):
+        yield {"op": "log-probabilities", **result, "is_right": not result["differ"]}
 
 
 def models(device: torch.device, is_tiny: bool) -> Iterator[Result]:

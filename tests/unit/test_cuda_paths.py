@@ -111,9 +111,11 @@ def runner(device_world: World, monkeypatch: pytest.MonkeyPatch) -> CachedRunner
     return CachedRunner(device_world.model, 64, num_slots=2, step_tokens=16)
 
 
-def prefilled(runner: CachedRunner, params: SamplingParams, count: int) -> tuple[list[Chunk], SamplingColumns]:
+def prefilled(
+    runner: CachedRunner, params: SamplingParams, count: int, other: SamplingParams | None = None
+) -> tuple[list[Chunk], SamplingColumns]:
     """Two rows of three tokens and room for `count` more."""
-    columns = SamplingColumns.of([params, params], 256, num_prompt_tokens=[3, 3])
+    columns = SamplingColumns.of([params, other or params], 256, num_prompt_tokens=[3, 3])
     for slot in range(2):
         runner.extend(slot, [5 + slot, 6, 7])
         runner.reserve(slot, count)
@@ -145,14 +147,12 @@ def test_a_row_that_fails_ends_a_multi_step_with_its_code(runner: CachedRunner) 
     assert [tokens.token_ids for tokens in found] == [[-2], [-2]]
 
 
-@pytest.mark.parametrize("mode", ["raw", "processed"])
-def test_log_probabilities_come_with_several_steps_as_one_by_one(
-    device_world: World, runner: CachedRunner, mode: Any
-) -> None:
-    params = SamplingParams(temperature=0.8, top_k=9, seed=1, logprobs=2, logprobs_mode=mode, repetition_penalty=1.2)
+def test_log_probabilities_come_with_several_steps_as_one_by_one(device_world: World, runner: CachedRunner) -> None:
+    """Of raw logits and of processed ones."""
+    params = SamplingParams(temperature=0.8, top_k=9, seed=1, logprobs=2, repetition_penalty=1.2)
     found = []
     for each in (runner, CachedRunner(device_world.model, 64, num_slots=2, step_tokens=16, capture=False)):
-        chunks, columns = prefilled(each, params, 3)
+        chunks, columns = prefilled(each, params, 3, replace(params, logprobs_mode="processed"))
         history = History(2, 64, 256)
         for slot in range(2):
             history.begin(slot, [5 + slot, 6, 7, 8], 3)

@@ -51,6 +51,7 @@ _made_by_result: MutableMapping[Tensor, Made] = WeakTensorKeyDictionary()
 
 
 def note(y: Tensor, planes: int, quantized: Quantized | None = None) -> None:
+    """What the op that is next asks `planes_of` or `quantized` of y."""
     _made_by_result[y] = Made(planes, quantized)
 
 
@@ -59,7 +60,14 @@ def planes_of(y: Tensor) -> int:
     return _made_by_result[y].planes if y in _made_by_result else 0
 
 
-def empty_quantized(num_tokens: int, num_blocks: int, planes: int, device: torch.device) -> Quantized:
+def room_for(y: Tensor, planes: int) -> Quantized | None:
+    """For y [tokens, …] in integers beside it; None where there are no planes, or its last axis has no whole blocks."""
+    if not planes or y.shape[-1] % BLOCK:
+        return None
+    return _empty(len(y), y.flatten(1).shape[1] // BLOCK, planes, y.device)
+
+
+def _empty(num_tokens: int, num_blocks: int, planes: int, device: torch.device) -> Quantized:
     codes = torch.empty(num_tokens, planes, num_blocks, 8, dtype=torch.int32, device=device)
     scales = torch.empty(num_tokens, num_blocks, device=device)
     return Quantized(codes, scales, torch.empty(num_tokens, num_blocks, 2, dtype=torch.int32, device=device))
@@ -89,7 +97,7 @@ def quantized(
     if made is not None and made.quantized is not None and made.planes == planes:
         return made.quantized
     num_tokens, num_blocks = len(x) if indices is None else len(indices), x.shape[1] // BLOCK
-    found = empty_quantized(num_tokens, num_blocks, planes, x.device)
+    found = _empty(num_tokens, num_blocks, planes, x.device)
     if num_tokens:
         quantize_rows[num_tokens, triton.cdiv(num_blocks, _BLOCKS)](
             x, x if indices is None else indices, x if norm is None else norm.weight, found.in_bytes(),

@@ -18,9 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infer.backends.cuda.activations import Quantized, empty_quantized, note, planes_of, store_quantized
+from infer.backends.cuda.activations import Quantized, note, planes_of, room_for, store_quantized
 from infer.backends.cuda.kv_blocks import LANES, load_keys, load_values, make_blocks, place_of
-from infer.backends.cuda.layouts import BLOCK
 from infer.backends.cuda.rotation import HEAD_NORM, NO_NORM, WHOLE_NORM, Rotation, rotate_append
 from infer.backends.cuda.sampler import EXACT
 from infer.operands.step import Step
@@ -68,9 +67,7 @@ def attend(qkv: Tensor, heads: Heads, layer: LayerCache, step: Step) -> Tensor:
     is_split = num_tokens <= SPLIT_TOKENS and chunks > 1
     out = torch.empty_like(near)
     parts = _parts(near, chunks, arrivals) if is_split else Parts(out, out, out, chunks, arrivals)
-    left = (
-        None if dim % BLOCK or not planes else empty_quantized(num_tokens, out[0].numel() // BLOCK, planes, out.device)
-    )
+    left = room_for(out, planes)
     to, leaves = (Quantized(out, out, out), 0) if left is None else (left.in_bytes(), planes)
     softcap = {"softcap": heads.softcap or 1.0, "HAS_SOFTCAP": heads.softcap is not None}
     attend_chunks[num_tokens, heads.num_kv_heads, min(chunks, SPLIT_PROGRAMS) if is_split else 1](

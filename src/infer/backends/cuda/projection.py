@@ -6,18 +6,11 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infer.backends.cuda.activations import (
-    Quantized,
-    add_normalized,
-    empty_quantized,
-    normalized,
-    note,
-    quantized,
-)
+from infer.backends.cuda.activations import Quantized, add_normalized, normalized, note, quantized, room_for
 from infer.backends.cuda.blocks import matrix_of
 from infer.backends.cuda.dense import dense
 from infer.backends.cuda.epilogue import Output
-from infer.backends.cuda.layouts import BLOCK, PackedWeight
+from infer.backends.cuda.layouts import PackedWeight
 from infer.backends.cuda.matmul import matmul
 from infer.backends.cuda.matvec import matvec, num_lanes
 from infer.backends.cuda.sampler import EXACT
@@ -68,16 +61,6 @@ def norm_gate(
     return y
 
 
-def _empty_left(x: Tensor | Quantized, y: Tensor) -> Quantized | None:
-    """For a result that is multiplied next, in planes as x is; None where x is floats, or y has no whole blocks."""
-    num_blocks, rest = divmod(y.shape[1], BLOCK)
-    return (
-        None
-        if rest or not isinstance(x, Quantized)
-        else empty_quantized(len(y), num_blocks, x.codes.shape[1], y.device)
-    )
-
-
 def normalize(x: Float[Tensor, "tokens hidden"], norm: Norm) -> Float[Tensor, "tokens hidden"]:
     return normalized(x, norm)
 
@@ -125,7 +108,7 @@ def multiply(
             ADD=tl.constexpr(add),
             HAS_SOFTCAP=tl.constexpr(softcap is not None),
         )
-        left = _empty_left(forms[form], y) if activation else None
+        left = room_for(y, form) if activation else None
         launch(forms[form], weight, output, left, len(y), activation or "")
         note(y, form, left)
         column += output.num_rows

@@ -54,6 +54,7 @@ def _join(num_cpus: int) -> bool:
     where there is none at $RAY_ADDRESS.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it asks another host
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")  # 5 are too few for Python on a busy machine
     try:
         ray.init("auto", log_to_driver=False)
     except ConnectionError as error:

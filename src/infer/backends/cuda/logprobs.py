@@ -73,7 +73,7 @@ class Logprobs:
         return Records(self._on_device, done, most)
 
     def fetch(self, columns: SamplingColumns, num_lines: int) -> None:
-        """Have the records brought to the host, as `of` reads them when the device has come so far."""
+        """Have the records copied to the host, where `of` reads them when the device has come so far."""
         size = num_lines * (_COUNTS + 2 * _most(columns)) if columns.has_logprobs else 0
         self._on_host[:size].copy_(self._on_device[:size], non_blocking=True)
 

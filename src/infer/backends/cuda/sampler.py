@@ -6,12 +6,13 @@ graph.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from infer.backends.cuda.batch import Lines, make_batch
+from infer.backends.cuda.batch import Batch, Lines, make_batch
 from infer.backends.cuda.filtered import choose_filtered, weigh_blocks
 from infer.backends.cuda.logprobs import Found, Parts, Records, join_scores, weigh_scores
 from infer.backends.cuda.plain import choose_plain, score_blocks
@@ -117,12 +118,20 @@ def choose_by(
             LOGPROBS=records is not None, num_warps=tiling.filter_warps, **EXACT,
         )  # fmt: skip
     if records is not None:
-        found, most = Found(token_ids, largests, raw_largests, ends), records.most
-        totals, ahead = scratch(num_blocks, dtype=torch.int64), scratch(num_blocks, dtype=torch.int32)
-        keys, ids = (scratch(num_blocks, most, dtype=torch.int32) for _ in range(2))
-        parts, constants = Parts(totals, ahead, keys, ids), blocks | edits | {"MOST": most, "FILTERS": has_filters}
-        weigh_scores[num_blocks, num_lines](batch, found, parts, num_blocks, **constants, num_warps=8, **EXACT)
-        join_scores[(num_lines,)](
-            batch, found, parts, records.words, records.done, num_blocks, **constants, num_warps=4, **EXACT
-        )
+        found = Found(token_ids, largests, raw_largests, ends)
+        _record_logprobs(batch, found, records, num_lines, num_blocks, blocks | edits | {"FILTERS": has_filters})
     return token_ids
+
+
+def _record_logprobs(
+    batch: Batch, found: Found, records: Records, num_lines: int, num_blocks: int, constants: dict[str, Any]
+) -> None:
+    shape, device = (num_lines, num_blocks), found.largests.device
+    totals = torch.empty(shape, dtype=torch.int64, device=device)
+    ahead = torch.empty(shape, dtype=torch.int32, device=device)
+    keys, ids = (torch.empty(*shape, records.most, dtype=torch.int32, device=device) for _ in range(2))
+    parts, constants = Parts(totals, ahead, keys, ids), constants | {"MOST": records.most}
+    weigh_scores[num_blocks, num_lines](batch, found, parts, num_blocks, **constants, num_warps=8, **EXACT)
+    join_scores[(num_lines,)](
+        batch, found, parts, records.words, records.done, num_blocks, **constants, num_warps=4, **EXACT
+    )

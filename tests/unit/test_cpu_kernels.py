@@ -291,6 +291,23 @@ def test_attention_agrees_with_reference(
         assert_near(actual, expected, 5e-6 if kv_type == "f32" else 2e-2)
 
 
+@pytest.mark.parametrize("count", [1, 40])
+def test_a_query_that_is_not_a_number_stays_in_its_head_and_shows(count: int) -> None:
+    heads = make_heads(6, 2, 32, 32, normed=False)
+    qkv = torch.randn(300 + count, 10 * 32, generator=torch.manual_seed(0))
+    found = []
+    for value in (1.0, float("nan")):
+        layer = make_layer(heads, 1, 400, "f16")
+        cpu.attend(qkv[:300], heads, layer, step_of(0, 0, 300))
+        last = qkv[300:].clone()
+        last[-1, 2 * 32 + 5] = value
+        found.append(cpu.attend(last, heads, layer, step_of(0, 300, count)))
+    is_nan = found[1].isnan()
+    assert is_nan[-1, 2 * 32 : 3 * 32].all()
+    assert is_nan.sum() == 32
+    assert torch.equal(found[0][~is_nan], found[1][~is_nan])
+
+
 class Tiny:
     """A network of random weights that calls ops as the real forward does."""
 

@@ -1,7 +1,6 @@
 """`LLM`: a model, its tokenizer and its cache, with the few calls that most programs need."""
 
 import gc
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from infer.checkpoint import open_checkpoint
 from infer.checkpoint.generation_config import defaults_of
 from infer.checkpoint.pooling import Pooling
 from infer.engine.async_stream import AsyncStream
-from infer.engine.batch import BATCH_SIZE, Ended, OnResult, answer_all, begun, results_of
+from infer.engine.batch import BATCH_SIZE, Ended, OnResult, answer_all, begun, check_batch_size, results_of
 from infer.engine.embedding import embed, texts_to_embed
 from infer.engine.host import Host, HostSettings, OnError
 from infer.engine.model_settings import (
@@ -30,7 +29,7 @@ from infer.engine.model_settings import (
     checks_settings,
 )
 from infer.engine.prompt_ids import Message, Prompt, is_list_of_texts, pairs_as_needed, pairs_of
-from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback, check_count, split_options
+from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback, split_options
 from infer.engine.stream import OnPrefill, OnToken, Stream
 from infer.engine.token_trace import logits_of, score_prompt, trace_token
 from infer.errors import InvalidRequestError
@@ -46,7 +45,6 @@ from infer.model.from_checkpoint import (
 from infer.model.load import OnProgress
 from infer.model.transformer import Transformer
 from infer.operands.architecture import Architecture
-from infer.operands.limits import MAX_STEP_LOGITS
 from infer.outputs import GenerationResult, SampleTrace, TokenLogprob
 from infer.runner.closing import closed
 from infer.sampling.defaults import default_params
@@ -128,10 +126,9 @@ class LLM:
         fingerprint = f"{checkpoint.fingerprint()} {weights} {precision} {kept_dtype}"
         kept = fingerprint, cache, pool_pages, capture, grammar_backend, self.sampling_defaults, checkpoint.pooling
         self._host = Host(network, tokenizer, HostSettings(*kept), ranks)
-        loaded_as = next((each for each in (kept_dtype, weights) if each != "auto"), stored)
-        self._shown = shown_as(model, checkpoint, network.architecture, loaded_as, network.max_seq_len)
-        if (problem := self._host.template_problem()) is not None:
-            warnings.warn(f"no conversation will work: {problem}", stacklevel=3)
+        forms = kept_dtype, weights, stored
+        self._shown = shown_as(model, checkpoint, network.architecture, forms, network.max_seq_len)
+        self._host.warn_of_template(stacklevel=4)
 
     def __repr__(self) -> str:
         return f"LLM({self._shown}{', closed' if self._host is None else ''})"
@@ -290,7 +287,7 @@ class LLM:
         the next begins, and `on_result(index, result)` is called. All are checked before the first begins.
         """
         host = self._opened
-        check_count("batch_size", batch_size, 1, MAX_STEP_LOGITS)
+        check_batch_size(batch_size)
         options, sampling = split_options(options, keywords)
         requests = list(host.requests(pairs_of(prompts, params), options, sampling))
         return results_of(host.engine, requests, batch_size, on_progress, on_result)
@@ -311,7 +308,7 @@ class LLM:
         """
         check_callback("on_error", on_error)
         host = self._opened
-        check_count("batch_size", batch_size, 1, MAX_STEP_LOGITS)
+        check_batch_size(batch_size)
         options, sampling = split_options(options, keywords)
         requests = host.requests(pairs_as_needed(prompts, params), options, sampling, on_error)
         return answer_all(host.engine, begun(requests), batch_size)

@@ -93,12 +93,14 @@ def weights_name(metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo])
 
 
 def shown_as(
-    model: str | Path, checkpoint: Checkpoint, architecture: Architecture, weights: str, max_seq_len: int
+    model: str | Path, checkpoint: Checkpoint, architecture: Architecture, forms: Sequence[str], max_seq_len: int
 ) -> str:
-    """A loaded model in a line: `smollm2, llama 134.5M, Q4_1, context 8192`."""
+    """A loaded model in a line: `smollm2, llama 134.5M, Q4_1, context 8192`. Of `forms` its weights have the first that
+    is not "auto"."""
     count = sum(prod(shape) for shape in expected_shapes(architecture).values())
     size = f"{count / 1e6:.1f}M" if count < 1e9 else f"{count / 1e9:.2f}B"
     name = model if isinstance(model, str) and not Path(model).exists() else Path(model).name
+    weights = next(form for form in forms if form != "auto")
     return f"{name}, {checkpoint.config.get('model_type')} {size}, {weights}, context {max_seq_len}"
 
 

@@ -6,11 +6,18 @@ from typing import NamedTuple
 
 from infer.engine.engine import Engine
 from infer.engine.request import Request
+from infer.engine.request_options import check_count
 from infer.engine.sequence import Sequence
+from infer.operands.limits import MAX_STEP_LOGITS
 from infer.outputs import GenerationResult
 
 OnResult = Callable[[int, GenerationResult], None]
 BATCH_SIZE = 8  # prompts in one step
+
+
+def check_batch_size(value: object) -> None:
+    """Raises InvalidRequestError."""
+    check_count("batch_size", value, 1, MAX_STEP_LOGITS)
 
 
 class Ended(NamedTuple):

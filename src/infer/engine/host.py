@@ -1,6 +1,7 @@
 """A loaded model and how it begins an answer: what `LLM` and its sessions share."""
 
 import hashlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
@@ -103,15 +104,14 @@ class Host:
         """With which a forward computes."""
         return self.model.backend.num_threads()
 
-    def template_problem(self) -> InvalidRequestError | None:
-        """What is wrong with the model's own chat template; plain text needs none."""
+    def warn_of_template(self, stacklevel: int) -> None:
+        """If no conversation can be rendered by the model's own chat template; plain text needs none."""
         if self.tokenizer.chat_template is None:
-            return None
+            return
         try:
             self.tokenizer.check_chat_template()
         except InvalidRequestError as error:
-            return error
-        return None
+            warnings.warn(f"no conversation will work: {error}", stacklevel=stacklevel)
 
     def fingerprint(self, cache_kind: str) -> dict[str, str]:
         """What must be the same for a saved cache to mean the same."""

@@ -5,7 +5,7 @@ and samples with `sampling.reference`. All else is compared with it.
 """
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import cycle
@@ -47,6 +47,7 @@ EOS, END_OF_TURN = VOCAB_SIZE - 2, VOCAB_SIZE - 1
 EMBEDDING = VOCAB_SIZE + 13  # rows that no token has
 CONTEXT = 160
 WINDOW = 8
+NUM_BESIDE = 8  # sequences that the definition computes in one step, each in a row of its own
 
 _SIZES: dict[str, Any] = {
     "vocab_size": EMBEDDING,
@@ -194,30 +195,50 @@ def constraint_of(world: World, params: SamplingParams) -> Constraint | None:
 
 
 @torch.inference_mode()
-def full_logits(world: World, token_ids: Sequence[int]) -> torch.Tensor:
-    """What follows the last of them, from nothing but the forward."""
-    model = world.model
-    cache = make_cache(model, len(token_ids), step_tokens=len(token_ids), settings=world.settings)
-    cache.reserve(0, len(token_ids))
-    return model.forward(Step.of(token_ids), cache)[0, :VOCAB_SIZE].clone()
+def full_logits(world: World, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    """What follows the last token of each, from nothing but the forward, each in a row of its own."""
+    lengths = [len(token_ids) for token_ids in sequences]
+    cache = make_cache(world.model, max(lengths), len(sequences), step_tokens=max(lengths), settings=world.settings)
+    for row, length in enumerate(lengths):
+        cache.reserve(row, length)
+    steps = [Step.of(token_ids, row=row) for row, token_ids in enumerate(sequences)]
+    return world.model.forward(Step.join(steps), cache)[:, :VOCAB_SIZE].clone()
 
 
 def by_definition(world: World, case: Case) -> Outcome:
-    """One token after the other, the sequence computed again for each; a case that comes again is not."""
-    key = repr((case.prompt, asdict(case.params)))
-    if key not in world.found:
-        world.found[key] = _by_definition(world, case)
-    return world.found[key]
+    return all_by_definition(world, [case])[0]
 
 
-def _by_definition(world: World, case: Case) -> Outcome:
+def all_by_definition(world: World, cases: Sequence[Case]) -> list[Outcome]:
+    """One token after the other, the whole sequence computed again for each, beside the others'; a case that comes
+    again is not."""
+    keys = [repr((case.prompt, asdict(case.params))) for case in cases]
+    answers = {key: _answer(world, case) for key, case in zip(keys, cases, strict=True) if key not in world.found}
+    logits: dict[str, torch.Tensor | None] = dict.fromkeys(answers)
+    while answers:
+        asked = dict[str, list[int]]()
+        for key, answer in list(answers.items()):
+            try:
+                asked[key] = answer.send(logits[key])
+            except StopIteration as end:
+                world.found[key] = end.value
+                del answers[key]
+        for first in range(0, len(asked), NUM_BESIDE):
+            some = list(asked)[first : first + NUM_BESIDE]
+            logits |= dict(zip(some, full_logits(world, [asked[key] for key in some]), strict=True))
+    return [world.found[key] for key in keys]
+
+
+def _answer(world: World, case: Case) -> Generator[list[int], torch.Tensor | None, Outcome]:
+    """Gives the ids so far, and is sent the logits after them."""
     tokenizer, params = world.tokenizer, case.params
     output = TextOutput(tokenizer, params, world.model.max_seq_len - len(case.prompt))
     token_ids, text = list(case.prompt), ""
     constraint = constraint_of(world, params)
     logprobs, is_complete = list[TokenLogprob](), False
     while output.finish_reason is None:
-        logits, allowed = full_logits(world, token_ids), None
+        logits, allowed = (yield token_ids), None
+        assert logits is not None
         if constraint is not None:
             words = np.zeros(-(-VOCAB_SIZE // 32), np.int32)
             constraint.fill(words)

@@ -17,7 +17,7 @@ from infer.runner.runner import CachedRunner
 from infer.runner.verify import SampledTokens
 from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
-from path_cases import CASES, Case, Outcome, Way, World, by_definition, make_world, run_alone, run_batch
+from path_cases import CASES, Case, Outcome, Way, World, all_by_definition, make_world, run_alone, run_batch
 from test_families import expected_logits, load, make_reserved, random_ids
 from tiny import LONGROPE, ONE_EACH, TINY, Tiny, make_tiny
 
@@ -82,7 +82,8 @@ def cases(world: World) -> list[tuple[Case, Outcome]]:
     """Short ones; log-probabilities have other last bits on another device."""
     chosen = [case for case in CASES if IS_WHOLE or case.name in NAMES]
     short = [replace(case, prompt=case.prompt[:9], params=_shortened(case.params)) for case in chosen]
-    return [(case, replace(by_definition(world, case), logprobs=None)) for case in short]
+    outcomes = all_by_definition(world, short)
+    return [(case, replace(outcome, logprobs=None)) for case, outcome in zip(short, outcomes, strict=True)]
 
 
 def _shortened(params: SamplingParams) -> SamplingParams:

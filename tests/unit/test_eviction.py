@@ -18,7 +18,7 @@ from path_cases import (
     Place,
     Way,
     World,
-    by_definition,
+    all_by_definition,
     make_folder,
     make_runner,
     make_world,
@@ -47,7 +47,8 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def expected(world: World) -> dict[str, Outcome]:
-    return {case.name: by_definition(world, case) for case in SOME}
+    outcomes = all_by_definition(world, SOME)
+    return {case.name: outcome for case, outcome in zip(SOME, outcomes, strict=True)}
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)

@@ -24,12 +24,20 @@ LENGTH = 100  # fills the windows several times over
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(scope="module", params=TINY, ids=lambda tiny: tiny.name)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Transformer]:
+@pytest.fixture(scope="module")
+def pairs() -> dict[str, tuple[Any, Transformer]]:
+    """Each made once: pytest makes a fixture with parameters again wherever another parameter came between."""
+    return {}
+
+
+@pytest.fixture(params=TINY, ids=lambda tiny: tiny.name)
+def pair(
+    request: pytest.FixtureRequest, pairs: dict[str, tuple[Any, Transformer]], tmp_path: Path
+) -> tuple[Any, Transformer]:
     tiny: Tiny = request.param
-    folder = tmp_path_factory.mktemp(tiny.name)
-    oracle = make_tiny(tiny, folder)
-    return oracle, load(folder)
+    if tiny.name not in pairs:
+        pairs[tiny.name] = make_tiny(tiny, tmp_path), load(tmp_path)
+    return pairs[tiny.name]
 
 
 def load(folder: Path) -> Transformer:

@@ -30,6 +30,7 @@ from path_cases import (
     Place,
     Way,
     World,
+    all_by_definition,
     by_definition,
     make_runner,
     make_sequence,
@@ -98,7 +99,7 @@ AT_THE_END = [
 
 @pytest.fixture(scope="module")
 def at_the_end(world: World) -> list[Outcome]:
-    return [by_definition(world, case) for case in AT_THE_END]
+    return all_by_definition(world, AT_THE_END)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
@@ -197,7 +198,7 @@ def poisoned(folder: Path, tmp_path_factory: pytest.TempPathFactory, world: Worl
 def test_a_row_whose_logits_are_nan_fails_alone(world: World, poisoned: World, way: Way) -> None:
     params = SamplingParams(temperature=0.8, max_new_tokens=24, logit_bias={POISON: -math.inf}, ignore_eos=True)
     cases = [Case(str(i), prompt_of(3 + i), replace(params, seed=i)) for i in range(4)]
-    expected = [by_definition(world, case) for case in cases]
+    expected = all_by_definition(world, cases)
     said = [outcome.token_ids for outcome in expected]
     at_once = Case("at once", (POISON,), replace(params, seed=1))
     later = Case("later", prompt_of(9), replace(params, seed=2, logit_bias={POISON: 5.0}))
@@ -220,7 +221,7 @@ def test_a_grammar_that_cannot_go_on_fails_its_row_alone(world: World, way: Way,
     free = [Case(str(i), prompt_of(3 + i), replace(LONG, max_new_tokens=24)) for i in range(2)]
     bound = Case("regex", prompt_of(7), SamplingParams(regex="[ab]{20}", temperature=0.9, seed=1))
     cases = [free[0], bound, bound, free[1]]
-    expected = [by_definition(world, case) for case in cases]
+    expected = all_by_definition(world, cases)
     waiting = [
         make_sequence(world, case, way, outcome.token_ids) for case, outcome in zip(cases, expected, strict=True)
     ]
@@ -315,7 +316,7 @@ def test_a_cancel_during_a_long_prompt_is_seen_behind_the_chunk(world: World) ->
 
 def test_one_row_of_a_batch_is_cancelled_and_the_others_go_on(world: World) -> None:
     cases = [Case(str(i), prompt_of(4 + i), replace(LONG, seed=i, max_new_tokens=24)) for i in range(5)]
-    expected = [by_definition(world, case) for case in cases]
+    expected = all_by_definition(world, cases)
     cancel = threading.Event()
     waiting = [make_sequence(world, case, Way(), cancel=cancel if case.name == "2" else None) for case in cases]
     engine = Place(world, Way(chain=4), make_runner(world, Way(), num_slots=5)).engine

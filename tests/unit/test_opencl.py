@@ -28,7 +28,7 @@ from infer.sampling.columns import SamplingColumns
 from infer.sampling.failure_codes import NOT_A_NUMBER, NOTHING_ALLOWED
 from infer.sampling.masks import pack_masks
 from layer_caches import make_layer
-from path_cases import CASES, DRAFTS, Drafts, Outcome, Way, World, by_definition, make_world, run_batch
+from path_cases import CASES, DRAFTS, Drafts, Outcome, Way, World, all_by_definition, make_world, run_batch
 from test_cpu_kernels import make_weight
 from test_families import load, make_reserved, random_ids
 from test_session import make_model
@@ -254,7 +254,7 @@ def test_what_is_said_does_not_depend_on_the_way(drafts: Drafts, worlds: tuple[W
     """Samplers, grammars and log-probabilities, each with drafts of every kind and in company."""
     on_cpu, on_opencl = worlds
     way, cases = Way(drafts, chunk=7, chain=8), CASES[DRAFTS.index(drafts) :: 12]
-    expected = [by_definition(on_cpu, case) for case in cases]
+    expected = all_by_definition(on_cpu, cases)
     found = run_batch(on_opencl, cases, way, 3, [outcome.token_ids for outcome in expected])
     assert [Outcome.of(result) for result in found] == expected
 

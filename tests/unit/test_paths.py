@@ -29,14 +29,14 @@ from path_cases import (
     Place,
     Way,
     World,
-    by_definition,
+    all_by_definition,
     make_folder,
     make_world,
     run_alone,
     run_batch,
 )
 
-EVERY = usual_or_all(2, 1)
+EVERY = usual_or_all(3, 1)
 CHUNKS = (1, 7, 64, 512)
 CHAINS = (1, 8, 64)
 NUM_ROWS = 5
@@ -52,14 +52,24 @@ SLOWER = [Way(drafts, chunk, capture=False) for drafts, chunk in zip(DRAFTS, CHU
 SLOWER += [Way(drafts, chunk, capture=False, cached=False) for drafts, chunk in (("none", 512), ("half", 7))]
 
 
+@pytest.fixture(scope="module")
+def worlds() -> dict[str, World]:
+    """Each made once: pytest makes a fixture with parameters again wherever another parameter came between."""
+    return {}
+
+
 @pytest.fixture(scope="module", params=["llama", "windows"])
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
-    return make_world(request.param, tmp_path_factory.mktemp(request.param))
+def world(request: pytest.FixtureRequest, worlds: dict[str, World], tmp_path_factory: pytest.TempPathFactory) -> World:
+    name = request.param
+    if name not in worlds:
+        worlds[name] = make_world(name, tmp_path_factory.mktemp(name))
+    return worlds[name]
 
 
 @pytest.fixture(scope="module")
 def expected(world: World) -> dict[str, Outcome]:
-    return {case.name: by_definition(world, case) for case in CASES}
+    outcomes = all_by_definition(world, CASES)
+    return {case.name: outcome for case, outcome in zip(CASES, outcomes, strict=True)}
 
 
 def alone(world: World, cases: Sequence[Case], way: Way, expected: dict[str, Outcome]) -> dict[str, Outcome]:
@@ -105,7 +115,7 @@ def test_what_is_said_does_not_depend_on_capture_or_cache(world: World, expected
 def test_what_is_said_does_not_depend_on_any_of_all_ways(
     world: World, expected: dict[str, Outcome], drafts: str
 ) -> None:
-    """An eighth of the cases alone and another in company, in turns. With INFER_TESTS=all it is a quarter, and each
+    """A twelfth of the cases alone and another in company, in turns. With INFER_TESTS=all it is a quarter, and each
     meets every chunk and every chain."""
     for index, way in enumerate(way for way in (PRODUCT if IS_WHOLE else PAIRWISE) if way.drafts == drafts):
         some, others = (QUARTERS[quarter % 4][index % EVERY :: EVERY] for quarter in (index, index + 2))
@@ -124,12 +134,9 @@ FIRST = [case for case in CASES if case.name in ("stopped, free", "ending, free"
 def turns(world: World, expected: dict[str, Outcome]) -> list[tuple[Case, Case, Outcome]]:
     """A case, one that goes on behind it, and what that one says."""
     params = SamplingParams(temperature=0.8, seed=9, repetition_penalty=1.3, max_new_tokens=16)
-    found = []
-    for case in FIRST:
-        prompt = (*case.prompt, *expected[case.name].token_ids, *b" ab")
-        second = Case(f"{case.name}, then", prompt, params)
-        found.append((case, second, by_definition(world, second)))
-    return found
+    prompts = [(*case.prompt, *expected[case.name].token_ids, *b" ab") for case in FIRST]
+    then = [Case(f"{case.name}, then", prompt, params) for case, prompt in zip(FIRST, prompts, strict=True)]
+    return list(zip(FIRST, then, all_by_definition(world, then), strict=True))
 
 
 def gone_on(world: World, turns: Sequence[tuple[Case, Case, Outcome]], way: Way) -> Iterator[tuple[Outcome, Outcome]]:

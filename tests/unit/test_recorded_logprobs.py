@@ -20,7 +20,7 @@ from infer.outputs import TokenLogprob
 from infer.sampling import sampler
 from infer.sampling.columns import SamplingColumns
 from infer.sampling_params import SamplingParams
-from path_cases import CASES, Outcome, Way, World, by_definition, make_sequence, run_all
+from path_cases import CASES, Outcome, Way, World, all_by_definition, make_sequence, run_all
 from sampling_cases import STYLES, Row, batches_of_rows, make_batch, make_logits
 
 KNOBS: list[dict[str, Any]] = [
@@ -132,7 +132,7 @@ def test_a_row_that_asks_ends_nobodys_multi_steps(world: World) -> None:
     for asked in ({}, {"logprobs": 20}, {"logprobs": 3, "logprobs_mode": "processed", "top_p": 0.9}):
         cases = [case, replace(case, params=replace(params, **asked))]  # type: ignore[arg-type]
         results = run_all(world, [make_sequence(world, each, Way()) for each in cases], Way(), 2)
-        assert [Outcome.of(result) for result in results] == [by_definition(world, each) for each in cases]
+        assert [Outcome.of(result) for result in results] == all_by_definition(world, cases)
         stats.append([(result.stats.multi_steps, result.stats.multi_step_tokens) for result in results])
     assert stats[0] == stats[1] == stats[2]
     assert stats[0][0][0] > 0

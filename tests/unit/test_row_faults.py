@@ -13,7 +13,18 @@ from infer.engine.sequence import Sequence as Answering
 from infer.engine.stream import Stream
 from infer.kvcache.settings import CacheSettings
 from infer.runner.runner import CachedRunner
-from path_cases import Case, Outcome, Place, Way, World, by_definition, make_sequence, make_world, run_all
+from path_cases import (
+    Case,
+    Outcome,
+    Place,
+    Way,
+    World,
+    all_by_definition,
+    by_definition,
+    make_sequence,
+    make_world,
+    run_all,
+)
 
 LONG = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
 BOUND = SamplingParams(regex="abc abc[ab ]{20}", temperature=0.9, seed=1)
@@ -94,7 +105,7 @@ def test_a_fault_in_one_row_costs_no_other_row_a_token(world: World, way: Way, f
     place, name = FAULTS[fault]
     cases = [Case(str(i), PROMPT[: 5 + 7 * i], params) for i, params in enumerate([LONG, BOUND, BOUND, LONG, LONG])]
     cases[3] = replace(cases[3], params=replace(LONG, temperature=0.8, seed=3, repetition_penalty=1.2))
-    expected = [by_definition(world, case) for case in cases]
+    expected = all_by_definition(world, cases)
     waiting = [
         make_sequence(world, case, way, outcome.token_ids) for case, outcome in zip(cases, expected, strict=True)
     ]

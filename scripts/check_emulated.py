@@ -24,7 +24,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 DIGESTS = ROOT / "tests" / "kernel_digests.py"
 CASES = ["Q4_0 exact", "Q8_0 exact", "Q8_0 embed"]  # some ten seconds each: LLVM runs emulated too
-FEWER_CASES = {"max": ["Q4_0 exact"]}  # which differs from neoverse-n1 in its products alone: i8mm
+FEWER_CASES = {
+    "max": ["Q4_0 exact"],  # which differs from neoverse-n1 in its products alone: i8mm
+    "nehalem": ["Q8_0 exact", "Q8_0 embed"],  # whose products are one code for every type: `portable`
+}
 X86, ARM = ("haswell", "max-x86", "nehalem"), ("neoverse-n1", "cortex-a76", "max")
 WITHOUT_FMA = ("nehalem",)
 SINGLE_PRODUCTS = ("Q4_0 embed", "Q5_0 embed", "Q8_0 embed", "F32 embed", "F16 embed", "BF16 embed")
@@ -133,14 +136,12 @@ def all_digests(
     """Of this machine, of this machine compiled for what has no FMA, and of each emulated CPU; as many at once as there
     are cores, the slow ones first."""
     here, own = ([sys.executable], str(ROOT / "src")), max(cases_by_cpu.values(), key=len)
-    runs = {cpu: (*command, "") for cpu, command in commands.items()} | {"here": (*here, "")}
-    runs |= {f"here, compiled for {cpu}": (*here, cpu) for cpu in commands if cpu in WITHOUT_FMA}
+    runs = {cpu: (*command, cases_by_cpu[cpu], "") for cpu, command in commands.items()} | {"here": (*here, own, "")}
+    runs |= {f"here, compiled for {cpu}": (*here, cases_by_cpu[cpu], cpu) for cpu in commands if cpu in WITHOUT_FMA}
     with tempfile.TemporaryDirectory() as caches, ThreadPoolExecutor(os.cpu_count()) as pool:
         begun = {
-            title: pool.submit(
-                digests, title, python, path, cases_by_cpu.get(title, own), Path(caches) / title, compiled_for
-            )
-            for title, (python, path, compiled_for) in runs.items()
+            title: pool.submit(digests, title, python, path, cases, Path(caches) / title, compiled_for)
+            for title, (python, path, cases, compiled_for) in runs.items()
         }
         return {title: each.result() for title, each in begun.items()}
 

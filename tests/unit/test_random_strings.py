@@ -21,6 +21,7 @@ from infer.tokenizer.gguf_vocabulary import TokenType
 from test_tokenizer import ASSETS, FRAGMENTS, SCRIPTS, as_gguf, folder, gguf_metadata, load, load_gguf, smollm2_gguf
 
 NUM_STRINGS = int(os.environ.get("INFER_RANDOM_STRINGS", usual_or_all(1000, 20_000)))
+EVERY = usual_or_all(3, 1)  # of the words of a vocabulary
 NUM_STREAMS = usual_or_all(4000, 100_000)
 BATCH = 1000
 pytestmark = pytest.mark.slow
@@ -174,8 +175,9 @@ def test_naughty_strings_give_the_same_ids(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_every_word_of_the_vocabulary_gives_the_same_ids(name: str) -> None:
-    assert_equal(name, vocabulary_words(name))
+def test_the_words_of_the_vocabulary_give_the_same_ids(name: str) -> None:
+    """A third of them are encoded, or with INFER_TESTS=all each."""
+    assert_equal(name, vocabulary_words(name)[::EVERY])
     ours, expected = pair(name)
     if name in ("llama3_1", "qwen3"):
         assert ours.special_token_ids == expected.special_token_ids

@@ -3,6 +3,7 @@
     python scripts/check_emulated.py                              some cases on haswell, nehalem, neoverse-n1 and max
     python scripts/check_emulated.py --cpus max --cases attend    those whose names begin so (tests/kernel_digests.py)
     python scripts/check_emulated.py --all                        every case: hours
+    python scripts/check_emulated.py --prepare                    nothing, but AArch64's folder is there
 
 Nehalem has SSE alone. Sums of floats are rounded otherwise without FMA, so its digests are compared with those of this
 machine compiled for Nehalem; those of single products, which the embedding has, with this machine's own as well.
@@ -151,9 +152,13 @@ def main() -> int:
     parser.add_argument("--cpus", nargs="+", choices=[*X86, *ARM], default=["haswell", "nehalem", "neoverse-n1", "max"])
     parser.add_argument("--cases", nargs="+", help="default: a few that take some ten seconds each")
     parser.add_argument("--all", action="store_true", help="every case")
+    parser.add_argument("--prepare", action="store_true", help="make the folder for AArch64, and no more")
     options = parser.parse_args()
     cases = {cpu: [] if options.all else options.cases or FEWER_CASES.get(cpu, CASES) for cpu in options.cpus}
     try:
+        if options.prepare:
+            make_aarch64(aarch64_folder())
+            return 0
         commands = {cpu: command_for(cpu) for cpu in options.cpus}
     except MissingError as error:
         print(error, file=sys.stderr)

@@ -15,7 +15,7 @@ from infer import ops
 from infer.backends.cpu.capture.sampled import StepCallback
 from infer.backends.cpu.control import call_python
 from infer.backends.cpu.records import SAMPLE
-from infer.backends.cpu.state import words_of
+from infer.backends.cpu.state import fields_of
 from infer.errors import ConstraintError
 from infer.grammar import Constraint
 from infer.sampling_params import SamplingParams
@@ -132,7 +132,7 @@ def test_an_interrupt_that_came_while_compiled_code_ran_is_raised_behind_it(monk
     monkeypatch.setattr("sys.unraisablehook", dropped.append)
     raise_signal = ctypes.cast(ctypes.CDLL(None)["raise"], ctypes.c_void_p).value
     arguments, seen = np.ones(1, SAMPLE), list[int]()  # `stop` is set before each call
-    callback = StepCallback(lambda number: seen.append(number) is None, words_of(arguments))
+    callback = StepCallback(lambda number: seen.append(number) is None, fields_of(arguments))
     call_interrupted(raise_signal, 0, callback.address)
     assert (seen, int(arguments["stop"][0])) == ([1], 0)
     arguments["stop"] = 1
@@ -149,7 +149,7 @@ def test_an_interrupt_that_came_while_compiled_code_ran_is_raised_behind_it(monk
 
 def test_a_callback_that_says_no_stops_the_walk() -> None:
     arguments = np.ones(1, SAMPLE)
-    callback = StepCallback(lambda number: False, words_of(arguments))
+    callback = StepCallback(lambda number: False, fields_of(arguments))
     call_interrupted(ctypes.cast(ctypes.CDLL(None)["abs"], ctypes.c_void_p).value, 0, callback.address)
     callback.close()
     assert int(arguments["stop"][0]) == 1

@@ -9,9 +9,9 @@ from resource import RUSAGE_SELF, getrusage
 import numpy as np
 import pytest
 
-from infer.backends.cpu import control, pace, simd
+from infer.backends.cpu import control, pace
 from infer.backends.cpu.compiled import compiled_address
-from infer.backends.cpu.records import SAMPLE
+from infer.backends.cpu.records import SAMPLE, pointer
 from infer.backends.cpu.state import STATE
 from infer.backends.cpu.table import BARRIER, Command, Walk
 from infer.backends.cpu.threads import Team, aligned, publisher
@@ -19,13 +19,13 @@ from infer.backends.cpu.units import begin_units, take_share, take_units
 
 WORK = np.dtype(
     [
-        ("done", np.int64),  # int64 [units]: how often
-        ("doers", np.int64),  # int64 [units]: the last thread that did it
+        ("done", pointer(np.int64)),  # [units]: how often
+        ("doers", pointer(np.int64)),  # [units]: the last thread that did it
         ("num_units", np.int64),
         ("slow", np.int64),  # a thread that takes long for each unit
         ("lag", np.int64),  # nanoseconds
-        ("visits", np.int64),  # int64 [threads]: commands that it has done
-        ("errors", np.int64),
+        ("visits", pointer(np.int64)),  # [threads]: commands that it has done
+        ("errors", pointer(np.int64)),
     ]
 )
 NUM_COMMANDS, REPEATS = 6, 5
@@ -43,8 +43,8 @@ def make_do_units() -> Callable[..., None]:
                     until = control.nanoseconds() + args.lag
                     while control.nanoseconds() < until:
                         control.pause()
-                control.atomic_add(args.done + 8 * (unit >> round_), 1)
-                simd.store_i64(args.doers + 8 * (unit >> round_), thread)
+                control.atomic_add(args.done + (unit >> round_), 1)
+                args.doers[unit >> round_] = thread
                 unit += 1
                 if unit == end:
                     unit, end = take_units(state, thread, num_threads, args.num_units << round_)
@@ -61,7 +61,7 @@ def make_do_shares() -> Callable[..., None]:
             begin, stop = take_share(state, thread, num_threads, args.num_units, 7)
             while begin < stop:
                 for unit in range(begin, stop):
-                    control.atomic_add(args.done + 8 * unit, 1)
+                    control.atomic_add(args.done + unit, 1)
                 begin, stop = take_share(state, thread, num_threads, args.num_units, 7)
 
     return do_shares
@@ -71,16 +71,16 @@ def make_check_visits() -> Callable[..., None]:
     """After a barrier every thread has done what came before it, and at most one command more."""
 
     def check_visits(args, state, thread, num_threads):  # type: ignore[no-untyped-def]
-        own = control.atomic_load(args.visits + 8 * thread)
+        own = control.atomic_load(args.visits + thread)
         for other in range(num_threads):
-            ahead = control.atomic_load(args.visits + 8 * other) - own
+            ahead = control.atomic_load(args.visits + other) - own
             if ahead < 0 or ahead > 1:
                 control.atomic_add(args.errors, 1)
         if thread == args.slow:
             until = control.nanoseconds() + args.lag
             while control.nanoseconds() < until:
                 control.pause()
-        control.atomic_add(args.visits + 8 * thread, 1)
+        control.atomic_add(args.visits + thread, 1)
 
     return check_visits
 

@@ -120,7 +120,7 @@ def test_workers_that_lag_are_dismissed_and_thread_0_does_their_parts(monkeypatc
     for _ in range(10):
         three._pace = threads.Pace(3)
         counter.run(three)
-        meetings = int(counter.state["dismissed"][0])
+        meetings = counter.state["dismissed"].item()
         assert 1 <= meetings <= counter.times
         assert counter.is_right()
     assert counter.walk.arguments["walked"][0] == 4
@@ -325,7 +325,7 @@ stopped = __import__("numpy").zeros(1, "int64")
 counter.walk.arguments["stop"] = stopped.ctypes.data
 walker = threading.Thread(target=lambda: counter.run(busy))
 walker.start()
-while not busy._job_words[__import__("infer.backends.cpu.threads", fromlist=["_JOB"])._JOB["owner"]]:
+while not busy._job.owner:
     time.sleep(0.001)
 signal.signal(signal.SIGALRM, stop)
 try:

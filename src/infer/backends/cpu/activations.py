@@ -29,6 +29,7 @@ from infer.backends.cpu.simd import (
     i32x16,
     load_f32,
     load_scalar_f32,
+    load_upto,
     nearest_i32,
     operation,
     splat_f32,
@@ -37,9 +38,9 @@ from infer.backends.cpu.simd import (
     store_i8,
     store_i32,
     store_scalar_f32,
+    store_upto,
     sum_f32,
 )
-from infer.backends.cpu.tails import load_upto, store_upto
 
 _HALF = LANES // 2
 _SMALLEST = np.float32(1e-33)  # a block below this counts as this, so that its scale is a normal number

@@ -11,16 +11,14 @@ a group arrives for all of it.
 from numba import njit
 
 from infer.backends.cpu import control
-from infer.backends.cpu.simd import load_i64, store_i64
-from infer.backends.cpu.state import GROUP, LINE_BYTES, STATE, THREAD, field_offset
+from infer.backends.cpu.record_types import nth_record
+from infer.backends.cpu.records import LINE_WORDS
+from infer.backends.cpu.state import GROUP
 
 SPIN_NANOSECONDS, _SHORT_SPIN_NANOSECONDS = 50_000, 2_000
 _NUM_SHORT = 8  # waits after one that spun in vain
 _PAUSES = 32  # between two looks at the clock
 _MOST_UNGROUPED = 16
-
-_RELEASED, _HAS_SLEEPERS, _ARRIVALS = (field_offset(STATE, name) for name in ("released", "has_sleepers", "arrivals"))
-_NUM_SHORT_AT = field_offset(STATE, "threads") + field_offset(THREAD, "num_short")
 
 
 @njit
@@ -59,35 +57,33 @@ def wake(word, has_sleepers):
 @njit
 def clear_barrier(state, num_threads):
     """Before threads that meet at barriers begin."""
-    store_i64(state + _RELEASED, 0)
-    store_i64(state + _HAS_SLEEPERS, 0)
+    state.released[0], state.has_sleepers[0] = 0, 0
     for line in range(1 + (num_threads - 1) // GROUP + 1):
-        store_i64(state + _ARRIVALS + LINE_BYTES * line, 0)
+        state.arrivals[LINE_WORDS * line] = 0
 
 
 @njit
 def _is_last(state, thread, num_threads, number):
     """Whether all others have arrived at a barrier."""
-    arrivals, parties = state + _ARRIVALS, num_threads
+    parties = num_threads
     if num_threads > _MOST_UNGROUPED:
         group = thread // GROUP
         size = min(GROUP, num_threads - group * GROUP)
-        if control.atomic_add(arrivals + LINE_BYTES * (1 + group), 1) + 1 < size * number:
+        if control.atomic_add(state.arrivals + LINE_WORDS * (1 + group), 1) + 1 < size * number:
             return False
         parties = (num_threads + GROUP - 1) // GROUP
-    return control.atomic_add(arrivals, 1) + 1 == parties * number
+    return control.atomic_add(state.arrivals, 1) + 1 == parties * number
 
 
 @njit
 def meet(state, thread, num_threads, number):
     """Return when all have come to the barrier of this number: the nanoseconds lost if that took long."""
-    released, has_sleepers = state + _RELEASED, state + _HAS_SLEEPERS
+    released, has_sleepers, own = state.released, state.has_sleepers, nth_record(state.threads, thread)
     if _is_last(state, thread, num_threads, number):
         control.atomic_store(released, number)
         wake(released, has_sleepers)
         return 0
-    num_short_at = state + _NUM_SHORT_AT + LINE_BYTES * thread
-    num_short = load_i64(num_short_at)
+    num_short = own.num_short
     lost = wait_until(released, number, has_sleepers, _SHORT_SPIN_NANOSECONDS if num_short else SPIN_NANOSECONDS)
-    store_i64(num_short_at, 0 if lost == 0 else num_short - 1 if num_short else _NUM_SHORT)
+    own.num_short = 0 if lost == 0 else num_short - 1 if num_short else _NUM_SHORT
     return lost

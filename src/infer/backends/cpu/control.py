@@ -23,6 +23,7 @@ _MOMENT_MICROSECONDS = 20
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform == "linux" else None  # its call number
 _FUTEX_WAIT, _FUTEX_WAKE = 128, 129  # of this process alone
 _ALL = 2**31 - 1
+words = types.CPointer(types.int64)
 _COMMAND = ir.FunctionType(ir.VoidType(), [_POINTER, _POINTER, I64, I64])
 
 
@@ -40,33 +41,33 @@ def call_python(b: Builder, function: Value, number: Value) -> None:
     b.call(b.inttoptr(function, kind.as_pointer()), [number])
 
 
-@operation(types.int64, address, types.int64)
+@operation(types.int64, words, types.int64)
 def atomic_add(b: Builder, where: Value, amount: Value) -> Value:
     """The value before."""
-    return b.atomic_rmw("add", b.inttoptr(where, I64.as_pointer()), amount, "seq_cst")
+    return b.atomic_rmw("add", where, amount, "seq_cst")
 
 
-@operation(types.int64, address, types.int64)
+@operation(types.int64, words, types.int64)
 def atomic_exchange(b: Builder, where: Value, x: Value) -> Value:
     """Store x; the value before."""
-    return b.atomic_rmw("xchg", b.inttoptr(where, I64.as_pointer()), x, "seq_cst")
+    return b.atomic_rmw("xchg", where, x, "seq_cst")
 
 
-@operation(types.int64, address, types.int64, types.int64)
+@operation(types.int64, words, types.int64, types.int64)
 def compare_exchange(b: Builder, where: Value, expected: Value, x: Value) -> Value:
     """Store x if the value is the expected one; the value before."""
-    pair = b.cmpxchg(b.inttoptr(where, I64.as_pointer()), expected, x, "seq_cst", "seq_cst")
+    pair = b.cmpxchg(where, expected, x, "seq_cst", "seq_cst")
     return b.extract_value(pair, 0)
 
 
-@operation(types.int64, address)
+@operation(types.int64, words)
 def atomic_load(b: Builder, where: Value) -> Value:
-    return b.load_atomic(b.inttoptr(where, I64.as_pointer()), "seq_cst", 8, typ=I64)
+    return b.load_atomic(where, "seq_cst", 8, typ=I64)
 
 
-@operation(types.void, address, types.int64)
+@operation(types.void, words, types.int64)
 def atomic_store(b: Builder, where: Value, x: Value) -> None:
-    b.store_atomic(x, b.inttoptr(where, I64.as_pointer()), "seq_cst", 8)
+    b.store_atomic(x, where, "seq_cst", 8)
 
 
 @operation(types.void)
@@ -81,7 +82,7 @@ def pause(b: Builder) -> None:
         b.call(b.module.declare_intrinsic("llvm.aarch64.isb", (), barrier_type), [I32(15)])
 
 
-@operation(types.void, address, types.int64)
+@operation(types.void, words, types.int64)
 def sleep_while(b: Builder, where: Value, x: Value) -> None:
     """Sleep until `wake_all` while the number is x; or return at once, or when a signal came."""
     if _FUTEX is None:
@@ -90,7 +91,7 @@ def sleep_while(b: Builder, where: Value, x: Value) -> None:
         _futex(b, where, _FUTEX_WAIT, b.trunc(x, I32))  # of a number that grows the lower half tells
 
 
-@operation(types.void, address)
+@operation(types.void, words)
 def wake_all(b: Builder, where: Value) -> None:
     """Those that sleep while the number here is what it was."""
     if _FUTEX is not None:
@@ -100,7 +101,7 @@ def wake_all(b: Builder, where: Value) -> None:
 def _futex(b: Builder, where: Value, what: int, value: Value) -> None:
     kind = ir.FunctionType(I64, [I64], var_arg=True)
     call = cgutils.get_or_insert_function(b.module, kind, "syscall")
-    b.call(call, [I64(_FUTEX), where, I64(what), b.zext(value, I64), I64(0)])
+    b.call(call, [I64(_FUTEX), b.ptrtoint(where, I64), I64(what), b.zext(value, I64), I64(0)])
 
 
 @operation(types.void)
@@ -115,29 +116,29 @@ def yield_thread(b: Builder) -> None:
         _call(b, "sched_yield", I32)
 
 
-@operation(types.void, address)
+@operation(types.void, words)
 def post_semaphore(b: Builder, semaphore: Value) -> None:
     if _IS_MACOS:
         _call(b, "dispatch_semaphore_signal", I64, _dispatched(b, semaphore))
     else:
-        _call(b, "sem_post", I32, b.inttoptr(semaphore, _POINTER))
+        _call(b, "sem_post", I32, b.bitcast(semaphore, _POINTER))
 
 
-@operation(types.int64, address)
+@operation(types.int64, words)
 def wait_semaphore(b: Builder, semaphore: Value) -> Value:
     """Sleep until it is posted. Not 0: a signal came instead."""
     if _IS_MACOS:
         return _call(b, "dispatch_semaphore_wait", I64, _dispatched(b, semaphore), I64(_FOR_EVER))
-    return b.sext(_call(b, "sem_wait", I32, b.inttoptr(semaphore, _POINTER)), I64)
+    return b.sext(_call(b, "sem_wait", I32, b.bitcast(semaphore, _POINTER)), I64)
 
 
-@operation(types.int64, address)
+@operation(types.int64, words)
 def wait_semaphore_briefly(b: Builder, semaphore: Value) -> Value:
     """`wait_semaphore`, but never for long where signals do not end it. Not 0: it was not posted."""
     if _IS_MACOS:
         until = _call(b, "dispatch_time", I64, I64(0), I64(_TURN_NANOSECONDS))
         return _call(b, "dispatch_semaphore_wait", I64, _dispatched(b, semaphore), until)
-    return b.sext(_call(b, "sem_wait", I32, b.inttoptr(semaphore, _POINTER)), I64)
+    return b.sext(_call(b, "sem_wait", I32, b.bitcast(semaphore, _POINTER)), I64)
 
 
 @operation(types.int64)
@@ -167,4 +168,4 @@ def _call(b: Builder, name: str, result: ir.Type, *arguments: Value) -> Value:
 
 
 def _dispatched(b: Builder, semaphore: Value) -> Value:
-    return b.inttoptr(b.load(b.inttoptr(semaphore, I64.as_pointer()), typ=I64), _POINTER)
+    return b.inttoptr(b.load(semaphore, typ=I64), _POINTER)

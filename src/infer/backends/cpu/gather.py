@@ -13,18 +13,17 @@ from numba import njit
 
 from infer.backends.cpu import control
 from infer.backends.cpu.barrier import SPIN_NANOSECONDS, spin
-from infer.backends.cpu.simd import load_i64, store_i64
-from infer.backends.cpu.state import LINE_BYTES
+from infer.backends.cpu.records import LINE_WORDS
 
 
 @njit
 def _buffer(exchange, number):
-    return exchange.buffers + (number & 1) * exchange.buffer_bytes
+    return exchange.buffers + (number & 1) * exchange.buffer_words
 
 
 @njit
 def _arrive(exchange, number):
-    control.atomic_store(exchange.arrivals + LINE_BYTES * exchange.rank, number)
+    control.atomic_store(exchange.arrivals + LINE_WORDS * exchange.rank, number)
 
 
 @njit
@@ -35,7 +34,7 @@ def _has_failed(exchange):
 @njit
 def _await(exchange, rank, number):
     """Until a rank has arrived at an exchange."""
-    arrived, began = exchange.arrivals + LINE_BYTES * rank, control.nanoseconds()
+    arrived, began = exchange.arrivals + LINE_WORDS * rank, control.nanoseconds()
     while not spin(arrived, number) and not _has_failed(exchange):
         if control.nanoseconds() - began > SPIN_NANOSECONDS:
             control.sleep_briefly()
@@ -66,9 +65,9 @@ def make_lead() -> Callable[..., None]:
             args.stop[0] = 1
         number = args.exchange.done + 1
         buffer = _buffer(args.exchange, number)
-        store_i64(buffer, args.stop[0])
+        buffer[0] = args.stop[0]
         for row in range(state.num_logits):
-            store_i64(buffer + 8 * (1 + row), state.tokens[row])
+            buffer[1 + row] = state.tokens[row]
         _arrive(args.exchange, number)
         args.exchange.done = number
 
@@ -86,9 +85,9 @@ def make_follow() -> Callable[..., None]:
         _await(args.exchange, 0, number)
         buffer = _buffer(args.exchange, number)
         for row in range(state.num_logits):
-            state.tokens[row] = load_i64(buffer + 8 * (1 + row))
+            state.tokens[row] = buffer[1 + row]
             state.positions[row] += 1
-        args.stop[0] = np.int64(1) if _has_failed(args.exchange) else load_i64(buffer)
+        args.stop[0] = np.int64(1) if _has_failed(args.exchange) else buffer[0]
         args.exchange.done = number
 
     return follow

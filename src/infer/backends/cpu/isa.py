@@ -1,4 +1,4 @@
-"""Instruction sets as data: what a CPU must have, its vector registers, the shapes of tiles. $INFER_ISA names another.
+"""Instruction sets as data: what a CPU must have, how it multiplies, the shapes of tiles. $INFER_ISA names another.
 
 How a set multiplies is a class of `arithmetic`; nothing else asks which set it is. All sets compute the same integers,
 and a tile's shape changes no float, so results do not differ. Nothing here loads a compiler.
@@ -42,8 +42,6 @@ def _tiles(groups: int, *columns: int) -> tuple[Shape, ...]:
 class InstructionSet:
     name: str
     needs: frozenset[str]  # LLVM's names of CPU features
-    registers: int  # for vectors
-    register_bytes: int
     arithmetic: str  # the class of `arithmetic`
     exact: tuple[Shape, ...]  # tiles of block types × activations of 16 bits, whose sums fit the registers
     fast: tuple[Shape, ...]  # of 8 bits
@@ -84,16 +82,16 @@ _FLOATS = _tiles(1, 3, 2) + _tiles(2, 1) + _tiles(1, 1)  # two groups of a token
 _AVX512 = frozenset({"avx512f", "avx512bw"})
 _VNNI512 = _AVX512 | {"avx512vnni"}
 
-# Best first: name, needs, registers, arithmetic; tiles of exact, fast, floats and words.
+# Best first: name, needs, arithmetic; tiles of exact, fast, floats and words.
 INSTRUCTION_SETS = (
-    InstructionSet("amx", _VNNI512 | {"amx-int8"}, 32, 64, "Vnni512", _MANY, _FEW, _SIX, has_matrices=True),
-    InstructionSet("avx512vnni", _VNNI512, 32, 64, "Vnni512", _MANY, _FEW, _SIX),
-    InstructionSet("avx512", _AVX512, 32, 64, "Avx512", _FEW, _FEW, _SIX, _FEW),
-    InstructionSet("avxvnni", frozenset({"avxvnni"}), 16, 32, "Vnni256", _TWO, _THREE, _FLOATS),
-    InstructionSet("avx2", frozenset({"avx2"}), 16, 32, "Avx2", _TWO, _FOUR, _FLOATS, _FOUR),
-    InstructionSet("i8mm", frozenset({"dotprod", "i8mm"}), 32, 16, "I8mm", _TWO, _FOUR, _THREE, inputs=8),
-    InstructionSet("neon", frozenset({"dotprod"}), 32, 16, "Neon", _TWO, _FOUR, _THREE),
-    InstructionSet("portable", frozenset(), 16, 16, "Portable", _TWO, _TWO, _TWO),
+    InstructionSet("amx", _VNNI512 | {"amx-int8"}, "Vnni512", _MANY, _FEW, _SIX, has_matrices=True),
+    InstructionSet("avx512vnni", _VNNI512, "Vnni512", _MANY, _FEW, _SIX),
+    InstructionSet("avx512", _AVX512, "Avx512", _FEW, _FEW, _SIX, _FEW),
+    InstructionSet("avxvnni", frozenset({"avxvnni"}), "Vnni256", _TWO, _THREE, _FLOATS),
+    InstructionSet("avx2", frozenset({"avx2"}), "Avx2", _TWO, _FOUR, _FLOATS, _FOUR),
+    InstructionSet("i8mm", frozenset({"dotprod", "i8mm"}), "I8mm", _TWO, _FOUR, _THREE, inputs=8),
+    InstructionSet("neon", frozenset({"dotprod"}), "Neon", _TWO, _FOUR, _THREE),
+    InstructionSet("portable", frozenset(), "Portable", _TWO, _TWO, _TWO),
 )
 BY_NAME = {isa.name: isa for isa in INSTRUCTION_SETS}
 

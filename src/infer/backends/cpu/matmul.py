@@ -19,8 +19,7 @@ from infer.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, PANEL, Layout
 from infer.backends.cpu.matrix_tiles import SCRATCH_BYTES, make_configure, make_matrix_tile, release
 from infer.backends.cpu.packed_records import make_unpack
 from infer.backends.cpu.panels import TILE_BYTES, make_multiply_panel
-from infer.backends.cpu.simd import load_f32, load_i64, store_f32
-from infer.backends.cpu.tails import load_upto, store_upto
+from infer.backends.cpu.simd import load_f32, load_i64, load_upto, store_f32, store_upto
 from infer.backends.cpu.units import begin_units, take_units
 
 _FEWEST_UNPACKED = 2 * PANEL  # tokens for which weights are unpacked before all of them

@@ -19,14 +19,14 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from infer.backends.cpu.compiled import compiled_address
-from infer.backends.cpu.records import EXCHANGE, TELL
-from infer.backends.cpu.state import LINE_BYTES, STATE
+from infer.backends.cpu.records import EXCHANGE, LINE_WORDS, TELL
+from infer.backends.cpu.state import STATE
 from infer.backends.cpu.table import BARRIER, Arguments, Command, Walk
 from infer.backends.cpu.threads import aligned, team
 from infer.errors import InferError, InvalidRequestError
 from infer.operands.group import Group, Shares
 
-_WORDS = LINE_BYTES // 8
+_LINE_BYTES = 8 * LINE_WORDS
 
 
 @final
@@ -36,14 +36,14 @@ class MemoryGroup(Group):
     def __init__(self, rank: int, size: int, memory: mmap.mmap) -> None:
         super().__init__(rank, size)
         self._memory = memory
-        header = LINE_BYTES * (1 + size)
+        header = _LINE_BYTES * (1 + size)
         self._words = (ctypes.c_int64 * (header // 8)).from_buffer(memory)
         start = ctypes.addressof(self._words)
         self.exchange = aligned(1, EXCHANGE)
         self.exchange["rank"], self.exchange["size"] = rank, size
-        self.exchange["failed"], self.exchange["arrivals"] = start, start + LINE_BYTES
-        buffer_bytes = (len(memory) - header) // 4 // LINE_BYTES * LINE_BYTES
-        self.exchange["buffers"], self.exchange["buffer_bytes"] = start + header, buffer_bytes
+        self.exchange["failed"], self.exchange["arrivals"] = start, start + _LINE_BYTES
+        buffer_bytes = (len(memory) - header) // 4 // _LINE_BYTES * _LINE_BYTES
+        self.exchange["buffers"], self.exchange["buffer_words"] = start + header, buffer_bytes // 8
         self._buffers = [self._place(header + number * buffer_bytes, buffer_bytes) for number in range(2)]
         self._first = header + 2 * buffer_bytes
         self.forget_tensors()
@@ -57,7 +57,7 @@ class MemoryGroup(Group):
 
     def begin_anew(self) -> None:
         self.exchange["done"] = 0
-        self._words[_WORDS * (1 + self.rank)] = 0
+        self._words[LINE_WORDS * (1 + self.rank)] = 0
 
     def mend(self) -> None:
         self._words[0] = 0
@@ -86,7 +86,7 @@ class MemoryGroup(Group):
         if key not in self._tensors:
             num_bytes = math.prod(shape) * dtype.itemsize
             self._tensors[key] = self._place(self._end, num_bytes).view(dtype).view(tuple(shape))
-            self._end += -(-num_bytes // LINE_BYTES) * LINE_BYTES
+            self._end += -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
         return self._tensors[key]
 
     def _place(self, start: int, num_bytes: int) -> UInt8[Tensor, "bytes"]:

@@ -17,8 +17,15 @@ from infer.backends.cpu.chunk_products import make_add_chunk_values, make_chunk_
 from infer.backends.cpu.curves import exp_scalar, exp_up_to_0, softcapped
 from infer.backends.cpu.layouts import LANES
 from infer.backends.cpu.records import CHUNK, SCORE_BYTES
-from infer.backends.cpu.simd import load_f32, load_scalar_f32, splat_f32, store_f32, store_scalar_f32
-from infer.backends.cpu.tails import load_upto, store_upto
+from infer.backends.cpu.simd import (
+    load_f32,
+    load_scalar_f32,
+    load_upto,
+    splat_f32,
+    store_f32,
+    store_scalar_f32,
+    store_upto,
+)
 
 _NEVER = np.float32(-np.inf)
 

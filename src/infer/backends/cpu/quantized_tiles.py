@@ -14,7 +14,7 @@ from infer.backends.cpu import registers, simd
 from infer.backends.cpu.ahead import Share
 from infer.backends.cpu.cached_forms import Form
 from infer.backends.cpu.layouts import BLOCK, LANES
-from infer.backends.cpu.simd import F32X16, I32, I32X16, I64, Value, constant, multiply, offset
+from infer.backends.cpu.simd import F32X16, I32X16, I64, Value, constant, multiply, offset
 
 _ZERO = constant(F32X16, 0.0)
 
@@ -95,7 +95,5 @@ def emit_values(
 
 def _of_minima(b: Builder, form: Form, record: Value, shares: Sequence[Value], inside: Value) -> list[Value]:
     """Of the block's first `inside` positions: after them nothing may be believed, not even that it is finite."""
-    lanes = ir.Constant(I32X16, list(range(LANES)))
-    seen = b.icmp_signed("<", lanes, simd.splat(b, b.trunc(inside, I32)))
-    minima = form.load_minima(b, record)
+    seen, minima = simd.first_lanes(b, inside), form.load_minima(b, record)
     return [simd.splat(b, simd.sum_f32(b, b.select(seen, b.fmul(x, minima), _ZERO))) for x in shares]

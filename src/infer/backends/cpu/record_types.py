@@ -45,11 +45,13 @@ def _offsets(record: np.dtype) -> list[tuple[str, int]]:
 
 def _field(type_: np.dtype, offset: int) -> Field:
     if type_.subdtype is not None:
-        return Field(offset, types.CPointer(from_dtype(type_.base)), True)
+        return Field(offset, _pointer(type_.base), True)
     element = None if type_.metadata is None else type_.metadata["element"]
-    if element is None:
-        return Field(offset, from_dtype(type_), False)
-    return Field(offset, types.CPointer(from_dtype(element)) if element.names is None else RecordAt(element), False)
+    return Field(offset, from_dtype(type_) if element is None else _pointer(element), False)
+
+
+def _pointer(element: np.dtype) -> types.Type:
+    return types.CPointer(from_dtype(element)) if element.names is None else RecordAt(element)
 
 
 @register_model(RecordAt)

@@ -17,6 +17,9 @@ def pointer(element: npt.DTypeLike) -> np.dtype[Any]:
     return np.dtype(np.int64, metadata={"element": np.dtype(element)})
 
 
+WORD = np.dtype((np.int64, (1,)))  # what threads change under each other's eyes: kernels have its address
+
+
 # packing
 
 PACK = np.dtype(
@@ -177,10 +180,10 @@ EXCHANGE = np.dtype(
         ("done", np.int64),  # meetings, counted alike in all ranks
         ("rank", np.int64),
         ("size", np.int64),
-        ("failed", np.int64),  # address of what all ranks see: 1 where nobody waits any more
-        ("arrivals", np.int64),  # likewise: the meeting that each rank has come to, a line each
-        ("buffers", np.int64),  # likewise, two, used in turn
-        ("buffer_bytes", np.int64),
+        ("failed", pointer(np.int64)),  # what all ranks see: 1 where nobody waits any more
+        ("arrivals", pointer(np.int64)),  # likewise: the meeting that each rank has come to, a line each
+        ("buffers", pointer(np.int64)),  # likewise, two, used in turn
+        ("buffer_words", np.int64),
     ]
 )
 
@@ -261,7 +264,7 @@ SAMPLE = np.dtype(
         ("logprobs", pointer(LOGPROB)),  # [repeats or entries, rows], of rows that ask for them; 0: none does
         ("num_generated", np.int64),
         ("stop", np.int64),  # 1: no more steps after this one
-        ("interrupt", np.int64),  # address of an int64 that any thread sets: no more steps after this one; or 0
+        ("interrupt", pointer(np.int64)),  # which any thread sets: no more steps after this one; or 0
         ("stop_ids", pointer(np.int64)),
         ("num_stop_ids", np.int64),
         ("ended", pointer(np.int64)),  # [rows]: rows that met a stop id
@@ -269,7 +272,7 @@ SAMPLE = np.dtype(
         ("draft_stride", np.int64),
         ("num_drafts", pointer(np.int64)),  # [rows]
         ("counts_sampled", pointer(np.int64)),  # [rows]: how many tokens a verified step gave
-        ("mask_ready", np.int64),  # int64: not 0 when another thread has filled `allowed`
+        ("mask_ready", pointer(np.int64)),  # not 0 when another thread has filled `allowed`; or 0
         ("after_step", np.int64),  # Python's, called after each step of several with the number so far, or 0
         ("stamps", pointer(np.int64)),  # nanoseconds; of a multi-step the end of each forward and of the sampling after
         # it, of a verified step the end of the forward, then of each entry
@@ -280,15 +283,16 @@ SAMPLE = np.dtype(
 
 MAX_THREADS = 256
 
+ROW = np.dtype([("function", np.int64), ("arguments", np.int64), ("barrier", np.int64)])
 
 WALK = np.dtype(
     [
-        ("rows", np.int64),
+        ("rows", pointer(ROW)),
         ("num_rows", np.int64),
         ("repeats", np.int64),  # how often to walk the table
         ("again", np.int64),  # the row at which every repeat but the first begins
-        ("stop", np.int64),  # address of an int64 that a command sets to end the repeats, or 0
-        ("times", np.int64),  # int64 [num_rows]: cycles spent by thread 0 are added here, or 0
+        ("stop", pointer(np.int64)),  # which a command sets to end the repeats, or 0
+        ("times", pointer(np.int64)),  # [num_rows]: cycles spent by thread 0 are added here, or 0
         ("walked", np.int64),  # how often from the first row on, thanks to `stop` less than `repeats`
         # Nanoseconds that thread 0 may wait, beyond its share of the time, before it goes on alone; 0: for ever.
         ("patience", np.int64),
@@ -298,29 +302,28 @@ WALK = np.dtype(
     ]
 )
 
-FLAG = np.dtype([("is_set", np.int64)])
+FLAG = np.dtype([("is_set", WORD)])
 
-SEMAPHORE_BYTES = 64  # a line each; a sem_t has 32
+LINE_WORDS = 8  # of a cache line, in 8 bytes each: what threads write lies in lines of its own
 
 JOB = np.dtype(
     [
-        ("generation", np.int64),  # 512 × the number of walks so far + threads of the current one
+        ("generation", WORD),  # 512 × the number of walks so far + threads of the current one
         ("pad0", np.int64, 7),
-        ("finished", np.int64),  # workers that finished the current one
-        ("has_sleepers", np.int64),  # 1: thread 0 may sleep until all have
+        ("finished", WORD),  # workers that finished the current one
+        ("has_sleepers", WORD),  # 1: thread 0 may sleep until all have
         ("pad1", np.int64, 6),
         ("walk", np.int64),
         ("arguments", np.int64),
         ("state", np.int64),
-        ("num_threads", np.int64),
         ("owner", np.int64),  # the thread whose walk runs, as threading.get_ident; 0: none
-        ("is_closed", np.int64),
-        ("pad2", np.int64, 2),
-        ("turn", np.int64, SEMAPHORE_BYTES // 8),  # taken by whoever walks
+        ("is_closed", WORD),
+        ("pad2", np.int64, 3),
+        ("turn", np.int64, LINE_WORDS),  # a semaphore, taken by whoever walks: a line each; a sem_t has 32 bytes
         ("sleeping", np.int64, MAX_THREADS),
         ("seen", np.int64, MAX_THREADS),  # the generation that a worker did last
         ("is_served", np.int64, MAX_THREADS),  # 1: a worker has begun to do this thread's parts
-        ("semaphores", np.int64, (MAX_THREADS, SEMAPHORE_BYTES // 8)),  # in which workers sleep
+        ("semaphores", np.int64, (MAX_THREADS, LINE_WORDS)),  # in which workers sleep
     ]
 )
 

@@ -13,8 +13,7 @@ from infer.backends.cpu.cache_slots import make_block_at, slot_of
 from infer.backends.cpu.layouts import LANES
 from infer.backends.cpu.records import MAX_HEAD_DIM
 from infer.backends.cpu.shares import is_split
-from infer.backends.cpu.simd import splat_f32
-from infer.backends.cpu.tails import load_upto, store_upto
+from infer.backends.cpu.simd import load_upto, splat_f32, store_upto
 from infer.backends.cpu.units import begin_units, take_share
 
 _HEAD_BYTES = 4 * MAX_HEAD_DIM

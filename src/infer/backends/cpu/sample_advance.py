@@ -10,7 +10,7 @@ from numba import njit
 
 from infer.backends.cpu.barrier import SPIN_NANOSECONDS
 from infer.backends.cpu.control import atomic_load, call_python, nanoseconds, pause, sleep_while
-from infer.backends.cpu.simd import load_i64
+from infer.backends.cpu.simd import address_of
 
 
 @njit
@@ -52,7 +52,7 @@ def make_advance() -> Callable[..., None]:
             num_ended += args.ended[row]
         args.stamps[2 * args.num_generated + 1] = nanoseconds()
         args.num_generated += 1
-        if num_ended == args.num_rows or (args.interrupt != 0 and load_i64(args.interrupt) != 0):
+        if num_ended == args.num_rows or (address_of(args.interrupt) != 0 and args.interrupt[0] != 0):
             args.stop = 1
         if args.after_step != 0 and args.stop == 0:
             args.stop = 1  # unless it returns and clears this: whatever is raised within ends the multi-step
@@ -97,7 +97,7 @@ def make_await_mask() -> Callable[..., None]:
         if thread != 0:
             return
         args.stamps[2 * args.num_generated] = nanoseconds()
-        if args.mask_ready == 0:
+        if address_of(args.mask_ready) == 0:
             return
         began = nanoseconds()
         while atomic_load(args.mask_ready) == 0:

@@ -18,6 +18,7 @@ from infer.backends.cpu.simd import (
     I32,
     I32X16,
     I64,
+    NUMBERS,
     Value,
     Vector,
     address,
@@ -33,12 +34,11 @@ from infer.sampling import noise_constants, weight_constants
 
 F64X16, I64X16 = ir.VectorType(ir.DoubleType(), LANES), ir.VectorType(I64, LANES)
 i64x16 = Vector("i64x16", I64X16)
-_IOTA = ir.Constant(I32X16, list(range(LANES)))
 
 
 @operation(i32x16, types.int32)
 def ids_from(b: Builder, first: Value) -> Value:
-    return b.add(splat(b, first), _IOTA)
+    return b.add(splat(b, first), NUMBERS)
 
 
 @operation(i32x16, types.CPointer(types.int32))

@@ -36,13 +36,13 @@ from infer.backends.cpu.simd import (
     load_f32,
     load_i64,
     load_scalar_f32,
+    load_upto,
     max_f32,
     maximum,
     splat_f32,
     stack,
     store_f32,
 )
-from infer.backends.cpu.tails import load_upto
 from infer.sampling import noise_constants
 
 _MAX_NOISE = np.float32(noise_constants.MAX_NOISE)

@@ -11,15 +11,14 @@ A row's vocabulary is cut into at most 1,024 groups of a whole number of vectors
 """
 
 import ctypes
-from typing import Any, final
+from typing import final
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from infer.backends.cpu.layouts import LANES
 from infer.backends.cpu.records import MAX_THREADS, SAMPLE, SAMPLE_COLUMNS, SAMPLE_HISTORY, SAMPLE_LISTS, SAMPLE_SCRATCH
-from infer.backends.cpu.state import Words, field_index, integers, words_of
+from infer.backends.cpu.state import Words, fields_of, integers
 from infer.backends.cpu.threads import aligned
 from infer.errors import InvalidRequestError
 from infer.sampling.columns import SamplingColumns
@@ -27,9 +26,6 @@ from infer.sampling.history import History
 from infer.sampling.masks import num_mask_words
 
 MAX_GROUPS = 1024
-FIELD = {name: field_index(SAMPLE, name) for name in SAMPLE.fields or ()}
-
-Arguments = npt.NDArray[Any]
 
 
 @final
@@ -43,26 +39,31 @@ class SampleArguments:
     def __init__(self, logits: Tensor, positions: int, position_offset: int) -> None:
         self._logits = logits
         self.record = np.zeros(1, SAMPLE)
-        self.words = words_of(self.record)
+        self.fields = fields_of(self.record)
         self.room = 0  # rows that there is memory for
+        self._arrays: dict[str, Words] = {}
         self.starts, self.alive, self.sampled = integers(0), integers(0), integers(0)
         self._scratch = {name: np.zeros(0, type_) for name, type_ in SAMPLE_SCRATCH.items()}
         self._columns: SamplingColumns | None = None
         self._history: History | None = None
         self._selection: object = None
-        self.set(
-            logits=logits.data_ptr(),
-            row_stride=logits.stride(0),
-            positions=positions,
-            position_offset=position_offset,
-        )
+        self.set(logits=logits.data_ptr(), row_stride=logits.stride(0))
+        self.set(positions=positions, position_offset=position_offset)
 
     def set(self, **values: int) -> None:
         for name, value in values.items():
-            self.words[FIELD[name]] = value
+            setattr(self.fields, name, value)
 
     def point(self, **memory: Words) -> None:
         self.set(**{name: ctypes.addressof(words) for name, words in memory.items()})
+
+    def arrays(self, **sizes: int) -> list[Words]:
+        """Where fields of these names point to: so many integers or more, which stay until more are asked for."""
+        for name, size in sizes.items():
+            if size > len(self._arrays.get(name, ())):
+                self._arrays[name] = integers(size)
+        self.point(**{name: self._arrays[name] for name in sizes})
+        return [self._arrays[name] for name in sizes]
 
     def bind(self, columns: SamplingColumns, history: History | None) -> None:
         """Point to what is selected. Costs nothing where it is what it was."""

@@ -15,7 +15,8 @@ from typing import Any
 
 from llvmlite import ir
 from llvmlite.ir import IRBuilder as Builder
-from numba import types
+from numba import njit, types
+from numba.core import cgutils
 from numba.core.typing.templates import ConcreteTemplate, infer_global
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
@@ -25,6 +26,7 @@ from infer.backends.cpu.layouts import LANES
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 I8X16, I16X16, I32X16, F32X16 = (ir.VectorType(element, LANES) for element in (I8, I16, I32, F32))
+NUMBERS = ir.Constant(I32X16, list(range(LANES)))  # each lane's own
 
 Value = Any  # an LLVM value; which one is in the name of its type above
 
@@ -127,6 +129,46 @@ load_u16, store_u16 = _loading(types.uint16, I16), _storing(types.uint16)
 load_u8, store_u8 = _loading(types.uint8, I8), _storing(types.uint8)
 load_i8 = _loading(types.int8, I8)
 load_i32, store_i32 = _loading(types.int32, I32, 4), _storing(types.int32, 4)
+
+
+# 16 floats of a row, or fewer at its end: nothing after them is read or written
+
+
+@njit(forceinline=True)
+def load_upto(where, count):
+    """The first `count` floats, −inf in the lanes beyond."""
+    return load_f32(where) if count >= LANES else _load_first(where, count)
+
+
+@njit(forceinline=True)
+def store_upto(where, count, x):
+    """The first `count` lanes."""
+    if count >= LANES:
+        store_f32(where, x)
+    else:
+        _store_first(where, count, x)
+
+
+@operation(f32x16, address, types.int64)
+@operation(f32x16, floats, types.int64)
+def _load_first(b: Builder, where: Value, count: Value) -> Value:
+    operands = [pointer(b, where, F32X16), constant(I32, 4), first_lanes(b, count), constant(F32X16, float("-inf"))]
+    return _masked(b, "load", F32X16, operands)
+
+
+@operation(types.void, address, types.int64, f32x16)
+def _store_first(b: Builder, where: Value, count: Value, x: Value) -> None:
+    _masked(b, "store", ir.VoidType(), [x, pointer(b, where, F32X16), constant(I32, 4), first_lanes(b, count)])
+
+
+def _masked(b: Builder, name: str, result: ir.Type, operands: list[Value]) -> Value:
+    kind = ir.FunctionType(result, [operand.type for operand in operands])
+    return b.call(cgutils.get_or_insert_function(b.module, kind, f"llvm.masked.{name}.v16f32.p0"), operands)
+
+
+def first_lanes(b: Builder, count: Value) -> Value:
+    """Which lanes are among so many, as a mask."""
+    return b.icmp_signed("<", NUMBERS, splat(b, b.trunc(count, I32)))
 
 
 # Halves: bits in and out, of one or of 16, by the machine's conversion where it has one
@@ -305,8 +347,7 @@ def store_i8(b: Builder, where: Value, x: Value) -> None:
 @operation(f32x16, types.int32, types.int32, f32x16)
 def keep_lanes(b: Builder, first: Value, end: Value, x: Value) -> Value:
     """Lanes first ≤ i < end of x; −infinity elsewhere."""
-    lanes = ir.Constant(I32X16, list(range(LANES)))
-    inside = b.and_(b.icmp_signed(">=", lanes, splat(b, first)), b.icmp_signed("<", lanes, splat(b, end)))
+    inside = b.and_(b.icmp_signed(">=", NUMBERS, splat(b, first)), b.icmp_signed("<", NUMBERS, splat(b, end)))
     return b.select(inside, x, constant(F32X16, float("-inf")))
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from infer.backends.cpu.records import WALK
-from infer.backends.cpu.state import words_of
+from infer.backends.cpu.state import fields_of
 from infer.errors import InvalidRequestError
 
 NO_BARRIER, BARRIER, BARRIER_IF_MANY = 0, 1, 2
@@ -80,7 +80,6 @@ class Walk:
         if before is not None:
             self.rows = np.concatenate([before.rows, self.rows])
         self.arguments = np.zeros(1, WALK)
-        self.arguments["rows"], self.arguments["num_rows"] = self.rows.ctypes.data, len(self.rows)
-        self.arguments["repeats"] = 1
-        self.words, self.address = words_of(self.arguments), self.arguments.ctypes.data
+        self.fields, self.address = fields_of(self.arguments), self.arguments.ctypes.data
+        self.fields.rows, self.fields.num_rows, self.fields.repeats = self.rows.ctypes.data, len(self.rows), 1
         self.serial = next(_serials)

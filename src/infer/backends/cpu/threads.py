@@ -22,9 +22,9 @@ import numpy.typing as npt
 
 from infer.backends.cpu.compiled import compiled_address
 from infer.backends.cpu.pace import Choice, Outcome, Pace
-from infer.backends.cpu.records import FLAG, JOB, MAX_THREADS, SEMAPHORE_BYTES, WALK
+from infer.backends.cpu.records import FLAG, JOB, MAX_THREADS, WALK
 from infer.backends.cpu.stacks import check_stack, start_worker
-from infer.backends.cpu.state import STATE, Words, field_index, field_offset, words_of
+from infer.backends.cpu.state import Words, fields_of
 from infer.backends.cpu.table import Walk
 from infer.errors import InferError
 from infer.system.cores import default_num_threads
@@ -32,10 +32,6 @@ from infer.system.nodes import keep_on_node
 
 _SPINS_AFTER_WALK = 3000  # pauses, 40 to 100 µs
 _LARGE_STEP = 16  # tokens; a larger one costs in proportion to them
-_JOB = {name: field_index(JOB, name) for name in JOB.fields or ()}
-_STATE = {name: field_index(STATE, name) for name in STATE.fields or ()}
-_WALK = {name: field_index(WALK, name) for name in WALK.fields or ()}
-
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_ssize_t)
 
 
@@ -63,16 +59,16 @@ class Team:
         """The teams of ranks that share a model out keep to nodes of memory as one of all their threads would."""
         self.num_threads = min(num_threads, MAX_THREADS)
         self._rank, self._num_ranks = rank, num_ranks
-        self._job = aligned(1, JOB)
-        self._job_words, self._job_at = words_of(self._job), self._job.ctypes.data
-        self._job_words[_JOB["walk"]] = compiled_address(".walking:make_walk", WALK)
-        _make_semaphore(self._job_at + field_offset(JOB, "turn"), 1)
+        self._job = fields_of(aligned(1, JOB))
+        self._job_at = ctypes.addressof(self._job)
+        self._job.walk = compiled_address(".walking:make_walk", WALK)
+        _make_semaphore(self._job.turn, 1)
         for thread in range(1, self.num_threads):
-            _make_semaphore(self._job_at + field_offset(JOB, "semaphores") + SEMAPHORE_BYTES * thread, 0)
+            _make_semaphore(self._job.semaphores[thread], 0)
         self._serve, self._run, self._close = (
             _FUNCTION(compiled_address(f".walking:make_{name}", JOB)) for name in ("serve", "run", "close")
         )
-        self._last: tuple[npt.NDArray[Any], Words, int] | None = None  # the state of the last walk
+        self._last: tuple[npt.NDArray[Any], Any] | None = None  # the state of the last walk, and its fields
         self._pace = Pace(self.num_threads)
         self._workers: list[threading.Thread] = []
         self._failure: str | None = None  # why there are no workers
@@ -89,22 +85,22 @@ class Team:
         choice = self._pace.choose(now) if num_threads is None else Choice(min(num_threads, self.num_threads))
         last = self._last
         if last is None or last[0] is not state:
-            last = self._last = (state, words_of(state), state.ctypes.data)
-        words = walk.words
-        words[_WALK["patience"]] = int(1e9 * choice.patience_seconds)
+            last = self._last = (state, fields_of(state))
+        walked, state_at = walk.fields, ctypes.addressof(last[1])
+        walked.patience = int(1e9 * choice.patience_seconds)
         if choice.num_threads > 1:
             self._start_workers()
-        words[_WALK["has_run"]] = 0
-        while not words[_WALK["has_run"]]:  # a signal ends the wait for the turn
-            self._run(self._job_at, last[2], walk.address, choice.num_threads)
-        taken = (words[_WALK["ended"]] - words[_WALK["began"]]) / 1e9
+        walked.has_run = 0
+        while not walked.has_run:  # a signal ends the wait for the turn
+            self._run(self._job_at, state_at, walk.address, choice.num_threads)
+        taken = (walked.ended - walked.began) / 1e9
         self.walk_seconds += taken
         if num_threads is None and self.num_threads > 1:
             self._learn(walk, last[1], choice, taken)
 
     @property
     def is_closed(self) -> bool:
-        return bool(self._job_words[_JOB["is_closed"]])
+        return bool(self._job.is_closed[0])
 
     def close(self) -> None:
         """When the walk that runs, if any, has ended, the workers leave."""
@@ -119,19 +115,18 @@ class Team:
         if not _this_thread.has_stack:
             check_stack()
             _this_thread.has_stack = True
-        if self._job_words[_JOB["owner"]] == threading.get_ident() or not _this_thread.may_walk:
+        if self._job.owner == threading.get_ident() or not _this_thread.may_walk:
             raise InferError(
                 "a constraint or callback ran the model, or an op, within a step that waits for it: "
                 "do that before or after the generation"
             )
 
-    def _learn(self, walk: Walk, state: Words, choice: Choice, seconds: float) -> None:
-        tokens = max(state[_STATE["num_tokens"]], state[_STATE["num_logits"]])
-        units, class_ = walk.words[_WALK["walked"]], tokens
+    def _learn(self, walk: Walk, state: Any, choice: Choice, seconds: float) -> None:
+        tokens = max(state.num_tokens, state.num_logits)
+        units, class_ = walk.fields.walked, tokens
         if tokens > _LARGE_STEP:
             units, class_ = units * tokens, _LARGE_STEP + tokens.bit_length()
-        lost, ended = state[_STATE["stalls"]] / 1e9, walk.words[_WALK["ended"]] / 1e9
-        dismissed = bool(state[_STATE["dismissed"]])
+        lost, ended, dismissed = state.stalls[0] / 1e9, walk.fields.ended / 1e9, bool(state.dismissed[0])
         self._pace.learn((walk.serial, class_), choice, Outcome(ended, seconds, lost, seconds / units, dismissed))
 
     def _start_workers(self) -> None:
@@ -144,7 +139,7 @@ class Team:
         if self.is_closed:
             return
         for thread in range(1, self.num_threads):
-            if self._job_words[_JOB["is_served"] + thread]:
+            if self._job.is_served[thread]:
                 continue
             worker = threading.Thread(target=self._work, args=(thread,), name=f"infer-{thread}", daemon=True)
             self._workers.append(worker)
@@ -163,13 +158,13 @@ class Team:
         self._serve(self._job_at, self._job_at, thread, _SPINS_AFTER_WALK)
 
 
-def _make_semaphore(at: int, value: int) -> None:
+def _make_semaphore(at: Words, value: int) -> None:
     library = ctypes.CDLL(None)
     if sys.platform == "darwin":
         create = library.dispatch_semaphore_create
         create.restype, create.argtypes = ctypes.c_void_p, (ctypes.c_long,)
-        ctypes.c_void_p.from_address(at).value = create(value)
-    elif library.sem_init(ctypes.c_void_p(at), 0, ctypes.c_uint(value)):
+        at[0] = create(value)
+    elif library.sem_init(at, 0, ctypes.c_uint(value)):
         raise OSError(ctypes.get_errno(), "sem_init failed")
 
 

@@ -6,6 +6,7 @@ what it computes is what the same ops compute one by one, to the bit.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, final
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 from infer.backends.base import Captured, Generated, check_multi_step, check_verified
 from infer.backends.cpu.capture.sampled import Followed, MultiStep, Verifier
 from infer.backends.cpu.recording import record
-from infer.backends.cpu.state import STATE, field_index, words_of
+from infer.backends.cpu.state import fields_of, words_of
 from infer.backends.cpu.table import Walk
 from infer.backends.cpu.threads import team
 from infer.errors import InvalidRequestError
@@ -25,7 +26,6 @@ from infer.sampling.columns import SamplingColumns
 from infer.sampling.history import History
 
 Forward = Callable[[Step], Tensor]
-_NUM_TOKENS, _NUM_LOGITS = field_index(STATE, "num_tokens"), field_index(STATE, "num_logits")
 
 
 @final
@@ -39,14 +39,23 @@ class CapturedForward(Captured):
         with record(capacity, max_logits) as self._recording:
             self._logits = forward(self._recording.step)
         self.capacity, self.max_logits = capacity, max_logits
-        slots = self._recording.step
-        self._slots = [array.numpy() for array in (slots.tokens, slots.positions, slots.rows, slots.logit_indices)]
-        self._slot_words = [words_of(array) for array in self._slots]
-        self._state_words = words_of(self._recording.state)
+        self._slots = [words_of(array.numpy()) for array in _arrays(self._recording.step)]
+        self._state = fields_of(self._recording.state)
         self._walk = Walk(self._recording.commands)
-        self._multi_step: MultiStep | None = None
-        self._verifier: Verifier | None = None
-        self._followed: Followed | None = None
+
+    @cached_property
+    def _multi_step(self) -> MultiStep:
+        return MultiStep(self._recording, self._walk, self._logits)
+
+    @cached_property
+    def _verifier(self) -> Verifier:
+        return Verifier(self._walk, self._logits)
+
+    @cached_property
+    def _followed(self) -> Followed:
+        if self._recording.group is None:
+            raise InvalidRequestError("a model that is not shared out has nobody to follow")
+        return Followed(self._recording.group, self._walk)
 
     def run(self, step: Step, num_threads: int | None = None) -> Float[Tensor, "logits vocab"]:
         """The logits asked for, in a buffer that the next run overwrites if they fit one piece."""
@@ -76,8 +85,6 @@ class CapturedForward(Captured):
     ) -> Generated:
         check_multi_step(chunks, columns)
         self._load(chunks, starts)
-        if self._multi_step is None:
-            self._multi_step = MultiStep(self._recording, self._walk, self._logits)
         state = self._recording.state
         return self._multi_step.run(state, count, columns, history, stop_ids, masks, interrupt, num_threads)
 
@@ -92,16 +99,10 @@ class CapturedForward(Captured):
     ) -> Generated:
         check_verified(chunks, columns)
         self._load(chunks, starts)
-        if self._verifier is None:
-            self._verifier = Verifier(self._walk, self._logits)
         return self._verifier.run(self._recording.state, chunks, starts, columns, history, masks, num_threads)
 
     def follow(self, chunks: Sequence[Chunk], starts: Sequence[int], count: int, num_threads: int | None = None) -> int:
         self._load(chunks, starts)
-        if self._followed is None:
-            if self._recording.group is None:
-                raise InvalidRequestError("a model that is not shared out has nobody to follow")
-            self._followed = Followed(self._recording.group, self._walk)
         return self._followed.run(self._recording.state, count, num_threads)
 
     def profile(self, step: Step, num_threads: int | None = None) -> list[tuple[str, int]]:
@@ -115,10 +116,7 @@ class CapturedForward(Captured):
         return list(zip((command.label for command in commands), times.tolist(), strict=True))
 
     def _fill(self, step: Step) -> None:
-        state = self._recording.state
-        for slot, values in zip(self._slots, (step.tokens, step.positions, step.rows, step.logit_indices), strict=True):
-            slot[: len(values)] = values.numpy()
-        state["num_tokens"], state["num_logits"] = len(step.tokens), len(step.logit_indices)
+        self._write([array.tolist() for array in _arrays(step)])
 
     def _load(self, chunks: Sequence[Chunk], starts: Sequence[int]) -> None:
         """`_fill` with `Step.of_chunks`, without a step between: a step of decoding is short, and torch takes long."""
@@ -134,6 +132,13 @@ class CapturedForward(Captured):
                 f"a step takes up to {self.capacity} tokens and {self.max_logits} logits, "
                 f"got {len(tokens)} and {len(logit_indices)}"
             )
-        for words, column in zip(self._slot_words, columns, strict=True):
-            words[: len(column)] = column
-        self._state_words[_NUM_TOKENS], self._state_words[_NUM_LOGITS] = len(tokens), len(logit_indices)
+        self._write(columns)
+
+    def _write(self, columns: Sequence[list[Any]]) -> None:
+        for slot, column in zip(self._slots, columns, strict=True):
+            slot[: len(column)] = column
+        self._state.num_tokens, self._state.num_logits = len(columns[0]), len(columns[-1])
+
+
+def _arrays(step: Step) -> tuple[Tensor, ...]:
+    return step.tokens, step.positions, step.rows, step.logit_indices

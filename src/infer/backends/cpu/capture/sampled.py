@@ -25,9 +25,8 @@ from infer.backends.cpu import sampling
 from infer.backends.cpu.capture.logprobs import Logprobs
 from infer.backends.cpu.memory_group import MemoryGroup
 from infer.backends.cpu.recording import Recording
-from infer.backends.cpu.records import SAMPLE, WALK
-from infer.backends.cpu.sample_rows import FIELD, SampleArguments
-from infer.backends.cpu.state import Words, field_index, field_offset, integers
+from infer.backends.cpu.sample_rows import SampleArguments
+from infer.backends.cpu.state import integers
 from infer.backends.cpu.table import Command, Walk
 from infer.backends.cpu.threads import team
 from infer.operands.step import Chunk, Interrupt, Masks, StepEnd
@@ -37,8 +36,6 @@ from infer.sampling.history import History
 State = npt.NDArray[Any]
 _STEPS = 64  # without a return, that there is room for from the beginning
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int64)
-_STOP, _ENTRY, _NUM_GENERATED = FIELD["stop"], FIELD["entry"], FIELD["num_generated"]
-_REPEATS, _WALKED = (field_index(WALK, name) for name in ("repeats", "walked"))
 
 
 @final
@@ -51,7 +48,6 @@ class MultiStep:
         stop_at, group = _stop_at(self._arguments), recording.group
         after = [] if group is None else [group.tell("lead", stop_at)]
         self._walk = _walk(forward, self._arguments, ".sample_advance:make_advance", after)
-        self._num_steps, self._num_rows = 0, 0  # that there is room for
         self._logprobs = Logprobs(self._arguments)
 
     def run(
@@ -65,37 +61,30 @@ class MultiStep:
         interrupt: Interrupt | None,
         num_threads: int | None,
     ) -> Generated:
-        arguments, num_rows = self._arguments, len(columns)
-        words = arguments.words
+        arguments, num_rows, room = self._arguments, len(columns), max(count, _STEPS)
         arguments.bind(columns, history)
-        self._make_room(count, arguments.room)
+        generated, stamps, ended = arguments.arrays(
+            generated=room * arguments.room, stamps=2 * room, ended=arguments.room
+        )
         self._logprobs.begin(columns, count)
         stops = (ctypes.c_int64 * len(stop_ids))(*stop_ids)
         arguments.set(num_generated=0, stop=0, stop_ids=ctypes.addressof(stops), num_stop_ids=len(stops), after_step=0)
         arguments.set(interrupt=0 if interrupt is None else ctypes.addressof(interrupt))
-        ctypes.memset(self._ended, 0, ctypes.sizeof(self._ended))
-        self._walk.words[_REPEATS] = count
+        ctypes.memset(ended, 0, ctypes.sizeof(ended))
+        self._walk.fields.repeats = count
         _bind_masks(arguments, masks)
-        callback = None if masks is None else StepCallback(partial(masks.advance, self._generated, count), words)
-        if callback is not None:
+        callback = None
+        if masks is not None:
+            callback = StepCallback(partial(masks.advance, generated, count), arguments.fields)
             arguments.set(after_step=callback.address)
         team().run(self._walk, state, num_threads)
         if callback is not None:
             callback.close()
-        num_steps = words[_NUM_GENERATED]
-        stamps = [stamp / 1e9 for stamp in self._stamps[: 2 * num_steps]]
-        token_ids = [self._generated[row : num_steps * num_rows : num_rows] for row in range(num_rows)]
-        ends = [StepEnd(*pair) for pair in zip(stamps[::2], stamps[1::2], strict=True)]
+        num_steps = arguments.fields.num_generated
+        seconds = [stamp / 1e9 for stamp in stamps[: 2 * num_steps]]
+        token_ids = [generated[row : num_steps * num_rows : num_rows] for row in range(num_rows)]
+        ends = [StepEnd(*pair) for pair in zip(seconds[::2], seconds[1::2], strict=True)]
         return Generated(token_ids, ends, self._logprobs.of(token_ids, columns))
-
-    def _make_room(self, num_steps: int, num_rows: int) -> None:
-        if num_steps <= self._num_steps and num_rows <= self._num_rows:
-            return
-        num_steps, self._num_rows = max(num_steps, _STEPS), 0  # until all is in its place
-        self._generated, self._stamps = integers(num_steps * num_rows), integers(2 * num_steps)
-        self._ended = integers(num_rows)
-        self._arguments.point(generated=self._generated, stamps=self._stamps, ended=self._ended)
-        self._num_steps, self._num_rows = num_steps, num_rows
 
 
 @final
@@ -107,9 +96,10 @@ class StepCallback:
     within a `try`. In a plain function that would be before its first line, and ctypes drops what a callback raises.
     """
 
-    def __init__(self, after_step: Callable[[int], bool], words: Words) -> None:
+    def __init__(self, after_step: Callable[[int], bool], fields: Any) -> None:
+        """`fields` are those of SAMPLE."""
         self._error: BaseException | None = None
-        self._steps = self._run(after_step, words)
+        self._steps = self._run(after_step, fields)
         next(self._steps)
         self._callback = _CALLBACK(self._steps.send)
         self.address = ctypes.cast(self._callback, ctypes.c_void_p).value or 0
@@ -120,11 +110,11 @@ class StepCallback:
         if self._error is not None:
             raise self._error
 
-    def _run(self, after_step: Callable[[int], bool], words: Words) -> Generator[None, int, None]:
+    def _run(self, after_step: Callable[[int], bool], fields: Any) -> Generator[None, int, None]:
         try:
             while True:
                 if after_step((yield)):
-                    words[_STOP] = 0
+                    fields.stop = 0
         except GeneratorExit:
             return
         except BaseException as error:
@@ -139,12 +129,10 @@ class Verifier:
     def __init__(self, forward: Walk, logits: Tensor) -> None:
         self._arguments = SampleArguments(logits, positions=0, position_offset=0)
         self._walk = _walk(forward, self._arguments, ".sample_advance:make_accept")
-        self._walk.arguments["again"] = len(forward.rows) + 1
-        self._max_entries, self._num_rows = len(logits), 0
-        self._logprobs = Logprobs(self._arguments)
-        self._stamps = integers(self._max_entries + 1)
+        self._walk.fields.again = len(forward.rows) + 1
+        self._max_entries = len(logits)
         self._arguments.set(draft_stride=self._max_entries)
-        self._arguments.point(stamps=self._stamps)
+        self._logprobs = Logprobs(self._arguments)
 
     def run(
         self,
@@ -156,43 +144,31 @@ class Verifier:
         masks: Masks | None,
         num_threads: int | None,
     ) -> Generated:
-        arguments, lines, most = self._arguments, 0, 0
+        arguments, most_entries, lines, most = self._arguments, self._max_entries, 0, 0
         arguments.bind(columns, history)
-        self._make_room(arguments.room)
+        room, of_entries = arguments.room, arguments.room * most_entries
+        positions, drafted, counts, drafts, generated, stamps = arguments.arrays(
+            positions=room, num_drafts=room, counts_sampled=room, drafts=of_entries, generated=of_entries,
+            stamps=most_entries + 1,
+        )  # fmt: skip
         for row, (chunk, start) in enumerate(zip(chunks, starts, strict=True)):
             num_drafts = chunk.num_drafts
-            self._positions[row], arguments.starts[row] = start + len(chunk.token_ids) - num_drafts, lines
-            arguments.alive[row], self._drafted[row], self._counts[row] = chunk.has_logits, num_drafts, 0
+            positions[row], arguments.starts[row] = start + len(chunk.token_ids) - num_drafts, lines
+            arguments.alive[row], drafted[row], counts[row] = chunk.has_logits, num_drafts, 0
             if num_drafts:
-                at = row * self._max_entries
-                self._drafts[at : at + num_drafts] = list(chunk.drafts)
+                at = row * most_entries
+                drafts[at : at + num_drafts] = list(chunk.drafts)
             lines, most = lines + chunk.num_logits, max(most, num_drafts)
         self._logprobs.begin(columns, 1 + most)
         arguments.set(entry=0, stop=0)
-        self._walk.words[_REPEATS] = 1 + most
+        self._walk.fields.repeats = 1 + most
         _bind_masks(arguments, masks)
         team().run(self._walk, state, num_threads)
-        num_rows, num_entries = len(chunks), arguments.words[_ENTRY]
-        stamps = [stamp / 1e9 for stamp in self._stamps[: num_entries + 1]]
-        counts = enumerate(self._counts[:num_rows])
-        token_ids = [self._generated[row : num_rows * count : num_rows] for row, count in counts]
-        ends = [StepEnd(*pair) for pair in pairwise(stamps)]
+        num_rows = len(chunks)
+        seconds = [stamp / 1e9 for stamp in stamps[: arguments.fields.entry + 1]]
+        token_ids = [generated[row : num_rows * counts[row] : num_rows] for row in range(num_rows)]
+        ends = [StepEnd(*pair) for pair in pairwise(seconds)]
         return Generated(token_ids, ends, self._logprobs.of(token_ids, columns))
-
-    def _make_room(self, num_rows: int) -> None:
-        if num_rows <= self._num_rows:
-            return
-        self._num_rows = 0  # until all is in its place
-        self._positions, self._drafted, self._counts = (integers(num_rows) for _ in range(3))
-        self._drafts, self._generated = (integers(num_rows * self._max_entries) for _ in range(2))
-        self._arguments.point(
-            positions=self._positions,
-            drafts=self._drafts,
-            num_drafts=self._drafted,
-            counts_sampled=self._counts,
-            generated=self._generated,
-        )
-        self._num_rows = num_rows
 
 
 @final
@@ -202,17 +178,18 @@ class Followed:
     def __init__(self, group: MemoryGroup, forward: Walk) -> None:
         self._stop = integers(1)
         self._walk = Walk([group.tell("follow", ctypes.addressof(self._stop))], forward)
-        self._walk.arguments["stop"] = ctypes.addressof(self._stop)
+        self._walk.fields.stop = ctypes.addressof(self._stop)
 
     def run(self, state: State, count: int, num_threads: int | None) -> int:
         self._stop[0] = 0
-        self._walk.words[_REPEATS] = count
+        self._walk.fields.repeats = count
         team().run(self._walk, state, num_threads)
-        return self._walk.words[_WALKED]
+        return int(self._walk.fields.walked)
 
 
 def _stop_at(arguments: SampleArguments) -> int:
-    return int(arguments.record.ctypes.data) + field_offset(SAMPLE, "stop")
+    """The address of the field `stop`."""
+    return int(arguments.record["stop"].ctypes.data)
 
 
 def _walk(forward: Walk, arguments: SampleArguments, last: str, after: Sequence[Command] = ()) -> Walk:
@@ -220,7 +197,7 @@ def _walk(forward: Walk, arguments: SampleArguments, last: str, after: Sequence[
     first = sampling.command(".sample_advance:make_await_mask", arguments)
     sampler = [*sampling.commands(arguments), *sampling.scoring(arguments)]
     walk = Walk([first, *sampler, sampling.command(last, arguments), *after], forward)
-    walk.arguments["stop"] = _stop_at(arguments)
+    walk.fields.stop = _stop_at(arguments)
     return walk
 
 

@@ -5,8 +5,7 @@ LLVM, loaded to link a few kilobytes, costs a process 65 ms and 39 MB. An image 
 of a few symbols. Only ELF for x86-64 is understood, and only the relocations that LLVM emits there for code that may
 lie anywhere; `try_make` is None for all else, and LLVM links that.
 
-    b"infer image\n" | a JSON line: entry, size, relative (places that hold offsets into the image),
-                       symbols (places that hold offsets from a symbol) | the bytes
+    b"infer image\n" | a line of JSON: [entry, places by the symbol that they hold offsets from; "" the image] | bytes
 """
 
 import ctypes
@@ -28,9 +27,8 @@ NEVER_CALLED = frozenset(
     | {"numba_runtime_build_excinfo_struct", "numba_unpickle"}
 )
 
-_FIELDS = {"entry", "size", "relative", "symbols"}
 _MOST_BYTES = 1 << 20  # of a section: the largest kernel has a tenth of it
-_SYMBOL = re.compile(r"[A-Za-z0-9_.$@]+")
+_SYMBOL = re.compile(r"[A-Za-z0-9_.$@]*")
 
 # ELF, from its specification (System V ABI) and that of x86-64
 _IDENTITY = b"\x7fELF\x02\x01\x01"  # 64 bits, little endian
@@ -68,8 +66,7 @@ class _Layout:
     image: bytearray = field(default_factory=bytearray)
     start_by_section: dict[int, int] = field(default_factory=dict)
     start_by_common: dict[str, int] = field(default_factory=dict)
-    relative: list[int] = field(default_factory=list)
-    symbols: dict[str, list[int]] = field(default_factory=dict)
+    places: dict[str, list[int]] = field(default_factory=dict)  # by symbol
 
     def text(self, strings: int, at: int) -> str:
         start = self.sections[strings].at + at
@@ -117,13 +114,7 @@ def _make(code: bytes, entry: str) -> bytes:
     for section in layout.sections:
         if section.type == _RELOCATIONS and section.info in layout.start_by_section:
             _relocate(layout, section)
-    header = {
-        "entry": _entry(layout, entry),
-        "size": len(layout.image),
-        "relative": layout.relative,
-        "symbols": layout.symbols,
-    }
-    return MAGIC + json.dumps(header).encode() + b"\n" + layout.image
+    return MAGIC + json.dumps([_entry(layout, entry), layout.places]).encode() + b"\n" + layout.image
 
 
 def _relocate(layout: _Layout, section: _Section) -> None:
@@ -133,7 +124,7 @@ def _relocate(layout: _Layout, section: _Section) -> None:
         target, name = _find(layout, section.link, symbol)
         if type_ == _ABSOLUTE_64:
             struct.pack_into("<q", layout.image, place, addend + (target or 0))
-            (layout.relative if target is not None else layout.symbols.setdefault(name, [])).append(place)
+            layout.places.setdefault(name if target is None else "", []).append(place)
         elif target is not None and type_ == _RELATIVE_64:
             struct.pack_into("<q", layout.image, place, target + addend - place)
         elif target is not None and type_ in (_RELATIVE_32, _CALL_32):
@@ -144,9 +135,7 @@ def _relocate(layout: _Layout, section: _Section) -> None:
 
 def _find(layout: _Layout, table: int, index: int) -> tuple[int | None, str]:
     """Where in the image a symbol lies, None if it is another's; and its name."""
-    symbols = layout.sections[table]
-    name_at, _, _, section, value, size = struct.unpack_from("<IBBHQQ", layout.code, symbols.at + 24 * index)
-    name = layout.text(symbols.link, name_at)
+    name, section, value, size = _symbol(layout, table, index)
     if section == _UNDEFINED:
         return None, name
     if section == _COMMON:  # Numba's environment of a function, which no command reads
@@ -158,48 +147,38 @@ def _find(layout: _Layout, table: int, index: int) -> tuple[int | None, str]:
     return layout.start_by_section[section] + value, name
 
 
+def _symbol(layout: _Layout, table: int, index: int) -> tuple[str, int, int, int]:
+    """Name, section, value and size."""
+    symbols = layout.sections[table]
+    name_at, _, _, section, value, size = struct.unpack_from("<IBBHQQ", layout.code, symbols.at + 24 * index)
+    return layout.text(symbols.link, name_at), section, value, size
+
+
 def _entry(layout: _Layout, entry: str) -> int:
-    for index, section in enumerate(layout.sections):
+    for table, section in enumerate(layout.sections):
         if section.type == _SYMBOLS:
-            for i in range(section.size // section.entry_size):
-                target, name = _find(layout, index, i) if _is_defined(layout, section, i) else (None, "")
-                if name == entry and target is not None:
-                    return target
+            for index in range(section.size // section.entry_size):
+                name, of_section, value, _ = _symbol(layout, table, index)
+                if name == entry and of_section in layout.start_by_section:
+                    return layout.start_by_section[of_section] + value
     raise _UnknownError
 
 
-def _is_defined(layout: _Layout, table: _Section, index: int) -> bool:
-    return struct.unpack_from("<H", layout.code, table.at + 24 * index + 6)[0] in layout.start_by_section
-
-
-@dataclass(frozen=True)
-class _Header:
-    entry: int
-    size: int
-    relative: list[int]
-    symbols: dict[str, list[int]]
-
-
-def _try_parse(content: bytes) -> tuple[_Header, bytes] | None:
-    """None unless every number is one, and every place lies within the code."""
+def _try_parse(content: bytes) -> tuple[int, dict[str, list[int]], bytes] | None:
+    """(entry, places, code); None unless every number is one, and every place lies within the code."""
     header, _, code = content.removeprefix(MAGIC).partition(b"\n")
     try:
-        known = json.loads(header)
-    except (ValueError, RecursionError):
+        entry, places = json.loads(header)
+    except (ValueError, TypeError, RecursionError):
         return None
-    if not content.startswith(MAGIC) or not isinstance(known, dict) or set(known) != _FIELDS:
+    if not content.startswith(MAGIC) or not _is_in(entry, len(code)) or not isinstance(places, dict):
         return None
-    symbols = known["symbols"]
-    if not isinstance(symbols, dict) or not all(_SYMBOL.fullmatch(name) for name in symbols):
-        return None
-    all_places = [known["relative"], *symbols.values()]
-    if not all(
-        isinstance(places, list) and all(_is_in(place, len(code) - 7) for place in places) for places in all_places
-    ):
-        return None
-    if known["size"] != len(code) or not _is_in(known["size"], len(code) + 1) or not _is_in(known["entry"], len(code)):
-        return None
-    return _Header(**known), code
+    for symbol, each in places.items():
+        if not _SYMBOL.fullmatch(symbol) or not isinstance(each, list):
+            return None
+        if not all(_is_in(place, len(code) - 7) for place in each):
+            return None
+    return entry, places, code
 
 
 def _is_in(value: object, end: int) -> bool:
@@ -212,23 +191,21 @@ def try_load(content: bytes) -> int | None:
     parsed = _try_parse(content)
     if parsed is None:
         return None
-    known, code = parsed
-    address_by_symbol = {name: symbol_address(name) for name in known.symbols}
-    base = _allocate(known.size)
+    entry, places_by_symbol, code = parsed
+    base = _allocate(len(code))
     if base is None:
         return None
     image = bytearray(code)
-    for places, added in [(known.relative, base)] + [
-        (places, address_by_symbol[name]) for name, places in known.symbols.items()
-    ]:
+    for symbol, places in places_by_symbol.items():
+        added = symbol_address(symbol) if symbol else base
         if added is None:
             return None
         for place in places:
             struct.pack_into("<Q", image, place, (struct.unpack_from("<q", image, place)[0] + added) % 2**64)
     ctypes.memmove(base, bytes(image), len(image))
-    if _libc().mprotect(base, known.size, mmap.PROT_READ | mmap.PROT_EXEC):
+    if _libc().mprotect(base, len(code), mmap.PROT_READ | mmap.PROT_EXEC):
         return None
-    return base + known.entry
+    return base + entry
 
 
 def may_run_code() -> bool:

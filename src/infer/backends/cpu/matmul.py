@@ -141,8 +141,10 @@ def _tile_row(buffer, index, token):
 
 
 def make_store(kind: str) -> Callable[..., None]:
-    """plain: out = y + bias. add: out += y + bias. capped: out = softcap × tanh((y + bias) / softcap)."""
-    adding, capping = kind == "add", kind == "capped"
+    """plain: out = y + bias. add: out += y + bias. capped: out = softcap × tanh((y + bias) / softcap). The name of an
+    activation: out = activation(out) × (y + bias)."""
+    adding, capping, gating = kind == "add", kind == "capped", kind in ACTIVATIONS
+    activate: Any = ACTIVATIONS.get(kind)
 
     def store(args, state, buffer, first_row):
         panel, width, groups = load_i64(buffer), load_i64(buffer + 8), load_i64(buffer + 16)
@@ -158,6 +160,8 @@ def make_store(kind: str) -> Callable[..., None]:
                     value = load_upto(out, room) + value
                 if capping:
                     value = softcapped(value, args.softcap)
+                if gating:
+                    value = activate(load_upto(out, room)) * value
                 store_upto(out, room, value)
 
     return store
@@ -190,18 +194,3 @@ def make_gate(activation: str) -> Callable[..., None]:
                 quantize_block(first, second, args.form, to)
 
     return gate
-
-
-def make_gate_rows(activation: str) -> Callable[..., None]:
-    """The same over rows [gate, up] that lie in memory: for parts of different types."""
-    activate = ACTIVATIONS[activation]
-
-    def gate_rows(args, state, thread, num_threads):
-        columns = args.num_columns
-        for token in range(thread, state.num_tokens, num_threads):
-            both, out = args.both + 8 * columns * token, args.out + 4 * (args.row_stride * token + args.first_column)
-            for i in range(0, columns, LANES):
-                left, right = load_upto(both + 4 * i, columns - i), load_upto(both + 4 * (columns + i), columns - i)
-                store_upto(out + 4 * i, columns - i, activate(left) * right)
-
-    return gate_rows

@@ -71,5 +71,5 @@ def _of_layer(layer: Layer, types: Mapping[str, str], at: str) -> Iterator[Kerne
         yield Kernel(".activations:make_add_rows", (), "ADD_ROWS", "post norms")
     else:
         yield Kernel(".matmul:make_store", ("add",), "EPILOGUE")
-    maker = "gate" if are_paired(layer, types, at) else "gate_rows"
+    maker = "gate" if are_paired(layer, types, at) else "store"
     yield Kernel(f".matmul:make_{maker}", (layer.activation,), "EPILOGUE", f"activation {layer.activation}")

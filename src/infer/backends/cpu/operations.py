@@ -85,7 +85,8 @@ def head(
 ) -> Float[Tensor, "logits vocab"]:
     with scope("head", num_tokens=len(x), logit_indices=logit_indices) as run:
         logits, first = run.columns("logits", run.max_logits, projection.out_features, projection.shares)
-        _project(run, x, norm, projection, (logits, first), of_logits=True, softcap=softcap)
+        kind = "plain" if softcap is None else "capped"
+        _project(run, x, norm, projection, (logits, first), kind=kind, of_logits=True, softcap=softcap or 0)
         return run.gathered(logits, projection.shares)
 
 
@@ -98,7 +99,7 @@ def project_add(
     with scope("project", num_tokens=len(x)) as run:
         shares = projection.shares
         if post_norm is None and shares is None:
-            _project(run, x, None, projection, (residual, 0), adding=True)
+            _project(run, x, None, projection, (residual, 0), kind="add")
             return residual
         y, first = run.columns("before post norm", run.capacity, projection.out_features, shares)
         _project(run, x, None, projection, (y, first))
@@ -116,15 +117,13 @@ def norm_gate(
     features, shares = gate_up.out_features // 2, gate_up.shares
     with scope("gate_up", num_tokens=len(x)) as run:
         out, first = run.columns("hidden", run.capacity, features, shares)
-        epilogue = _epilogue((out, first), 0, features, gate_up.bias)
         halves = _gate_and_up(gate_up)
         if halves is None:
-            both = run.tensor("gate and up", run.capacity, 2 * features)
-            _project(run, x, norm, gate_up, (both, 0))
-            epilogue.set(both=both)
-            run.append("gate", epilogue, BARRIER, ".matmul:make_gate_rows", activation)
+            biases = (None, None) if gate_up.bias is None else gate_up.bias.split(features)
+            for part, bias, kind in zip(gate_up.parts, biases, ("plain", activation), strict=True):
+                _project(run, x, norm, Projection((part,), bias), (out, first), kind=kind)
             return run.gathered(out, shares)
-        weight, second = halves
+        epilogue, (weight, second) = _epilogue((out, first), 0, features, gate_up.bias), halves
         if _is_in_blocks(features, shares):
             run.produced(out, epilogue, shares)
         function = compiled_address(".matmul:make_gate", EPILOGUE, activation)
@@ -232,12 +231,11 @@ def _project(
     projection: Projection,
     to: tuple[Tensor, int],
     *,
-    adding: bool = False,
+    kind: str = "plain",
     of_logits: bool = False,
-    softcap: float | None = None,
+    softcap: float = 0,
 ) -> None:
-    """out = project(norm(x)), or out += it, or out = softcap × tanh(it / softcap). `to` is out and its first column."""
-    kind = "add" if adding else "plain" if softcap is None else "capped"
+    """project(norm(x)), stored as `matmul.make_store` says for the kind. `to` is out and its first column."""
     function = compiled_address(".matmul:make_store", EPILOGUE, kind)
     sources: dict[int, dict[str, int]] = {}
     column = 0
@@ -246,7 +244,7 @@ def _project(
         if weight.form not in sources:
             sources[weight.form] = _activations(run, x, norm, weight, of_logits=of_logits)
         epilogue = _epilogue(to, column, weight.out_features, projection.bias)
-        epilogue.set(softcap=softcap or 0)
+        epilogue.set(softcap=softcap)
         column += weight.out_features
         arguments = _matmul_arguments(run, weight, weight.num_groups, second_weights=0)
         arguments.set(epilogue=function, epilogue_arguments=epilogue.address, of_logits=of_logits)

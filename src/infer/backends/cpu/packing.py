@@ -201,6 +201,19 @@ def _make_pack_block(layout: Layout) -> Any:
     return pack
 
 
+def _make_pack_float(width: int) -> Any:
+    """pack(source, out, lane): one number of a row."""
+
+    @njit(forceinline=True)
+    def pack(source, out, lane):
+        if width == 4:
+            store_u32(out + 4 * lane, load_u32(source))
+        else:
+            store_u16(out + 2 * lane, load_u16(source))
+
+    return pack
+
+
 def _make_pair_quads(layout: Layout) -> Any:
     """Puts a record's pairs of quads into the order of 8 inputs × 8 rows."""
     bytes_end = 0 if layout.low_bits == 2 else layout.high_at
@@ -241,45 +254,24 @@ def _copy_words(source, out, count):
 def make_pack(type_: str, inputs: int) -> Callable[..., None]:
     """`inputs` is the instruction set's. One thread packs them all: the pages that it writes first lie in its node of
     memory."""
-    layout = LAYOUTS[type_]
-    if layout.is_float:
-        return _make_pack_float(layout.low_bits // 8, layout.record_bytes)
-    source_bytes, super_bytes = BLOCK_TYPES[type_].block_bytes, layout.super_bytes
+    layout, block_size, source_bytes = LAYOUTS[type_], BLOCK_TYPES[type_].block_size, BLOCK_TYPES[type_].block_bytes
+    super_bytes = LANES * source_bytes if layout.is_float else layout.super_bytes
     header, record_bytes, per_super = layout.super_header, layout.record_bytes, layout.records_per_super
-    pack_block, pair_quads, is_paired = _make_pack_block(layout), _make_pair_quads(layout), inputs == 8
+    pack_block = _make_pack_float(source_bytes) if layout.is_float else _make_pack_block(layout)
+    pair_quads, is_paired = _make_pair_quads(layout), inputs == 8 and not layout.is_float
 
     def pack(args, state, thread, num_threads):
         if thread != args.thread % num_threads:
             return
-        for group in range((args.rows + LANES - 1) // LANES):
-            for lane in range(min(LANES, args.rows - group * LANES)):
-                source = args.source + (group * LANES + lane) * args.source_row_bytes
-                out = args.out + group * args.group_bytes
-                for _ in range(args.in_features // (BLOCK * per_super)):
-                    pack_block(source, out, lane)
-                    source += source_bytes
-                    out += super_bytes
-            if is_paired:
-                for record in range(args.in_features // BLOCK):
-                    start = args.out + group * args.group_bytes + record // per_super * super_bytes + header
-                    pair_quads(start + record % per_super * record_bytes)
-
-    return pack
-
-
-def _make_pack_float(width: int, record_bytes: int) -> Callable[..., None]:
-    def pack(args, state, thread, num_threads):
-        if thread != args.thread % num_threads:
-            return
-        for group in range((args.rows + LANES - 1) // LANES):
-            out = args.out + group * args.group_bytes
-            for lane in range(min(LANES, args.rows - group * LANES)):
-                source = args.source + (group * LANES + lane) * args.source_row_bytes
-                for i in range(args.in_features):
-                    to = out + (i * LANES + lane) * width
-                    if width == 4:
-                        store_u32(to, load_u32(source + 4 * i))
-                    else:
-                        store_u16(to, load_u16(source + 2 * i))
+        for row in range(args.rows):
+            source, out = args.source + row * args.source_row_bytes, args.out + row // LANES * args.group_bytes
+            for _ in range(args.in_features // block_size):
+                pack_block(source, out, row % LANES)
+                source += source_bytes
+                out += super_bytes
+        for group in range((args.rows + LANES - 1) // LANES if is_paired else 0):
+            for record in range(args.in_features // BLOCK):
+                start = args.out + group * args.group_bytes + record // per_super * super_bytes + header
+                pair_quads(start + record % per_super * record_bytes)
 
     return pack

@@ -165,8 +165,7 @@ EPILOGUE = np.dtype(
         ("first_column", np.int64),
         ("num_columns", np.int64),
         ("bias", np.int64),  # f32 [num_columns] or 0; of gate when gating, up's after it
-        ("both", np.int64),  # of `gate_rows`: f32 [tokens, 2 × num_columns], gate and up
-        ("quantized", np.int64),  # gating only: activation records of what goes to `out`, or 0
+        ("quantized", np.int64),  # of `gate` only: activation records of what goes to `out`, or 0
         ("form", np.int64),
         ("softcap", np.float32),  # of `store`, where it caps
         ("padding", np.float32),

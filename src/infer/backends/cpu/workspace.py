@@ -71,7 +71,6 @@ def _add_layer(step: "_Step", layer: Layer, hidden: int, types: Mapping[str, str
         step.activations([gate], hidden, tokens)
         step.unpacked(gate, inner, hidden, is_pair=True)
     else:
-        step.floats("gate and up", tokens, 2 * inner)
         step.project([gate, up], [inner, inner], hidden)
     step.project([types[at + "mlp.down_proj.weight"]], [hidden], inner, made_by="hidden" if is_paired else None)
 

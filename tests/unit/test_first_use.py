@@ -31,7 +31,7 @@ for maker, variant in json.loads(sys.argv[1]):
     Kernel(maker, tuple(variant)).make()
 print(sorted({"torch", "jaxtyping"} & set(sys.modules)))
 """
-NORMALIZE = Kernel(".activations:make_normalize")
+NORMALIZE = Kernel(".activations:normalize")
 
 
 @pytest.fixture(scope="module")

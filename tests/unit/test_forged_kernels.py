@@ -21,7 +21,7 @@ LOAD = """
 import sys
 from infer.backends.cpu import compiled, isa
 from infer.backends.cpu.kernel import Kernel
-print(compiled._try_load(Kernel(".walking:make_publish")))
+print(compiled._try_load(Kernel(".walking:publish")))
 try:
     isa.target_features()
     print("known")

@@ -17,7 +17,7 @@ import pytest
 from infer.backends.cpu import compiled, images, kernel_cache, records, simd
 from infer.backends.cpu.compiler import _Library, compile_command, link
 from infer.backends.cpu.kernel import Kernel
-from infer.backends.cpu.walking import make_publish
+from infer.backends.cpu.walking import publish
 from infer.errors import InferError
 from infer.system.status_line import StatusLine
 from watched import python_command
@@ -147,7 +147,7 @@ def test_no_image_is_made_of_what_is_not_understood(made: tuple[str, bytes]) -> 
 
 @needs_images
 def test_an_image_with_an_unknown_symbol_is_not_loaded() -> None:
-    told = compile_command("publish", make_publish, records.FLAG)
+    told = compile_command("publish", lambda: publish, records.FLAG)
     assert told.object_code is not None
     image = images.try_make(told.object_code, told.symbol)
     assert image is not None
@@ -289,7 +289,7 @@ def test_no_function_is_linked_after_code_was_made_of_it(monkeypatch: pytest.Mon
         return module
 
     monkeypatch.setattr(_Library, "_get_module_for_linking", seen)
-    kernel = Kernel(".activations:make_normalize")
+    kernel = Kernel(".activations:normalize")
     compile_command(kernel.label, kernel.make, records.NORMALIZE)
     assert len(linked) > 3
     assert not [text for text in linked if "sunkaddr" in text]

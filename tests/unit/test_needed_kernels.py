@@ -94,7 +94,7 @@ def test_a_load_announces_exactly_the_kernels_of_its_steps(
     captured.run_multi_step([Chunk(0, [1])], [0], 1, columns)
     captured.run_verified([Chunk(0, [1])], [0], columns)
     listed = set(announced)
-    assert listed == asked | {Kernel(".walking:make_publish")}  # of grammars alone
+    assert listed == asked | {Kernel(".walking:publish")}  # of grammars alone
 
 
 def finished(kernels: list[Kernel]) -> dict[str, Any]:

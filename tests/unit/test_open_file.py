@@ -137,9 +137,7 @@ def test_a_disk_that_fails_is_one_line(model: Path, code: int, monkeypatch: pyte
             load_model(model)
 
 
-@pytest.mark.parametrize(
-    "place", ["infer.checkpoint.lazy_weights.np.empty", "infer.backends.cpu.packed_weight.mmap.mmap"]
-)
+@pytest.mark.parametrize("place", ["infer.checkpoint.lazy_weights.np.empty", "infer.backends.host_memory.mmap.mmap"])
 def test_memory_that_is_not_there_names_the_weight(model: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*given: object, **options: object) -> NoReturn:
         raise MemoryError if "np" in place else OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))

@@ -168,7 +168,7 @@ def test_threads_that_wait_long_leave_their_cores_to_others(many: Team, slow: in
 def test_a_step_that_waits_for_its_mask_leaves_its_core_to_others() -> None:
     ready, stamps, arguments = np.zeros(1, np.int64), np.zeros(2, np.int64), np.zeros(1, SAMPLE)
     arguments["mask_ready"], arguments["stamps"] = ready.ctypes.data, stamps.ctypes.data
-    wait = Command(compiled_address(".sample_advance:make_await_mask", SAMPLE), arguments, BARRIER, "wait", ready)
+    wait = Command(compiled_address(".sample_advance:await_mask", SAMPLE), arguments, BARRIER, "wait", ready)
     walk, state, team = Walk([wait]), aligned(1, STATE), Team(1)
     team.run(Walk([]), state)
     filler = threading.Timer(0.5, publisher(ready))

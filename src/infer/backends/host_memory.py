@@ -17,15 +17,20 @@ _PRIVATE = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.
 _FREE: int | None = getattr(mmap, "MADV_DONTNEED" if sys.platform == "linux" else "MADV_FREE", None)
 
 
+def pages(num_bytes: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, num_bytes, **_PRIVATE)
+    if _HUGE_PAGES is not None:
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(_HUGE_PAGES)
+    return memory
+
+
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Huge pages where the system has them, and each only when something of it is written: torch.zeros writes all.
     Private: after a fork, what one of the two processes writes is not the other's.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
-    memory = mmap.mmap(-1, max(num_bytes, 1), **_PRIVATE)
-    if _HUGE_PAGES is not None:
-        with suppress(OSError):  # a kernel without them
-            memory.madvise(_HUGE_PAGES)
+    memory = pages(max(num_bytes, 1))
     return torch.from_numpy(np.frombuffer(memory, np.uint8)[:num_bytes]).view(dtype).view(tuple(shape))
 
 

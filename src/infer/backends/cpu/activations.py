@@ -8,8 +8,6 @@ so a token's records lie a constant distance from its neighbours', whatever the 
 For an instruction set that multiplies words a record has 32 words in place of the two planes, 16 in each.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 from llvmlite import ir
 from llvmlite.ir import IRBuilder as Builder
@@ -182,41 +180,33 @@ def _factor_of(args, state, token):
     return inverse_rms(_token_at(args, state, token), args.features, args.eps)
 
 
-def make_normalize() -> Callable[..., None]:
+def normalize(args, state, thread, num_threads):
     """x × weight / rms(x), quantised: neighbours go to one thread, for their records have cache lines in common; a
     single token is done by every thread for itself.
     """
-
-    def normalize(args, state, thread, num_threads):
-        num_tokens = state.num_logits if args.of_logits else state.num_tokens
-        first, end, out = num_tokens * thread // num_threads, num_tokens * (thread + 1) // num_threads, args.out
-        if num_tokens == 1 and args.private_bytes != 0:
-            first, end, out = 0, 1, args.out + thread * args.private_bytes
-        next_factor = _factor_of(args, state, first) if first < end else np.float32(1)
-        for token in range(first, end):
-            x, factor = _token_at(args, state, token), next_factor
-            if token + 1 < end:  # its sum is one long chain, which the blocks of this one do not wait for
-                next_factor = _factor_of(args, state, token + 1)
-            if args.form == 0:
-                _keep_token(x, args.weight, factor, args, token, num_tokens, out)
-            else:
-                _quantize_token(x, args.weight, factor, args, token, num_tokens, out)
-
-    return normalize
+    num_tokens = state.num_logits if args.of_logits else state.num_tokens
+    first, end, out = num_tokens * thread // num_threads, num_tokens * (thread + 1) // num_threads, args.out
+    if num_tokens == 1 and args.private_bytes != 0:
+        first, end, out = 0, 1, args.out + thread * args.private_bytes
+    next_factor = _factor_of(args, state, first) if first < end else np.float32(1)
+    for token in range(first, end):
+        x, factor = _token_at(args, state, token), next_factor
+        if token + 1 < end:  # its sum is one long chain, which the blocks of this one do not wait for
+            next_factor = _factor_of(args, state, token + 1)
+        if args.form == 0:
+            _keep_token(x, args.weight, factor, args, token, num_tokens, out)
+        else:
+            _quantize_token(x, args.weight, factor, args, token, num_tokens, out)
 
 
-def make_add_rows() -> Callable[..., None]:
+def add_rows(args, state, thread, num_threads):
     """residual += y, or y × weight / rms(y); tokens shared out."""
-
-    def add_rows(args, state, thread, num_threads):
-        for token in range(thread, state.num_tokens, num_threads):
-            y, residual = args.y + 4 * args.features * token, args.residual + 4 * args.features * token
-            factor = splat_f32(np.float32(1) if args.weight == 0 else inverse_rms(y, args.features, args.eps))
-            for i in range(0, args.features, LANES):
-                at, room = residual + 4 * i, args.features - i
-                value = load_upto(y + 4 * i, room)
-                if args.weight != 0:
-                    value = value * factor * load_upto(args.weight + 4 * i, room)
-                store_upto(at, room, load_upto(at, room) + value)
-
-    return add_rows
+    for token in range(thread, state.num_tokens, num_threads):
+        y, residual = args.y + 4 * args.features * token, args.residual + 4 * args.features * token
+        factor = splat_f32(np.float32(1) if args.weight == 0 else inverse_rms(y, args.features, args.eps))
+        for i in range(0, args.features, LANES):
+            at, room = residual + 4 * i, args.features - i
+            value = load_upto(y + 4 * i, room)
+            if args.weight != 0:
+                value = value * factor * load_upto(args.weight + 4 * i, room)
+            store_upto(at, room, load_upto(at, room) + value)

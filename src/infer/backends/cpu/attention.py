@@ -253,29 +253,25 @@ def _quantize_heads(args, tokens, token, head, count):
         quantize_block(load_f32(at), load_f32(at + 4 * LANES), args.form, to)
 
 
-def make_finish() -> Callable[..., None]:
+def finish(args, state, thread, num_threads):
     """What is left: to merge the partials of chunks that were shared out, to quantise heads whose blocks are not their
     own."""
-
-    def finish(args, state, thread, num_threads):
-        tokens, dim, heads = state.num_tokens, args.dim, args.num_heads
-        merges = is_split(args, state, num_threads)
-        result, partial_bytes, group = simd.stack(_HEAD_BYTES), 4 * (dim + LANES), heads // args.num_kv_heads
-        per_item = 1 if dim % BLOCK == 0 else heads  # heads whose blocks of 32 are their own
-        items = tokens * (heads // per_item) if merges or per_item > 1 else 0
-        for item in range(items * thread // num_threads, items * (thread + 1) // num_threads):
-            token, first = item // (heads // per_item), item % (heads // per_item) * per_item
-            row = state.rows[token]
-            slot = slot_of(args, row, state.positions[token])
-            if merges:
-                num_first, num_skipped = chunks_seen(args, row, slot)
-                for head in range(first, first + per_item):
-                    clear(result, dim)
-                    query = (head // group * tokens + token) * group + head % group
-                    for index in range(slot // CHUNK + 1 - num_skipped):
-                        chunk = index if index < num_first else index + num_skipped
-                        merge(result, args.partials + (query * args.num_chunks + chunk) * partial_bytes, dim)
-                    divide(result, dim, _out_of_head(args, token, head))
-            _quantize_heads(args, tokens, token, first, per_item)
-
-    return finish
+    tokens, dim, heads = state.num_tokens, args.dim, args.num_heads
+    merges = is_split(args, state, num_threads)
+    result, partial_bytes, group = simd.stack(_HEAD_BYTES), 4 * (dim + LANES), heads // args.num_kv_heads
+    per_item = 1 if dim % BLOCK == 0 else heads  # heads whose blocks of 32 are their own
+    items = tokens * (heads // per_item) if merges or per_item > 1 else 0
+    for item in range(items * thread // num_threads, items * (thread + 1) // num_threads):
+        token, first = item // (heads // per_item), item % (heads // per_item) * per_item
+        row = state.rows[token]
+        slot = slot_of(args, row, state.positions[token])
+        if merges:
+            num_first, num_skipped = chunks_seen(args, row, slot)
+            for head in range(first, first + per_item):
+                clear(result, dim)
+                query = (head // group * tokens + token) * group + head % group
+                for index in range(slot // CHUNK + 1 - num_skipped):
+                    chunk = index if index < num_first else index + num_skipped
+                    merge(result, args.partials + (query * args.num_chunks + chunk) * partial_bytes, dim)
+                divide(result, dim, _out_of_head(args, token, head))
+        _quantize_heads(args, tokens, token, first, per_item)

@@ -35,7 +35,7 @@ os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_i
 
 
 def compiled_address(maker: str, arguments: np.dtype[Any], *variant: str | int) -> int:
-    """The address of the command whose Python source `maker` ("module:function") returns when called with `variant`."""
+    """The address of the command whose Python source `maker` ("module:function") is, or gives for the variant."""
     kernel = Kernel(maker, variant)
     with _lock:
         if kernel not in _address_by_kernel:

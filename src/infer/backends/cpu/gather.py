@@ -6,8 +6,6 @@ Nobody writes there again before the next meeting, to which all come when they h
 A rank that waits spins, then sleeps for moments. Where the group has failed nobody waits.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 from numba import njit
 
@@ -40,54 +38,42 @@ def _await(exchange, rank, number):
             control.sleep_briefly()
 
 
-def make_meet() -> Callable[..., None]:
+def meet(exchange, state, thread, num_threads):
     """What all ranks have written before is seen after it."""
-
-    def meet(exchange, state, thread, num_threads):
-        if thread != 0:
-            return
-        number = exchange.done + 1
-        _arrive(exchange, number)
-        for rank in range(exchange.size):
-            _await(exchange, rank, number)
-        exchange.done = number
-
-    return meet
+    if thread != 0:
+        return
+    number = exchange.done + 1
+    _arrive(exchange, number)
+    for rank in range(exchange.size):
+        _await(exchange, rank, number)
+    exchange.done = number
 
 
-def make_lead() -> Callable[..., None]:
+def lead(args, state, thread, num_threads):
     """After a step of several without a return: rank 0 tells what was sampled, and whether it was the last one."""
-
-    def lead(args, state, thread, num_threads):
-        if thread != 0:
-            return
-        if _has_failed(args.exchange):
-            args.stop[0] = 1
-        number = args.exchange.done + 1
-        buffer = _buffer(args.exchange, number)
-        buffer[0] = args.stop[0]
-        for row in range(state.num_logits):
-            buffer[1 + row] = state.tokens[row]
-        _arrive(args.exchange, number)
-        args.exchange.done = number
-
-    return lead
+    if thread != 0:
+        return
+    if _has_failed(args.exchange):
+        args.stop[0] = 1
+    number = args.exchange.done + 1
+    buffer = _buffer(args.exchange, number)
+    buffer[0] = args.stop[0]
+    for row in range(state.num_logits):
+        buffer[1 + row] = state.tokens[row]
+    _arrive(args.exchange, number)
+    args.exchange.done = number
 
 
-def make_follow() -> Callable[..., None]:
+def follow(args, state, thread, num_threads):
     """The same step of another rank: what rank 0 has sampled is the input of the next one."""
-
-    def follow(args, state, thread, num_threads):
-        if thread != 0:
-            return
-        number = args.exchange.done + 1
-        _arrive(args.exchange, number)
-        _await(args.exchange, 0, number)
-        buffer = _buffer(args.exchange, number)
-        for row in range(state.num_logits):
-            state.tokens[row] = buffer[1 + row]
-            state.positions[row] += 1
-        args.stop[0] = np.int64(1) if _has_failed(args.exchange) else buffer[0]
-        args.exchange.done = number
-
-    return follow
+    if thread != 0:
+        return
+    number = args.exchange.done + 1
+    _arrive(args.exchange, number)
+    _await(args.exchange, 0, number)
+    buffer = _buffer(args.exchange, number)
+    for row in range(state.num_logits):
+        state.tokens[row] = buffer[1 + row]
+        state.positions[row] += 1
+    args.stop[0] = np.int64(1) if _has_failed(args.exchange) else buffer[0]
+    args.exchange.done = number

@@ -13,7 +13,8 @@ from typing import final
 @final
 @dataclass(frozen=True)
 class Kernel:
-    """`maker` is "module:function", the module relative to this package if it begins with a dot, as in ".matmul"."""
+    """`maker` is "module:function", the module relative to this package if it begins with a dot, as in ".matmul". The
+    function is the source; or one that begins with `make_` gives it, called with the variant."""
 
     maker: str
     variant: tuple[str | int, ...] = ()
@@ -37,5 +38,5 @@ class Kernel:
 
     def make(self) -> Callable[..., None]:
         module, _, function = self.maker.partition(":")
-        source: Callable[..., None] = getattr(import_module(module, __package__), function)(*self.variant)
-        return source
+        source: Callable[..., None] = getattr(import_module(module, __package__), function)
+        return source(*self.variant) if function.startswith("make_") else source

@@ -96,11 +96,11 @@ class MemoryGroup(Group):
 
     def meet(self) -> Command:
         """Wherever ranks read what others have written."""
-        function = compiled_address(".gather:make_meet", EXCHANGE)
+        function = compiled_address(".gather:meet", EXCHANGE)
         return Command(function, self.exchange, BARRIER, "meet", (self,))
 
     def tell(self, name: str, stop_at: int) -> Command:
         """`lead` or `follow`, after a step of several: `stop_at` is the address of what ends them."""
         arguments = Arguments(TELL, exchange=self.exchange.ctypes.data, stop=stop_at)
-        function = compiled_address(f".gather:make_{name}", TELL)
+        function = compiled_address(f".gather:{name}", TELL)
         return Command(function, arguments.record, BARRIER, name, (self, arguments))

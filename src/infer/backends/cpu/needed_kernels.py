@@ -14,8 +14,10 @@ from infer.backends.cpu.workspace import are_paired
 from infer.operands.architecture import Architecture, Layer
 from infer.operands.outline import ModelOutline
 
-_SAMPLING = ("scan:make_scan", "narrow:make_narrow", "choose:make_choose", "logprobs:make_score", "logprobs:make_merge")
-_ADVANCING = ("advance", "await_mask", "accept")
+_SAMPLING = (
+    *("scan:scan", "narrow:narrow", "choose:choose", "logprobs:score", "logprobs:merge"),
+    *("advance:advance", "advance:await_mask", "advance:accept"),
+)
 
 
 def begin_compiling(make_outline: Callable[[], ModelOutline]) -> AbstractContextManager[None]:
@@ -28,22 +30,20 @@ def begin_compiling(make_outline: Callable[[], ModelOutline]) -> AbstractContext
 def needed_kernels(model: ModelOutline, isa: InstructionSet) -> Iterator[Kernel]:
     architecture, types, kv_type, precision = model
     for name in ("serve", "run", "close"):
-        yield Kernel(f".walking:make_{name}", (), "JOB")
-    yield Kernel(".walking:make_publish", (), "FLAG")
-    yield Kernel(".walking:make_walk", (), "WALK")
+        yield Kernel(f".walking:{name}", (), "JOB")
+    yield Kernel(".walking:publish", (), "FLAG")
+    yield Kernel(".walking:walk", (), "WALK")
     for name in _SAMPLING:
         yield Kernel(f".sample_{name}", (), "SAMPLE")
-    for name in _ADVANCING:
-        yield Kernel(f".sample_advance:make_{name}", (), "SAMPLE")
     yield from _of_weights(architecture, types, precision, isa)
-    yield Kernel(".activations:make_normalize", (), "NORMALIZE")
+    yield Kernel(".activations:normalize", (), "NORMALIZE")
     yield Kernel(".matmul:make_store", ("plain",), "EPILOGUE")
     if architecture.logit_softcap is not None:
         yield Kernel(".matmul:make_store", ("capped",), "EPILOGUE", "capped logits")
     for index, layer in enumerate(architecture.layers):
         yield from _of_layer(layer, types, f"model.layers.{index}.")
     yield from kernels_of_cache(kv_type)
-    yield Kernel(".attention:make_finish", (), "ATTEND")
+    yield Kernel(".attention:finish", (), "ATTEND")
 
 
 def kernels_of_cache(kv_type: str) -> Iterator[Kernel]:
@@ -68,7 +68,7 @@ def _of_weights(
 
 def _of_layer(layer: Layer, types: Mapping[str, str], at: str) -> Iterator[Kernel]:
     if layer.has_post_norms:
-        yield Kernel(".activations:make_add_rows", (), "ADD_ROWS", "post norms")
+        yield Kernel(".activations:add_rows", (), "ADD_ROWS", "post norms")
     else:
         yield Kernel(".matmul:make_store", ("add",), "EPILOGUE")
     maker = "gate" if are_paired(layer, types, at) else "store"

@@ -107,7 +107,7 @@ def project_add(
         arguments = Arguments(ADD_ROWS, residual=residual, y=y, features=y.shape[1])
         if post_norm is not None:
             arguments.set(weight=post_norm.weight.float().contiguous(), eps=post_norm.eps)
-        run.append("add" if post_norm is None else "post_norm", arguments, BARRIER, ".activations:make_add_rows")
+        run.append("add" if post_norm is None else "post_norm", arguments, BARRIER, ".activations:add_rows")
         return residual
 
 
@@ -181,7 +181,7 @@ def attend(
             arguments.set(fewest_for_many=FEWEST_FOR_MANY)
             run.append("few", arguments, NO_BARRIER, ".attention:make_attend_few", kv_type)
             run.append("many", arguments, BARRIER, ".attention:make_attend_many", kv_type)
-        run.append("merge", arguments, BARRIER, ".attention:make_finish")
+        run.append("merge", arguments, BARRIER, ".attention:finish")
         if _is_in_blocks(features, heads.shares):
             run.produced(out, arguments, heads.shares)
         return run.gathered(out, heads.shares)
@@ -281,7 +281,7 @@ def _activations(
     arguments.set(private_bytes=token_bytes, of_logits=of_logits)
     if norm is not None:
         arguments.set(weight=norm.weight.float().contiguous(), eps=norm.eps)
-    run.append("normalize", arguments, BARRIER_IF_MANY, ".activations:make_normalize")
+    run.append("normalize", arguments, BARRIER_IF_MANY, ".activations:normalize")
     return {"activations": records.data_ptr(), "private_bytes": token_bytes}
 
 

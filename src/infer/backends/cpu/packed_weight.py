@@ -1,10 +1,8 @@
 """A packed matrix as it is loaded, and the memory that packed matrices lie in."""
 
 import mmap
-import sys
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import final
 
@@ -13,6 +11,7 @@ from torch import Tensor
 
 from infer.backends.cpu.isa import instruction_set
 from infer.backends.cpu.layouts import LANES, Layout
+from infer.backends.host_memory import pages
 from infer.operands.weights import Weight
 from infer.system.locks import short_lock
 
@@ -82,20 +81,11 @@ class Pieces:
         with self._taking:
             piece = self._newest()
             if piece is None or self._taken + num_bytes > len(piece):
-                piece = _map(max(num_bytes, _PIECE) + _HUGE_PAGE)
+                piece = pages(max(num_bytes, _PIECE) + _HUGE_PAGE)
                 self._newest = weakref.ref(piece)
                 self._taken = -torch.frombuffer(piece, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
             start, self._taken = self._taken, self._taken + -(-num_bytes // _CACHE_LINE) * _CACHE_LINE
             return torch.frombuffer(piece, dtype=torch.uint8, count=num_bytes, offset=start)
-
-
-def _map(num_bytes: int) -> mmap.mmap:
-    if sys.platform != "linux":
-        return mmap.mmap(-1, num_bytes)
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without huge pages
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return pages
 
 
 _pieces = Pieces()

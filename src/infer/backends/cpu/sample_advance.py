@@ -3,8 +3,6 @@ input; in a step that verifies drafts `accept`, after each entry. Before the sam
 read the clock: what stands before `await_mask` is the forward, the rest is sampling.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 from numba import njit
 
@@ -29,81 +27,69 @@ def _remember(args, row, token):
     args.lengths[slot] = length + 1
 
 
-def make_advance() -> Callable[..., None]:
+def advance(args, state, thread, num_threads):
     """No more steps when every row has met a stop id, any row failed, another thread has interrupted them, or Python,
     where it is asked, says so."""
-
-    def advance(args, state, thread, num_threads):
-        if thread != 0:
-            return
-        num_ended = 0
-        for row in range(args.num_rows):
-            token = args.sampled[row]
-            args.generated[args.num_generated * args.num_rows + row] = token
-            state.tokens[row] = token
-            state.positions[row] += 1
-            for index in range(args.num_stop_ids):
-                if args.stop_ids[index] == token:
-                    args.ended[row] = 1
-            if token < 0:
-                args.stop = 1
-            else:
-                _remember(args, row, token)
-            num_ended += args.ended[row]
-        args.stamps[2 * args.num_generated + 1] = nanoseconds()
-        args.num_generated += 1
-        if num_ended == args.num_rows or (address_of(args.interrupt) != 0 and args.interrupt[0] != 0):
+    if thread != 0:
+        return
+    num_ended = 0
+    for row in range(args.num_rows):
+        token = args.sampled[row]
+        args.generated[args.num_generated * args.num_rows + row] = token
+        state.tokens[row] = token
+        state.positions[row] += 1
+        for index in range(args.num_stop_ids):
+            if args.stop_ids[index] == token:
+                args.ended[row] = 1
+        if token < 0:
             args.stop = 1
-        if args.after_step != 0 and args.stop == 0:
-            args.stop = 1  # unless it returns and clears this: whatever is raised within ends the multi-step
-            call_python(args.after_step, args.num_generated)
+        else:
+            _remember(args, row, token)
+        num_ended += args.ended[row]
+    args.stamps[2 * args.num_generated + 1] = nanoseconds()
+    args.num_generated += 1
+    if num_ended == args.num_rows or (address_of(args.interrupt) != 0 and args.interrupt[0] != 0):
+        args.stop = 1
+    if args.after_step != 0 and args.stop == 0:
+        args.stop = 1  # unless it returns and clears this: whatever is raised within ends the multi-step
+        call_python(args.after_step, args.num_generated)
 
-    return advance
 
-
-def make_accept() -> Callable[..., None]:
+def accept(args, state, thread, num_threads):
     """A row goes on to its next entry while what was sampled is what was drafted, and ends with its first surprise; the
     repeats of the walk end with the last row."""
-
-    def accept(args, state, thread, num_threads):
-        if thread != 0:
-            return
-        args.stop = 1
-        for row in range(args.num_rows):
-            if args.alive[row] == 0:
-                continue
-            token = args.sampled[row]
-            args.generated[args.entry * args.num_rows + row] = token
-            args.counts_sampled[row] = args.entry + 1
-            draft = np.int64(-1)
-            if args.entry < args.num_drafts[row]:
-                draft = args.drafts[args.draft_stride * row + args.entry]
-            if token >= 0:
-                _remember(args, row, token)
-            if token < 0 or token != draft:
-                args.alive[row] = 0
-            else:
-                args.stop = 0
-        args.entry += 1
-        args.stamps[args.entry] = nanoseconds()
-
-    return accept
+    if thread != 0:
+        return
+    args.stop = 1
+    for row in range(args.num_rows):
+        if args.alive[row] == 0:
+            continue
+        token = args.sampled[row]
+        args.generated[args.entry * args.num_rows + row] = token
+        args.counts_sampled[row] = args.entry + 1
+        draft = np.int64(-1)
+        if args.entry < args.num_drafts[row]:
+            draft = args.drafts[args.draft_stride * row + args.entry]
+        if token >= 0:
+            _remember(args, row, token)
+        if token < 0 or token != draft:
+            args.alive[row] = 0
+        else:
+            args.stop = 0
+    args.entry += 1
+    args.stamps[args.entry] = nanoseconds()
 
 
-def make_await_mask() -> Callable[..., None]:
+def await_mask(args, state, thread, num_threads):
     """Wait until another thread has filled the grammars' masks, which it does while the forward runs."""
-
-    def await_mask(args, state, thread, num_threads):
-        if thread != 0:
-            return
-        args.stamps[2 * args.num_generated] = nanoseconds()
-        if address_of(args.mask_ready) == 0:
-            return
-        began = nanoseconds()
-        while atomic_load(args.mask_ready) == 0:
-            if nanoseconds() - began < SPIN_NANOSECONDS:
-                pause()
-            else:
-                sleep_while(args.mask_ready, 0)
-
-    return await_mask
+    if thread != 0:
+        return
+    args.stamps[2 * args.num_generated] = nanoseconds()
+    if address_of(args.mask_ready) == 0:
+        return
+    began = nanoseconds()
+    while atomic_load(args.mask_ready) == 0:
+        if nanoseconds() - began < SPIN_NANOSECONDS:
+            pause()
+        else:
+            sleep_while(args.mask_ready, 0)

@@ -3,8 +3,6 @@
 What is left of a row's logits is written down where their log-probabilities are asked for.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 from numba import njit
 
@@ -226,15 +224,12 @@ def _choose_token(args, row, num_threads):
     return _choose_candidate(args, row, count, total, largest, temperature)
 
 
-def make_choose() -> Callable[..., None]:
-    def choose(args, state, thread, num_threads):
-        begin_units(state, thread)
-        row, end = take_units(state, thread, num_threads, args.num_rows)
-        while row < end:
-            if args.alive[row] != 0:
-                args.sampled[row] = _choose_token(args, row, num_threads)
-            row += 1
-            if row == end:
-                row, end = take_units(state, thread, num_threads, args.num_rows)
-
-    return choose
+def choose(args, state, thread, num_threads):
+    begin_units(state, thread)
+    row, end = take_units(state, thread, num_threads, args.num_rows)
+    while row < end:
+        if args.alive[row] != 0:
+            args.sampled[row] = _choose_token(args, row, num_threads)
+        row += 1
+        if row == end:
+            row, end = take_units(state, thread, num_threads, args.num_rows)

@@ -4,8 +4,6 @@
 integers and the largest are in the total order, so neither depends on how many parts there are.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 from numba import njit
 
@@ -85,24 +83,18 @@ def _merge(args, row, num_threads):
     record.total, record.rank = total, ahead + 1
 
 
-def make_score() -> Callable[..., None]:
-    def score(args, state, thread, num_threads):
-        for row in range(args.num_rows):
-            if _is_asked(args, row):
-                _score(args, row, thread, num_threads)
-
-    return score
+def score(args, state, thread, num_threads):
+    for row in range(args.num_rows):
+        if _is_asked(args, row):
+            _score(args, row, thread, num_threads)
 
 
-def make_merge() -> Callable[..., None]:
-    def merge(args, state, thread, num_threads):
-        begin_units(state, thread)
-        row, end = take_units(state, thread, num_threads, args.num_rows)
-        while row < end:
-            if _is_asked(args, row):
-                _merge(args, row, num_threads)
-            row += 1
-            if row == end:
-                row, end = take_units(state, thread, num_threads, args.num_rows)
-
-    return merge
+def merge(args, state, thread, num_threads):
+    begin_units(state, thread)
+    row, end = take_units(state, thread, num_threads, args.num_rows)
+    while row < end:
+        if _is_asked(args, row):
+            _merge(args, row, num_threads)
+        row += 1
+        if row == end:
+            row, end = take_units(state, thread, num_threads, args.num_rows)

@@ -6,8 +6,6 @@ what is at least a lower bound of what their filters keep: of the k largest, the
 min-p, its threshold; of top-p, the weight below which all the vocabulary together weighs less than 1 − p.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 from numba import njit
 
@@ -282,28 +280,25 @@ def filter_scale(args, row, temperature, largest):
     return scaling(temperature, largest)
 
 
-def make_narrow() -> Callable[..., None]:
-    def narrow(args, state, thread, num_threads):
-        first, end = part(args, thread, num_threads)
-        for row in range(args.num_rows):
-            if args.alive[row] == 0:
-                continue
-            logits = logits_of(args, row)
-            largest, masks = row_largest(args, row), masks_of(args, row)
-            temperature = args.temperature[row]
-            slot = row * MAX_THREADS + thread
-            if largest != largest or largest == NOTHING:  # `choose` knows what to do
-                continue
-            if temperature == 0:
-                args.found[slot] = _first_equal(args, row, logits, first, end, largest, masks)
-            elif has_filters(args, row):
-                scale = filter_scale(args, row, temperature, largest)
-                _narrow_filtered(args, row, logits, first, end, thread, scale, masks, largest)
-            else:
-                key = key_of(args.seed[row], position_of(args, row))
-                scale = scaling(temperature, largest)
-                best, best_id = _search(args, row, logits, first, end, scale, key, masks)
-                args.found[slot] = best_id
-                args.scores[slot] = best
-
-    return narrow
+def narrow(args, state, thread, num_threads):
+    first, end = part(args, thread, num_threads)
+    for row in range(args.num_rows):
+        if args.alive[row] == 0:
+            continue
+        logits = logits_of(args, row)
+        largest, masks = row_largest(args, row), masks_of(args, row)
+        temperature = args.temperature[row]
+        slot = row * MAX_THREADS + thread
+        if largest != largest or largest == NOTHING:  # `choose` knows what to do
+            continue
+        if temperature == 0:
+            args.found[slot] = _first_equal(args, row, logits, first, end, largest, masks)
+        elif has_filters(args, row):
+            scale = filter_scale(args, row, temperature, largest)
+            _narrow_filtered(args, row, logits, first, end, thread, scale, masks, largest)
+        else:
+            key = key_of(args.seed[row], position_of(args, row))
+            scale = scaling(temperature, largest)
+            best, best_id = _search(args, row, logits, first, end, scale, key, masks)
+            args.found[slot] = best_id
+            args.scores[slot] = best

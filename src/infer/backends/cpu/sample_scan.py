@@ -5,8 +5,6 @@ Each thread edits and reads its own part of the vocabulary. Edits change finite 
 found; they touch the ids that have one, in the reference's order and with its rounding. Masks come with the reading.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 from numba import njit
 
@@ -152,41 +150,37 @@ def masked_bits(masks, token):
     return bits >> np.int32(token % 32)
 
 
-def make_scan() -> Callable[..., None]:
+def scan(args, state, thread, num_threads):
     """A group with NaN or +inf has NaN for its largest."""
-
-    def scan(args, state, thread, num_threads):
-        first, end = part(args, thread, num_threads)
-        group_size = LANES * args.group_vectors
-        for row in range(args.num_rows):
-            if args.alive[row] == 0:
-                continue
-            logits = logits_of(args, row)
-            begin, stop = group_size * first, min(group_size * end, args.vocab)
-            if scores_logits(args, row, False):
-                _keep_raw(args, row, logits, first, end, thread)
-            _add_biases(args, row, logits, begin, stop)
-            _penalise(args, row, logits, begin, stop)
-            if is_below_minimum(args, row):
-                _ban_ends(args, row, logits, begin, stop)
-            masks = masks_of(args, row)
-            for group in range(first, end):
-                most = splat_f32(NOTHING)
-                raw = splat_f32(NOTHING)
-                for token in range(group_size * group, min(group_size * (group + 1), args.vocab), LANES):
-                    at, room = logits + token, args.vocab - token
-                    x = load_upto(at, room)
-                    if masks[0] != 0 or masks[1] != 0:
-                        raw = maximum(raw, x)
-                        bits = masked_bits(masks, token) & np.int32(0xFFFF)
-                        if bits != 0xFFFF:
-                            x = keep_bits(x, bits)
-                            if room >= LANES:
-                                store_f32(at, x)
-                    most = maximum(most, x)
-                largest, peak = max_f32(most), max_f32(raw)
-                if largest == np.inf or peak == np.inf or peak != peak:
-                    largest = np.float32(np.nan)
-                args.maxima[args.num_groups * row + group] = largest
-
-    return scan
+    first, end = part(args, thread, num_threads)
+    group_size = LANES * args.group_vectors
+    for row in range(args.num_rows):
+        if args.alive[row] == 0:
+            continue
+        logits = logits_of(args, row)
+        begin, stop = group_size * first, min(group_size * end, args.vocab)
+        if scores_logits(args, row, False):
+            _keep_raw(args, row, logits, first, end, thread)
+        _add_biases(args, row, logits, begin, stop)
+        _penalise(args, row, logits, begin, stop)
+        if is_below_minimum(args, row):
+            _ban_ends(args, row, logits, begin, stop)
+        masks = masks_of(args, row)
+        for group in range(first, end):
+            most = splat_f32(NOTHING)
+            raw = splat_f32(NOTHING)
+            for token in range(group_size * group, min(group_size * (group + 1), args.vocab), LANES):
+                at, room = logits + token, args.vocab - token
+                x = load_upto(at, room)
+                if masks[0] != 0 or masks[1] != 0:
+                    raw = maximum(raw, x)
+                    bits = masked_bits(masks, token) & np.int32(0xFFFF)
+                    if bits != 0xFFFF:
+                        x = keep_bits(x, bits)
+                        if room >= LANES:
+                            store_f32(at, x)
+                most = maximum(most, x)
+            largest, peak = max_f32(most), max_f32(raw)
+            if largest == np.inf or peak == np.inf or peak != peak:
+                largest = np.float32(np.nan)
+            args.maxima[args.num_groups * row + group] = largest

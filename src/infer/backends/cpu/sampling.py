@@ -36,15 +36,15 @@ def choose_tokens(
 
 def commands(arguments: SampleArguments, keeps: object = None) -> list[Command]:
     """Scan, narrow, choose: `sampled` holds a token or a negative code for each of the step's logits."""
-    makers = (".sample_scan:make_scan", ".sample_narrow:make_narrow", ".sample_choose:make_choose")
+    makers = (".sample_scan:scan", ".sample_narrow:narrow", ".sample_choose:choose")
     return [command(maker, arguments, keeps) for maker in makers]
 
 
 def scoring(arguments: SampleArguments) -> list[Command]:
     """Score, merge: `logprobs` holds what rows asked for of the tokens that are sampled."""
-    return [command(f".sample_logprobs:make_{name}", arguments) for name in ("score", "merge")]
+    return [command(f".sample_logprobs:{name}", arguments) for name in ("score", "merge")]
 
 
 def command(maker: str, arguments: SampleArguments, keeps: object = None) -> Command:
-    label = f"sample.{maker.partition('make_')[2]}"
+    label = f"sample.{maker.partition(':')[2]}"
     return Command(compiled_address(maker, SAMPLE), arguments.record, BARRIER, label, (arguments, keeps))

@@ -61,12 +61,12 @@ class Team:
         self._rank, self._num_ranks = rank, num_ranks
         self._job = fields_of(aligned(1, JOB))
         self._job_at = ctypes.addressof(self._job)
-        self._job.walk = compiled_address(".walking:make_walk", WALK)
+        self._job.walk = compiled_address(".walking:walk", WALK)
         _make_semaphore(self._job.turn, 1)
         for thread in range(1, self.num_threads):
             _make_semaphore(self._job.semaphores[thread], 0)
         self._serve, self._run, self._close = (
-            _FUNCTION(compiled_address(f".walking:make_{name}", JOB)) for name in ("serve", "run", "close")
+            _FUNCTION(compiled_address(f".walking:{name}", JOB)) for name in ("serve", "run", "close")
         )
         self._last: tuple[npt.NDArray[Any], Any] | None = None  # the state of the last walk, and its fields
         self._pace = Pace(self.num_threads)
@@ -226,5 +226,5 @@ def set_num_threads(num_threads: int, rank: int = 0, num_ranks: int = 1) -> None
 
 def publisher(flag: npt.NDArray[np.int64]) -> Callable[[], None]:
     """What sets a flag that compiled code waits for: whoever sees it set sees all that was written before."""
-    publish = _FUNCTION(compiled_address(".walking:make_publish", FLAG))
+    publish = _FUNCTION(compiled_address(".walking:publish", FLAG))
     return partial(publish, flag.ctypes.data, None, 0, 0)

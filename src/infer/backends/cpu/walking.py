@@ -1,7 +1,5 @@
 """The threads' own loops, compiled: the walk over a table, a worker's life, the run of a walk, the end of all."""
 
-from collections.abc import Callable
-
 from llvmlite.ir import IRBuilder as Builder
 from numba import njit
 
@@ -29,133 +27,113 @@ def _wake_workers(job, end):
             control.post_semaphore(job.semaphores + LINE_WORDS * thread)
 
 
-def make_walk() -> Callable[..., None]:
+def walk(args, state, thread, num_threads):
     """Alone, thread 0 still does each command in `num_threads` parts: what a later command reads stays the same."""
-
-    def walk(args, state, thread, num_threads):
-        is_alone = num_threads == 1
-        barrier, stalls, first, end, started = 0, 0, thread, thread + 1, control.nanoseconds()
-        for repeat in range(args.repeats):
-            for index in range(args.again if repeat > 0 else 0, args.num_rows):
-                row, is_timed = nth_record(args.rows, index), address_of(args.times) != 0
-                began = control.cycles() if is_timed else 0
-                for part in range(first, end):
-                    control.call_command(row.function, row.arguments, address_of(state), part, num_threads)
-                flag = row.barrier
-                if not is_alone and (flag == 1 or (flag == 2 and max(state.num_tokens, state.num_logits) > 1)):
-                    barrier += 1
-                    beyond = stalls - args.patience if thread == 0 and args.patience != 0 else 0
-                    if beyond > 0 and beyond > (control.nanoseconds() - started) >> _SHARE_SHIFT:
-                        control.atomic_store(state.dismissed, barrier)  # before its own arrival: all see it after it
-                    stalls += meet(state, thread, num_threads, barrier)
-                    if control.atomic_load(state.dismissed) == barrier:
-                        is_alone, first, end = True, 0, num_threads
-                if is_timed and thread == 0:
-                    args.times[index] += control.cycles() - began
-                if is_alone and thread != 0:
-                    break
-            if thread == 0:
-                args.walked = repeat + 1 if args.again == 0 else 1
+    is_alone = num_threads == 1
+    barrier, stalls, first, end, started = 0, 0, thread, thread + 1, control.nanoseconds()
+    for repeat in range(args.repeats):
+        for index in range(args.again if repeat > 0 else 0, args.num_rows):
+            row, is_timed = nth_record(args.rows, index), address_of(args.times) != 0
+            began = control.cycles() if is_timed else 0
+            for part in range(first, end):
+                control.call_command(row.function, row.arguments, address_of(state), part, num_threads)
+            flag = row.barrier
+            if not is_alone and (flag == 1 or (flag == 2 and max(state.num_tokens, state.num_logits) > 1)):
+                barrier += 1
+                beyond = stalls - args.patience if thread == 0 and args.patience != 0 else 0
+                if beyond > 0 and beyond > (control.nanoseconds() - started) >> _SHARE_SHIFT:
+                    control.atomic_store(state.dismissed, barrier)  # before its own arrival: all see it after it
+                stalls += meet(state, thread, num_threads, barrier)
+                if control.atomic_load(state.dismissed) == barrier:
+                    is_alone, first, end = True, 0, num_threads
+            if is_timed and thread == 0:
+                args.times[index] += control.cycles() - began
             if is_alone and thread != 0:
                 break
-            if address_of(args.stop) != 0:
-                is_stopped = args.stop[0] != 0
-                if not is_alone:  # nobody begins the next repeat, and sets it anew, before all have looked
-                    barrier += 1
-                    stalls += meet(state, thread, num_threads, barrier)
-                if is_stopped:
-                    break
-        if stalls != 0:
-            control.atomic_add(state.stalls, stalls)
+        if thread == 0:
+            args.walked = repeat + 1 if args.again == 0 else 1
+        if is_alone and thread != 0:
+            break
+        if address_of(args.stop) != 0:
+            is_stopped = args.stop[0] != 0
+            if not is_alone:  # nobody begins the next repeat, and sets it anew, before all have looked
+                barrier += 1
+                stalls += meet(state, thread, num_threads, barrier)
+            if is_stopped:
+                break
+    if stalls != 0:
+        control.atomic_add(state.stalls, stalls)
 
-    return walk
 
-
-def make_serve() -> Callable[..., None]:
+def serve(job, state, thread, spins):
     """A worker's whole life: walk whenever the generation moves, sleep when nothing came for a while, leave when the
     team is closed. A second worker for the same thread leaves at once."""
-
-    def serve(job, state, thread, spins):
-        sleeping, seen = job.sleeping + thread, job.seen + thread
-        if control.atomic_exchange(job.is_served + thread, 1) != 0:
-            return
-        idle = 0
-        while control.atomic_load(job.is_closed) == 0:
-            generation = control.atomic_load(job.generation)
-            if generation != control.atomic_load(seen):
-                control.atomic_store(seen, generation)
-                num_threads = generation % _STEP
-                if thread < num_threads:
-                    control.call_command(job.walk, job.arguments, job.state, thread, num_threads)
-                    if control.atomic_add(job.finished, 1) == num_threads - 2:
-                        wake(job.finished, job.has_sleepers)
-                idle = 0
-            elif idle < spins:
-                idle += 1
-                control.pause()
-            else:
-                control.atomic_exchange(sleeping, 1)
-                is_same = control.atomic_load(job.generation) == generation
-                is_needed = is_same and control.atomic_load(job.is_closed) == 0
-                if is_needed or control.atomic_exchange(sleeping, 0) == 0:  # who takes our flag posts
-                    while control.wait_semaphore(job.semaphores + LINE_WORDS * thread) != 0:
-                        pass
-                idle = 0
-
-    return serve
+    sleeping, seen = job.sleeping + thread, job.seen + thread
+    if control.atomic_exchange(job.is_served + thread, 1) != 0:
+        return
+    idle = 0
+    while control.atomic_load(job.is_closed) == 0:
+        generation = control.atomic_load(job.generation)
+        if generation != control.atomic_load(seen):
+            control.atomic_store(seen, generation)
+            num_threads = generation % _STEP
+            if thread < num_threads:
+                control.call_command(job.walk, job.arguments, job.state, thread, num_threads)
+                if control.atomic_add(job.finished, 1) == num_threads - 2:
+                    wake(job.finished, job.has_sleepers)
+            idle = 0
+        elif idle < spins:
+            idle += 1
+            control.pause()
+        else:
+            control.atomic_exchange(sleeping, 1)
+            is_same = control.atomic_load(job.generation) == generation
+            is_needed = is_same and control.atomic_load(job.is_closed) == 0
+            if is_needed or control.atomic_exchange(sleeping, 0) == 0:  # who takes our flag posts
+                while control.wait_semaphore(job.semaphores + LINE_WORDS * thread) != 0:
+                    pass
+            idle = 0
 
 
-def make_run() -> Callable[..., None]:
+def run(job, state, walk_at, num_threads):
     """All of a walk in one call, so that nothing can come between its parts: wait for the turn, tell and wake the
     workers, do thread 0's part, wait for the workers, give the turn to the next."""
-
-    def run(job, state, walk_at, num_threads):
-        walk = _walk(walk_at)
-        walk.has_run = 0
-        if control.wait_semaphore_briefly(job.turn) != 0:
-            return
-        job.owner = control.thread_id()
-        if control.atomic_load(job.is_closed) != 0:
-            num_threads = 1
-        state.dismissed[0], state.stalls[0] = 0, 0
-        clear_barrier(state, num_threads)
-        clear_threads(state, num_threads)
-        job.arguments, job.state = walk_at, address_of(state)
-        job.finished[0], job.has_sleepers[0] = 0, 0
-        if num_threads > 1:
-            walks = control.atomic_load(job.generation) // _STEP
-            control.atomic_exchange(job.generation, (walks + 1) * _STEP + num_threads)
-            _wake_workers(job, num_threads)
-        walk.began = control.nanoseconds()
-        control.call_command(job.walk, walk_at, address_of(state), 0, num_threads)
-        wait_until(job.finished, num_threads - 1, job.has_sleepers, SPIN_NANOSECONDS)
-        walk.ended = control.nanoseconds()
-        walk.has_run = 1
-        job.owner = 0
-        control.post_semaphore(job.turn)
-
-    return run
+    walk = _walk(walk_at)
+    walk.has_run = 0
+    if control.wait_semaphore_briefly(job.turn) != 0:
+        return
+    job.owner = control.thread_id()
+    if control.atomic_load(job.is_closed) != 0:
+        num_threads = 1
+    state.dismissed[0], state.stalls[0] = 0, 0
+    clear_barrier(state, num_threads)
+    clear_threads(state, num_threads)
+    job.arguments, job.state = walk_at, address_of(state)
+    job.finished[0], job.has_sleepers[0] = 0, 0
+    if num_threads > 1:
+        walks = control.atomic_load(job.generation) // _STEP
+        control.atomic_exchange(job.generation, (walks + 1) * _STEP + num_threads)
+        _wake_workers(job, num_threads)
+    walk.began = control.nanoseconds()
+    control.call_command(job.walk, walk_at, address_of(state), 0, num_threads)
+    wait_until(job.finished, num_threads - 1, job.has_sleepers, SPIN_NANOSECONDS)
+    walk.ended = control.nanoseconds()
+    walk.has_run = 1
+    job.owner = 0
+    control.post_semaphore(job.turn)
 
 
-def make_close() -> Callable[..., None]:
+def close(job, state, unused, also_unused):
     """Send the workers away, when the walk that runs, if any, has ended. Leaves 1 in `is_closed`, 0 if a signal came
     before."""
-
-    def close(job, state, unused, also_unused):
-        if control.wait_semaphore_briefly(job.turn) != 0:
-            return
-        control.atomic_exchange(job.is_closed, 1)
-        _wake_workers(job, MAX_THREADS)
-        control.post_semaphore(job.turn)
-
-    return close
+    if control.wait_semaphore_briefly(job.turn) != 0:
+        return
+    control.atomic_exchange(job.is_closed, 1)
+    _wake_workers(job, MAX_THREADS)
+    control.post_semaphore(job.turn)
 
 
-def make_publish() -> Callable[..., None]:
+def publish(args, state, thread, num_threads):
     """Set a flag to 1 for another thread, which may sleep until then, and then sees what was written before."""
-
-    def publish(args, state, thread, num_threads):
-        control.atomic_exchange(args.is_set, 1)
-        control.wake_all(args.is_set)
-
-    return publish
+    control.atomic_exchange(args.is_set, 1)
+    control.wake_all(args.is_set)

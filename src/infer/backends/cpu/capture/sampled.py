@@ -47,7 +47,7 @@ class MultiStep:
         self._arguments = SampleArguments(logits, recording.step.positions.data_ptr(), position_offset=1)
         stop_at, group = _stop_at(self._arguments), recording.group
         after = [] if group is None else [group.tell("lead", stop_at)]
-        self._walk = _walk(forward, self._arguments, ".sample_advance:make_advance", after)
+        self._walk = _walk(forward, self._arguments, ".sample_advance:advance", after)
         self._logprobs = Logprobs(self._arguments)
 
     def run(
@@ -128,7 +128,7 @@ class Verifier:
 
     def __init__(self, forward: Walk, logits: Tensor) -> None:
         self._arguments = SampleArguments(logits, positions=0, position_offset=0)
-        self._walk = _walk(forward, self._arguments, ".sample_advance:make_accept")
+        self._walk = _walk(forward, self._arguments, ".sample_advance:accept")
         self._walk.fields.again = len(forward.rows) + 1
         self._max_entries = len(logits)
         self._arguments.set(draft_stride=self._max_entries)
@@ -194,7 +194,7 @@ def _stop_at(arguments: SampleArguments) -> int:
 
 def _walk(forward: Walk, arguments: SampleArguments, last: str, after: Sequence[Command] = ()) -> Walk:
     """The forward, the sampler's commands, and what makes of their tokens the next repeat."""
-    first = sampling.command(".sample_advance:make_await_mask", arguments)
+    first = sampling.command(".sample_advance:await_mask", arguments)
     sampler = [*sampling.commands(arguments), *sampling.scoring(arguments)]
     walk = Walk([first, *sampler, sampling.command(last, arguments), *after], forward)
     walk.fields.stop = _stop_at(arguments)

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple, final
 
@@ -28,7 +27,7 @@ _MOST_PROCESSES = 8
 _START_SECONDS, _REDRAW_SECONDS = 1.5, 0.25
 # Seconds that a kernel takes, by the beginning of its label; others take a third of one.
 _SECONDS = (
-    ("attend_q", 8.0), ("attend", 7.0), ("choose", 2.5), ("narrow", 2.0), ("matmul", 2.0), ("rotate", 1.5),
+    ("attend", 7.0), ("choose", 2.5), ("narrow", 2.0), ("matmul", 2.0), ("rotate", 1.5),
     ("normalize", 1.2), ("scan", 0.8),
 )  # fmt: skip
 
@@ -43,45 +42,29 @@ class Answer(NamedTuple):
 
 
 @final
-@dataclass
-class _Jobs:
-    """What is asked for, and what was answered. The lock guards all of it and is told of each change."""
-
-    waiting: list[Kernel]
-    total: int = 0
-    answers: dict[str, Answer | None] = field(default_factory=dict)  # by file name; None: it could not be compiled
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    children: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    is_closed: bool = False
-
-    def next(self) -> Kernel | None:
-        with self.changed:
-            return self.waiting.pop(0) if self.waiting and not self.is_closed else None
-
-    def put(self, kernel: Kernel, answer: Answer | None) -> None:
-        with self.changed:
-            self.answers[kernel.file_name] = answer
-            self.changed.notify_all()
-
-
-@final
 class Compilation:
-    """Kernels being compiled, the longest first. `close` ends it; so does a fork, in the child."""
+    """Kernels being compiled, the longest first. `close` ends it; so does a fork, in the child.
+
+    `_changed` guards what threads share, and is told of each answer.
+    """
 
     def __init__(self, kernels: Sequence[Kernel]) -> None:
-        ordered = sorted(kernels, key=lambda kernel: (not kernel.maker.startswith(".walking"), -seconds_of(kernel)))
-        self._jobs = _Jobs(ordered, len(ordered))
-        self.file_names = {kernel.file_name for kernel in kernels}
+        self._waiting = sorted(
+            kernels, key=lambda kernel: (not kernel.maker.startswith(".walking"), -seconds_of(kernel))
+        )
+        self._answers: dict[str, Answer | None] = {}  # by file name; None: it could not be compiled
+        self._changed = threading.Condition()
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._is_closed = False
         self._owner, self._started = os.getpid(), time.monotonic()
-        self.num_processes = min(num_processors(), _MOST_PROCESSES, len(kernels))
-        self._line = StatusLine()
         self._weight = {kernel.file_name: seconds_of(kernel) for kernel in kernels}
-        self._reasons = sorted({kernel.reason for kernel in kernels})
+        self.file_names = set(self._weight)
+        self._line = StatusLine()
+        num_processes = min(num_processors(), _MOST_PROCESSES, len(kernels))
         self._threads = [
-            threading.Thread(target=_work, args=(self._jobs,), name="compile-kernels", daemon=True)
-            for _ in range(self.num_processes)
+            threading.Thread(target=self._work, name="compile-kernels", daemon=True) for _ in range(num_processes)
         ]
-        write_notice(self._first_line())
+        write_notice(self._first_line(sorted({kernel.reason for kernel in kernels})))
         for thread in self._threads:
             thread.start()
 
@@ -89,11 +72,11 @@ class Compilation:
         """The object code, once it is there; None if it was not asked for or could not be made."""
         if file_name not in self.file_names or self._owner != os.getpid():
             return None
-        with self._jobs.changed:
-            while file_name not in self._jobs.answers and self._is_running():
+        with self._changed:
+            while file_name not in self._answers and self._is_running():
                 self._show()
-                self._jobs.changed.wait(_REDRAW_SECONDS)
-            return self._jobs.answers.get(file_name)
+                self._changed.wait(_REDRAW_SECONDS)
+            return self._answers.get(file_name)
 
     def finish(self) -> None:
         """Wait for all."""
@@ -102,10 +85,9 @@ class Compilation:
 
     def close(self) -> None:
         self._line.close()
-        jobs = self._jobs
-        with jobs.changed:
-            jobs.is_closed = True
-            children = list(jobs.children)
+        with self._changed:
+            self._is_closed = True
+            children = list(self._children)
         if self._owner != os.getpid():
             return
         for child in children:
@@ -113,25 +95,61 @@ class Compilation:
         for thread in self._threads:
             thread.join()
 
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self._started
-
     def _is_running(self) -> bool:
-        return not self._jobs.is_closed and any(thread.is_alive() for thread in self._threads)
+        return not self._is_closed and any(thread.is_alive() for thread in self._threads)
 
-    def _first_line(self) -> str:
-        ideal = sum(self._weight.values()) / max(1, self.num_processes)
+    def _first_line(self, reasons: Sequence[str]) -> str:
+        ideal = sum(self._weight.values()) / max(1, len(self._threads))
         seconds = 5 * round((_START_SECONDS + max(ideal, max(self._weight.values()))) / 5 + 0.5)
-        what = "kernel" if self._jobs.total == 1 else "kernels"
-        why = f" for {', '.join(self._reasons)}" if len(self._reasons) <= 2 and "" not in self._reasons else ""
-        return f"infer: compiling {self._jobs.total} CPU {what}{why}: about {seconds} s, {how_often()}"
+        what = "kernel" if len(self._weight) == 1 else "kernels"
+        why = f" for {', '.join(reasons)}" if len(reasons) <= 2 and "" not in reasons else ""
+        return f"infer: compiling {len(self._weight)} CPU {what}{why}: about {seconds} s, {how_often()}"
 
     def _show(self) -> None:
-        done, total = len(self._jobs.answers), self._jobs.total
-        weight = sum(self._weight[name] for name in self._jobs.answers)
+        weight = sum(self._weight[name] for name in self._answers)
         filled = f"{bar(weight / sum(self._weight.values()), PROGRESS_WIDTH):<{PROGRESS_WIDTH}}"
-        self._line.show(f"infer: compiling CPU kernels {filled} {done} of {total}, {self.seconds:.0f} s")
+        done, seconds = f"{len(self._answers)} of {len(self._weight)}", time.monotonic() - self._started
+        self._line.show(f"infer: compiling CPU kernels {filled} {done}, {seconds:.0f} s")
+
+    def _work(self) -> None:
+        """A thread: hands kernels to a process of its own. Where there can be none, or it ends, the rest is left."""
+        child: subprocess.Popen[bytes] | None = None
+        try:
+            while (kernel := self._next()) is not None:
+                answer = None
+                try:
+                    child = child or self._start()
+                    answer = _ask(child, kernel)
+                except (OSError, ValueError, EOFError):
+                    _end(child)
+                    child = None
+                with self._changed:
+                    self._answers[kernel.file_name] = answer
+                    self._changed.notify_all()
+        finally:
+            _end(child)
+            with self._changed:
+                self._changed.notify_all()
+
+    def _next(self) -> Kernel | None:
+        with self._changed:
+            return self._waiting.pop(0) if self._waiting and not self._is_closed else None
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        paths = [str(Path(infer.__file__).parents[1]), *filter(None, sys.path)]
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-c", _CODE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            start_new_session=True,  # Ctrl-C is ours
+        )
+        with self._changed:
+            self._children.append(child)
+            if self._is_closed:
+                child.kill()
+        return child
 
 
 def how_often() -> str:
@@ -142,48 +160,12 @@ def how_often() -> str:
     )
 
 
-def _work(jobs: _Jobs) -> None:
-    """A thread: hands kernels to a process of its own. Where there can be none, or it ends, the rest is left."""
-    child: subprocess.Popen[bytes] | None = None
-    try:
-        while (kernel := jobs.next()) is not None:
-            answer = None
-            try:
-                child = child or _start(jobs)
-                answer = _ask(child, kernel)
-            except (OSError, ValueError, EOFError):
-                _end(child)
-                child = None
-            jobs.put(kernel, answer)
-    finally:
-        _end(child)
-        with jobs.changed:
-            jobs.changed.notify_all()
-
-
 def _end(child: subprocess.Popen[bytes] | None) -> None:
     if child is not None:
         child.kill()
         with suppress(OSError, ValueError):  # what was not yet written
             child.communicate()
         child.wait()
-
-
-def _start(jobs: _Jobs) -> subprocess.Popen[bytes]:
-    paths = [str(Path(infer.__file__).parents[1]), *filter(None, sys.path)]
-    child = subprocess.Popen(
-        [sys.executable, "-P", "-c", _CODE],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-        start_new_session=True,  # Ctrl-C is ours
-    )
-    with jobs.changed:
-        jobs.children.append(child)
-        if jobs.is_closed:
-            child.kill()
-    return child
 
 
 def _ask(child: subprocess.Popen[bytes], kernel: Kernel) -> Answer | None:

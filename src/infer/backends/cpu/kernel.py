@@ -7,7 +7,7 @@ from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 
 @final
@@ -38,5 +38,6 @@ class Kernel:
 
     def make(self) -> Callable[..., None]:
         module, _, function = self.maker.partition(":")
-        source: Callable[..., None] = getattr(import_module(module, __package__), function)
-        return source(*self.variant) if function.startswith("make_") else source
+        made: Any = getattr(import_module(module, __package__), function)
+        source: Callable[..., None] = made(*self.variant) if function.startswith("make_") else made
+        return source

@@ -18,6 +18,7 @@ from infer.backends.cpu.isa import BY_NAME, Shape, instruction_set, target_featu
 from infer.backends.cpu.layouts import LANES, LAYOUTS, PLANE_BYTES, SCALE_AT, Layout
 from infer.backends.cpu.packed_weight import PackedWeight
 from infer.backends.cpu.simd import I64
+from infer.backends.cpu.tiles import Operands
 from infer.operands.weights import Projection
 from test_packing import make_weight
 
@@ -70,8 +71,8 @@ def tile_module(set_name: str, type_: str, planes: int) -> str:
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 5), "tile")
     b = ir.IRBuilder(function.append_basic_block())
     weights, activations, stride, num_records, out = function.args
-    operands = (activations, out, [weights], stride, num_records, None)
-    panels.emit_tile(b, LAYOUTS[type_], planes, BY_NAME[set_name], Shape(1, COLUMNS, COLUMNS), *operands)
+    operands, shape = Operands([weights], activations, stride, num_records), Shape(1, COLUMNS, COLUMNS)
+    panels.emit_tile(b, LAYOUTS[type_], planes, BY_NAME[set_name], shape, operands, out, None)
     b.ret_void()
     text = f"{module}\ndeclare i32 @llvm.vector.reduce.add.v8i32(<8 x i32>)"
     for name in set(re.findall(r"llvm\.aarch64\.neon\.\w+\.[\w.]+", text)):

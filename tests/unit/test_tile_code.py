@@ -13,6 +13,7 @@ from infer.backends.cpu import panels, simd
 from infer.backends.cpu.isa import INSTRUCTION_SETS, InstructionSet, Shape
 from infer.backends.cpu.layouts import LAYOUTS
 from infer.backends.cpu.simd import I64
+from infer.backends.cpu.tiles import Operands
 
 X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
 _AVX2 = {"avx2", "fma", "f16c"}
@@ -48,8 +49,8 @@ def loop_of(cpu: str, type_: str, planes: int, shape: Shape, monkeypatch: pytest
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * (shape.groups + 4)), "tile")
     b = ir.IRBuilder(function.append_basic_block())
     *weights, activations, stride, num_records, out = function.args
-    operands = (activations, out, weights, stride, num_records, None)
-    panels.emit_tile(b, layout, isa.form(layout, planes), isa, shape, *operands)
+    operands = Operands(weights, activations, stride, num_records)
+    panels.emit_tile(b, layout, isa.form(layout, planes), isa, shape, operands, out, None)
     b.ret_void()
     return innermost(assembly(str(module), triple, cpu))
 

@@ -6,7 +6,7 @@ A weight is read some rows at a time, so that what is there beside the packed we
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import Literal
 
 import numpy as np
@@ -20,6 +20,7 @@ from infer.backends.cpu.records import PACK
 from infer.backends.cpu.state import STATE
 from infer.backends.cpu.table import NO_BARRIER, Command, Walk
 from infer.backends.cpu.threads import aligned, team
+from infer.backends.cpu.workspace import merged
 from infer.errors import InvalidRequestError
 from infer.operands.weights import ConvertedWeight, Projection, StoredWeight, UnreadWeight
 
@@ -37,16 +38,10 @@ def prepare(projection: Projection, device: torch.device, precision: Precision =
         raise InvalidRequestError(f"precision must be exact or fast, got {precision!r}")
     sources = [part for part in projection.parts if isinstance(part, Source)]
     assert len(sources) == len(projection.parts)
-    parts = []
-    for _, neighbours in groupby(enumerate(sources), key=_merge_key):
-        parts.append(_pack([weight for _, weight in neighbours], PLANES[precision]))
+    together = merged([part.type for part in sources], [part.out_features for part in sources])
+    parts = (_pack([sources[index] for index in indices], PLANES[precision]) for indices in together)
     bias = None if projection.bias is None else projection.bias.float().contiguous()
     return replace(projection, parts=tuple(parts), bias=bias)
-
-
-def _merge_key(indexed: tuple[int, Source]) -> tuple[str, int]:
-    index, weight = indexed
-    return weight.type, -1 if weight.out_features % LANES == 0 else index
 
 
 def _pack(weights: Sequence[Source], planes: int) -> PackedWeight:

@@ -11,7 +11,7 @@ from infer.backends.cpu.isa import InstructionSet, Shape
 from infer.backends.cpu.layouts import LANES, PANEL, Layout
 from infer.backends.cpu.matrix_tiles import MatrixTile
 from infer.backends.cpu.simd import I64, Value, address, constant, operation
-from infer.backends.cpu.tiles import emit_block_tile, emit_float_tile
+from infer.backends.cpu.tiles import Operands, emit_block_tile, emit_float_tile
 
 COLUMN_BYTES = 4 * LANES  # of a result: a vector of 16 rows for each token
 TILE_BYTES = COLUMN_BYTES * PANEL  # from a group's results to the next one's
@@ -42,35 +42,26 @@ def make_multiply_panel(layout: Layout, form: int, isa: InstructionSet, num_grou
                 at = b.add(activations, b.mul(token, record_bytes))
                 to = b.add(b.mul(token, constant(I64, COLUMN_BYTES)), b.mul(turn.index, constant(I64, TILE_BYTES)))
                 weights = [first, second] if shape.groups == 2 else [b.add(first, b.mul(turn.index, group_bytes))]
-                operands = (at, b.add(out, to), weights, b.mul(width, record_bytes), num_records, scratch)
-                emit_tile(b, layout, form, isa, shape, *operands)
+                operands = Operands(weights, at, b.mul(width, record_bytes), num_records)
+                emit_tile(b, layout, form, isa, shape, operands, b.add(out, to), scratch)
             done = b.add(done, b.mul(count, columns))
 
     return multiply_panel
 
 
 def emit_tile(
-    b: Builder,
-    layout: Layout,
-    form: int,
-    isa: InstructionSet,
-    shape: Shape,
-    activations: Value,
-    out: Value,
-    weights: list[Value],
-    stride: Value,
-    num_records: Value,
+    b: Builder, layout: Layout, form: int, isa: InstructionSet, shape: Shape, operands: Operands, out: Value,
     scratch: Value,
-) -> None:
+) -> None:  # fmt: skip
     if shape.on_matrices:
-        to = constant(I64, TILE_BYTES)
-        operands = [*weights, activations, stride, out, to, scratch]
-        MatrixTile(b, layout, form, isa, shape.columns, operands, is_unpacked=False).emit(num_records)
+        weights, activations, stride, num_records = operands
+        all_operands = [*weights, activations, stride, out, constant(I64, TILE_BYTES), scratch]
+        MatrixTile(b, layout, form, isa, shape.columns, all_operands, is_unpacked=False).emit(num_records)
         return
     if layout.is_float:
-        sums = emit_float_tile(b, layout, shape.columns, weights, activations, stride, num_records)
+        sums = emit_float_tile(b, layout, shape.columns, operands)
     else:
-        sums = emit_block_tile(b, layout, form, isa, shape.columns, weights, activations, stride, num_records)
+        sums = emit_block_tile(b, layout, form, isa, shape.columns, operands)
     for group, totals in enumerate(sums):
         for column, total in enumerate(totals):
             simd.store_f32(b, simd.offset(b, out, TILE_BYTES * group + COLUMN_BYTES * column), total)

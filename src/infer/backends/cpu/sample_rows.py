@@ -42,7 +42,7 @@ class SampleArguments:
         self.fields = fields_of(self.record)
         self.room = 0  # rows that there is memory for
         self._arrays: dict[str, Words] = {}
-        self.starts, self.alive, self.sampled = integers(0), integers(0), integers(0)
+        self.starts, self.alive, self.sampled = (integers(0) for _ in range(3))
         self._scratch = {name: np.zeros(0, type_) for name, type_ in SAMPLE_SCRATCH.items()}
         self._columns: SamplingColumns | None = None
         self._history: History | None = None
@@ -99,11 +99,8 @@ class SampleArguments:
         """For so many rows or more: their number is doubled, so that few joins find too little."""
         room = self.room if num_rows <= self.room else 1 << (num_rows - 1).bit_length()
         self.room = 0  # until all is in its place
-        if room > len(self.sampled):
-            self.starts = (ctypes.c_int64 * room)(*range(room))
-            self.alive = (ctypes.c_int64 * room)(*[1] * room)
-            self.sampled = integers(room)
-        self.point(starts=self.starts, alive=self.alive, sampled=self.sampled)
+        self.starts, self.alive, self.sampled = self.arrays(starts=room, alive=room, sampled=room)
+        self.starts[:], self.alive[:] = [*range(len(self.starts))], [1] * len(self.alive)
         sizes = {
             "maxima": room * self._num_groups,
             "ends": num_ends,

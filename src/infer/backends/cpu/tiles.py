@@ -15,6 +15,8 @@ A of 16 bits lies as two int8 planes, A = 256 hi + lo.
 An activation record, one per block and token:   [hi × 32] scale f32, scale × ΣA f32  [lo × 32] −ΣA of each half i32
 """
 
+from typing import NamedTuple
+
 from llvmlite.ir import IRBuilder as Builder
 from numba.core import cgutils
 
@@ -26,18 +28,20 @@ from infer.backends.cpu.packed_records import PackedRecords
 from infer.backends.cpu.simd import F32, F32X16, I16X16, I32, I64, Value, constant, load
 
 
+class Operands(NamedTuple):
+    """Where each group of weights and the first column of activations lie; from record to record of these; how many."""
+
+    weights: list[Value]
+    activations: Value
+    stride: Value
+    num_records: Value
+
+
 def emit_block_tile(
-    b: Builder,
-    layout: Layout,
-    form: int,
-    isa: InstructionSet,
-    columns: int,
-    weights: list[Value],
-    activations: Value,
-    stride: Value,
-    num_records: Value,
+    b: Builder, layout: Layout, form: int, isa: InstructionSet, columns: int, operands: Operands
 ) -> list[list[Value]]:
     """The sums of each group and column."""
+    weights, activations, stride, num_records = operands
     records, arithmetic, per_super = PackedRecords(b, layout, isa), arithmetic_of(isa), layout.records_per_super
     sums = [[cgutils.alloca_once_value(b, constant(F32X16, 0.0)) for _ in range(columns)] for _ in weights]
     with cgutils.for_range(b, b.sdiv(num_records, constant(I64, per_super))) as outer:
@@ -78,16 +82,9 @@ def add_record(
     return total
 
 
-def emit_float_tile(
-    b: Builder,
-    layout: Layout,
-    columns: int,
-    weights: list[Value],
-    activations: Value,
-    stride: Value,
-    num_records: Value,
-) -> list[list[Value]]:
+def emit_float_tile(b: Builder, layout: Layout, columns: int, operands: Operands) -> list[list[Value]]:
     """Even and odd inputs in a chain each, added at the end."""
+    weights, activations, stride, num_records = operands
     zero = constant(F32X16, 0.0)
     sums = [[[cgutils.alloca_once_value(b, zero) for _ in range(columns)] for _ in weights] for _ in range(2)]
     with cgutils.for_range(b, num_records) as loop:

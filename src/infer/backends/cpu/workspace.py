@@ -5,6 +5,7 @@ that run, logits for the lines that are used: what is there for others is never 
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import final
 
 from infer.backends.cpu.isa import instruction_set
@@ -26,6 +27,15 @@ def are_paired(layer: Layer, types: Mapping[str, str], at: str) -> bool:
     """Whether gate and up, in the layer whose names begin so, are multiplied together."""
     has_odd_bias = layer.has_mlp_bias and layer.intermediate_size % LANES != 0
     return types[f"{at}mlp.gate_proj.weight"] == types[f"{at}mlp.up_proj.weight"] and not has_odd_bias
+
+
+def merged(types: Sequence[str], rows: Sequence[int]) -> list[list[int]]:
+    """Which parts of a projection are packed together: neighbours of one type, where groups of rows allow."""
+
+    def key(index: int) -> tuple[str, int]:
+        return types[index], -1 if rows[index] % LANES == 0 else index
+
+    return [list(indices) for _, indices in groupby(range(len(types)), key)]
 
 
 def matrix_bytes(type: str, rows: int, columns: int) -> int:
@@ -97,8 +107,8 @@ class _Step:
             self.add(f"quantized {made_by}", (tokens + SPARE_TOKENS) * self._token_bytes(types[0], inputs))
         else:
             self.activations(types, inputs, tokens)
-        for type_, count in _merged(types, rows):
-            self.unpacked(type_, count, inputs)
+        for indices in merged(types, rows):
+            self.unpacked(types[indices[0]], sum(rows[index] for index in indices), inputs)
 
     def activations(self, types: Sequence[str], inputs: int, tokens: int) -> None:
         for size in {self._token_bytes(type_, inputs) for type_ in types}:
@@ -116,14 +126,3 @@ class _Step:
     def _token_bytes(self, type_: str, inputs: int) -> int:
         layout = LAYOUTS[type_]
         return layout.token_bytes(instruction_set().form(layout, PLANES[self.sizes.precision]), inputs)
-
-
-def _merged(types: Sequence[str], rows: Sequence[int]) -> list[tuple[str, int]]:
-    """Parts as they are packed: neighbours of one type become one where groups of rows allow."""
-    merged: list[tuple[str, int]] = []
-    for type_, count in zip(types, rows, strict=True):
-        if merged and merged[-1][0] == type_ and merged[-1][1] % LANES == count % LANES == 0:
-            merged[-1] = (type_, merged[-1][1] + count)
-        else:
-            merged.append((type_, count))
-    return merged

@@ -10,16 +10,7 @@ from infer.backends.cpu import simd
 from infer.backends.cpu.cached_forms import KEYS, VALUES, Form
 from infer.backends.cpu.layouts import BLOCK, LANES
 from infer.backends.cpu.quantized_tiles import emit_mix
-from infer.backends.cpu.simd import (
-    Value,
-    address,
-    load_f32,
-    load_scalar_f32,
-    operation,
-    splat_f32,
-    splat_i32,
-    store_scalar_f32,
-)
+from infer.backends.cpu.simd import Value, address, operation
 from infer.quantization.kv_formats import QUANTIZED
 
 _CODES = BLOCK
@@ -50,7 +41,7 @@ def _make_put_16(kv_type: str, apart: int) -> Any:
 @njit(forceinline=True)
 def _put(at, size, is_f16, value):
     if size == 4:
-        store_scalar_f32(at, value)
+        simd.store_scalar_f32(at, value)
     elif is_f16:
         simd.store_u16(at, simd.narrow_f16(value))
     else:
@@ -93,9 +84,9 @@ def _make_put_floats(kv_type: str, apart: int) -> Any:
     def put(block, lane, dim, x):
         to, whole = block + lane * size * (dim if apart == 1 else 1), dim // LANES * LANES
         for i in range(0, whole, LANES):
-            put_16(to + i * apart * size, load_f32(x + 4 * i))
+            put_16(to + i * apart * size, simd.load_f32(x + 4 * i))
         for i in range(whole, dim):
-            _put(to + i * apart * size, size, is_f16, load_scalar_f32(x + 4 * i))
+            _put(to + i * apart * size, size, is_f16, simd.load_scalar_f32(x + 4 * i))
 
     return put
 
@@ -120,32 +111,32 @@ def _make_put_codes(quantize: Any, form: Form, lane_bytes: int, byte_bytes: int)
 @njit
 def _quantize_8(x, codes, scale_at):
     """32 floats at x → 32 bytes of codes, and the f16 scale."""
-    first, second = load_f32(x), load_f32(x + 64)
+    first, second = simd.load_f32(x), simd.load_f32(x + 64)
     largest = simd.max_f32(simd.maximum(simd.absolute(first), simd.absolute(second)))
     bits = simd.narrow_f16(largest / np.float32(127))
     simd.store_u16(scale_at, bits)
     scale = simd.widen_f16(bits)
     if scale == np.float32(0):
         scale = np.float32(1)
-    low, high = splat_f32(np.float32(-127)), splat_f32(np.float32(127))
-    simd.store_i8(codes, simd.nearest_i32(simd.clamp(first / splat_f32(scale), low, high)))
-    simd.store_i8(codes + LANES, simd.nearest_i32(simd.clamp(second / splat_f32(scale), low, high)))
+    low, high = simd.splat_f32(np.float32(-127)), simd.splat_f32(np.float32(127))
+    simd.store_i8(codes, simd.nearest_i32(simd.clamp(first / simd.splat_f32(scale), low, high)))
+    simd.store_i8(codes + LANES, simd.nearest_i32(simd.clamp(second / simd.splat_f32(scale), low, high)))
 
 
 @njit
 def _quantize_4(x, codes, scale_at):
     """32 floats at x → 16 bytes of codes, and the f16 scale and, 32 bytes after it, minimum."""
-    first, second = load_f32(x), load_f32(x + 64)
+    first, second = simd.load_f32(x), simd.load_f32(x + 64)
     largest = simd.max_f32(simd.maximum(first, second))
-    minus = splat_f32(np.float32(-1))
+    minus = simd.splat_f32(np.float32(-1))
     smallest = -simd.max_f32(simd.maximum(first * minus, second * minus))
     scale_bits, minimum_bits = simd.narrow_f16((largest - smallest) / np.float32(15)), simd.narrow_f16(smallest)
     simd.store_u16(scale_at, scale_bits)
     simd.store_u16(scale_at + 2 * LANES, minimum_bits)
-    scale, minimum = simd.widen_f16(scale_bits), splat_f32(simd.widen_f16(minimum_bits))
+    scale, minimum = simd.widen_f16(scale_bits), simd.splat_f32(simd.widen_f16(minimum_bits))
     if scale == np.float32(0):
         scale = np.float32(1)
-    low, high = splat_f32(np.float32(0)), splat_f32(np.float32(15))
-    left = simd.nearest_i32(simd.clamp((first - minimum) / splat_f32(scale), low, high))
-    right = simd.nearest_i32(simd.clamp((second - minimum) / splat_f32(scale), low, high))
-    simd.store_i8(codes, left + right * splat_i32(np.int32(16)))
+    low, high = simd.splat_f32(np.float32(0)), simd.splat_f32(np.float32(15))
+    left = simd.nearest_i32(simd.clamp((first - minimum) / simd.splat_f32(scale), low, high))
+    right = simd.nearest_i32(simd.clamp((second - minimum) / simd.splat_f32(scale), low, high))
+    simd.store_i8(codes, left + right * simd.splat_i32(np.int32(16)))

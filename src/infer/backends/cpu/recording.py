@@ -187,27 +187,27 @@ def scope(
         recording.enter(name)
         yield recording
         return
-    none = torch.zeros(0, dtype=torch.int64)
-    if step is None:
-        tokens = none if tokens is None else tokens.to(torch.int64).contiguous()
-        logit_indices = none if logit_indices is None else logit_indices.to(torch.int64).contiguous()
-        step = Step(tokens, tokens, tokens, logit_indices)  # no op without a step reads positions or rows
-        num_tokens = num_tokens or len(tokens)
-    else:
-        num_tokens = len(step.tokens)
-        arrays = (step.tokens, step.positions, step.rows, step.logit_indices)
-        step = Step(*(array.to(torch.int64).contiguous() for array in arrays))
-    run = EagerRun(num_tokens, len(step.logit_indices))
+    if step is None:  # no op without one reads positions or rows
+        none = torch.zeros(0, dtype=torch.int64)
+        tokens = none if tokens is None else tokens
+        step = Step(tokens, tokens, tokens, none if logit_indices is None else logit_indices)
+    step = Step(*(array.to(torch.int64).contiguous() for array in arrays_of(step).values()))
+    run = EagerRun(num_tokens or len(step.tokens), len(step.logit_indices))
     point_to_step(run.state, step)
-    run.state["num_tokens"], run.state["num_logits"] = num_tokens, len(step.logit_indices)
+    run.state["num_tokens"], run.state["num_logits"] = run.capacity, run.max_logits
     run.label = name
     yield run
     run.run()
 
 
+def arrays_of(step: Step) -> dict[str, Tensor]:
+    """By their names in STATE."""
+    return {name: getattr(step, name) for name in ("tokens", "positions", "rows", "logit_indices")}
+
+
 def point_to_step(state: npt.NDArray[Any], step: Step) -> None:
-    for name in ("tokens", "positions", "rows", "logit_indices"):
-        state[name] = getattr(step, name).data_ptr()
+    for name, array in arrays_of(step).items():
+        state[name] = array.data_ptr()
 
 
 def _check_slots(slots: Step, tokens: Tensor | None, logit_indices: Tensor | None, step: Step | None) -> None:

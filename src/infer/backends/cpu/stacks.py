@@ -1,4 +1,4 @@
-"""How much stack a thread has that walks: the kernels keep their scratch there, a quarter of a megabyte at most."""
+"""How much stack a thread has that walks: kernels keep scratch there, 40 KB at most, and Python calls them."""
 
 import ctypes
 import os

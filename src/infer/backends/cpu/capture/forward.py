@@ -16,7 +16,7 @@ from torch import Tensor
 
 from infer.backends.base import Captured, Generated, check_multi_step, check_verified
 from infer.backends.cpu.capture.sampled import Followed, MultiStep, Verifier
-from infer.backends.cpu.recording import record
+from infer.backends.cpu.recording import arrays_of, record
 from infer.backends.cpu.state import fields_of, words_of
 from infer.backends.cpu.table import Walk
 from infer.backends.cpu.threads import team
@@ -39,7 +39,7 @@ class CapturedForward(Captured):
         with record(capacity, max_logits) as self._recording:
             self._logits = forward(self._recording.step)
         self.capacity, self.max_logits = capacity, max_logits
-        self._slots = [words_of(array.numpy()) for array in _arrays(self._recording.step)]
+        self._slots = [words_of(array.numpy()) for array in arrays_of(self._recording.step).values()]
         self._state = fields_of(self._recording.state)
         self._walk = Walk(self._recording.commands)
 
@@ -116,7 +116,7 @@ class CapturedForward(Captured):
         return list(zip((command.label for command in commands), times.tolist(), strict=True))
 
     def _fill(self, step: Step) -> None:
-        self._write([array.tolist() for array in _arrays(step)])
+        self._write([array.tolist() for array in arrays_of(step).values()])
 
     def _load(self, chunks: Sequence[Chunk], starts: Sequence[int]) -> None:
         """`_fill` with `Step.of_chunks`, without a step between: a step of decoding is short, and torch takes long."""
@@ -138,7 +138,3 @@ class CapturedForward(Captured):
         for slot, column in zip(self._slots, columns, strict=True):
             slot[: len(column)] = column
         self._state.num_tokens, self._state.num_logits = len(columns[0]), len(columns[-1])
-
-
-def _arrays(step: Step) -> tuple[Tensor, ...]:
-    return step.tokens, step.positions, step.rows, step.logit_indices

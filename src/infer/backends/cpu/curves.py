@@ -132,10 +132,5 @@ def relu_squared(x):
 
 
 ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
-    "silu": silu,
-    "gelu_tanh": gelu_tanh,
-    "gelu": gelu,
-    "gelu_sigmoid": gelu_sigmoid,
-    "relu": relu,
-    "relu_squared": relu_squared,
+    curve.__name__: curve for curve in (silu, gelu_tanh, gelu, gelu_sigmoid, relu, relu_squared)
 }

@@ -7,7 +7,7 @@ arrays. So one op serves both.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -183,7 +183,8 @@ def scope(
     """The run that an op's commands go to. An eager one is run at the end."""
     recording = _active.get()
     if recording is not None:
-        _check_slots(recording.step, tokens, logit_indices, step)
+        _check_slots(recording.step, {"tokens": tokens, "logit_indices": logit_indices})
+        _check_slots(recording.step, {} if step is None else arrays_of(step))
         recording.enter(name)
         yield recording
         return
@@ -210,9 +211,6 @@ def point_to_step(state: npt.NDArray[Any], step: Step) -> None:
         state[name] = array.data_ptr()
 
 
-def _check_slots(slots: Step, tokens: Tensor | None, logit_indices: Tensor | None, step: Step | None) -> None:
-    given = [(tokens, slots.tokens), (logit_indices, slots.logit_indices)]
-    if step is not None:
-        given += [(step.tokens, slots.tokens), (step.positions, slots.positions), (step.rows, slots.rows)]
-    if any(x is not None and x.data_ptr() != slot.data_ptr() for x, slot in given):
+def _check_slots(slots: Step, given: Mapping[str, Tensor | None]) -> None:
+    if any(x is not None and x.data_ptr() != getattr(slots, name).data_ptr() for name, x in given.items()):
         raise InvalidRequestError("a forward that is recorded must hand the step's own tensors to ops")

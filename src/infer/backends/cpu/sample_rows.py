@@ -54,15 +54,12 @@ class SampleArguments:
         for name, value in values.items():
             setattr(self.fields, name, value)
 
-    def point(self, **memory: Words) -> None:
-        self.set(**{name: ctypes.addressof(words) for name, words in memory.items()})
-
     def arrays(self, **sizes: int) -> list[Words]:
         """Where fields of these names point to: so many integers or more, which stay until more are asked for."""
         for name, size in sizes.items():
-            if size > len(self._arrays.get(name, ())):
+            if name not in self._arrays or size > len(self._arrays[name]):
                 self._arrays[name] = integers(size)
-        self.point(**{name: self._arrays[name] for name in sizes})
+            self.set(**{name: ctypes.addressof(self._arrays[name])})
         return [self._arrays[name] for name in sizes]
 
     def bind(self, columns: SamplingColumns, history: History | None) -> None:

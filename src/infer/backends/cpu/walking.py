@@ -15,7 +15,7 @@ _STEP = 512
 
 
 @operation(RecordAt(WALK), address)
-def _walk(b: Builder, where: Value) -> Value:
+def _as_walk(b: Builder, where: Value) -> Value:
     return b.inttoptr(where, I8.as_pointer())
 
 
@@ -98,7 +98,7 @@ def serve(job, state, thread, spins):
 def run(job, state, walk_at, num_threads):
     """All of a walk in one call, so that nothing can come between its parts: wait for the turn, tell and wake the
     workers, do thread 0's part, wait for the workers, give the turn to the next."""
-    walk = _walk(walk_at)
+    walk = _as_walk(walk_at)
     walk.has_run = 0
     if control.wait_semaphore_briefly(job.turn) != 0:
         return

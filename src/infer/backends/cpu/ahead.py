@@ -19,11 +19,10 @@ _SECOND_CACHE = 2  # of LLVM's four degrees of nearness
 
 def prefetch(b: Builder, where: Value, num_bytes: int) -> None:
     """Into the second cache: the first has no room for so many requests."""
-    kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
-    function = b.module.declare_intrinsic("llvm.prefetch.p0", (), kind)
+    hints = constant(I32, 0), constant(I32, _SECOND_CACHE), constant(I32, 1)
     for line in range(0, num_bytes, _LINE):
         pointer = b.inttoptr(simd.offset(b, where, line), I8.as_pointer())
-        b.call(function, [pointer, constant(I32, 0), constant(I32, _SECOND_CACHE), constant(I32, 1)])
+        simd.call(b, "prefetch.p0", ir.VoidType(), pointer, *hints)
 
 
 @final

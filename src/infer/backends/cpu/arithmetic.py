@@ -16,7 +16,7 @@ from llvmlite.ir import IRBuilder as Builder
 from infer.backends.cpu import simd
 from infer.backends.cpu.isa import InstructionSet
 from infer.backends.cpu.layouts import LANES, PLANE_BYTES, WORDS, Layout
-from infer.backends.cpu.simd import I8, I16, I32, I32X16, I64, Value, constant, load
+from infer.backends.cpu.simd import I8, I16, I32, I32X16, I64, Value, call, constant, load
 
 Dots = list[list[list[Value]]]  # i32 × 16 rows, by group, column and part of the record
 Quads = Callable[[int], Value]  # of a group's record, each computed where it is asked for
@@ -115,11 +115,6 @@ class Arithmetic(ABC):
             return b.bitcast(values, I32X16)
         entries = ir.Constant(ir.VectorType(I8, self.width), [table[lane % 16] for lane in range(self.width)])
         return join(b, [call(b, self.shuffle, entries.type, entries, part) for part in split(b, codes, self.width, I8)])
-
-
-def call(b: Builder, name: str, result: ir.Type, *arguments: Value) -> Value:
-    kind = ir.FunctionType(result, [argument.type for argument in arguments])
-    return b.call(b.module.declare_intrinsic(f"llvm.{name}", (), kind), arguments)
 
 
 def split(b: Builder, x: Value, width: int, element: ir.IntType = I32) -> list[Value]:

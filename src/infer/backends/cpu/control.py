@@ -12,7 +12,7 @@ from llvmlite.ir import IRBuilder as Builder
 from numba import types
 from numba.core import cgutils
 
-from infer.backends.cpu.simd import I8, I32, I64, Value, address, operation
+from infer.backends.cpu.simd import I8, I32, I64, Value, address, call, operation
 
 _POINTER = I8.as_pointer()
 _IS_MACOS = sys.platform == "darwin"
@@ -75,11 +75,9 @@ def pause(b: Builder) -> None:
     """Tell the core that this is a spin loop."""
     machine = platform.machine().lower()
     if machine in ("x86_64", "amd64", "i686"):
-        pause_type = ir.FunctionType(ir.VoidType(), [])
-        b.call(b.module.declare_intrinsic("llvm.x86.sse2.pause", (), pause_type), [])
+        call(b, "x86.sse2.pause", ir.VoidType())
     elif machine in ("aarch64", "arm64"):  # `yield` is nothing there, and `isb` takes about as long as x86's pause
-        barrier_type = ir.FunctionType(ir.VoidType(), [I32])
-        b.call(b.module.declare_intrinsic("llvm.aarch64.isb", (), barrier_type), [I32(15)])
+        call(b, "aarch64.isb", ir.VoidType(), I32(15))
 
 
 @operation(types.void, words, types.int64)
@@ -158,7 +156,7 @@ def nanoseconds(b: Builder) -> Value:
 
 @operation(types.int64)
 def cycles(b: Builder) -> Value:
-    return b.call(b.module.declare_intrinsic("llvm.readcyclecounter", (), ir.FunctionType(I64, [])), [])
+    return call(b, "readcyclecounter", I64)
 
 
 def _call(b: Builder, name: str, result: ir.Type, *arguments: Value) -> Value:

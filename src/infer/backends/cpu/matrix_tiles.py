@@ -38,8 +38,7 @@ _ACTIVATIONS, _WEIGHTS = (4, 5), (6, 7)  # matrix registers; 0 to 3 are sums
 
 
 def _call(b: Builder, name: str, *arguments: Value) -> None:
-    kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
-    b.call(b.module.declare_intrinsic(f"llvm.x86.{name}", (), kind), arguments)
+    simd.call(b, f"x86.{name}", ir.VoidType(), *arguments)
 
 
 def _register(number: int) -> ir.Constant:

@@ -16,7 +16,6 @@ from typing import Any
 from llvmlite import ir
 from llvmlite.ir import IRBuilder as Builder
 from numba import njit, types
-from numba.core import cgutils
 from numba.core.typing.templates import ConcreteTemplate, infer_global
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
@@ -71,6 +70,12 @@ def constant(type_: ir.Type, value: float) -> ir.Constant:
     if isinstance(type_, ir.VectorType):
         return ir.Constant(type_, [value] * type_.count)
     return ir.Constant(type_, value)
+
+
+def call(b: Builder, name: str, result: ir.Type, *arguments: Value) -> Value:
+    """What LLVM has under this name."""
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    return b.call(b.module.declare_intrinsic(f"llvm.{name}", (), kind), arguments)
 
 
 # Memory
@@ -152,18 +157,14 @@ def store_upto(where, count, x):
 @operation(f32x16, address, types.int64)
 @operation(f32x16, floats, types.int64)
 def _load_first(b: Builder, where: Value, count: Value) -> Value:
-    operands = [pointer(b, where, F32X16), constant(I32, 4), first_lanes(b, count), constant(F32X16, float("-inf"))]
-    return _masked(b, "load", F32X16, operands)
+    operands = pointer(b, where, F32X16), constant(I32, 4), first_lanes(b, count), constant(F32X16, float("-inf"))
+    return call(b, "masked.load.v16f32.p0", F32X16, *operands)
 
 
 @operation(types.void, address, types.int64, f32x16)
 def _store_first(b: Builder, where: Value, count: Value, x: Value) -> None:
-    _masked(b, "store", ir.VoidType(), [x, pointer(b, where, F32X16), constant(I32, 4), first_lanes(b, count)])
-
-
-def _masked(b: Builder, name: str, result: ir.Type, operands: list[Value]) -> Value:
-    kind = ir.FunctionType(result, [operand.type for operand in operands])
-    return b.call(cgutils.get_or_insert_function(b.module, kind, f"llvm.masked.{name}.v16f32.p0"), operands)
+    operands = x, pointer(b, where, F32X16), constant(I32, 4), first_lanes(b, count)
+    call(b, "masked.store.v16f32.p0", ir.VoidType(), *operands)
 
 
 def first_lanes(b: Builder, count: Value) -> Value:
@@ -253,13 +254,6 @@ splat_f32 = operation(f32x16, types.float32)(lambda b, x: splat(b, x))
 splat_i32 = operation(i32x16, types.int32)(lambda b, x: splat(b, x))
 
 
-def _intrinsic(b: Builder, name: str, *arguments: Value) -> Value:
-    kind = arguments[0].type
-    suffix = f"v{LANES}f32" if isinstance(kind, ir.VectorType) else "f32"
-    function_type = ir.FunctionType(kind, [kind] * len(arguments))
-    return b.call(b.module.declare_intrinsic(f"llvm.{name}.{suffix}", (), function_type), arguments)
-
-
 def has_fma() -> bool:
     return not target_features().isdisjoint(("fma", "neon"))
 
@@ -267,12 +261,12 @@ def has_fma() -> bool:
 @operation(f32x16, f32x16, f32x16, f32x16)
 def fma(b: Builder, x: Value, y: Value, z: Value) -> Value:
     """x × y + z, rounded once where the machine can; elsewhere `llvm.fma` would be a library call per lane."""
-    return _intrinsic(b, "fma", x, y, z) if has_fma() else b.fadd(b.fmul(x, y), z)
+    return call(b, "fma.v16f32", F32X16, x, y, z) if has_fma() else b.fadd(b.fmul(x, y), z)
 
 
 @operation(f32x16, f32x16)
 def absolute(b: Builder, x: Value) -> Value:
-    return _intrinsic(b, "fabs", x)
+    return call(b, "fabs.v16f32", F32X16, x)
 
 
 @operation(f32x16, f32x16, f32x16)

@@ -52,13 +52,9 @@ def integers(count: int) -> Words:
     return (ctypes.c_int64 * count)()
 
 
-def words_of(array: npt.NDArray[np.int64]) -> Words:
-    """The same memory as single integers: between two walks Python is cold, and numpy takes ten times as long."""
-    return (ctypes.c_int64 * array.size).from_buffer(array.data)
-
-
 def fields_of(record: npt.NDArray[Any]) -> Any:
-    """The same memory as attributes, by the names of the record's fields."""
+    """The same memory as attributes, by the names of the record's fields: between two walks Python is cold, and numpy's
+    index takes ten times as long."""
     return _structure(record.dtype).from_buffer(record.data)
 
 

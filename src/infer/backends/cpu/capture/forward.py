@@ -17,7 +17,7 @@ from torch import Tensor
 from infer.backends.base import Captured, Generated, check_multi_step, check_verified
 from infer.backends.cpu.capture.sampled import Followed, MultiStep, Verifier
 from infer.backends.cpu.recording import arrays_of, record
-from infer.backends.cpu.state import fields_of, words_of
+from infer.backends.cpu.state import fields_of
 from infer.backends.cpu.table import Walk
 from infer.backends.cpu.threads import team
 from infer.errors import InvalidRequestError
@@ -39,7 +39,7 @@ class CapturedForward(Captured):
         with record(capacity, max_logits) as self._recording:
             self._logits = forward(self._recording.step)
         self.capacity, self.max_logits = capacity, max_logits
-        self._slots = [words_of(array.numpy()) for array in arrays_of(self._recording.step).values()]
+        self._slots = [np.ctypeslib.as_ctypes(array.numpy()) for array in arrays_of(self._recording.step).values()]
         self._state = fields_of(self._recording.state)
         self._walk = Walk(self._recording.commands)
 

@@ -11,15 +11,7 @@ from numba import njit
 from infer.backends.cpu.isa import BY_NAME
 from infer.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, QUADS_BYTES, Layout
 from infer.backends.cpu.packed_records import make_unpack
-from infer.backends.cpu.simd import (
-    load_i8,
-    load_scalar_f32,
-    load_u16,
-    stack,
-    store_scalar_f32,
-    widen_bf16,
-    widen_f16,
-)
+from infer.backends.cpu.simd import load_i8, load_scalar_f32, load_u16, stack, store_scalar_f32, widen_bf16, widen_f16
 
 
 @njit(forceinline=True)

@@ -68,7 +68,7 @@ class Team:
         self._serve, self._run, self._close = (
             _FUNCTION(compiled_address(f".walking:{name}", JOB)) for name in ("serve", "run", "close")
         )
-        self._last: tuple[npt.NDArray[Any], Any] | None = None  # the state of the last walk, and its fields
+        self._last: tuple[npt.NDArray[Any], Any, int] | None = None  # of the last walk: state, fields, address
         self._pace = Pace(self.num_threads)
         self._workers: list[threading.Thread] = []
         self._failure: str | None = None  # why there are no workers
@@ -85,14 +85,14 @@ class Team:
         choice = self._pace.choose(now) if num_threads is None else Choice(min(num_threads, self.num_threads))
         last = self._last
         if last is None or last[0] is not state:
-            last = self._last = (state, fields_of(state))
-        walked, state_at = walk.fields, ctypes.addressof(last[1])
+            last = self._last = (state, fields_of(state), state.ctypes.data)
+        walked = walk.fields
         walked.patience = int(1e9 * choice.patience_seconds)
         if choice.num_threads > 1:
             self._start_workers()
         walked.has_run = 0
         while not walked.has_run:  # a signal ends the wait for the turn
-            self._run(self._job_at, state_at, walk.address, choice.num_threads)
+            self._run(self._job_at, last[2], walk.address, choice.num_threads)
         taken = (walked.ended - walked.began) / 1e9
         self.walk_seconds += taken
         if num_threads is None and self.num_threads > 1:

@@ -26,7 +26,7 @@ from command_line import make_parser
 
 SCALES_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "MXFP4": ()}  # f16 in a block, if not at its start
 WITH_MINIMUM = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
-CASES = {"cache": (512, 1, 40), "memory": (65536, 1, 1), "prompt": (512, 64, 1)}  # rows, tokens, repeats
+CASES = {"cache": (512, 1, 40), "memory": (131072, 1, 1), "prompt": (512, 64, 1)}  # rows, tokens, repeats
 COLUMNS = 768
 FEATURES = {"haswell": "+avx,+avx2,+fma,+f16c", "alderlake": "+avx,+avx2,+fma,+f16c,+avxvnni"}
 FEATURES["skylake-avx512"] = f"{FEATURES['haswell']},+avx512f,+avx512bw"

@@ -9,7 +9,7 @@ import llvmlite.binding as llvm
 import pytest
 from llvmlite import ir
 
-from infer.backends.cpu import panels, simd
+from infer.backends.cpu import panels, simd, weight_streams
 from infer.backends.cpu.isa import INSTRUCTION_SETS, InstructionSet, Shape
 from infer.backends.cpu.layouts import LAYOUTS
 from infer.backends.cpu.simd import I64
@@ -44,6 +44,7 @@ def loop_of(cpu: str, type_: str, planes: int, shape: Shape, monkeypatch: pytest
     """The instructions of the innermost loop, which multiplies one record."""
     triple, features = CPUS[cpu]
     monkeypatch.setattr(simd, "target_features", lambda: frozenset(features))
+    monkeypatch.setattr(weight_streams, "prefers_one_stream", lambda: False)  # whatever this machine prefers
     layout, isa = LAYOUTS[type_], set_of(cpu)
     module = ir.Module()
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * (shape.groups + 4)), "tile")

@@ -16,6 +16,7 @@ from typing import NamedTuple, final
 
 from infer.backends.cpu import kernel_cache
 from infer.backends.cpu.layouts import WORDS, Layout
+from infer.backends.cpu.weight_streams import prefers_one_stream
 from infer.errors import InvalidRequestError
 
 _FILE = "target-features"
@@ -62,7 +63,9 @@ class InstructionSet:
         if groups == 1:
             return [shape for shape in shapes if shape.groups == 1]
         both = {shape.columns for shape in shapes if shape.groups == 2}
-        shapes = [shape for shape in shapes if shape.groups == 2 or shape.columns not in both]
+        if prefers_one_stream():
+            both -= {1}
+        shapes = [shape for shape in shapes if (shape.groups == 2) == (shape.columns in both)]
         if not self.may_use_matrices(layout) or layout.parts > 1:  # two scales a record cost twice the stores
             return shapes
         wide = list(_MATRICES[:form])

@@ -20,10 +20,10 @@ from infer.backends.cpu.arithmetic import Quads, arithmetic_of
 from infer.backends.cpu.isa import InstructionSet
 from infer.backends.cpu.layouts import LANES, QUADS_BYTES, Layout
 from infer.backends.cpu.simd import F32X16, I8, I32X16, I64, Value, address, constant, load, operation, store
+from infer.backends.cpu.weight_streams import FAR
 
 Emitter = Callable[[], None]
 I8X64 = ir.VectorType(I8, 64)
-_AHEAD = 16384  # bytes; without it a Granite Rapids Xeon decodes at 0.85 × the speed: docs/log.md
 
 
 def alternate(*series: Sequence[Emitter]) -> None:
@@ -41,9 +41,9 @@ class PackedRecords:
     def quads(self, weights: Value) -> Quads:
         return partial(self.quad, partial(self.low, weights), weights)
 
-    def prefetch(self, weights: Value) -> None:
-        """Ask for the record that lies some pages after this one."""
-        prefetch(self.b, simd.offset(self.b, weights, _AHEAD), self.layout.record_bytes)
+    def prefetch(self, weights: Value, ahead: int) -> None:
+        """Ask for the record that lies so many bytes after this one."""
+        prefetch(self.b, simd.offset(self.b, weights, ahead), self.layout.record_bytes)
 
     def low(self, weights: Value, index: int) -> Value:
         return load(self.b, simd.offset(self.b, weights, 64 * index), I32X16, 16)
@@ -105,7 +105,7 @@ class PackedRecords:
         low = list[Value]()
 
         def begin() -> None:
-            self.prefetch(where)
+            self.prefetch(where, FAR)
             low.extend(self.low(where, j) for j in range(layout.low_bits))
 
         def quad(index: int) -> None:

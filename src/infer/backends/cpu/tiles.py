@@ -26,6 +26,7 @@ from infer.backends.cpu.isa import InstructionSet
 from infer.backends.cpu.layouts import SCALE_AT, UNIT, Layout
 from infer.backends.cpu.packed_records import PackedRecords
 from infer.backends.cpu.simd import F32, F32X16, I16X16, I32, I64, Value, constant, load
+from infer.backends.cpu.weight_streams import bytes_ahead
 
 
 class Operands(NamedTuple):
@@ -54,7 +55,7 @@ def emit_block_tile(
             at = b.add(activations, b.mul(b.add(first, inner.index), stride))
             inputs, places = Activations(b, layout, form, range(columns), at), [b.add(base, within) for base in bases]
             for where in places:
-                records.prefetch(where)
+                records.prefetch(where, bytes_ahead(len(weights), columns))
             dots = arithmetic.dots(inputs, [records.quads(where) for where in places])
             scales = [records.scales(where, *of_super) for where, of_super in zip(places, supers, strict=True)]
             for group, of_group in enumerate(scales):

@@ -42,6 +42,8 @@ import pyopencl as cl  # noqa: E402
 
 from infer.backends.opencl import devices, runtime  # noqa: E402
 from infer.backends.opencl.launches import Recording  # noqa: E402
+from infer.backends.opencl.projection import macros_of, packed  # noqa: E402
+from infer.backends.opencl.sampled import _MACROS as SAMPLING  # noqa: E402
 from infer.backends.opencl.sampled import Sampler  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -142,6 +144,36 @@ def test_attention_has_the_bits_of_the_cpu(kv_type: str, mode: str, dim: int) ->
         return *attended, layer.keys, layer.values
 
     assert same(call)
+
+
+def vector_calls(program: cl.Program) -> set[bytes]:
+    """Functions of PoCL's library that take or return vectors, by their mangled names."""
+    binary = program.get_info(cl.program_info.BINARIES)[0]
+    mangled = re.findall(rb"_Z(\d+)(_cl_\w+?)(?=_Z|\W)", binary)  # the name's length, the name and its arguments
+    called = [(name[: int(size)], name[int(size) :]) for size, name in mangled]
+    return {name for name, arguments in called if name.endswith(b"16") or b"Dv" in arguments}
+
+
+@pytest.mark.filterwarnings("ignore:Pre-build attribute access")
+@pytest.mark.skipif(not PLATFORM.startswith("Portable"), reason="the names are PoCL's")
+def test_vectors_are_no_arguments_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may be compiled for other registers than the program. On a GPU it takes them."""
+    made = runtime.Runtime(devices.choose())
+
+    def compiled(program: cl.Program, options: list[str]) -> cl.Program:
+        """Not linked. An option of its own: PoCL's cache has one program for the same source and options."""
+        program.compile([*options, "-DIS_NOT_LINKED"])
+        return program
+
+    monkeypatch.setattr(cl.Program, "build", compiled)
+    attention = [("attention.cl", {"HEAD_DIM": 64, f"KV_{kv_type}": 1}) for kv_type in KV_TYPES]
+    prepared = [projected("exact", make_weight(type_, 16, 256)).parts[0] for type_ in sorted(LAYOUTS)]
+    products = [("matmul.cl", macros_of(packed(part), 16) | {"TOKENS": 8}) for part in prepared]
+    rows = [("rows.cl", {"ACTIVATE": activation}) for activation in get_args(Activation)]
+    for source, macros in [*attention, *products, *rows, ("rows.cl", {}), ("sample.cl", {**SAMPLING})]:
+        assert vector_calls(made._build(source, macros)) == set()
+    monkeypatch.setattr(made, "_before", ["common.cl"])
+    assert b"_cl_clamp" in vector_calls(made._build(*attention[KV_TYPES.index("q8")]))
 
 
 @torch.inference_mode()

@@ -1,5 +1,7 @@
 // Before every program of a CPU whose compiler is clang: OpenCL's functions as operators that are compiled where they
-// stand. PoCL calls them in its library, and each call spills all vectors that registers hold.
+// stand. PoCL calls them in its library, and each call spills all vectors that registers hold. Such a call is wrong too
+// where the library is compiled for AVX-512 and the program is not (a Zen 4 is a Zen 3 for LLVM 14): 16 floats are passed
+// in memory, and read as if they were in a register. So nothing of the library's may take vectors.
 #pragma OPENCL FP_CONTRACT OFF
 
 #ifdef __clang__
@@ -16,6 +18,7 @@
 #define convert_int16(x) __builtin_convertvector(x, int16)
 #define convert_uint16(x) __builtin_convertvector(x, uint16)
 #define convert_char16(x) __builtin_convertvector(x, char16)
+#define convert_uchar16(x) __builtin_convertvector(x, uchar16)
 #ifndef __SPIR__
 #define prefetch(at, count) __builtin_prefetch((const void *)(ulong)(at), 0, 2)
 #endif
@@ -46,6 +49,16 @@ VECTORS(uchar, global)
 #define vload16 load_vector
 #define vstore16 store_vector
 
+#define CLAMPED(type, bound)                                  \
+    OVERLOAD type clamped(type x, bound low, bound high)      \
+    {                                                         \
+        x = x < low ? (type)low : x;                          \
+        return x > high ? (type)high : x;                     \
+    }
+CLAMPED(float16, float)
+CLAMPED(long, long)
+#define clamp clamped
+
 #ifdef __FMA__
 #define FUSED(type)                               \
     OVERLOAD type fused(type x, type y, type z)   \
@@ -61,5 +74,11 @@ FUSED(float16)
 #ifdef __AVX512F__
 #define vload_half16(index, at) \
     __builtin_ia32_vcvtph2ps512_mask(load_vector(index, (global const short *)(at)), (float16)0.0f, -1, 4)
+#elif defined(__F16C__)
+#define vload_half16(index, at) widened(load_vector(index, (global const short *)(at)))
+OVERLOAD float16 widened(short16 x)
+{
+    return (float16)(__builtin_ia32_vcvtph2ps256(x.lo), __builtin_ia32_vcvtph2ps256(x.hi));
+}
 #endif
 #endif

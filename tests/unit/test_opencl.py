@@ -155,7 +155,7 @@ def vector_calls(program: cl.Program) -> set[bytes]:
 
 
 @pytest.mark.filterwarnings("ignore:Pre-build attribute access")
-@pytest.mark.skipif(not PLATFORM.startswith("Portable"), reason="the names are PoCL's")
+@pytest.mark.skipif(not PLATFORM.startswith("Portable"), reason="hardware: PoCL, whose names these are")
 def test_vectors_are_no_arguments_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which may be compiled for other registers than the program. On a GPU it takes them."""
     made = runtime.Runtime(devices.choose())

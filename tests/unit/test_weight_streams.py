@@ -9,7 +9,7 @@ from numba import njit
 
 from infer.backends.cpu import isa as isa_module
 from infer.backends.cpu import weight_streams
-from infer.backends.cpu.isa import INSTRUCTION_SETS, Shape, instruction_set
+from infer.backends.cpu.isa import INSTRUCTION_SETS, InstructionSet, Shape, instruction_set
 from infer.backends.cpu.layouts import LANES, LAYOUTS
 from infer.backends.cpu.panels import TILE_BYTES, make_multiply_panel
 
@@ -31,9 +31,20 @@ def test_the_maker_decides(name: str, expected: bool, monkeypatch: pytest.Monkey
     assert weight_streams.prefers_one_stream.__wrapped__() is expected
 
 
+def test_little_is_asked_for_where_one_stream_is_read(prefer: Callable[[bool], None]) -> None:
+    prefer(True)
+    near = weight_streams.bytes_ahead(1, 1)
+    assert near < weight_streams.FAR
+    assert weight_streams.bytes_ahead(2, 1) == weight_streams.bytes_ahead(1, 2) == weight_streams.FAR
+    prefer(False)
+    assert weight_streams.bytes_ahead(1, 1) == weight_streams.FAR
+
+
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS, ids=lambda isa: isa.name)
 @pytest.mark.parametrize("type_", ["Q4_1", "Q8_0", "F16"])
-def test_one_stream_is_a_tile_of_a_single_token(isa, type_: str, prefer: Callable[[bool], None]) -> None:
+def test_one_stream_is_a_tile_of_a_single_token(
+    isa: InstructionSet, type_: str, prefer: Callable[[bool], None]
+) -> None:
     layout = LAYOUTS[type_]
     for form in {isa.form(layout, planes) for planes in (1, 2)}:
         prefer(False)

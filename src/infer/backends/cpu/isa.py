@@ -64,7 +64,7 @@ class InstructionSet:
             return [shape for shape in shapes if shape.groups == 1]
         both = {shape.columns for shape in shapes if shape.groups == 2}
         if prefers_one_stream():
-            both -= {1}
+            both -= {1}  # of a single token a group is a stream
         shapes = [shape for shape in shapes if (shape.groups == 2) == (shape.columns in both)]
         if not self.may_use_matrices(layout) or layout.parts > 1:  # two scales a record cost twice the stores
             return shapes

@@ -59,6 +59,8 @@ def client_options(function: Function) -> Function:
                      help="Answer /v1/embeddings with a model that is not made for it."),
         click.option("--api-key-file", type=_FILE, metavar="FILE",
                      help="A key a line, or a name and a key: only who has one may ask."),
+        click.option("--unknown-fields", type=click.Choice(["warn", "refuse", "ignore"]), default="warn",
+                     show_default=True, help="Fields of a request that are not known here, and near none that is."),
         click.option("--cors-origin", "cors_origins", multiple=True, metavar="ORIGIN",
                      help="A page of this origin may call, such as https://example.org. Repeatable; * is all."),
     ]  # fmt: skip

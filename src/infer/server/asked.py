@@ -66,6 +66,10 @@ def sampling_values(body: GeneratingBody) -> dict[str, Any]:
     names = {name: name for name in _SAME} | _RENAMED
     given = {name: getattr(body, name, None) for name in names}
     values = {names[name]: value for name, value in given.items() if value is not None}
+    if "max_new_tokens" in values:
+        values["max_new_tokens"] = token_limit(values["max_new_tokens"])
+    if "stop" in values:
+        values["stop"] = stops_of(values["stop"])
     if isinstance(body, CompletingBody):
         values |= constraint_of(body.response_format)
         if body.logit_bias:
@@ -73,11 +77,21 @@ def sampling_values(body: GeneratingBody) -> dict[str, Any]:
     return values
 
 
+def token_limit(given: int) -> int | None:
+    """Return the most tokens of an answer: None, to the end of the context, for -1."""
+    return None if given < 0 else max(given, 1)
+
+
+def stops_of(given: str | Sequence[str]) -> list[str]:
+    """Return the stop strings that are not empty."""
+    return [each for each in ([given] if isinstance(given, str) else given) if each]
+
+
 def constraint_of(asked: Format | NamedSchemaFormat | None) -> dict[str, Any]:
     """What holds an answer to a format, as a field of SamplingParams."""
     match asked:
-        case JsonObjectFormat():
-            return {"json_schema": {"type": "object"}}
+        case JsonObjectFormat(schema=schema):
+            return {"json_schema": {"type": "object"} if schema is None else schema}
         case JsonSchemaFormat(json_schema=JsonSchema(schema=schema)) | NamedSchemaFormat(schema=schema):
             return {"json_schema": {"type": "object"} if schema is None else schema}
     return {}
@@ -108,7 +122,7 @@ def seeds_of(seed: int | None, num_choices: int) -> list[int]:
 
 def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """As templates take them: one text each, a developer is the system, arguments of calls are objects."""
-    return [_message(index, message) for index, message in enumerate(messages)]
+    return [_message(message) for message in messages]
 
 
 def check_template_variables(variables: Mapping[str, Any]) -> None:
@@ -153,40 +167,28 @@ def _bias_id(key: str, value: float) -> int:
     return int(key)
 
 
-def _message(index: int, message: Message) -> dict[str, Any]:
+def _message(message: Message) -> dict[str, Any]:
     role = "system" if isinstance(message, DeveloperMessage) else message.__struct_config__.tag
     found: dict[str, Any] = {"role": role, "content": text_of(message.content)}
     if message.name is not None:
         found["name"] = message.name
-    if isinstance(message, ToolMessage):
+    if isinstance(message, ToolMessage) and message.tool_call_id is not None:
         found["tool_call_id"] = message.tool_call_id
     if isinstance(message, AssistantMessage):
-        if message.content is None and not message.tool_calls and message.refusal is None:
-            param = f"messages[{index}].content"
-            raise refuse(f"{param} is missing: it is required", param, "missing_required_parameter")
         if message.content is None:
             found["content"] = message.refusal or ""
         if (reasoning := message.reasoning_content or message.reasoning) is not None:
             found["reasoning_content"] = reasoning
         if message.tool_calls:
             found["tool_calls"] = [
-                call_of_message(
-                    call.id,
-                    call.function.name,
-                    call.function.arguments,
-                    f"messages[{index}].tool_calls[{number}].function.arguments",
-                )
-                for number, call in enumerate(message.tool_calls)
+                call_of_message(call.id, call.function.name, call.function.arguments) for call in message.tool_calls
             ]
     return found
 
 
-def call_of_message(call_id: str, name: str, arguments: str, param: str) -> dict[str, Any]:
-    """A past call, with its arguments as values: templates write them themselves. Raises ApiError."""
-    try:
-        values = msgspec.json.decode(arguments, type=dict[str, Any])
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise refuse(f"{param} must be an object of JSON: {error}", param) from None
+def call_of_message(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A past call, with its arguments as values: templates write them themselves. `arguments`: an object of JSON."""
+    values = msgspec.json.decode(arguments, type=dict[str, Any])
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": values}}
 
 

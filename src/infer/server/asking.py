@@ -1,19 +1,30 @@
-"""How a handler asks the model: for a client that may go away at any time, in the name of its key."""
+"""How a handler reads its request and asks the model: for a client that may leave, in the name of its key."""
 
 import asyncio
 from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from msgspec import Struct
 from starlette.requests import Request
 
 from infer.engine.request_options import RequestOptions
 from infer.outputs import GenerationResult
+from infer.server.call import call_of
 from infer.server.endpoint import ClientGoneError
 from infer.server.errors import ApiError
+from infer.server.read_body import Complete, as_given, read_body
 from infer.server.state import ServerState
+from infer.server.unknown_fields import Reading
 
 _Found = TypeVar("_Found")
+_Body = TypeVar("_Body", bound=Struct)
+
+
+async def read_request(request: Request, state: ServerState, kind: type[_Body], complete: Complete = as_given) -> _Body:
+    """Return the request's body; its call keeps the warnings, which the answer shows. Raises ApiError 400."""
+    reading = Reading(state.settings.unknown_fields, call_of(request).warnings)
+    return read_body(await request.body(), kind, complete, reading)
 
 
 def check_result(result: GenerationResult, state: ServerState) -> None:

@@ -13,11 +13,12 @@ from starlette.responses import Response
 
 from infer.batch_file.result_line import finish_reason_of
 from infer.outputs import GenerationResult
+from infer.server.asking import read_request
 from infer.server.choices import Part, accept
 from infer.server.endpoint import ApiRoute
-from infer.server.models import check_model
+from infer.server.history import complete_chat
+from infer.server.models import answer_any_model
 from infer.server.one_answer import OneAnswerBody, ask_one
-from infer.server.read_body import read_body
 from infer.server.refusals import refuse
 from infer.server.replies import make_head, reply
 from infer.server.shapes import Head, Json, token_columns, usage_of_choices
@@ -36,8 +37,8 @@ class BranchBody(OneAnswerBody, kw_only=True):
 
 
 async def branch(request: Request, state: ServerState) -> Response:
-    body, llm = read_body(await request.body(), BranchBody), state.llm().llm
-    check_model(request, state, body.model)
+    body, llm = await read_request(request, state, BranchBody, complete_chat), state.llm().llm
+    answer_any_model(request, state, body.model)
     prefix = prefix_of(body)
     asked = ask_one(body, llm.sampling_defaults, llm.tokenizer.chat_template, prefix)
     choices = await accept(request, state, asked)

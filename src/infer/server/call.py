@@ -36,6 +36,7 @@ class Call:
     error_code: str = ""
     phase: str = "received"  # what it is about
     left_in: str = ""  # the phase in which the client went away
+    warnings: list[str] = field(default_factory=list)  # about its body: the answer shows them
     sequences: list[Any] = field(default_factory=list)  # `engine.sequence.Sequence`
     is_forwarded: bool = False  # to the engine's process, which counts and logs it
     is_noted: bool = False  # its stream notes its parts, for who may have to ask again

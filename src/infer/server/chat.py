@@ -10,12 +10,13 @@ from infer.batch_file.openai_logprobs import Spelling, chat_entries, without_end
 from infer.batch_file.result_line import finish_reason_of, message_of
 from infer.outputs import FinishReason, GenerationResult, TokenLogprob
 from infer.server.asked import make_params, messages_of, sampling_values, seeds_of
+from infer.server.asking import read_request
 from infer.server.choices import Asked, Part, accept
 from infer.server.endpoint import ApiRoute
-from infer.server.models import check_model
-from infer.server.read_body import read_body
+from infer.server.history import complete_chat
+from infer.server.models import answer_any_model
 from infer.server.refusals import refuse
-from infer.server.replies import Scores, check_stream_options, make_head, reply, score_prompts
+from infer.server.replies import Scores, StreamUsage, make_head, reply, score_prompts
 from infer.server.schema import ChatBody
 from infer.server.shapes import (
     Head,
@@ -32,13 +33,12 @@ from infer.server.tool_fields import conversation_options, conversation_variable
 
 async def chat(request: Request, state: ServerState) -> Response:
     llm = state.llm().llm
-    body = read_body(await request.body(), ChatBody)
-    check_model(request, state, body.model)
-    includes_usage = check_stream_options(body)
+    body = await read_request(request, state, ChatBody, complete_chat)
+    answer_any_model(request, state, body.model)
     choices = await accept(request, state, ask(body, llm.sampling_defaults, llm.tokenizer.chat_template))
     scores = await score_prompts(request, state, choices.prompt_ids, body.prompt_logprobs)
     head = make_head("chatcmpl-", request, state)
-    shape = ChatShape(head, body, Spelling.of(llm.tokenizer), choices.prompt_ids[0], scores[0], includes_usage)
+    shape = ChatShape(head, body, Spelling.of(llm.tokenizer), choices.prompt_ids[0], scores[0])
     return await reply(request, state, choices, shape, is_streamed=bool(body.stream))
 
 
@@ -54,7 +54,9 @@ def ask(body: ChatBody, defaults: Mapping[str, Any], template: str | None = None
         values["logprobs"] = body.top_logprobs or 0
     params = make_params(values, defaults, seeds_of(body.seed, body.n or 1), "messages")
     variables = conversation_variables(body, template)
-    return Asked([messages_of(body.messages)], params, conversation_options(body), "messages", variables)
+    is_answered = 0 not in (body.max_tokens, body.max_completion_tokens)
+    options = conversation_options(body)
+    return Asked([messages_of(body.messages)], params, options, "messages", variables, is_answered=is_answered)
 
 
 @final
@@ -66,9 +68,9 @@ class ChatShape:
         spelling: Spelling,
         prompt_ids: Sequence[int],
         scores: Scores,
-        includes_usage: bool,
     ) -> None:
-        self._head, self._body, self._spelling, self._includes_usage = head, body, spelling, includes_usage
+        self._head, self._body, self._spelling, self._usage = head, body, spelling, StreamUsage.of(body)
+        self._num_prompt_tokens, self._num_tokens = len(prompt_ids), 0
         self._of_prompt: Json = {"prompt_token_ids": list(prompt_ids)} if body.return_token_ids else {}
         if scores:
             self._of_prompt["prompt_logprobs"] = prompt_logprobs_of(scores, spelling)
@@ -98,6 +100,7 @@ class ChatShape:
         return [first | self._of_prompt, *others]
 
     def chunk(self, part: Part) -> Json | None:
+        self._num_tokens += len(part.pieces)
         delta = delta_fields(part.deltas) | ({"content": part.text} if part.text else {})
         if part.result is not None:
             reason = finish_reason_of(part.result)
@@ -110,12 +113,12 @@ class ChatShape:
         return self._chunk([self._choice(part.choice, delta, logprobs) | ids])
 
     def closing(self, results: Sequence[GenerationResult]) -> list[Json]:
-        if not self._includes_usage:
+        if not self._usage.is_last:
             return []
         return [self._chunk([]) | {"usage": usage_of_choices(results, len(results))}]
 
     def _chunk(self, choices: list[Json]) -> Json:
-        usage = {"usage": None} if self._includes_usage else {}
+        usage = self._usage.field(self._num_prompt_tokens, self._num_tokens)
         return {**self._head.to_json("chat.completion.chunk"), "choices": choices, **usage}
 
     def _choice(

@@ -10,14 +10,14 @@ import infer
 from infer.batch_file.openai_logprobs import Spelling, completion_columns
 from infer.batch_file.result_line import FINISH_REASONS
 from infer.outputs import GenerationResult, TokenLogprob
-from infer.server.asked import make_options, make_params, sampling_values, seeds_of
+from infer.server.asked import make_options, make_params, sampling_values, seeds_of, token_limit
+from infer.server.asking import read_request
 from infer.server.choices import Asked, Part, accept
 from infer.server.endpoint import ApiRoute
 from infer.server.errors import ApiError
-from infer.server.models import check_model
-from infer.server.read_body import read_body
+from infer.server.models import answer_any_model
 from infer.server.refusals import refuse, shown
-from infer.server.replies import Scores, check_stream_options, make_head, reply, score_prompts
+from infer.server.replies import Scores, StreamUsage, make_head, reply, score_prompts
 from infer.server.schema import CompletionBody
 from infer.server.shapes import (
     Head,
@@ -36,9 +36,8 @@ _MAX_ANSWERS = 1024  # of a body
 
 async def complete(request: Request, state: ServerState) -> Response:
     llm = state.llm().llm
-    body = read_body(await request.body(), CompletionBody)
-    check_model(request, state, body.model)
-    includes_usage = check_stream_options(body)
+    body = await read_request(request, state, CompletionBody)
+    answer_any_model(request, state, body.model)
     asked = ask(body, llm.sampling_defaults)
     choices = await accept(request, state, asked)
     ids = choices.prompt_ids
@@ -46,7 +45,7 @@ async def complete(request: Request, state: ServerState) -> Response:
     scored = await score_prompts(request, state, ids, body.prompt_logprobs)
     prompts = [Prompt(*each) for each in zip(asked.prompts, ids, echoed, scored, strict=True)]
     head = make_head("cmpl-", request, state)
-    shape = CompletionShape(head, body, llm.tokenizer, prompts, includes_usage=includes_usage)
+    shape = CompletionShape(head, body, llm.tokenizer, prompts)
     return await reply(request, state, choices, shape, is_streamed=bool(body.stream))
 
 
@@ -57,9 +56,9 @@ def ask(body: CompletionBody, defaults: Mapping[str, Any]) -> Asked:
         message = f"prompts times n must be at most {_MAX_ANSWERS}, got {len(prompts)} times {num_choices}: ask twice"
         raise refuse(message, "prompt")
     most = _MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    values = sampling_values(body) | {"max_new_tokens": max(most, 1), "logprobs": body.logprobs}
+    values = sampling_values(body) | {"max_new_tokens": token_limit(most), "logprobs": body.logprobs}
     params = make_params(values, defaults, seeds_of(body.seed, num_choices), "prompt")
-    return Asked(prompts, params, make_options(body), "prompt", {}, is_answered=most > 0)
+    return Asked(prompts, params, make_options(body), "prompt", {}, is_answered=most != 0)
 
 
 def prompts_of(prompt: str | Sequence[Any]) -> list[Any]:
@@ -69,7 +68,7 @@ def prompts_of(prompt: str | Sequence[Any]) -> list[Any]:
     if prompt and all(type(each) is int for each in prompt):
         return [prompt]
     for index, each in enumerate(prompt):
-        if not isinstance(each, type(prompt[0])) or not isinstance(each, str | list):
+        if not isinstance(each, type(prompt[0])) or not isinstance(each, str | list) or each == []:
             raise _no_prompt(f"prompt[{index}]", each)
         if isinstance(each, list):
             for place, token_id in enumerate(each):
@@ -100,10 +99,9 @@ class CompletionShape:
         body: CompletionBody,
         tokenizer: "infer.Tokenizer",
         prompts: Sequence[Prompt],
-        *,
-        includes_usage: bool,
     ) -> None:
-        self._head, self._body, self._tokenizer, self._includes_usage = head, body, tokenizer, includes_usage
+        self._head, self._body, self._tokenizer, self._usage = head, body, tokenizer, StreamUsage.of(body)
+        self._num_prompt_tokens, self._num_tokens = sum(len(prompt.ids) for prompt in prompts), 0
         self._spelling, self._num_choices = Spelling.of(tokenizer), body.n or 1
         self._openings = [self._opening(prompt) for prompt in prompts]
         starts = [len(opening["text"]) for opening in self._openings]
@@ -136,6 +134,7 @@ class CompletionShape:
         return [self._chunk([{"index": index, **self._openings[index // self._num_choices]}]) for index in indices]
 
     def chunk(self, part: Part) -> Json | None:
+        self._num_tokens += len(part.pieces)
         choice: Json = {"index": part.choice, "text": part.text, "logprobs": None, "finish_reason": None}
         if part.result is not None:
             choice["finish_reason"] = FINISH_REASONS[part.result.finish_reason]
@@ -147,7 +146,7 @@ class CompletionShape:
         return self._chunk([choice]) if part.text or choice["logprobs"] or "token_ids" in choice else None
 
     def closing(self, results: Sequence[GenerationResult]) -> list[Json]:
-        if not self._includes_usage:
+        if not self._usage.is_last:
             return []
         return [self._chunk([]) | {"usage": usage_of_choices(results, self._num_choices)}]
 
@@ -180,7 +179,7 @@ class CompletionShape:
         return {**columns, "text_offset": self._offsets[index].of(token_ids)}
 
     def _chunk(self, choices: list[Json]) -> Json:
-        usage = {"usage": None} if self._includes_usage else {}
+        usage = self._usage.field(self._num_prompt_tokens, self._num_tokens)
         return {**self._head.to_json("text_completion"), "choices": choices, **usage}
 
     def _token_ids(self, token_ids: Sequence[int]) -> Json:

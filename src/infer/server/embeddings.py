@@ -11,13 +11,12 @@ from starlette.responses import Response
 
 from infer.errors import InvalidRequestError
 from infer.server.asked import refusal
-from infer.server.asking import while_connected
+from infer.server.asking import read_request, while_connected
 from infer.server.call import call_of
 from infer.server.completions import prompts_of
 from infer.server.endpoint import ApiRoute
 from infer.server.errors import ApiError
 from infer.server.models import check_model
-from infer.server.read_body import read_body
 from infer.server.refusals import refuse
 from infer.server.schema import Body
 from infer.server.shapes import Json
@@ -38,7 +37,7 @@ class EmbeddingsBody(Body, kw_only=True):
 
 
 async def embeddings(request: Request, state: ServerState) -> Response:
-    body, llm = read_body(await request.body(), EmbeddingsBody), state.llm()
+    body, llm = await read_request(request, state, EmbeddingsBody), state.llm()
     check_model(request, state, body.model)
     host, texts = llm.host, texts_of(body.input)
     if not (state.settings.allow_embeddings or host.settings.pooling):

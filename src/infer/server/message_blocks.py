@@ -5,18 +5,19 @@ from typing import Annotated, Any, Literal, final
 
 from msgspec import Meta, Struct
 
+from infer.server.unknown_fields import Parameters, ToolKeys
 from infer.toolcalls.tools import MAX_TOOLS
 
 
 @final
-class CacheControl(Struct, forbid_unknown_fields=True, kw_only=True):
+class CacheControl(Struct, kw_only=True):
     """A hint that is not needed: what prompts begin with is kept anyway."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
 
-class _Block(Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
+class _Block(Struct, kw_only=True, tag_field="type"):
     cache_control: CacheControl | None = None
 
 
@@ -55,13 +56,13 @@ Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedBlo
 
 
 @final
-class Turn(Struct, forbid_unknown_fields=True, kw_only=True):
+class Turn(Struct, kw_only=True):
     role: Literal["user", "assistant"]
     content: str | list[Block]
 
 
 @final
-class MessagesTool(Struct, forbid_unknown_fields=True, kw_only=True):
+class MessagesTool(ToolKeys, kw_only=True):
     """`strict` or not, a call is held to the schema."""
 
     name: str
@@ -72,7 +73,7 @@ class MessagesTool(Struct, forbid_unknown_fields=True, kw_only=True):
     cache_control: CacheControl | None = None
 
 
-class _Choice(Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
+class _Choice(Parameters, kw_only=True, tag_field="type"):
     disable_parallel_tool_use: bool | None = None
 
 
@@ -92,7 +93,7 @@ class ToolChoice(_Choice, tag="tool"):
 
 
 @final
-class NoChoice(Struct, forbid_unknown_fields=True, tag_field="type", tag="none"):
+class NoChoice(Parameters, tag_field="type", tag="none"):
     pass
 
 
@@ -100,7 +101,7 @@ Choice = AutoChoice | AnyChoice | ToolChoice | NoChoice
 MessagesTools = Annotated[list[MessagesTool], Meta(max_length=MAX_TOOLS)]
 
 
-class _Thinking(Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
+class _Thinking(Struct, kw_only=True, tag_field="type"):
     pass
 
 

@@ -2,17 +2,19 @@
 
 from typing import Annotated, Any, Literal, Self, final
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
 from infer.engine.request_options import RequestOptions
 from infer.errors import InvalidRequestError
 from infer.server.asked import make_params, refusal, seeds_of
-from infer.server.asking import while_connected
+from infer.server.asking import read_request, while_connected
+from infer.server.call import call_of
 from infer.server.choices import Asked, accept
 from infer.server.endpoint import ApiRoute
 from infer.server.errors import ApiError, api_error
+from infer.server.foreign import Foreign
 from infer.server.message_blocks import (
     CacheControl,
     Choice,
@@ -25,12 +27,12 @@ from infer.server.message_blocks import (
     tool_fields,
 )
 from infer.server.message_events import Message, MessageEvents
-from infer.server.models import check_model
-from infer.server.read_body import read_body
+from infer.server.models import answer_any_model
 from infer.server.replies import json_response, make_head
 from infer.server.sse import EventStream, event
 from infer.server.state import ServerState
 from infer.server.tokens import prepared
+from infer.server.unknown_fields import Parameters
 
 _TYPE_BY_STATUS = {
     401: "authentication_error",
@@ -48,7 +50,17 @@ _ITS_NAMES = {
 _NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}  # then clients send all messages
 
 
-class _Part(Struct, forbid_unknown_fields=True):
+_FOREIGN = {
+    "thread": Foreign("answers are not kept: send all messages"),
+    "container": Foreign("no code is run here: leave it out"),
+    "mcp_servers": Foreign("no tools are run here: leave it out", ([],)),
+    "context_management": Foreign(is_hint=True),
+    "speed": Foreign(is_hint=True),
+    "inference_geo": Foreign(is_hint=True),
+}
+
+
+class _Part(Parameters):
     pass
 
 
@@ -71,6 +83,8 @@ class OutputConfig(_Part, kw_only=True):
 class PromptBody(_Part, kw_only=True):
     """What both routes take."""
 
+    foreign = _FOREIGN
+
     model: str | None = None
     messages: Annotated[list[Turn], Meta(min_length=1)]
     system: str | list[TextBlock] | None = None
@@ -79,7 +93,6 @@ class PromptBody(_Part, kw_only=True):
     output_config: OutputConfig | None = None
     tools: MessagesTools | None = None
     tool_choice: Choice | None = None
-    thread: Any = None
 
 
 @final
@@ -122,8 +135,8 @@ def _its_error(error: Exception) -> ApiError:
 
 
 async def create_message(request: Request, state: ServerState) -> Response:
-    body = read_body(await request.body(), MessagesBody)
-    check_model(request, state, body.model)
+    body = await read_request(request, state, MessagesBody)
+    answer_any_model(request, state, body.model)
     params = make_params(sampling_of(body), state.llm().llm.sampling_defaults, seeds_of(body.seed, 1), "messages")
     messages = messages_of(body.messages, body.system)
     asked = Asked([messages], params, options_of(body), "messages", variables_of(body, messages))
@@ -133,12 +146,12 @@ async def create_message(request: Request, state: ServerState) -> Response:
         seconds = state.settings.comment_seconds
         return EventStream(MessageEvents(answer).of(choices), comment_seconds=seconds, fail=failure_event)
     (result,) = await while_connected(request, choices.results())
-    return json_response(answer.whole(result))
+    return json_response(answer.whole(result), call_of(request))
 
 
 async def count_tokens(request: Request, state: ServerState) -> Response:
-    body, host = read_body(await request.body(), CountTokensBody), state.llm().host
-    check_model(request, state, body.model)
+    body, host = await read_request(request, state, CountTokensBody), state.llm().host
+    answer_any_model(request, state, body.model)
     messages, options = messages_of(body.messages, body.system), options_of(body)
 
     def encode() -> list[int]:
@@ -147,7 +160,7 @@ async def count_tokens(request: Request, state: ServerState) -> Response:
         return conversation.encode(messages)
 
     ids = await prepared(request, state, encode, "messages")
-    return json_response({"input_tokens": len(ids)})
+    return json_response({"input_tokens": len(ids)}, call_of(request))
 
 
 def options_of(body: PromptBody) -> RequestOptions:

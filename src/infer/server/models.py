@@ -29,12 +29,27 @@ def check_model(request: Request, state: ServerState, name: str | None) -> None:
     call_of(request).model = name or names[0]
 
 
+def answer_any_model(request: Request, state: ServerState, name: str | None) -> None:
+    """Note the name under which the model is asked. Another model's name is the one model's too, with a warning."""
+    names = _names(state)
+    if name is not None and name not in names:
+        call_of(request).warnings.append(f"the model {name!r:.80} is not served here: {names[0]!r} answers")
+        name = None
+    call_of(request).model = name or names[0]
+
+
 def _names(state: ServerState) -> tuple[str, ...]:
     return (state.settings.model, *state.settings.aliases)
 
 
-def _model(state: ServerState, name: str) -> dict[str, str | int]:
-    return {"id": name, "object": "model", "created": int(state.started_at), "owned_by": "infer"}
+def _model(state: ServerState, name: str) -> dict[str, str | int | None]:
+    """A model, with its context's length under vLLM's name and OpenRouter's once it is loaded."""
+    found: dict[str, str | int | None] = {"id": name, "object": "model", "created": int(state.started_at)}
+    found |= {"owned_by": "infer", "root": state.settings.model, "parent": None}
+    if (loaded := state.loaded) is not None:
+        length = loaded.host.model.max_seq_len
+        found |= {"max_model_len": length, "context_length": length}
+    return found
 
 
 ROUTES = [ApiRoute("GET", "/v1/models", list_models), ApiRoute("GET", "/v1/models/{id:path}", get_model)]

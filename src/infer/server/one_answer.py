@@ -17,7 +17,6 @@ MAX_TOKENS = 16  # unless asked for others
 # Fields of the completions that make no sense here, with the values that ask for nothing.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
-    "stream_options": (),
     "prompt_logprobs": (),
     "return_token_ids": (True,),
 }

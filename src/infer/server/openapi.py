@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from starlette.requests import Request
@@ -15,7 +15,6 @@ from infer.server.docs_page import PAGE_HEADERS, docs_page
 from infer.server.embeddings import EmbeddingsBody
 from infer.server.endpoint import ApiRoute
 from infer.server.messages import CountTokensBody, MessagesBody
-from infer.server.neutral import NEUTRAL
 from infer.server.schema import ChatBody, CompletionBody, ResponseBody
 from infer.server.shapes import Json
 from infer.server.state import ServerState
@@ -100,9 +99,6 @@ def document() -> Json:
     _, components = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     for body in bodies:
         properties = components[body.__name__]["properties"]
-        for field in msgspec.structs.fields(body):
-            if field.type is Any and field.name in NEUTRAL:
-                properties[field.name] = _neutral(field.name)
         properties.update(_REFINED.get(body.__name__, {}))
     components["InputMessage"]["required"].remove("type")  # `with_types`
     paths: dict[str, Json] = {}
@@ -149,11 +145,6 @@ def _responses(asked: Operation) -> Json:
             schema = ref("Health" if status == 503 and asked.answer == "Health" else "Error")
             found[str(status)] = {"description": description, "content": {"application/json": {"schema": schema}}}
     return found
-
-
-def _neutral(name: str) -> Schema:
-    values, instead = NEUTRAL[name]
-    return {"enum": [*values, None], "default": None, "description": f"Asks for what is not served: {instead}."}
 
 
 def _header(name: str) -> Schema:

@@ -1,22 +1,18 @@
-"""The bytes of a body as its Struct. What breaks a rule is refused with its path, its value and the rule."""
+"""The bytes of a body as its Struct: generous with what other programs send, exact about what breaks a rule."""
 
-import difflib
 import re
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import inspect
 
 from infer.server.errors import ApiError
-from infer.server.neutral import ELSEWHERE, NEUTRAL, check_neutral
 from infer.server.refusals import refuse, shown
+from infer.server.unknown_fields import Reading, Step, flat, path_of, settle, type_info
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
-_Step = str | int  # of a path
-_PLACE = re.compile(r"(?P<problem>.*?)(?: - at (?:`key` in )?`\$(?P<path>.*)`)?", re.DOTALL)
-_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_PLACE = re.compile(r"(?:`key` in )?`\$(?P<path>.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`")
 _EXPECTED = re.compile(r"Expected `(?P<types>.+?)`(?P<bound>.*?)(?:, got `.*`)?", re.DOTALL)
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
@@ -25,27 +21,37 @@ _TYPES = {"int": "an integer", "float": "a number", "str": "a string", "bool": "
 _BOUNDS = {" of length >= ": " with at least ", " of length <= ": " with at most ", " >= ": " of at least ",
            " <= ": " of at most ", " > ": " above ", " < ": " below ", " matching regex ": " like "}  # fmt: skip
 
+Complete = Callable[[Any, Reading], Any]
 
-def read_body(content: bytes, kind: type[_Body], complete: Callable[[Any], Any] = lambda given: given) -> _Body:
-    """`complete` may add to what is given. Raises ApiError 400."""
+
+def as_given(given: Any, reading: Reading) -> Any:
+    return given
+
+
+def read_body(
+    content: bytes, kind: type[_Body], complete: Complete = as_given, reading: Reading | None = None
+) -> _Body:
+    """Return the body as a `kind`, after `complete` made of other programs' history what is read here.
+
+    Raises ApiError 400.
+    """
+    reading = reading or Reading()
     try:
         given = msgspec.json.decode(content)
     except RecursionError:
         raise refuse("the body is nested too deep", None, "invalid_json") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise refuse(f"the body is not JSON: {error}", None, "invalid_json") from None
-    given = complete(given)
+    given = settle(complete(given, reading), kind, reading)
     try:
         body = msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
         raise _refusal(str(error), given, kind) from None
     _check_tags(given, body, [])
-    for field in _neutral_fields(kind):
-        check_neutral(field, getattr(body, field))
     return body
 
 
-def _check_tags(given: Any, found: Any, steps: list[_Step]) -> None:
+def _check_tags(given: Any, found: Any, steps: list[Step]) -> None:
     """msgspec asks for a tag only where several types may stand. Raises ApiError 400."""
     if isinstance(found, msgspec.Struct) and isinstance(given, dict):
         config = found.__struct_config__
@@ -58,27 +64,20 @@ def _check_tags(given: Any, found: Any, steps: list[_Step]) -> None:
             _check_tags(given[index], each, [*steps, index])
 
 
-def _missing(steps: list[_Step]) -> ApiError:
-    name = _shown_path(steps)
+def _missing(steps: list[Step]) -> ApiError:
+    name = path_of(steps)
     return refuse(f"{name} is missing: it is required", name, "missing_required_parameter")
 
 
-@cache
-def _neutral_fields(kind: type) -> list[str]:
-    fields = msgspec.structs.fields(kind)
-    return [field.name for field in fields if field.name in NEUTRAL and field.type is Any]
-
-
 def _refusal(message: str, given: Any, kind: type) -> ApiError:
-    place = _PLACE.fullmatch(message)
-    assert place is not None
-    problem, path = place["problem"], place["path"] or ""
+    """Return the refusal for msgspec's message, which ends in the place if there is one."""
+    problem, _, tail = message.rpartition(" - at ")
+    place = _PLACE.fullmatch(tail)
+    problem, path = (problem, place["path"]) if place else (message, "")
     steps = [name or int(index) for name, index in _STEP.findall(path) if name != "..."]
-    if unknown := _UNKNOWN.fullmatch(problem):
-        return _unknown([*steps, unknown[1]], _fields_at(kind, steps, given))
     if missing := _MISSING.fullmatch(problem):
         return _missing([*steps, missing[1]])
-    name, is_inside = _shown_path(steps), path.endswith("[...]")  # of a value inside an object msgspec tells no name
+    name, is_inside = path_of(steps), path.endswith("[...]")  # of a value inside an object msgspec tells no name
     whose = f"a value of {name}" if is_inside else name or "the body"
     found = "" if is_inside else f", got {shown(_value_at(given, steps))}"
     if expected := _EXPECTED.fullmatch(problem):
@@ -88,15 +87,6 @@ def _refusal(message: str, given: Any, kind: type) -> ApiError:
         is_type, rule = False, " or ".join(f"'{each}'" for each in _choices_at(kind, steps, given))
     code = "invalid_type" if is_type else "invalid_value"
     return refuse(f"{whose} must be {rule}{found}", name or None, code)
-
-
-def _unknown(steps: list[_Step], known: list[str]) -> ApiError:
-    path, name = _shown_path(steps), str(steps[-1])
-    if name in ELSEWHERE:
-        return refuse(f"{path} is not known here: {ELSEWHERE[name]}", path, "unknown_parameter")
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    hint = f"did you mean {near[0]}?" if near else "leave it out"
-    return refuse(f"{path} is not known: {hint}", path, "unknown_parameter")
 
 
 def _rule(types: str, bound: str) -> str:
@@ -110,11 +100,7 @@ def _rule(types: str, bound: str) -> str:
     return " or ".join(names) or "null"
 
 
-def _shown_path(steps: list[_Step]) -> str:
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")
-
-
-def _value_at(given: Any, steps: list[_Step]) -> Any:
+def _value_at(given: Any, steps: list[Step]) -> Any:
     for step in steps:
         given = given.get(step) if isinstance(given, dict) else given[step]
     return given
@@ -123,29 +109,16 @@ def _value_at(given: Any, steps: list[_Step]) -> Any:
 # The types of a place
 
 
-def _flat(found: inspect.Type) -> Iterator[inspect.Type]:
-    if isinstance(found, inspect.UnionType):
-        for each in found.types:
-            yield from _flat(each)
-    elif isinstance(found, inspect.Metadata):
-        yield from _flat(found.type)
-    else:
-        yield found
-
-
-_type_info = cache(inspect.type_info)
-
-
-def _types_at(kind: type, steps: list[_Step], given: Any) -> list[inspect.Type]:
+def _types_at(kind: type, steps: list[Step], given: Any) -> list[inspect.Type]:
     """Of tagged Structs the one whose tag is given."""
-    found = list(_flat(_type_info(kind)))
+    found = list(flat(type_info(kind)))
     for step in steps:
         inner = list[inspect.Type]()
         for each in found:
             if isinstance(each, inspect.ListType):
-                inner += _flat(each.item_type)
+                inner += flat(each.item_type)
             elif isinstance(each, inspect.StructType) and _has_tag(each, given):
-                inner += [one for field in each.fields if field.name == step for one in _flat(field.type)]
+                inner += [one for field in each.fields if field.name == step for one in flat(field.type)]
         found, given = inner, _value_at(given, [step])
     return found
 
@@ -154,13 +127,7 @@ def _has_tag(found: inspect.StructType, given: Any) -> bool:
     return found.tag_field is None or given.get(found.tag_field) == found.tag
 
 
-def _fields_at(kind: type, steps: list[_Step], given: Any) -> list[str]:
-    value = _value_at(given, steps)
-    structs = [each for each in _types_at(kind, steps, given) if isinstance(each, inspect.StructType)]
-    return [field.name for each in structs if _has_tag(each, value) for field in each.fields]
-
-
-def _choices_at(kind: type, steps: list[_Step], given: Any) -> list[Any]:
+def _choices_at(kind: type, steps: list[Step], given: Any) -> list[Any]:
     """The values of an enumeration, or the tags of what may stand there."""
     values = [v for each in _types_at(kind, steps, given) if isinstance(each, inspect.LiteralType) for v in each.values]
     around = _types_at(kind, steps[:-1], given)

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from starlette.requests import Request
@@ -10,15 +10,35 @@ from starlette.responses import Response
 
 from infer.outputs import GenerationResult, TokenLogprob
 from infer.server.asking import while_connected
-from infer.server.call import call_of
+from infer.server.call import Call, call_of
 from infer.server.choices import Choices, Part
-from infer.server.refusals import refuse
-from infer.server.schema import CompletingBody, ResponseBody, StreamOptions
+from infer.server.schema import CompletingBody
 from infer.server.shapes import Head, Json
 from infer.server.sse import DONE, EventStream, event
 from infer.server.state import ServerState
 
 Scores = Sequence[TokenLogprob | None]  # of a prompt's tokens
+
+
+class StreamUsage(NamedTuple):
+    """The chunks of a stream that hold the usage: one more after the last, or each of them."""
+
+    is_last: bool = False
+    is_in_each: bool = False
+
+    @classmethod
+    def of(cls, body: CompletingBody) -> "StreamUsage":
+        if (options := body.stream_options) is None:
+            return cls()
+        return cls(bool(options.include_usage), bool(options.continuous_usage_stats))
+
+    def field(self, num_prompt_tokens: int, num_completion_tokens: int) -> Json:
+        """The field of a chunk after this many tokens."""
+        if not self.is_in_each:
+            return {"usage": None} if self.is_last else {}
+        total = num_prompt_tokens + num_completion_tokens
+        counts = {"prompt_tokens": num_prompt_tokens, "completion_tokens": num_completion_tokens}
+        return {"usage": counts | {"total_tokens": total}}
 
 
 class Shape(Protocol):
@@ -37,10 +57,11 @@ class Shape(Protocol):
 
 
 async def reply(request: Request, state: ServerState, choices: Choices, shape: Shape, *, is_streamed: bool) -> Response:
+    call = call_of(request)
     if is_streamed:
-        return EventStream(_events(choices, shape), comment_seconds=state.settings.comment_seconds)
+        return EventStream(_events(choices, shape, call), comment_seconds=state.settings.comment_seconds)
     results = await while_connected(request, choices.results())
-    return json_response(shape.whole(results))
+    return json_response(shape.whole(results), call)
 
 
 def make_head(prefix: str, request: Request, state: ServerState) -> Head:
@@ -51,8 +72,16 @@ def make_head(prefix: str, request: Request, state: ServerState) -> Head:
     return Head(prefix + number, call.created, call.model, fingerprint)
 
 
-def json_response(body: Json) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")
+def json_response(body: Json, call: Call | None = None) -> Response:
+    """Return the body as JSON, with the warnings of its call."""
+    return Response(msgspec.json.encode(with_warnings(body, call)), media_type="application/json")
+
+
+def with_warnings(body: Json, call: Call | None) -> Json:
+    """Return the body with the call's warnings under `infer`, if there are any."""
+    if call is None or not call.warnings:
+        return body
+    return body | {"infer": {**body.get("infer", {}), "warnings": call.warnings}}
 
 
 async def score_prompts(
@@ -65,20 +94,7 @@ async def score_prompts(
     return [await while_connected(request, llm.prompt_logprobs(prompt, num=num)) for prompt in prompts]
 
 
-def check_stream_options(body: CompletingBody | ResponseBody) -> bool:
-    """Whether usage is asked for apart. Raises ApiError."""
-    if (options := body.stream_options) is None:
-        return False
-    if not body.stream:
-        message = "stream_options is for streams: leave it out or set stream to true"
-        raise refuse(message, "stream_options")
-    if options.include_obfuscation:
-        param = "stream_options.include_obfuscation"
-        raise refuse(f"{param} must not be true: chunks are not padded", param, "unsupported_value")
-    return isinstance(options, StreamOptions) and bool(options.include_usage)
-
-
-async def _events(choices: Choices, shape: Shape) -> AsyncGenerator[bytes, None]:
+async def _events(choices: Choices, shape: Shape, call: Call) -> AsyncGenerator[bytes, None]:
     results: dict[int, GenerationResult] = {}
     for chunk in shape.opening():
         yield _event(chunk)
@@ -87,9 +103,9 @@ async def _events(choices: Choices, shape: Shape) -> AsyncGenerator[bytes, None]
             if part.result is not None:
                 results[part.choice] = part.result
             if (found := shape.chunk(part)) is not None:
-                yield _event(found)
+                yield _event(found if part.result is None else with_warnings(found, call))
     for chunk in shape.closing([results[index] for index in sorted(results)]):
-        yield _event(chunk)
+        yield _event(with_warnings(chunk, call))
     yield DONE
 
 

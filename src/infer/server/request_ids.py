@@ -1,13 +1,16 @@
 """Every request has an id of the server's own; a clean one that its client sends is echoed and logged beside it."""
 
+import json
 import re
 import secrets
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.server.call import CREATED_HEADER, ID_HEADER, KEY_NAME_HEADER, SENT_HEADER, Call, put_call
 
+_MOST_HEADER = 2048  # characters
 _CLEAN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -29,12 +32,23 @@ def with_request_ids(app: ASGIApp, *, is_child: bool) -> ASGIApp:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 call.status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = call.shown_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = call.shown_id
+                if call.warnings:
+                    headers["x-infer-warnings"] = _as_header(call.warnings)
             await send(message)
 
         await app(scope, receive, send_with_id)
 
     return call_app
+
+
+def _as_header(warnings: Sequence[str]) -> str:
+    """Return a JSON list in ASCII of the first warnings, as many as every proxy passes on."""
+    for count in range(len(warnings), 0, -1):
+        if len(found := json.dumps(warnings[:count])) <= _MOST_HEADER:
+            return found
+    return "[]"
 
 
 def _be_handed(call: Call, headers: Headers) -> None:

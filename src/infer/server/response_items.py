@@ -4,12 +4,14 @@ from typing import Annotated, Any, Literal, final
 
 from msgspec import Meta, Struct
 
+from infer.server.history import function_tools, past_arguments
+from infer.server.unknown_fields import Parameters, Reading, ToolKeys
 from infer.toolcalls.tools import MAX_TOOLS
 
 _Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class _Part(Struct, forbid_unknown_fields=True, tag_field="type", kw_only=True):
+class _Part(Struct, tag_field="type", kw_only=True):
     pass
 
 
@@ -37,7 +39,7 @@ class ReasoningText(_Part, tag="reasoning_text"):
     text: str
 
 
-class _Item(Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
+class _Item(Struct, kw_only=True, tag_field="type"):
     id: str | None = None
     status: _Status | None = None
 
@@ -74,7 +76,7 @@ InputItem = InputMessage | CallItem | ResultItem | ReasoningItem
 
 
 @final
-class ResponseTool(Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="function"):
+class ResponseTool(ToolKeys, kw_only=True, tag_field="type", tag="function"):
     """`strict` or not, a call is held to the schema."""
 
     name: str
@@ -83,7 +85,7 @@ class ResponseTool(Struct, forbid_unknown_fields=True, kw_only=True, tag_field="
     strict: bool | None = None
 
 
-class _Choice(Struct, forbid_unknown_fields=True, tag_field="type", kw_only=True):
+class _Choice(Parameters, tag_field="type", kw_only=True):
     pass
 
 
@@ -103,7 +105,7 @@ ResponseToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedNa
 
 
 @final
-class ReasoningSettings(Struct, forbid_unknown_fields=True):
+class ReasoningSettings(Parameters):
     """Nothing is summarised."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
@@ -111,9 +113,22 @@ class ReasoningSettings(Struct, forbid_unknown_fields=True):
     generate_summary: None = None
 
 
-def with_types(body: Any) -> Any:
-    """An item without a type is a message."""
-    if not isinstance(body, dict) or not isinstance(body.get("input"), list):
+def with_types(body: Any, reading: Reading) -> Any:
+    """Return the body with a type for each item: one without is a message."""
+    if not isinstance(body, dict):
         return body
-    items = [{"type": "message", **each} if isinstance(each, dict) else each for each in body["input"]]
-    return body | {"input": items}
+    body = dict(body)
+    if isinstance(items := body.get("input"), list):
+        body["input"] = [
+            _item(each, f"input[{i}]", reading) if isinstance(each, dict) else each for i, each in enumerate(items)
+        ]
+    if isinstance(tools := body.get("tools"), list):
+        body["tools"] = function_tools(tools, reading)
+    return body
+
+
+def _item(item: dict[str, Any], path: str, reading: Reading) -> dict[str, Any]:
+    found = {"type": "message", **item}
+    if found["type"] == "function_call":
+        found["arguments"] = past_arguments(found.get("arguments"), f"{path}.arguments", reading)
+    return found

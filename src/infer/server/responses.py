@@ -19,13 +19,13 @@ from infer.server.asked import (
     seeds_of,
     text_of,
 )
-from infer.server.asking import while_connected
+from infer.server.asking import read_request, while_connected
+from infer.server.call import call_of
 from infer.server.choices import Asked, accept
 from infer.server.endpoint import ApiRoute
-from infer.server.models import check_model
-from infer.server.read_body import read_body
+from infer.server.models import answer_any_model
 from infer.server.refusals import refuse
-from infer.server.replies import check_stream_options, json_response, make_head
+from infer.server.replies import json_response, make_head
 from infer.server.response_events import ResponseEvents, ResponseShape
 from infer.server.response_items import CallItem, InputItem, InputMessage, ReasoningItem, ResultItem, with_types
 from infer.server.schema import ResponseBody
@@ -38,22 +38,21 @@ _LOGPROBS = "message.output_text.logprobs"
 
 async def respond(request: Request, state: ServerState) -> Response:
     llm = state.llm().llm
-    body = read_body(await request.body(), ResponseBody, with_types)
-    check_model(request, state, body.model)
+    body = await read_request(request, state, ResponseBody, with_types)
+    answer_any_model(request, state, body.model)
     asked = ask(body, llm.sampling_defaults, llm.tokenizer.chat_template)
     choices = await accept(request, state, asked)
     head = make_head("resp_", request, state)
     shape = ResponseShape(head, body, asked.params[0], Spelling.of(llm.tokenizer))
     if not body.stream:
         (result,) = await while_connected(request, choices.results())
-        return json_response(shape.whole(result))
+        return json_response(shape.whole(result), call_of(request))
     events = ResponseEvents(shape)
     return EventStream(events.of(choices), comment_seconds=state.settings.comment_seconds, fail=events.fail)
 
 
 def ask(body: ResponseBody, defaults: Mapping[str, Any], template: str | None) -> Asked:
     """Over the model's own `defaults`, for its chat template. Raises ApiError."""
-    check_stream_options(body)
     values, has_logprobs = sampling_values(body), _LOGPROBS in (body.include or ())
     if body.top_logprobs and not has_logprobs:
         raise refuse(f'top_logprobs needs include: ["{_LOGPROBS}"]', "top_logprobs")
@@ -62,7 +61,7 @@ def ask(body: ResponseBody, defaults: Mapping[str, Any], template: str | None) -
     if body.text is not None:
         values |= constraint_of(body.text.format)
     effort = None if body.reasoning is None else body.reasoning.effort
-    variables = effort_variables(effort, template, "reasoning.effort")
+    variables = effort_variables(effort, template)
     params = make_params(values, defaults, seeds_of(body.seed, 1), "input")
     try:
         options = replace(make_options(body), **tool_options(body, effort))
@@ -105,7 +104,7 @@ def _add(found: list[dict[str, Any]], item: InputItem, path: str) -> None:
         case InputMessage():
             last["content"] = text_of(item.content)
         case CallItem():
-            call = call_of_message(item.call_id, item.name, item.arguments, f"{path}.arguments")
+            call = call_of_message(item.call_id, item.name, item.arguments)
             last.setdefault("tool_calls", []).append(call)
         case ReasoningItem():
             last["reasoning_content"] = "".join(part.text for part in item.content or ())

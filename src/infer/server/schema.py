@@ -1,6 +1,4 @@
-"""The bodies of requests as Structs. A field that is not here is refused, null is absent, and what OpenAI has but
-we do not is in `neutral`.
-"""
+"""The bodies of requests as Structs: null is absent, and unknown keys follow the rule of `unknown_fields`."""
 
 from typing import Annotated, Any, Literal, final
 
@@ -10,36 +8,40 @@ from infer.engine.admission import MAX_PRIORITY
 from infer.engine.model_settings import Overflow, Speculation
 from infer.engine.request_options import MAX_BUDGET, ReasoningPlace
 from infer.sampling_params import MAX_LOGPROBS
+from infer.server.foreign import FOREIGN
 from infer.server.response_items import InputItem, ReasoningSettings, ResponseToolChoice, ResponseTools
+from infer.server.unknown_fields import Parameters, ToolKeys
 from infer.speculation.ngram import MAX_DRAFT_TOKENS
 from infer.toolcalls.tools import MAX_TOOLS
 
+_MOST_TOKENS = 2**31 - 1
+_MOST_STOPS = 64
 _Text = Annotated[str, Meta(min_length=1)]
-_Count = Annotated[int, Meta(ge=1)]
+_Count = Annotated[int, Meta(ge=1, le=_MOST_TOKENS)]
+_Limit = Annotated[int, Meta(ge=-1, le=_MOST_TOKENS)]  # of an answer's tokens: -1 is the end of the context, 0 none
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _Choices = Annotated[int, Meta(ge=1, le=128)]
 _Alternatives = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
-SchemaName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 _TokenIds = list[Annotated[int, Meta(ge=0)]]
 
 
-class Body(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What all have: a model's name, and who asks, which is not used."""
+class Body(Parameters, kw_only=True):
+    """The fields of all bodies: the model's name, and the user, which is not used."""
 
     model: str | None = None
     user: str | None = None
 
 
-# Messages
+# Messages, which other programs wrote
 
 
 @final
-class TextPart(Struct, forbid_unknown_fields=True):
+class TextPart(Struct):
     type: Literal["text"]
     text: str
 
 
-class _AnswerPart(Struct, forbid_unknown_fields=True, tag_field="type"):
+class _AnswerPart(Struct, tag_field="type"):
     pass
 
 
@@ -53,11 +55,11 @@ class RefusalPart(_AnswerPart, tag="refusal"):
     refusal: str
 
 
-class _Message(Struct, forbid_unknown_fields=True, kw_only=True, tag_field="role"):
+class _Message(Struct, kw_only=True, tag_field="role"):
     name: str | None = None
 
 
-_Content = str | Annotated[list[TextPart], Meta(min_length=1)]
+_Content = str | list[TextPart] | None
 
 
 @final
@@ -76,36 +78,33 @@ class UserMessage(_Message, tag="user", kw_only=True):
 
 
 @final
-class FunctionCall(Struct, forbid_unknown_fields=True):
+class FunctionCall(Struct):
     name: str
     arguments: str
 
 
 @final
-class ToolCall(Struct, forbid_unknown_fields=True):
-    id: str
-    type: Literal["function"]
+class ToolCall(Struct, kw_only=True):
+    id: str = ""
+    type: Literal["function"] = "function"
     function: FunctionCall
 
 
 @final
 class AssistantMessage(_Message, tag="assistant", kw_only=True):
-    """As an answer has it, so that it can be sent back."""
+    """An earlier answer, of this server or another."""
 
-    content: str | Annotated[list[AnswerText | RefusalPart], Meta(min_length=1)] | None = None
+    content: str | list[AnswerText | RefusalPart] | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     tool_calls: list[ToolCall] | None = None
-    annotations: list[Any] | None = None
-    audio: None = None
-    function_call: None = None
 
 
 @final
 class ToolMessage(_Message, tag="tool", kw_only=True):
     content: _Content
-    tool_call_id: str
+    tool_call_id: str | None = None
 
 
 Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
@@ -114,7 +113,7 @@ Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | To
 # What an answer is held to
 
 
-class _Format(Struct, forbid_unknown_fields=True, tag_field="type"):
+class _Format(Parameters, tag_field="type"):
     pass
 
 
@@ -125,14 +124,16 @@ class TextFormat(_Format, tag="text"):
 
 @final
 class JsonObjectFormat(_Format, tag="json_object"):
-    pass
+    """`schema` is llama.cpp's."""
+
+    schema: dict[str, Any] | None = None
 
 
 @final
-class JsonSchema(Struct, forbid_unknown_fields=True, kw_only=True):
-    """`strict` or not, the answer is held to the schema."""
+class JsonSchema(Parameters, kw_only=True):
+    """The answer is constrained by the schema, `strict` or not."""
 
-    name: SchemaName
+    name: str | None = None
     schema: dict[str, Any] | None = None
     description: str | None = None
     strict: bool | None = None
@@ -150,8 +151,8 @@ Format = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
 @final
-class Function(Struct, forbid_unknown_fields=True, kw_only=True):
-    """`strict` or not, a call is held to the schema."""
+class Function(ToolKeys, kw_only=True):
+    """With `strict`, a schema that cannot be built is refused; without, the part is left out."""
 
     name: str
     description: str | None = None
@@ -160,16 +161,18 @@ class Function(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 @final
-class FunctionTool(Struct, forbid_unknown_fields=True, tag_field="type", tag="function"):
+class FunctionTool(ToolKeys, tag_field="type", tag="function"):
+    misplaced = dict.fromkeys(("strict", "parameters", "name", "description"), "function")
+
     function: Function
 
 
-class _Choice(Struct, forbid_unknown_fields=True, tag_field="type"):
+class _Choice(Parameters, tag_field="type"):
     pass
 
 
 @final
-class FunctionName(Struct, forbid_unknown_fields=True):
+class FunctionName(Parameters):
     name: str
 
 
@@ -179,7 +182,7 @@ class NamedFunction(_Choice, tag="function"):
 
 
 @final
-class Allowed(Struct, forbid_unknown_fields=True):
+class Allowed(Parameters):
     mode: Literal["auto", "required"]
     tools: list[NamedFunction]
 
@@ -197,16 +200,21 @@ Tools = Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)]
 
 
 @final
-class StreamOptions(Struct, forbid_unknown_fields=True):
+class StreamOptions(Parameters):
+    """With `continuous_usage_stats` every chunk has the usage so far. Chunks are never padded."""
+
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
 class GeneratingBody(Body, kw_only=True):
-    """What all routes take that generate: OpenAI's names first, then vLLM's and our own."""
+    """The parameters of all routes that generate: OpenAI's names first, then vLLM's and our own."""
+
+    foreign = FOREIGN
 
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     stream: bool | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
@@ -233,7 +241,7 @@ class CompletingBody(GeneratingBody, kw_only=True):
     """What both completions take."""
 
     n: _Choices | None = None
-    stop: str | Annotated[list[_Text], Meta(max_length=4)] | None = None
+    stop: str | Annotated[list[str], Meta(max_length=_MOST_STOPS)] | None = None
     frequency_penalty: _Penalty | None = None
     presence_penalty: _Penalty | None = None
     logit_bias: dict[str, float] | None = None
@@ -261,25 +269,10 @@ class ConversationBody(CompletingBody, kw_only=True):
 @final
 class ChatBody(ConversationBody, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
-    max_tokens: _Count | None = None
-    max_completion_tokens: _Count | None = None
+    max_tokens: _Limit | None = None
+    max_completion_tokens: _Limit | None = None
     logprobs: bool | None = None
     top_logprobs: _Alternatives | None = None
-    metadata: dict[str, str] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    audio: Any = None
-    function_call: Any = None
-    functions: Any = None
-    modalities: Any = None
-    moderation: Any = None
-    prediction: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
-    service_tier: Any = None
-    store: Any = None
-    verbosity: Any = None
-    web_search_options: Any = None
 
 
 @final
@@ -287,11 +280,9 @@ class CompletionBody(CompletingBody, kw_only=True):
     """`prompt` is a text, ids, or a list of either."""
 
     prompt: str | list[Any]
-    max_tokens: Annotated[int, Meta(ge=0)] | None = None
-    logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
+    max_tokens: _Limit | None = None
+    logprobs: _Alternatives | None = None
     echo: bool | None = None
-    best_of: Any = None
-    suffix: Any = None
 
 
 # Responses
@@ -301,20 +292,22 @@ class CompletionBody(CompletingBody, kw_only=True):
 class NamedSchemaFormat(_Format, tag="json_schema", kw_only=True):
     """`JsonSchemaFormat` without its inner object."""
 
-    name: SchemaName
+    name: str | None = None
     schema: dict[str, Any]
     description: str | None = None
     strict: bool | None = None
 
 
 @final
-class TextSettings(Struct, forbid_unknown_fields=True):
+class TextSettings(Parameters):
+    """`verbosity` is a hint."""
+
     format: TextFormat | JsonObjectFormat | NamedSchemaFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: str | None = None
 
 
 @final
-class ResponseStreamOptions(Struct, forbid_unknown_fields=True):
+class ResponseStreamOptions(Parameters):
     include_obfuscation: bool | None = None
 
 
@@ -326,12 +319,12 @@ class ResponseBody(GeneratingBody, kw_only=True):
 
     input: str | Annotated[list[InputItem], Meta(min_length=1)]
     instructions: str | None = None
-    max_output_tokens: _Count | None = None
+    max_output_tokens: _Limit | None = None
     text: TextSettings | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: list[str] | None = None
     top_logprobs: _Alternatives | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, Any] | None = None
     stream_options: ResponseStreamOptions | None = None
     store: bool | None = None
     tools: ResponseTools | None = None
@@ -343,13 +336,3 @@ class ResponseBody(GeneratingBody, kw_only=True):
     thinking_token_budget: Annotated[int, Meta(ge=0, le=MAX_BUDGET)] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    background: Any = None
-    context_management: Any = None
-    conversation: Any = None
-    max_tool_calls: Any = None
-    moderation: Any = None
-    previous_response_id: Any = None
-    prompt: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
-    service_tier: Any = None

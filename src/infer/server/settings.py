@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import final
 
 from infer.engine.scheduler import GAP_SECONDS
+from infer.server.unknown_fields import UnknownFields
 
 
 @final
@@ -41,4 +42,5 @@ class ServerSettings:
     watchdog_seconds: float = 120.0  # for a step
     has_access_log: bool = True
     allow_embeddings: bool = False  # of a model that is not made for them
+    unknown_fields: UnknownFields = "warn"  # of a body, unless they misspell one of ours or would change the answer
     is_child: bool = False  # of a process that has the clients: `distributed.front`

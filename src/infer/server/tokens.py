@@ -15,10 +15,10 @@ import infer
 from infer.engine.request_options import RequestOptions
 from infer.errors import InvalidRequestError
 from infer.server.asked import messages_of, refusal, template_variables
-from infer.server.asking import while_connected
+from infer.server.asking import read_request, while_connected
 from infer.server.endpoint import ApiRoute
+from infer.server.history import complete_chat
 from infer.server.models import check_model
-from infer.server.read_body import read_body
 from infer.server.refusals import refuse
 from infer.server.replies import json_response
 from infer.server.schema import Body, Message, Tools
@@ -80,7 +80,7 @@ class ApplyTemplateBody(_TemplateBody, kw_only=True):
 
 
 async def tokenize(request: Request, state: ServerState) -> Response:
-    body = read_body(await request.body(), TokenizeBody)
+    body = await read_request(request, state, TokenizeBody, complete_chat)
     check_model(request, state, body.model)
     kind, host = _kind_of(body), state.llm().host
     tokenizer = host.tokenizer
@@ -107,7 +107,7 @@ async def tokenize(request: Request, state: ServerState) -> Response:
 
 async def detokenize(request: Request, state: ServerState) -> Response:
     """The text under both names, llama.cpp's and vLLM's. Special tokens are in it."""
-    body, host = read_body(await request.body(), DetokenizeBody), state.llm().host
+    body, host = await read_request(request, state, DetokenizeBody), state.llm().host
     check_model(request, state, body.model)
     for index, token_id in enumerate(body.tokens):
         if token_id >= host.tokenizer.vocab_size:
@@ -119,7 +119,7 @@ async def detokenize(request: Request, state: ServerState) -> Response:
 
 async def apply_template(request: Request, state: ServerState) -> Response:
     """The text that a chat completion of these messages is computed from."""
-    body, llm = read_body(await request.body(), ApplyTemplateBody), state.llm()
+    body, llm = await read_request(request, state, ApplyTemplateBody, complete_chat), state.llm()
     check_model(request, state, body.model)
 
     def render() -> str:

@@ -29,7 +29,7 @@ def conversation_options(body: ConversationBody) -> RequestOptions:
 def conversation_variables(body: ConversationBody, template: str | None) -> dict[str, Any]:
     """Of the model's chat template. Raises ApiError."""
     given = template_variables(body.chat_template_kwargs, body.add_generation_prompt, body.continue_final_message)
-    return effort_variables(body.reasoning_effort, template, "reasoning_effort") | given
+    return effort_variables(body.reasoning_effort, template) | given
 
 
 def tool_options(body: ConversationBody | ResponseBody, effort: str | None) -> dict[str, Any]:
@@ -55,12 +55,10 @@ def budget_of(budget: int | None, effort: str | None) -> int | None:
     return 0
 
 
-def effort_variables(effort: str | None, template: str | None, name: str) -> dict[str, Any]:
-    """What templates know of it: a switch, or the effort itself. Raises ApiError for a template without reasoning."""
-    if effort is None:
+def effort_variables(effort: str | None, template: str | None) -> dict[str, Any]:
+    """Return the template's variables for an effort, which is a hint: none for a template without reasoning."""
+    if effort is None or (effort != "none" and reasoning_of(template or "") is None):
         return {}
-    if effort != "none" and reasoning_of(template or "") is None:
-        raise refuse(f"{name} must not be {effort!r}: the model's chat template knows no reasoning", name)
     return {"enable_thinking": effort != "none", "reasoning_effort": effort}
 
 

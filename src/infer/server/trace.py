@@ -12,13 +12,13 @@ from infer.batch_file.result_line import finish_reason_of
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult, SampleTrace
 from infer.server.asked import refusal
-from infer.server.asking import while_connected
+from infer.server.asking import read_request, while_connected
 from infer.server.call import call_of
 from infer.server.choices import Asked, accept
 from infer.server.endpoint import ApiRoute
-from infer.server.models import check_model
+from infer.server.history import complete_chat
+from infer.server.models import answer_any_model
 from infer.server.one_answer import OneAnswerBody, ask_one
-from infer.server.read_body import read_body
 from infer.server.refusals import refuse
 from infer.server.replies import json_response
 from infer.server.shapes import Json, usage_of_choices
@@ -44,8 +44,8 @@ class TraceBody(OneAnswerBody, kw_only=True):
 
 
 async def trace(request: Request, state: ServerState) -> Response:
-    body, llm = read_body(await request.body(), TraceBody), state.llm()
-    check_model(request, state, body.model)
+    body, llm = await read_request(request, state, TraceBody, complete_chat), state.llm()
+    answer_any_model(request, state, body.model)
     if body.stream:
         raise refuse("stream must not be true: a trace is answered whole", "stream", "unsupported_value")
     asked = ask_one(body, llm.llm.sampling_defaults, llm.llm.tokenizer.chat_template)

@@ -1,0 +1,154 @@
+"""Parameters that other servers have and this one lacks: taken if they ask for nothing, renamed, or refused.
+
+A hint changes no token, whatever its value. Any other name that is not here and near none of ours is ignored with a
+warning (`unknown_fields`).
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+
+class Foreign(NamedTuple):
+    """A parameter of another server. `fix` says what to do instead; a null value is always absent."""
+
+    fix: str = ""
+    neutral: tuple[Any, ...] = ()  # values that ask for nothing
+    is_hint: bool = False  # any value asks for nothing that would be false here
+    same_as: tuple[str, ...] = ()  # our names for the same; the first one that the body has is meant
+    becomes: Callable[[Any], dict[str, Any]] | None = None  # our fields for its value
+
+    def is_neutral(self, value: Any) -> bool:
+        """True if the value asks for nothing. 1.0 is 1, but true is not 1."""
+        return self.is_hint or any(
+            value == each and isinstance(value, bool) == isinstance(each, bool) for each in self.neutral
+        )
+
+
+def _schema_format(schema: Any) -> dict[str, Any]:
+    if isinstance(schema, str):
+        schema = msgspec.json.decode(schema)
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "schema", "schema": schema}}}
+
+
+def _structured(given: Any) -> dict[str, Any]:
+    """Return our fields for vLLM's `structured_outputs`."""
+    found = dict[str, Any]()
+    for name, value in given.items() if isinstance(given, dict) else ():
+        match name:
+            case "json" if value is not None:
+                found |= _schema_format(value)
+            case "json_object" if value:
+                found["response_format"] = {"type": "json_object"}
+            case "regex" | "choice" if value is not None:
+                found[name] = value
+            case "grammar" | "structural_tag" if value is not None:
+                found[f"structured_outputs.{name}"] = value  # no field of ours: refused
+    return found
+
+
+def _thinking(given: Any) -> dict[str, Any]:
+    """Return our fields for Anthropic's `thinking` in a chat."""
+    if not isinstance(given, dict):
+        return {"thinking": given}
+    if given.get("type") == "disabled":
+        return {"reasoning_effort": "none"}
+    budget = given.get("budget_tokens")
+    return {} if budget is None else {"thinking_token_budget": budget}
+
+
+def _reasoning(given: Any) -> dict[str, Any]:
+    """Return our fields for OpenRouter's `reasoning` in a chat."""
+    if not isinstance(given, dict):
+        return {"reasoning": given}
+    if given.get("enabled") is False:
+        return {"reasoning_effort": "none"}
+    names = {"effort": "reasoning_effort", "max_tokens": "thinking_token_budget"}
+    return {names[name]: value for name, value in given.items() if name in names and value is not None}
+
+
+def _window(given: Any) -> dict[str, Any]:
+    return {} if given == -1 else {"repetition_window": given}
+
+
+_TEXT_ONLY = "only text is served: leave it out"
+_NOT_STORED = "answers are not kept: send the earlier messages"
+_NO_SAMPLER = "this sampler is not built: leave it out"
+_SCHEMA_FIX = 'use response_format: {"type": "json_schema", "json_schema": {"name": …, "schema": …}}'
+_LENGTHS = ("max_tokens", "max_output_tokens")
+_HINT = Foreign(is_hint=True)
+_SCHEMA = Foreign(_SCHEMA_FIX, becomes=_schema_format)
+_LENGTH = Foreign("use max_tokens", same_as=_LENGTHS)
+
+FOREIGN: Mapping[str, Foreign] = {
+    # Hints.
+    **dict.fromkeys(
+        (
+            *("service_tier", "prediction", "verbosity", "store", "prompt_cache_options", "prompt_cache_retention"),
+            *("prompt_cache_key", "safety_identifier", "user", "metadata", "max_tool_calls", "keep_alive"),
+            *("cache_prompt", "id_slot", "provider", "guided_decoding_backend", "spaces_between_special_tokens"),
+        ),
+        _HINT,
+    ),
+    # OpenAI's.
+    "audio": Foreign(_TEXT_ONLY),
+    "background": Foreign("answers are not kept: leave it out and read the stream", (False,)),
+    "best_of": Foreign("ask for n answers with logprobs and choose yourself", (0, 1)),
+    "context_management": Foreign("nothing is compacted: leave it out", ([], {})),
+    "conversation": Foreign(_NOT_STORED),
+    "echo": Foreign("use /v1/completions", (False,)),
+    "function_call": Foreign("use tool_choice", ("none", "auto")),
+    "functions": Foreign("use tools", ([],)),
+    "input": Foreign("use messages, or prompt of /v1/completions"),
+    "max_completion_tokens": _LENGTH,
+    "max_output_tokens": _LENGTH,
+    "max_tokens": Foreign("use max_output_tokens", same_as=_LENGTHS),
+    "messages": Foreign("use prompt here, or send it to /v1/chat/completions"),
+    "modalities": Foreign(_TEXT_ONLY, (["text"],)),
+    "moderation": Foreign("nothing is moderated: leave it out"),
+    "previous_response_id": Foreign(_NOT_STORED),
+    "prompt": Foreign("use messages here, or send it to /v1/completions"),
+    "suffix": Foreign("the model does not fill in text: leave it out", ("",)),
+    "system": Foreign("use a message with role system", ("",)),
+    "web_search_options": Foreign("nothing is searched: leave it out"),
+    # Other names for what is here.
+    "enable_thinking": Foreign(
+        "use reasoning_effort", becomes=lambda value: {"chat_template_kwargs": {"enable_thinking": value}}
+    ),
+    "guided_choice": Foreign("use choice", same_as=("choice",)),
+    "guided_json": _SCHEMA,
+    "guided_regex": Foreign("use regex", same_as=("regex",)),
+    "json_schema": _SCHEMA,
+    "max_new_tokens": _LENGTH,
+    "min_new_tokens": Foreign("use min_tokens", same_as=("min_tokens",)),
+    "n_predict": _LENGTH,
+    "num_predict": _LENGTH,
+    "num_return_sequences": Foreign("use n", same_as=("n",)),
+    "reasoning": Foreign("use reasoning_effort", becomes=_reasoning),
+    "repeat_last_n": Foreign("use repetition_window", becomes=_window),
+    "repeat_penalty": Foreign("use repetition_penalty", same_as=("repetition_penalty",)),
+    "response_schema": _SCHEMA,
+    "stop_sequences": Foreign("use stop", same_as=("stop",)),
+    "structured_outputs": Foreign("use response_format, regex, choice or grammar", becomes=_structured),
+    "thinking": Foreign("use reasoning_effort, or thinking_token_budget", becomes=_thinking),
+    # Samplers and outputs that are not built.
+    **dict.fromkeys(("dry_multiplier", "xtc_probability", "top_a", "dynatemp_range"), Foreign(_NO_SAMPLER, (0,))),
+    **dict.fromkeys(("mirostat", "mirostat_mode", "no_repeat_ngram_size"), Foreign(_NO_SAMPLER, (0,))),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "smoothing_factor"), Foreign(_NO_SAMPLER, (0,))),
+    **dict.fromkeys(("typical_p", "typical", "tfs", "tfs_z"), Foreign(_NO_SAMPLER, (1,))),
+    "bad_words": Foreign("use logit_bias", ([],)),
+    "extra_body": Foreign("put its fields beside the others: it is a keyword of the Python client", ({},)),
+    "guided_grammar": Foreign("use grammar, in Lark's syntax", ("",)),
+    "guided_whitespace_pattern": Foreign("use regex"),
+    "include_reasoning": Foreign('use reasoning_format: "none", or leave it out', (True,)),
+    "inputs": Foreign("use messages, or prompt of /v1/completions"),
+    "length_penalty": Foreign("there is no beam search: leave it out", (1, 0)),
+    "max_length": Foreign("use max_tokens"),
+    "n_probs": Foreign("use top_logprobs", (0,)),
+    "return_tokens_as_token_ids": Foreign("use return_token_ids", (False,)),
+    "skip_special_tokens": Foreign("special tokens are never in the text: leave it out", (True,)),
+    "template_vars": Foreign("use chat_template_kwargs", same_as=("chat_template_kwargs",)),
+    "truncate_prompt_tokens": Foreign('use overflow: "truncate_left"'),
+    "use_beam_search": Foreign("there is no beam search: leave it out", (False,)),
+}

@@ -1,0 +1,197 @@
+"""The rule of strictness: which keys of a body are taken, renamed, ignored with a warning, or refused.
+
+The caller chose the keys of `Parameters`, so each unknown one is looked at. Other programs wrote what is inside
+messages, calls and tools, so unknown keys there are ignored.
+"""
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, ClassVar, Literal, final
+
+import msgspec
+from msgspec import Struct, inspect
+
+from infer.server.errors import ApiError
+from infer.server.foreign import Foreign
+from infer.server.refusals import refuse, shown
+
+UnknownFields = Literal["warn", "refuse", "ignore"]
+Step = str | int  # of a path
+_MOST_WARNINGS = 32  # of an answer
+_NEAR = 0.82  # of difflib's ratio: "temprature" is near, "top_k" and "top_n" are not
+
+
+class Parameters(Struct, kw_only=True):
+    """An object whose keys the caller chose. `foreign` has the names of other servers that may be there."""
+
+    foreign: ClassVar[Mapping[str, Foreign]] = {}
+
+
+class ToolKeys(Struct, kw_only=True):
+    """An object of a tool: unknown keys are ignored, and a near miss of one that matters is said."""
+
+    misplaced: ClassVar[Mapping[str, str]] = {}  # keys that belong elsewhere, and where
+
+
+@final
+@dataclass(frozen=True)
+class Reading:
+    """How one body is read, and the warnings about it."""
+
+    policy: UnknownFields = "warn"
+    warnings: list[str] = field(default_factory=list)
+
+    def warn(self, message: str) -> None:
+        if self.policy != "ignore" and message not in self.warnings and len(self.warnings) < _MOST_WARNINGS:
+            self.warnings.append(message)
+
+
+def settle(given: Any, kind: type[Struct], reading: Reading) -> Any:
+    """Return the body with only the keys that `kind` has, and whole floats as the integers that are meant.
+
+    Raises ApiError 400 for a near miss, and for what would change the answer and is not built.
+    """
+    return _settled(given, tuple(flat(type_info(kind))), [], reading)
+
+
+def path_of(steps: list[Step]) -> str:
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")
+
+
+def near_of(name: str, known: list[str]) -> str | None:
+    """Return the known name that `name` misspells, if there is one."""
+    plain = {_plain(each): each for each in known}
+    if found := plain.get(_plain(name)):
+        return found
+    near = difflib.get_close_matches(name[:64], known, n=1, cutoff=_NEAR)
+    return near[0] if near else None
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").replace("-", "").lower()
+
+
+# Types, as msgspec describes them
+
+type_info = cache(inspect.type_info)
+
+
+def flat(found: inspect.Type) -> Iterator[inspect.Type]:
+    """Yield the alternatives of a type, without unions and metadata."""
+    if isinstance(found, inspect.UnionType):
+        for each in found.types:
+            yield from flat(each)
+    elif isinstance(found, inspect.Metadata):
+        yield from flat(found.type)
+    else:
+        yield found
+
+
+def struct_of(given: Any, types: tuple[inspect.Type, ...]) -> inspect.StructType | None:
+    """Return the struct that an object is read as: of tagged ones the one whose tag is given."""
+    structs = [each for each in types if isinstance(each, inspect.StructType)]
+    for each in structs:
+        if each.tag_field is None or given.get(each.tag_field) == each.tag:
+            return each
+    return structs[0] if len(structs) == 1 else None
+
+
+# What is done with each value
+
+
+def _settled(given: Any, types: tuple[inspect.Type, ...], steps: list[Step], reading: Reading) -> Any:
+    if isinstance(given, dict):
+        found = struct_of(given, types)
+        return given if found is None else _settled_object(given, found, steps, reading)
+    if isinstance(given, list):
+        inner = tuple(one for each in types if isinstance(each, inspect.ListType) for one in flat(each.item_type))
+        if not any(isinstance(each, inspect.StructType | inspect.IntType) for each in inner):
+            return given
+        return [_settled(each, inner, [*steps, index], reading) for index, each in enumerate(given)]
+    if type(given) is float and given.is_integer():
+        is_integer = any(isinstance(each, inspect.IntType) for each in types)
+        if is_integer and not any(isinstance(each, inspect.FloatType) for each in types):
+            return int(given)
+    return given
+
+
+def _settled_object(given: Any, found: inspect.StructType, steps: list[Step], reading: Reading) -> Any:
+    fields = {each.encode_name: each for each in found.fields}
+    if issubclass(found.cls, Parameters):
+        known = [*fields, *((found.tag_field,) if found.tag_field else ())]
+        given = _taken(given, known, found.cls.foreign, steps, reading)
+    elif issubclass(found.cls, ToolKeys):
+        _warn_of_tool(given, [*fields, str(found.tag_field)], found.cls.misplaced, steps, reading)
+    return {
+        name: _settled(value, tuple(flat(fields[name].type)), [*steps, name], reading) if name in fields else value
+        for name, value in given.items()
+    }
+
+
+def _taken(
+    given: dict[str, Any], known: list[str], foreign: Mapping[str, Foreign], steps: list[Step], reading: Reading
+) -> dict[str, Any]:
+    """Return the known keys, those that foreign ones become among them. Raises ApiError."""
+    found = {name: value for name, value in given.items() if name in known}
+    for name, value in given.items():
+        if name in known or value is None:
+            continue
+        place = [*steps, name]
+        if name in foreign:
+            _add(found, _meant(foreign[name], value, known, place), path_of(place))
+            continue
+        path = path_of(place)
+        if near := near_of(name, known):
+            raise refuse(f"{path} is not known: did you mean {near}?", path, "unknown_parameter")
+        if reading.policy == "refuse":
+            raise refuse(f"{path} is not known: leave it out", path, "unknown_parameter")
+        reading.warn(f"{path:.100} is not known and was ignored")
+    return found
+
+
+def _meant(foreign: Foreign, value: Any, known: list[str], place: list[Step]) -> dict[str, Any]:
+    """Return our fields for a foreign parameter. Raises ApiError if there are none for its value."""
+    if foreign.is_neutral(value):
+        return {}
+    if ours := next((each for each in foreign.same_as if each in known), None):
+        return {ours: value}
+    if foreign.becomes is not None:
+        try:
+            found = foreign.becomes(value)
+        except msgspec.DecodeError:
+            raise _unbuilt(foreign, value, place) from None
+        if all(each in known for each in found):
+            return found
+    raise _unbuilt(foreign, value, place)
+
+
+def _unbuilt(foreign: Foreign, value: Any, place: list[Step]) -> ApiError:
+    path = path_of(place)
+    if foreign.neutral:
+        return refuse(f"{path} must not be {shown(value)}: {foreign.fix}", path, "unsupported_value")
+    return refuse(f"{path} is not known here: {foreign.fix}", path, "unsupported_parameter")
+
+
+def _add(found: dict[str, Any], meant: Mapping[str, Any], path: str) -> None:
+    for name, value in meant.items():
+        there = found.get(name)
+        if isinstance(there, dict) and isinstance(value, dict):
+            value = there | value
+        elif there is not None and there != value:
+            raise refuse(f"{path} and {name} are the same parameter, with two values: give one", path)
+        found[name] = value
+
+
+def _warn_of_tool(
+    given: dict[str, Any], known: list[str], misplaced: Mapping[str, str], steps: list[Step], reading: Reading
+) -> None:
+    for name in given:
+        if name in known:
+            continue
+        path = path_of([*steps, name])
+        if place := misplaced.get(name):
+            reading.warn(f"{path:.100} was ignored: {name} belongs to {place}")
+        elif near := near_of(name, known):
+            reading.warn(f"{path:.100} is not known and was ignored: did you mean {near}?")

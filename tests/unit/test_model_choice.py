@@ -225,7 +225,7 @@ def test_an_offline_machine_asks_nothing(hub: FakeHub, monkeypatch: pytest.Monke
 
 
 def test_a_machine_that_cannot_download_asks_nothing(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_models, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert not HubProbe().is_reachable()
     assert hub.requests == []
 

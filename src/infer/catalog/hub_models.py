@@ -3,17 +3,13 @@
 Sizes and architectures are written here as data, so that memory and speed are predicted without the network.
 """
 
-import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any, Literal, final
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 from infer.catalog.forecast import Forecast, forecast
-from infer.checkpoint.hub import is_offline
+from infer.checkpoint.hub_download import is_hub_reachable
 from infer.model.families import make_architecture
 from infer.model.tensors import expected_shapes
 from infer.operands.architecture import Architecture
@@ -128,27 +124,17 @@ def three_that_fit(available: int | None) -> list[tuple[HubModel, Forecast]]:
 
 @final
 class HubProbe:
-    """One HEAD request to the hub on a thread of its own, from the construction on."""
+    """One request to the hub on a thread of its own, from the construction on."""
 
     def __init__(self) -> None:
         self._is_reachable = False
-        self._thread: threading.Thread | None = None
-        if not is_offline() and find_spec("huggingface_hub") is not None:
-            self._thread = threading.Thread(target=self._ask, daemon=True)
-            self._thread.start()
+        self._thread = threading.Thread(target=self._ask, daemon=True)
+        self._thread.start()
 
     def is_reachable(self) -> bool:
         """True if the hub answers within two seconds. A name server that does not answer is waited for no longer."""
-        if self._thread is not None:
-            self._thread.join(_HUB_SECONDS)
+        self._thread.join(_HUB_SECONDS)
         return self._is_reachable
 
     def _ask(self) -> None:
-        url = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-        try:
-            with urlopen(Request(url, method="HEAD"), timeout=_HUB_SECONDS):
-                self._is_reachable = True
-        except HTTPError:  # an answer
-            self._is_reachable = True
-        except (OSError, ValueError):
-            pass
+        self._is_reachable = is_hub_reachable(_HUB_SECONDS)

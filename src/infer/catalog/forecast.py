@@ -10,7 +10,7 @@ from infer.operands.architecture import Architecture
 from infer.system.cores import default_num_threads
 from infer.system.memory_speed import read_bandwidth
 
-# The share of the memory's speed that decode reaches: `infer bench` measured 0.74 to 0.96 with one thread.
+# The share of the memory's speed that decode reaches: `infer bench` measured 0.72 to 0.76 on two cores of a Zen 3.
 BANDWIDTH_SHARE = 0.75
 FORECAST_CONTEXT = 512  # tokens before the decoded ones
 

@@ -3,6 +3,7 @@
 Nothing is asked unless stdin, stdout and stderr are terminals.
 """
 
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ def _chosen(default: str, command: str, *, has_default: bool) -> str:
     if not offers:
         raise _no_model(default, "no model is at hand, and the hub cannot be reached")
     name = _ask(offers, has_default=bool(at_hand))
-    note(f"Next time: {command} {name}")
+    note(f"Next time: {command} {shlex.quote(name)}")
     return name
 
 

@@ -36,7 +36,15 @@ def answer(capsys: Capture, *options: str) -> str:
 def test_a_schema_holds(capsys: Capture, tmp_path: Path) -> None:
     path = tmp_path / "schema.json"
     path.write_text(json.dumps(SCHEMA))
-    options = ["--chat", "--prompt", "Ada is 36 years old. Answer as JSON.", "--json-schema", str(path)]
+    options = [
+        "--chat",
+        "--prompt",
+        "Ada is 36 years old. Answer as JSON.",
+        "--json-schema",
+        str(path),
+        "--temperature",
+        "0.2",
+    ]
     text = answer(capsys, *options)
     jsonschema.validate(json.loads(text), SCHEMA)
     assert answer(capsys, *options, "--speculation", "ngram", "--prefill-chunk", "5") == text

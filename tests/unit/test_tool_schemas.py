@@ -1,13 +1,16 @@
 """Tools as clients bring them: one call of a named tool, schemas that no grammar can enforce, cut calls sent back."""
 
 import json
+import random
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
 
+from extent import usual_or_all
 from infer import LLM, InvalidRequestError
 from infer.errors import MessageWarning, SchemaWarning
 from infer.toolcalls.formats import FORMATS
@@ -220,6 +223,65 @@ def test_a_call_that_was_cut_can_be_sent_back(llm: LLM, form: str) -> None:
     for empty in ("", " ", None, "{}"):
         found = llm.chat(past(empty), **asked)
         assert (found.prompt_tokens, found.warnings) == (llm.chat(past({}), **asked).prompt_tokens, ())
+
+
+def test_the_documentation_names_every_tool_format() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "semantics.md").read_text()
+    assert [name for name in FORMATS if f"`{name}`" not in text] == []
+
+
+def random_schema(rng: random.Random, depth: int) -> Any:
+    """Return a schema of small values with words that forbid more when another word is gone."""
+    if depth == 0:
+        return rng.choice([True, {"type": "integer"}, {"const": 1}, {"type": "string"}, {"enum": [1, "a"]}])
+
+    def inner() -> Any:
+        return random_schema(rng, depth - 1)
+
+    words: dict[str, Any] = {
+        "not": inner(), "if": inner(), "then": inner(), "else": inner(), "oneOf": [inner(), inner()],
+        "anyOf": [inner(), inner()], "allOf": [inner()], "properties": {"a": inner(), "not": inner()},
+        "patternProperties": {"^b": inner()}, "additionalProperties": rng.choice([False, inner()]),
+        "unevaluatedProperties": False, "items": inner(), "prefixItems": [inner()], "unevaluatedItems": False,
+        "contains": inner(), "minContains": 0, "maxContains": 1, "$ref": "#/$defs/d", "required": ["a"],
+    }  # fmt: skip
+    return {word: words[word] for word in rng.sample(sorted(words), rng.randint(1, 4))}
+
+
+def places_in(value: Any, pointer: str) -> list[str]:
+    """Return the pointers of all words and schemas, and of names and places between them."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [place for key, each in inner for place in (f"{pointer}/{key}", *places_in(each, f"{pointer}/{key}"))]
+
+
+VALUES: list[Any] = [1, "a", None, [], [1], ["a", 1], [1, 1], {}, {"a": 1}, {"a": "a"}, {"b": 1}, {"not": 1, "b": "a"},
+                     {"c": None}, {"a": {"a": 1}}, {"a": [1]}, {"a": 1, "c": 2}]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(usual_or_all(150, 3_000)))
+def test_random_cuts_never_forbid_more(seed: int) -> None:
+    rng = random.Random(seed)
+    definition = {word: value for word, value in random_schema(rng, 1).items() if word != "$ref"}
+    given = {"$defs": {"d": definition}, "properties": {"a": random_schema(rng, 2)}}
+    before = [Draft202012Validator(given).is_valid({"a": value}) for value in VALUES]
+    for place in places_in(given, "")[1:]:  # but the definitions themselves
+        schema = json.loads(json.dumps(given))
+        cut(schema, [place])
+        check = Draft202012Validator(schema)
+        for value, was_allowed in zip(VALUES, before, strict=True):
+            assert check.is_valid({"a": value}) or not was_allowed, (given, place, schema, value)
+
+
+def test_a_batch_takes_such_tools_and_such_calls(llm: LLM) -> None:
+    asked: dict[str, Any] = {"tools": [tool(BAD["uniqueItems"][0])], "tool_choice": "f", "tool_format": "hermes"}
+    asked |= {"seed": 1, **SAMPLED}
+    llm._opened.warns = False
+    first, second = llm.generate_all([ASKED, past('{"a": ')], [asked, asked])
+    llm._opened.warns = True
+    assert (len(first.tool_calls), len(second.tool_calls)) == (1, 1)
+    assert ["uniqueItems" in said for said in first.warnings] == [True]
+    assert ["INVALID_JSON" in said for said in second.warnings] == [False, True]
+    assert json.loads(json.dumps(second.to_json()))["warnings"] == list(second.warnings)
 
 
 @pytest.mark.parametrize(

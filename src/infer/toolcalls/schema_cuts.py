@@ -17,6 +17,7 @@ _SINGLE = frozenset(
         *("additionalProperties", "unevaluatedProperties", "unevaluatedItems"),
     }
 )
+_DEFINITIONS = ("$defs", "definitions")
 _UNEVALUATED = ("unevaluatedProperties", "unevaluatedItems")
 _OTHERS = ("additionalProperties", "unevaluatedProperties")
 _OTHER_ITEMS = ("items", "additionalItems", "unevaluatedItems")
@@ -31,7 +32,8 @@ _COMPANIONS: dict[str, tuple[str, ...]] = {
 _APPLICATORS = frozenset(
     {
         *("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "contains", "dependentSchemas", "dependencies"),
-        *("$ref", "$dynamicRef", "$recursiveRef", "additionalProperties"),
+        *("$ref", "$dynamicRef", "$recursiveRef", "properties", "patternProperties", "additionalProperties"),
+        *("items", "prefixItems", "additionalItems", "minContains"),
     }
 )
 
@@ -80,19 +82,8 @@ def pointer_of(steps: Sequence[Step]) -> str:
 
 def schemas_in(schema: Any) -> Iterator[Schema]:
     """Yield a schema and the schemas inside it."""
-    pending = [schema]
-    while pending:
-        node = pending.pop()
-        if not isinstance(node, dict):
-            continue
+    for _, node in _schemas_with_steps(schema):
         yield node
-        for word, value in node.items():
-            if word in _MAPS and isinstance(value, dict):
-                pending += value.values()
-            elif word in _LISTS and isinstance(value, list):
-                pending += value
-            elif word in _SINGLE:
-                pending.append(value)
 
 
 def cut(schema: Schema, pointers: Sequence[str], value: Schema | None = None) -> list[str]:
@@ -100,20 +91,22 @@ def cut(schema: Schema, pointers: Sequence[str], value: Schema | None = None) ->
 
     A pointer that leads nowhere removes the deepest place on its way, but never the root.
     """
-    ways = [steps_to(schema, pointer) for pointer in pointers]
-    found = list[str]()
+    ways = [_until_negative(steps_to(schema, pointer)) for pointer in pointers]
+    found = [pointer_of(steps) for steps in ways]
+    others = list[list[Step]]()
+    if any(steps and _may_hide(steps) for steps in ways):
+        others += _unevaluated_in(schema)
+    if any(steps and steps[0].word in _DEFINITIONS for steps in [*ways, *others]):
+        others += _with_references_in(schema)
     for steps in ways:
-        negative = next((index for index, step in enumerate(steps) if step.is_negative), None)
-        cut_steps = steps if negative is None else steps[: negative + 1]
-        found.append(pointer_of(cut_steps))
-        if cut_steps:
-            _cut_at(schema, cut_steps, value if negative is None else None)
-    for steps in ways:
+        if steps:
+            _cut_at(schema, steps, None if steps[-1].is_negative else value)
+    for steps in map(_until_negative, others):
+        _cut_at(schema, steps, None)
+    for steps in [*ways, *others]:
         for step in steps[:-1]:
             if step.is_word and step.word == "oneOf":
                 _take_any(step.holder)
-    if any(steps and steps[0].word in ("$defs", "definitions") for steps in ways):
-        _loosen_references(schema)
     return found
 
 
@@ -126,13 +119,63 @@ def drop_property(schema: Schema, pointer: str) -> None:
         owner["required"] = [name for name in owner["required"] if name != steps[-1].key]
 
 
+def _schemas_with_steps(schema: Any) -> Iterator[tuple[list[Step], Schema]]:
+    pending: list[tuple[list[Step], Any]] = [([], schema)]
+    while pending:
+        steps, node = pending.pop()
+        if not isinstance(node, dict):
+            continue
+        yield steps, node
+        for word, value in node.items():
+            way = [*steps, Step(node, word, word, True)]
+            if word in _MAPS and isinstance(value, dict):
+                pending += [([*way, Step(value, name, word, False)], each) for name, each in value.items()]
+            elif word in _LISTS and isinstance(value, list):
+                pending += [([*way, Step(value, index, word, False)], each) for index, each in enumerate(value)]
+            elif word in _SINGLE:
+                pending.append((way, value))
+
+
+def _until_negative(steps: list[Step]) -> list[Step]:
+    """Return the steps to the word to remove: the first one that forbids more when it asserts less, or the last."""
+    negative = next((index for index, step in enumerate(steps) if step.is_negative), len(steps))
+    return steps[: negative + 1]
+
+
+def _may_hide(steps: Sequence[Step]) -> bool:
+    """Return whether fewer properties or items may count as evaluated after this cut."""
+    last = steps[-1]
+    return not last.is_word or last.word in _APPLICATORS or steps[0].word in _DEFINITIONS
+
+
+def _unevaluated_in(schema: Schema) -> list[list[Step]]:
+    return [
+        [*steps, Step(node, word, word, True)]
+        for steps, node in _schemas_with_steps(schema)
+        for word in _UNEVALUATED
+        if word in node
+    ]
+
+
+def _with_references_in(schema: Schema) -> list[list[Step]]:
+    """Return the words that may forbid more when a definition asserts less, and the branches of such choices."""
+    found = list[list[Step]]()
+    for steps, node in _schemas_with_steps(schema):
+        for word in ("not", "if", "contains", "oneOf"):
+            step = Step(node, word, word, True)
+            if word not in node or not (step.is_negative or word == "oneOf") or '"$ref"' not in json.dumps(node[word]):
+                continue
+            found.append([*steps, step])
+            if word == "oneOf":
+                found[-1].append(Step({"": None}, "", "", True))  # nothing more is cut than the choice itself
+    return found
+
+
 def _cut_at(schema: Schema, steps: Sequence[Step], value: Schema | None) -> None:
     step = steps[-1]
     if step.is_word and value is None:
         step.holder.pop(step.key, None)
         _remove(step.holder, _COMPANIONS.get(step.word, ()))
-        if step.word in _APPLICATORS:
-            _forget_unevaluated(schema)
         if step.holder is schema and step.word not in ("required", "type"):
             schema.setdefault("additionalProperties", True)  # else it is closed where tools are held
     elif not step.is_word and step.word == "patternProperties":
@@ -142,17 +185,11 @@ def _cut_at(schema: Schema, steps: Sequence[Step], value: Schema | None) -> None
             schema["additionalProperties"] = True
     else:
         step.holder[step.key] = value or {}
-        _forget_unevaluated(schema)
 
 
 def _remove(holder: Schema, words: Sequence[str]) -> None:
     for word in words:
         holder.pop(word, None)
-
-
-def _forget_unevaluated(schema: Schema) -> None:
-    for node in list(schemas_in(schema)):
-        _remove(node, _UNEVALUATED)
 
 
 def _take_any(holder: Schema) -> None:
@@ -164,13 +201,3 @@ def _take_any(holder: Schema) -> None:
         holder["anyOf"] = branches
     else:
         holder.setdefault("allOf", []).append({"anyOf": branches})
-
-
-def _loosen_references(schema: Schema) -> None:
-    """Loosen what may forbid more now that a definition asserts less."""
-    for node in list(schemas_in(schema)):
-        for word in ("not", "if", "contains"):
-            if word in node and Step(node, word, word, True).is_negative and '"$ref"' in json.dumps(node[word]):
-                node.pop(word)
-        if '"$ref"' in json.dumps(node.get("oneOf")):
-            _take_any(node)

@@ -70,6 +70,10 @@ _FOREIGN = {
 }
 _FOREIGN_OUTPUT = {"task_budget": Foreign(is_hint=True)}
 _MOST_STOPS = 64
+_OF_ANSWERS = (
+    *("max_tokens", "metadata", "service_tier", "stop_sequences", "stream"),
+    *("temperature", "top_k", "top_p", "seed"),
+)
 
 
 class _Part(Parameters):
@@ -109,7 +113,9 @@ class PromptBody(_Part, kw_only=True):
 
 @final
 class CountTokensBody(PromptBody, kw_only=True):
-    pass
+    """Clients send it with the fields of the request that they would count."""
+
+    foreign = _FOREIGN | dict.fromkeys(_OF_ANSWERS, Foreign(is_hint=True))
 
 
 @final

@@ -39,7 +39,7 @@ def complete_response(given: Any, reading: Reading) -> Any:
             for kept in _items(item, f"input[{index}]", reading, is_last=index == last)
         ]
     if isinstance(tools := given.get("tools"), list):
-        given["tools"] = function_tools(_without_namespaces(tools, reading), reading)
+        given["tools"] = [kept for index, tool in enumerate(tools) for kept in _functions(tool, index, reading)]
     if isinstance(choice := given.get("tool_choice"), dict):
         given["tool_choice"] = _choice(choice, reading)
     if isinstance(include := given.get("include"), list):
@@ -142,25 +142,20 @@ def _reasoning(item: dict[str, Any], path: str, reading: Reading) -> list[Any]:
     return [{"type": "reasoning", "content": found}]
 
 
-def _without_namespaces(tools: list[Any], reading: Reading) -> list[Any]:
-    """Return the tools, each function of a namespace under a name of both, and a warning for its other tools."""
-    found = list[Any]()
-    for index, tool in enumerate(tools):
-        match tool:
-            case {"type": "namespace", "name": str(namespace), "tools": [*inner]}:
-                for each in inner:
-                    match each:
-                        case {"type": "function", "name": str(name)}:
-                            found.append({**each, "name": name_in(namespace, name), "namespace": namespace})
-                        case _:
-                            reading.warn(
-                                f"tools[{index}]: a tool of {namespace!r:.60} that is no function was left out"
-                            )
-            case {"type": "function"}:
-                found.append({name: value for name, value in tool.items() if name != "namespace"})
-            case _:
-                found.append(tool)
-    return found
+def _functions(tool: Any, index: int, reading: Reading) -> list[Any]:
+    """Return the functions of a tool: of a namespace each under a name of both, of other kinds none, with a warning."""
+    match tool:
+        case {"type": "namespace", "name": str(namespace), "tools": [*inner]}:
+            found = [each for each in inner if isinstance(each, dict) and each.get("type") == "function"]
+            if len(found) < len(inner):
+                reading.warn(f"tools[{index}]: the tools of {namespace!r:.60} that are no functions were left out")
+            return [{**each, "name": name_in(namespace, each.get("name")), "namespace": namespace} for each in found]
+        case {"type": "function"}:
+            return [{name: value for name, value in tool.items() if name != "namespace"}]
+        case {"type": str(kind)}:
+            reading.warn(f"tools[{index}] was left out: tools of type {kind!r:.40} are not run here")
+            return []
+    return [tool]
 
 
 def _choice(choice: dict[str, Any], reading: Reading) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class SamplingParams:
 
     temperature: float = 1.0  # [0, 2]; 0 is greedy
     top_k: int | None = None  # keep exactly k
-    top_p: float = 1.0  # (0, 1]; the crossing token stays
+    top_p: float = 1.0  # [0, 1]; the crossing token stays, so 0 keeps one
     min_p: float = 0.0  # [0, 1), of the largest probability
     repetition_penalty: float = 1.0  # > 0; each distinct id of prompt and output, once
     repetition_window: int | None = None  # the last N ids; None is all, 0 is none
@@ -351,7 +351,7 @@ def _mode(name: str, value: object) -> str:
 _CHECK_BY_NAME: dict[str, Check] = {
     "temperature": _number("in [0, 2]", lambda t: 0 <= t <= 2),
     "top_k": _count("at least 1, or None for off", lambda k: k >= 1),
-    "top_p": _number("in (0, 1]", lambda p: 0 < p <= 1),
+    "top_p": _number("in [0, 1]", lambda p: 0 <= p <= 1),
     "min_p": _number("in [0, 1)", lambda p: 0 <= p < 1),
     "repetition_penalty": _number("above 0 and finite", lambda penalty: penalty > 0),
     "repetition_window": _count("at least 0, or None for all", lambda n: n >= 0),

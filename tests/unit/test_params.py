@@ -50,7 +50,7 @@ DEFAULTS: dict[str, Any] = {
 INVALID: list[tuple[str, list[Any]]] = [
     ("temperature", [-1.0, -1e-9, 2.1, math.nan, math.inf, "1", None, True, 10**400]),
     ("top_k", [0, -1, 1.5, 2.0, "4", True, math.nan]),
-    ("top_p", [0.0, 1.5, -0.1, math.nan, math.inf, "0.9", None, True]),
+    ("top_p", [1.5, -0.1, math.nan, math.inf, "0.9", None, True]),
     ("min_p", [-0.1, 1.0, 1, math.nan, None, "0"]),
     ("repetition_penalty", [0.0, -1.0, math.inf, math.nan, None, "1.1"]),
     ("repetition_window", [-1, 1.0, True, "64"]),
@@ -92,7 +92,7 @@ def test_every_parameter_has_a_test_that_it_is_validated() -> None:
 
 
 def test_the_message_gives_name_rule_and_value() -> None:
-    with pytest.raises(ValueError, match=r"^top_p must be in \(0, 1\], got 1\.5$"):
+    with pytest.raises(ValueError, match=r"^top_p must be in \[0, 1\], got 1\.5$"):
         SamplingParams(top_p=1.5)
 
 

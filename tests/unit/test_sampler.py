@@ -224,10 +224,14 @@ def test_filtered_logits_count_for_nothing_in_top_p() -> None:
     assert kept_ids(apply_top_p(torch.tensor([-INF, 0.0, -INF, 0.0]), 0.6)) == [1, 3]
 
 
-@pytest.mark.parametrize("p", [0.0, -1.0, 1.5])
+@pytest.mark.parametrize("p", [-1.0, 1.5])
 def test_top_p_outside_its_range_is_an_error(p: float) -> None:
-    with pytest.raises(ValueError, match=r"top_p must be in \(0, 1\]"):
+    with pytest.raises(ValueError, match=r"top_p must be in \[0, 1\]"):
         apply_top_p(torch.zeros(3), p)
+
+
+def test_top_p_of_zero_keeps_one_token() -> None:
+    assert kept_ids(apply_top_p(torch.tensor([0.0, 3.0, 3.0, 1.0]), 0.0)) == [1]
 
 
 # Min-p

@@ -223,8 +223,8 @@ def apply_top_p(logits: Logits, p: float) -> Logits:
     """The fewest largest tokens whose probabilities sum to p or more; the others −inf. Summed by `integer_probs`."""
     if p == 1.0:
         return logits
-    if not 0 < p <= 1:
-        raise InvalidRequestError(f"top_p must be in (0, 1], got {p}")
+    if not 0 <= p <= 1:
+        raise InvalidRequestError(f"top_p must be in [0, 1], got {p}")
     if not bool((logits > -math.inf).any()):
         return logits
     ranked, order = logits.float().sort(descending=True, stable=True)

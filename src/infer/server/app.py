@@ -1,6 +1,7 @@
 """The ASGI app: the table of all routes, and what each request goes through before its handler."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -32,6 +33,7 @@ from infer.server.call import call_of
 from infer.server.cors import with_cors
 from infer.server.endpoint import ApiRoute, Endpoint
 from infer.server.errors import ApiError
+from infer.server.paths import no_route, with_known_paths
 from infer.server.request_ids import with_request_ids
 from infer.server.state import ServerState
 
@@ -45,19 +47,21 @@ ROUTES = [route for module in _MODULES for route in module.ROUTES]
 def make_app(state: ServerState, table: Sequence[ApiRoute] = ROUTES) -> ASGIApp:
     settings = state.settings
     routes = [Route(each.path, Endpoint(each, state), methods=[each.method]) for each in table]
-    routed = Starlette(routes=routes, exception_handlers={HTTPException: _refuse})
+    refuse = partial(_refuse, known=[each.path for each in table if "{" not in each.path])
+    routed = Starlette(routes=routes, exception_handlers={HTTPException: refuse})
     routed.router.redirect_slashes = False
     app = with_keys(routed, settings.api_keys, table)
+    app = with_known_paths(app, [each.path for each in table])
     app = with_cors(app, settings.cors_origins)
     return with_request_ids(with_access_log(app, state), is_child=settings.is_child)
 
 
-def _refuse(request: Request, error: Exception) -> Response:
-    """What no route takes."""
+def _refuse(request: Request, error: Exception, known: Sequence[str]) -> Response:
+    """Answer 404 and 405 in OpenAI's error format."""
     assert isinstance(error, HTTPException)
     path, refusal = request.url.path, ApiError(error.status_code, error.detail)
     if error.status_code == 404:
-        refusal = ApiError(404, f"there is no {request.method} {path} here", code="unknown_url")
+        refusal = ApiError(404, no_route(request.method, path, known), code="unknown_url")
     if error.status_code == 405:
         allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
         message = f"{path} takes {allowed}, not {request.method}"

@@ -35,7 +35,9 @@ def _schema_format(schema: Any) -> dict[str, Any]:
 def _structured(given: Any) -> dict[str, Any]:
     """Return our fields for vLLM's `structured_outputs`."""
     found = dict[str, Any]()
-    for name, value in given.items() if isinstance(given, dict) else ():
+    if not isinstance(given, dict):
+        return {"structured_outputs": given}
+    for name, value in given.items():
         match name:
             case "json" if value is not None:
                 found |= _schema_format(value)
@@ -74,6 +76,7 @@ def _window(given: Any) -> dict[str, Any]:
 
 _TEXT_ONLY = "only text is served: leave it out"
 _NOT_STORED = "answers are not kept: send the earlier messages"
+_OTHER_ROUTE = "it is not built for this route: use /v1/chat/completions"
 _NO_SAMPLER = "this sampler is not built: leave it out"
 _SCHEMA_FIX = 'use response_format: {"type": "json_schema", "json_schema": {"name": …, "schema": …}}'
 _LENGTHS = ("max_tokens", "max_output_tokens")
@@ -132,6 +135,15 @@ FOREIGN: Mapping[str, Foreign] = {
     "stop_sequences": Foreign("use stop", same_as=("stop",)),
     "structured_outputs": Foreign("use response_format, regex, choice or grammar", becomes=_structured),
     "thinking": Foreign("use reasoning_effort, or thinking_token_budget", becomes=_thinking),
+    # Parameters of other routes here, which would change the answer.
+    "chat_template_kwargs": Foreign("it belongs to messages", ({},)),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), Foreign(_OTHER_ROUTE, (0,))),
+    **dict.fromkeys(("logit_bias", "response_format"), Foreign(_OTHER_ROUTE, ({}, {"type": "text"}))),
+    "n": Foreign("ask several times", (1,)),
+    "stop": Foreign(_OTHER_ROUTE, ([], "")),
+    "tools": Foreign(_OTHER_ROUTE, ([],)),
+    "tool_choice": Foreign(_OTHER_ROUTE, ("none", "auto")),
+    "top_logprobs": Foreign("use logprobs, the number of alternatives", (0,)),
     # Samplers and outputs that are not built.
     **dict.fromkeys(("dry_multiplier", "xtc_probability", "top_a", "dynatemp_range"), Foreign(_NO_SAMPLER, (0,))),
     **dict.fromkeys(("mirostat", "mirostat_mode", "no_repeat_ngram_size"), Foreign(_NO_SAMPLER, (0,))),

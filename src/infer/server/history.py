@@ -109,8 +109,6 @@ def _message(message: dict[str, Any], path: str, reading: Reading, *, is_last: b
     if isinstance(content := found.get("content"), list):
         parts = text_parts(content, f"{path}.content", reading, is_last=is_last, make=_text_part)
         found["content"] = [_without_input(part) for part in parts]
-    elif "role" in found:
-        found.setdefault("content", None)
     calls = found.get("tool_calls")
     if isinstance(call := found.get("function_call"), dict) and not calls:  # OpenAI's, before tools
         calls = [{"function": call}]

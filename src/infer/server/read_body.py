@@ -1,7 +1,7 @@
 """The bytes of a body as its Struct: generous with what other programs send, exact about what breaks a rule."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -46,7 +46,7 @@ def read_body(
     try:
         body = msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
-        raise _refusal(str(error), given, kind) from None
+        raise _refusal(str(error), given, kind, reading.given_names) from None
     _check_tags(given, body, [])
     return body
 
@@ -69,7 +69,7 @@ def _missing(steps: list[Step]) -> ApiError:
     return refuse(f"{name} is missing: it is required", name, "missing_required_parameter")
 
 
-def _refusal(message: str, given: Any, kind: type) -> ApiError:
+def _refusal(message: str, given: Any, kind: type, given_names: Mapping[str, str]) -> ApiError:
     """Return the refusal for msgspec's message, which ends in the place if there is one."""
     problem, _, tail = message.rpartition(" - at ")
     place = _PLACE.fullmatch(tail)
@@ -77,6 +77,9 @@ def _refusal(message: str, given: Any, kind: type) -> ApiError:
     steps = [name or int(index) for name, index in _STEP.findall(path) if name != "..."]
     if missing := _MISSING.fullmatch(problem):
         return _missing([*steps, missing[1]])
+    if steps and (alias := given_names.get(str(steps[0]))):
+        message = f"{alias} is read as {steps[0]}: {path_of(steps)} must not be {shown(_value_at(given, steps))}"
+        return refuse(message, alias)
     name, is_inside = path_of(steps), path.endswith("[...]")  # of a value inside an object msgspec tells no name
     whose = f"a value of {name}" if is_inside else name or "the body"
     found = "" if is_inside else f", got {shown(_value_at(given, steps))}"

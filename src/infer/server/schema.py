@@ -1,5 +1,7 @@
 """The bodies of requests as Structs: null is absent, and unknown keys follow the rule of `unknown_fields`."""
 
+import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, final
 
 from msgspec import Meta, Struct
@@ -113,6 +115,13 @@ Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | To
 # What an answer is held to
 
 
+def note_on_name(name: object) -> str | None:
+    """Return a warning about a schema's name that OpenAI's servers would refuse."""
+    if isinstance(name, str) and re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", name):
+        return None
+    return ".name should have 1 to 64 characters of a-z, A-Z, 0-9, _ and -"
+
+
 class _Format(Parameters, tag_field="type"):
     pass
 
@@ -137,6 +146,10 @@ class JsonSchema(Parameters, kw_only=True):
     schema: dict[str, Any] | None = None
     description: str | None = None
     strict: bool | None = None
+
+    @classmethod
+    def note_on(cls, given: Mapping[str, Any]) -> str | None:
+        return note_on_name(given.get("name"))
 
 
 @final
@@ -296,6 +309,10 @@ class NamedSchemaFormat(_Format, tag="json_schema", kw_only=True):
     schema: dict[str, Any]
     description: str | None = None
     strict: bool | None = None
+
+    @classmethod
+    def note_on(cls, given: Mapping[str, Any]) -> str | None:
+        return note_on_name(given.get("name"))
 
 
 @final

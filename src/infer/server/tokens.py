@@ -16,6 +16,7 @@ from infer.engine.request_options import RequestOptions
 from infer.errors import InvalidRequestError
 from infer.server.asked import messages_of, refusal, template_variables
 from infer.server.asking import read_request, while_connected
+from infer.server.call import call_of
 from infer.server.endpoint import ApiRoute
 from infer.server.history import complete_chat
 from infer.server.models import check_model
@@ -99,11 +100,13 @@ async def tokenize(request: Request, state: ServerState) -> Response:
 
     ids = await prepared(request, state, encode, kind)
     if kind == "content":
-        return json_response({"tokens": _with_pieces(ids, tokenizer.token_bytes) if body.with_pieces else ids})
+        return json_response(
+            {"tokens": _with_pieces(ids, tokenizer.token_bytes) if body.with_pieces else ids}, call_of(request)
+        )
     answer = {"count": len(ids), "max_model_len": host.model.max_seq_len, "tokens": ids}
     if body.return_token_strs:
         answer["token_strs"] = [_shown(tokenizer.token_bytes[each]) for each in ids]
-    return json_response(answer)
+    return json_response(answer, call_of(request))
 
 
 async def detokenize(request: Request, state: ServerState) -> Response:
@@ -115,7 +118,7 @@ async def detokenize(request: Request, state: ServerState) -> Response:
             rule = f"from 0 to {host.tokenizer.vocab_size - 1}"
             raise refuse(f"tokens[{index}] must be an id {rule}, got {token_id}", f"tokens[{index}]")
     text = await prepared(request, state, lambda: host.tokenizer.decode(body.tokens, False), "tokens")
-    return json_response({"content": text, "prompt": text})
+    return json_response({"content": text, "prompt": text}, call_of(request))
 
 
 async def apply_template(request: Request, state: ServerState) -> Response:
@@ -127,7 +130,7 @@ async def apply_template(request: Request, state: ServerState) -> Response:
         messages, variables = body.shown(llm, body.messages)
         return str(llm.host.tokenizer.render_chat_template(messages, **variables))
 
-    return json_response({"prompt": await prepared(request, state, render, "messages")})
+    return json_response({"prompt": await prepared(request, state, render, "messages")}, call_of(request))
 
 
 async def prepared(request: Request, state: ServerState, prepare: Callable[[], _Found], param: str) -> _Found:

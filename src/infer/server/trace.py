@@ -66,7 +66,7 @@ async def _trace_generated(request: Request, state: ServerState, asked: Asked, b
     tracing = llm.trace_answer(choices.first.sequence.request, result.token_ids, num_candidates=num)
     traces = await while_connected(request, tracing)
     found = trace_object(call_of(request).model, prompt_ids, traces, llm.llm.tokenizer.token_bytes)
-    return json_response(found | _ended(result))
+    return json_response(found | _ended(result), call_of(request))
 
 
 async def _trace_given(
@@ -95,7 +95,7 @@ async def _trace_given(
     except InvalidRequestError as error:
         raise refusal(error, "answer_token_ids") from error
     found = trace_object(call_of(request).model, prompt_ids, traces, llm.llm.tokenizer.token_bytes)
-    return json_response(found | {"token_ids": list(answer), "seed": asked.params[0].seed})
+    return json_response(found | {"token_ids": list(answer), "seed": asked.params[0].seed}, call_of(request))
 
 
 def _check_answer(answer: Sequence[int], num_prompt_tokens: int, vocab_size: int, max_seq_len: int) -> None:

@@ -28,6 +28,10 @@ class Parameters(Struct, kw_only=True):
 
     foreign: ClassVar[Mapping[str, Foreign]] = {}
 
+    @classmethod
+    def note_on(cls, given: Mapping[str, Any]) -> str | None:
+        """Return a warning about what is given, which is taken all the same."""
+
 
 class ToolKeys(Struct, kw_only=True):
     """An object of a tool: unknown keys are ignored, and a near miss of one that matters is said."""
@@ -42,6 +46,7 @@ class Reading:
 
     policy: UnknownFields = "warn"
     warnings: list[str] = field(default_factory=list)
+    given_names: dict[str, str] = field(default_factory=dict)  # of fields that were given by another server's name
 
     def warn(self, message: str) -> None:
         if self.policy != "ignore" and message not in self.warnings and len(self.warnings) < _MOST_WARNINGS:
@@ -122,6 +127,8 @@ def _settled_object(given: Any, found: inspect.StructType, steps: list[Step], re
     if issubclass(found.cls, Parameters):
         known = [*fields, *((found.tag_field,) if found.tag_field else ())]
         given = _taken(given, known, found.cls.foreign, steps, reading)
+        if note := found.cls.note_on(given):
+            reading.warn(f"{path_of(steps)}{note}")
     elif issubclass(found.cls, ToolKeys):
         _warn_of_tool(given, [*fields, str(found.tag_field)], found.cls.misplaced, steps, reading)
     return {
@@ -140,7 +147,9 @@ def _taken(
             continue
         place = [*steps, name]
         if name in foreign:
-            _add(found, _meant(foreign[name], value, known, place), path_of(place))
+            meant = _meant(foreign[name], value, known, place)
+            _add(found, meant, path_of(place))
+            reading.given_names.update(dict.fromkeys(meant, name))
             continue
         path = path_of(place)
         if near := near_of(name, known):

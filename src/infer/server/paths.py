@@ -1,0 +1,58 @@
+"""The paths that clients ask for, as the table of routes has them, and what is said of a path that no route has."""
+
+import difflib
+import re
+from collections.abc import Iterable
+
+from starlette.routing import compile_path
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+# The first word of other servers' paths, and what to use here.
+_ELSEWHERE = {
+    "api": "Ollama's API is not built: use /v1/chat/completions, or set the client to an OpenAI-compatible server",
+    "completion": "use /v1/completions",
+    "infill": "the model does not fill in text: use /v1/completions",
+    "rerank": "no reranker is served",
+    "score": "no reranker is served",
+    "slots": "use /v1/engine/events",
+    "version": "use /props",
+    "ping": "use /health",
+    "audio": "only text is served",
+    "images": "only text is served",
+    "files": "files are not kept: use `infer batch`",
+    "batches": "batches are not kept: use `infer batch`",
+    "generate": "use /v1/completions",
+    "invocations": "use /v1/chat/completions",
+}
+
+
+def with_known_paths(app: ASGIApp, paths: Iterable[str]) -> ASGIApp:
+    """Let clients leave out /v1, put /openai before it, or end in a slash, as base URLs are often given."""
+    patterns = [compile_path(path)[0] for path in paths]
+
+    async def call_app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (path := known_path(scope["path"])) != scope["path"]:
+            scope = {**scope, "path": path, "raw_path": path.encode("utf-8", "surrogateescape")}
+        await app(scope, receive, send)
+
+    def known_path(path: str) -> str:
+        candidates = _candidates(path)
+        return next((each for each in candidates if any(known.match(each) for known in patterns)), path)
+
+    return call_app
+
+
+def no_route(method: str, path: str, known: Iterable[str]) -> str:
+    """Return the message for a path that no route has: the nearest one, or what to use in its place."""
+    steps = [each for each in path.split("/") if each and each != "v1"]
+    message = f"there is no {method} {path:.200} here"
+    if steps and (instead := _ELSEWHERE.get(steps[0])):
+        return f"{message}: {instead}"
+    near = difflib.get_close_matches(path[:200], list(known), n=1, cutoff=0.6)
+    return f"{message}: did you mean {near[0]}?" if near else f"{message}: GET /docs lists the routes"
+
+
+def _candidates(path: str) -> list[str]:
+    plain = re.sub("/{2,}", "/", path).rstrip("/") or "/"
+    plain = plain.removeprefix("/openai") or "/"
+    return [plain, f"/v1{plain}", plain.removeprefix("/v1"), plain.replace("/v1/v1/", "/v1/", 1)]

@@ -26,7 +26,7 @@ demo: $(VENV)/.demo ## set up, then SmolLM2 answers a question
 
 .PHONY: serve
 serve: $(VENV)/.demo ## set up, then serve SmolLM2 at http://127.0.0.1:8000
-	$(BIN)/infer serve
+	$(BIN)/infer serve smollm2
 
 .PHONY: test
 test: lint assets ## set up, then every check and every test

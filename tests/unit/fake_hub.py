@@ -59,10 +59,12 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                 hub.tokens.add(token)
             is_api = path.startswith("/api/models/")
             repo = "/".join(path.removeprefix("/api/models/").strip("/").split("/")[:2])
-            rest = path.partition(repo)[2].strip("/").split("/")
+            rest = path.removeprefix("/api/models").removeprefix(f"/{repo}").strip("/").split("/")
             if not is_api:
                 hub.requests.append(f" {'GET' if with_body else 'HEAD'} {path}")
-            if repo not in hub.repositories:
+            if path == "/":
+                self.send(200, b"", with_body=with_body)
+            elif repo not in hub.repositories:
                 self.refuse(401, "RepoNotFound")
             elif len(rest) > 1 and rest[1] not in ("main", COMMIT):
                 self.refuse(404, "RevisionNotFound")

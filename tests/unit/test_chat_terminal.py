@@ -25,7 +25,7 @@ PROGRAM = str(Path(__file__).with_name("fake_cli.py"))
 OWN_TERMINAL = (
     "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execvp(sys.argv[1], sys.argv[1:])"
 )
-CHAT = [sys.executable, PROGRAM, "chat"]
+CHAT = [sys.executable, PROGRAM, "chat", "smollm2"]
 SECONDS = 40.0  # for what is awaited to be shown
 UNSEEN = termios.ECHO | termios.ECHOCTL
 CTRL_C, CTRL_D, CTRL_Z = b"\x03", b"\x04", b"\x1a"

@@ -147,9 +147,9 @@ def test_commands_of_other_programs_are_answered_with_ours(word: str, capsys: Ca
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("smollm2", "a model is named so: infer chat -m smollm2"),
-        ("org/repo:Q4_K_M", "infer chat -m org/repo:Q4_K_M"),
-        ("./a.gguf", "infer chat -m ./a.gguf"),
+        ("smollm2", "a model is named so: infer chat smollm2"),
+        ("org/repo:Q4_K_M", "infer chat org/repo:Q4_K_M"),
+        ("./a.gguf", "infer chat ./a.gguf"),
         ("Once upon a time", 'a prompt is given so: infer generate "TEXT"'),
         ("Generate", "did you mean 'generate'?"),
         ("chatt", "did you mean 'chat'?"),

@@ -27,11 +27,15 @@ def test_files_go_before_the_card_and_the_card_before_neutral_values() -> None:
     assert default_params(found, is_chat=True, temperature=0, max_tokens=3).temperature == 0
 
 
-def test_no_default_but_the_seeds_punishes_repetition() -> None:
-    tables: list[dict[str, Any]] = [dict(model.sampling) for model in INSTALLED_MODELS.values()]
-    for values in (*tables, {}):
-        for is_chat in (False, True):
-            assert default_params(values, is_chat=is_chat).repetition_penalty == 1.0
+def test_only_the_card_that_needs_it_and_the_seeds_preset_penalise_repetition() -> None:
+    tables: dict[str, dict[str, Any]] = {name: dict(model.sampling) for name, model in INSTALLED_MODELS.items()}
+    penalised = {
+        name
+        for name, values in {**tables, "neutral": {}}.items()
+        for is_chat in (False, True)
+        if default_params(values, is_chat=is_chat).repetition_penalty != 1.0
+    }
+    assert penalised == {"smollm2"}
     assert PRESETS["seed"]["repetition_penalty"] == 1.1
 
 
@@ -88,5 +92,7 @@ def test_a_call_without_parameters_takes_the_table(folder: Path, monkeypatch: py
 
 def test_an_installed_models_card_is_found_by_its_file() -> None:
     found = defaults_of(open_checkpoint(resolve("smollm2")))
-    assert found.from_card == {"temperature": 0.2, "top_p": 0.9}
+    assert found.from_card == {
+        "temperature": 0.0, "top_p": 0.9, "repetition_penalty": 1.1, "repetition_window": 64
+    }  # fmt: skip
     assert found.from_files == {}

@@ -13,6 +13,7 @@ import pytest
 from click.core import UNSET
 
 from infer import LLM
+from infer.cli.client_lines import client_lines
 from infer.cli.commands import infer
 from infer.server.app import ROUTES
 from infer.server.settings import ServerSettings
@@ -48,6 +49,12 @@ def test_every_flag_is_told_as_its_help_tells_it() -> None:
     found = rows("--")
     assert expected - found == set(), "\n".join(sorted(expected - found))
     assert found - expected == set()
+
+
+def test_the_lines_for_other_programs_are_those_that_the_server_prints() -> None:
+    told = DOCS.partition("## Clients")[2].partition("## ")[0]
+    for program, line in client_lines("http://127.0.0.1:8000", "smollm2", has_keys=False):
+        assert f"| {program} | `{line}` |" in told, program
 
 
 def test_every_metric_is_told_with_its_kind(served: Served) -> None:

@@ -5,6 +5,7 @@ The library is loaded here, on first use, and reads $HF_TOKEN and $HF_ENDPOINT i
 
 import glob
 import io
+import os
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -44,6 +45,20 @@ def fetch(name: HubName) -> Path:
         _explain(name, error)
     finally:
         line.close()
+
+
+def is_hub_reachable(seconds: float) -> bool:
+    """True if the hub can be used here: the library is installed, and a HEAD request is answered within `seconds`."""
+    if is_offline():
+        return False
+    try:
+        import huggingface_hub
+
+        url = os.environ.get("HF_ENDPOINT") or huggingface_hub.constants.ENDPOINT
+        huggingface_hub.get_session().head(url, timeout=seconds)
+    except Exception:  # no library, or an error of its network library
+        return False
+    return True
 
 
 def _download(hub: Any, name: HubName, line: StatusLine) -> Path:

@@ -117,7 +117,7 @@ def _tell_end(result: GenerationResult, *, interactive: bool) -> None:
     if interactive:
         timing = result.timing
         rate = "" if timing.decode_tokens_per_second is None else f", {rate_text(timing)}"
-        note(f"{result.generated_tokens} tokens, TTFT {1000 * timing.ttft_s:.0f} ms{rate}")
+        note(f"{result.generated_tokens} tokens, first token after {1000 * timing.ttft_s:.0f} ms{rate}")
 
 
 def _answer(session: ChatSession, asked: Question, *, interactive: bool, quiet: bool, plain: bool) -> GenerationResult:

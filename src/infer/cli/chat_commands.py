@@ -241,7 +241,7 @@ def _stats(session: ChatSession, argument: str) -> str:
             f"  answers {statistics.answers}, {statistics.generated_tokens} tokens, {statistics.seconds:.1f} s",
             f"  context {used}, seed of the last answer {last.seed}",
             f"  last prompt {last.prompt_tokens} tokens, {last.reused_tokens} of them from before",
-            f"  last answer {last.generated_tokens} tokens, TTFT {1000 * last.timing.ttft_s:.0f} ms, "
+            f"  last answer {last.generated_tokens} tokens, first token after {1000 * last.timing.ttft_s:.0f} ms, "
             f"{rate_text(last.timing)}, ended by {last.finish_reason}",
         ]
     )

@@ -13,6 +13,7 @@ import click
 
 import infer as package
 from infer.cli.checks import check_grammar, check_options, needs_extra
+from infer.cli.model_choice import choose_model, model_argument, take_named
 from infer.cli.model_load import kernels_ahead, load_arguments, load_for_server, load_model, served_arguments
 from infer.cli.model_options import (
     AT_LEAST_1,
@@ -173,14 +174,19 @@ def batch(context: click.Context, /, **options: Any) -> None:
 
 
 @infer.command()
+@model_argument
 @click.option("--system", metavar="TEXT", help="A system message to begin with.")
 @click.option("--plain", is_flag=True, help="Answers without styles for their Markdown.")
 @sampling_options(has_length=True)
 @model_options
 @click.pass_context
 def chat(context: click.Context, /, **options: Any) -> None:
-    """Talk to a model. /help lists the commands; lines may also come from a pipe."""
+    """Talk to a MODEL. /help lists the commands; lines may also come from a pipe.
+
+    Without a model a terminal shows the choice; elsewhere the default answers.
+    """
     invocation = _invocation(context, options)
+    choose_model(context, options)
     from infer.cli.chat import run_chat
 
     invocation.exit_status = run_chat(options, given_values(context, options), partial(load_model, context))
@@ -212,14 +218,19 @@ def replay(context: click.Context, /, **options: Any) -> None:
 
 
 @infer.command()
+@model_argument
 @serve_options
 @weight_options
 @eviction_options
 @running_options
 @click.pass_context
 def serve(context: click.Context, /, **options: Any) -> None:
-    """Serve a model over HTTP, as OpenAI's API. SIGTERM and Ctrl-C drain: a second one ends at once."""
+    """Serve a MODEL over HTTP, as OpenAI's API. SIGTERM and Ctrl-C drain: a second one ends at once.
+
+    Without a model a terminal shows the choice; elsewhere the default is served.
+    """
     invocation = _invocation(context, options)
+    choose_model(context, options)
     check_options(options, [])
     with needs_extra():
         from infer.cli.serve import run_serve
@@ -233,17 +244,19 @@ def ray_group() -> None:
 
 
 @ray_group.command(cls=Command)
+@model_argument
 @deploy_options
 @weight_options
 @eviction_options
 @running_options
 @click.pass_context
 def deploy(context: click.Context, /, **options: Any) -> None:
-    """Serve a model as a Ray Serve application, on the cluster of $RAY_ADDRESS, or the one that runs here.
+    """Serve a MODEL as a Ray Serve application, on the cluster of $RAY_ADDRESS, or the one that runs here.
 
     Where none runs, one of this machine alone is started, and ends with Ctrl-C or SIGTERM.
     """
     invocation = _invocation(context, options)
+    take_named(context, options)
     check_options(options, [])
     with needs_extra():
         from infer.cli.ray import run_deploy
@@ -277,6 +290,7 @@ def sample_trace(context: click.Context, /, **options: Any) -> None:
 
 
 @infer.command()
+@model_argument
 @weight_options
 @cache_options
 @device_option
@@ -289,8 +303,9 @@ def sample_trace(context: click.Context, /, **options: Any) -> None:
 @click.option("-v", "--verbose", is_flag=True, help="A traceback with an error.")
 @click.pass_context
 def bench(context: click.Context, /, **options: Any) -> None:
-    """Measure a model here: prefill, decode, latency, memory, and the share of the memory's speed."""
+    """Measure a MODEL here: prefill, decode, latency, memory, and the share of the memory's speed."""
     _invocation(context, options)
+    take_named(context, options)
     check_options(options, [])
     with kernels_ahead(options, options["device"]):
         with exit_on_signal(), Spinner("loading"):
@@ -328,7 +343,7 @@ def explain(context: click.Context, /, **options: Any) -> None:
 @click.option("-v", "--verbose", is_flag=True, help="A traceback with an error.")
 @click.pass_context
 def estimate(context: click.Context, /, **options: Any) -> None:
-    """Say what a model and its cache take in memory, and whether they fit here, from headers alone."""
+    """Say what a model and its cache take in memory, whether they fit here, and how fast it will be, from headers."""
     _invocation(context, options)
     from infer.cli.estimate import run_estimate
 

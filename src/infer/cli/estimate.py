@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from infer.catalog.forecast import tokens_per_second
 from infer.checkpoint import open_checkpoint
 from infer.cli.options import cache_values
 from infer.errors import InvalidRequestError
@@ -16,6 +17,7 @@ from infer.model.memory import LoadSettings, estimate, largest_context
 from infer.model.tensors import check_tensors, expected_shapes
 from infer.system.available_memory import available_memory_bytes
 from infer.system.cores import check_num_threads, default_num_threads
+from infer.system.memory_speed import read_bandwidth
 
 
 def run_estimate(options: Mapping[str, Any]) -> None:
@@ -34,19 +36,23 @@ def run_estimate(options: Mapping[str, Any]) -> None:
     available = available_memory_bytes() if options["device"] == "cpu" else _free_on_gpu()
     rest = 0 if available is None else available - found.process
     most = max(own, num_tokens)
+    kv_type = load.kv_type if cache.kv_type == "auto" else cache.kv_type
+    on_host = load.device == "cpu"  # only the host's memory is measured
     report = {
         "model": options["model"],
         "max_seq_len": num_tokens,
         "batch": options["batch"],
         "device": options["device"],
         "pool_pages": options["pool_pages"],
-        "kv_type": load.kv_type if cache.kv_type == "auto" else cache.kv_type,
+        "kv_type": kv_type,
         "weight_bytes": found.weights,
         "cache_bytes": found.cache,
         "workspace_bytes": found.workspace,
         "process_bytes": found.process,
         "total_bytes": found.total,
         "available_bytes": available,
+        "tokens_per_second": tokens_per_second(architecture, tensors, load, kv_type) if on_host else None,
+        "read_bandwidth": read_bandwidth(threads) if on_host else None,
         "fits": None if available is None else found.total <= available,
         "largest_context": None
         if available is None
@@ -79,6 +85,9 @@ def lines(report: Mapping[str, Any]) -> Iterator[str]:
         key = "weight_bytes" if name == "weights" else f"{name}_bytes"
         yield f"{name:<10}{report[key] / 1e6:>12,.1f} MB   {remark}"
     yield f"{'total':<10}{report['total_bytes'] / 1e6:>12,.1f} MB"
+    if report["tokens_per_second"] is not None:
+        remark = f"predicted for one answer: memory is read at {report['read_bandwidth'] / 1e9:.1f} GB/s"
+        yield f"{'speed':<10}{report['tokens_per_second']:>12,.1f} tok/s   {remark}"
     if report["available_bytes"] is None:
         return
     verdict = "it fits" if report["fits"] else "it does not fit"

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, final
 
 import infer
+from infer.cli.client_lines import client_lines, page_url
 from infer.distributed.front import run_replicas
 from infer.distributed.replica import await_turn
 from infer.errors import InvalidRequestError, SchemaWarning
@@ -26,6 +28,7 @@ from infer.system.status_line import write_notice
 
 Load = Callable[[OnProgress], "infer.LLM"]
 _NO_LIMIT = 1 << 60  # bytes
+_AGENT_PROMPT, _AGENT_CONTEXT = "10,000 to 25,000", 32_768  # tokens that agents for programming send, and need
 
 
 @final
@@ -56,19 +59,21 @@ def run_serve(options: Mapping[str, Any], load: Load) -> int:
         own = replace(settings, api_keys={}, cors_origins=(), tls_cert=None, tls_key=None, is_child=True)
         own = replace(own, max_body_bytes=_NO_LIMIT)  # its parent has one
         listener = socket.socket(fileno=options["listen_fd"])
-        return run_server(ServerState(own), listener, partial(_load, load), partial(_announce, settings, settings.port))
+        announce = partial(_announce_first, listener, settings)
+        return run_server(ServerState(own), listener, partial(_load, load), announce)
     listener = bind(settings)
     port = listener.getsockname()[1]
     write_notice(f"loading {options['model']}; {url_of(settings, port)} answers meanwhile")
     if options["isolate"] or options["replicas"] > 1:
-        commands = _commands(options["replicas"], port, has_threads=options["threads"] is not None)
+        commands = _commands(options["model"], options["replicas"], port, has_threads=options["threads"] is not None)
         return run_replicas(ServerState(settings), listener, commands)
     return run_server(ServerState(settings), listener, partial(_load, load), partial(_announce, settings, port))
 
 
-def _commands(num_replicas: int, port: int, *, has_threads: bool) -> list[list[str]]:
-    """What starts each replica: it has its share of the threads, unless their number is given."""
-    command = [sys.executable, "-m", "infer", *sys.argv[1:], "--port", str(port)]
+def _commands(model: str, num_replicas: int, port: int, *, has_threads: bool) -> list[list[str]]:
+    """Return the command of each replica: a replica asks for no model, and has its share of the threads unless their
+    number is given."""
+    command = [sys.executable, "-m", "infer", *sys.argv[1:], "--model", model, "--port", str(port)]
     if num_replicas > 1 and not has_threads:
         command += ["--threads", str(max(1, default_num_threads() // num_replicas))]
     return [[*command, "--listen-fd"]] * num_replicas
@@ -99,10 +104,21 @@ def _load(load: Load, on_progress: OnProgress) -> "infer.AsyncLLM":
     return warmed(load(on_progress))
 
 
+def _announce_first(listener: socket.socket, settings: ServerSettings, state: ServerState) -> None:
+    """Announce the server once, by the first replica that is ready: it leaves a mark in the folder of all sockets."""
+    with suppress(FileExistsError):
+        (Path(listener.getsockname()).parent / "announced").touch(exist_ok=False)
+        _announce(settings, settings.port, state)
+
+
 def _announce(settings: ServerSettings, port: int, state: ServerState) -> None:
     """`settings` are those that clients meet, also where a child has the model."""
-    for line in _lines(state.llm().llm, settings, url_of(settings, port)):
+    llm, url = state.llm().llm, url_of(settings, port)
+    for line in _lines(llm, settings, url):
         write_notice(line)
+    if sys.stderr.isatty():
+        for line in _welcome(settings, url, llm.max_seq_len):
+            write_notice(line)
 
 
 def _lines(llm: "infer.LLM", settings: ServerSettings, url: str) -> Iterator[str]:
@@ -115,3 +131,13 @@ def _lines(llm: "infer.LLM", settings: ServerSettings, url: str) -> Iterator[str
     yield f"memory   {pages:,} pages of 64 tokens of keys and values"
     yield f"limits   body {settings.max_body_bytes:,} bytes, {settings.max_connections:,} connections"
     yield f"ends     with SIGTERM or Ctrl-C: answers have {settings.drain_seconds:g} s, a second one ends at once"
+
+
+def _welcome(settings: ServerSettings, url: str, context: int) -> Iterator[str]:
+    """The page, and the lines for other programs, for a person at a terminal."""
+    yield ""
+    yield f"open {page_url(url)} in a browser, or paste one of these:"
+    for program, line in client_lines(url, settings.model, has_keys=bool(settings.api_keys)):
+        yield f"  {program:<12}{line}"
+    if context < _AGENT_CONTEXT:
+        yield f"  (Claude Code and Codex send {_AGENT_PROMPT} tokens with a question; this context holds {context:,})"

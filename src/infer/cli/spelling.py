@@ -44,8 +44,8 @@ INSTEAD = {  # what other programs call their commands → what to type here
     "delete": "infer models --json says where each model lies: delete it there",
     "quantize": "--weights q8 or q4, of generate and chat, quantises float weights at load",
     "quantise": "--weights q8 or q4, of generate and chat, quantises float weights at load",
-    "convert": "safetensors folders and .gguf files are read as they are: infer chat -m PATH",
-    "create": "safetensors folders and .gguf files are read as they are: infer chat -m PATH",
+    "convert": "safetensors folders and .gguf files are read as they are: infer chat PATH",
+    "create": "safetensors folders and .gguf files are read as they are: infer chat PATH",
     "benchmark": _SPEED, "speed": _SPEED, "perf": _SPEED, "profile": "infer bench --profile",
     "memory": "infer estimate MODEL", "trace": 'infer sample-trace "TEXT"', "sample": 'infer sample-trace "TEXT"',
     "embed": _EMBED, "embeddings": _EMBED,
@@ -66,7 +66,7 @@ def what_to_type(word: str, commands: Collection[str]) -> str:
     from infer.checkpoint.find import INSTALLED_MODELS
 
     if word in INSTALLED_MODELS or "/" in word or word.lower().endswith(".gguf"):
-        return f"no such command {word!r:.200}; a model is named so: infer chat -m {word:.200}"
+        return f"no such command {word!r:.200}; a model is named so: infer chat {word:.200}"
     if " " in word:
         return f"no such command {word!r:.60}; a prompt is given so: {_GENERATE}"
     near = difflib.get_close_matches(word.lower(), INSTEAD, n=1)

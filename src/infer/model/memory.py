@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Protocol, runtime_checkable
 
 from infer.backends.memory_rules import StepSizes, memory_rules
 from infer.checkpoint.tensor_info import TensorInfo
@@ -25,6 +26,17 @@ from infer.quantization.kv_formats import BLOCK_POSITIONS, key_block_bytes, valu
 PROCESS_BYTES, VOCABULARY_BYTES = 249_000_000, 400
 _TYPE_BY_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+@runtime_checkable
+class StoredMatrix(Protocol):
+    """The part of a tensor's header that decides how the matrix is loaded."""
+
+    @property
+    def type(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -67,7 +79,7 @@ class Estimate:
 
 def estimate(
     architecture: Architecture,
-    tensors: Mapping[str, TensorInfo],
+    tensors: Mapping[str, StoredMatrix],
     load: LoadSettings,
     cache: CacheSettings,
     *,
@@ -94,7 +106,7 @@ def estimate(
 def check_fits(
     name: str,
     architecture: Architecture,
-    tensors: Mapping[str, TensorInfo],
+    tensors: Mapping[str, StoredMatrix],
     load: LoadSettings,
     cache: CacheSettings,
     *,
@@ -167,7 +179,7 @@ def _megabytes(num_bytes: int) -> str:
 
 def largest_context(
     architecture: Architecture,
-    tensors: Mapping[str, TensorInfo],
+    tensors: Mapping[str, StoredMatrix],
     load: LoadSettings,
     cache: CacheSettings,
     *,
@@ -196,13 +208,13 @@ def largest_context(
     return low
 
 
-def loaded_types(architecture: Architecture, tensors: Mapping[str, TensorInfo], load: LoadSettings) -> dict[str, str]:
+def loaded_types(architecture: Architecture, tensors: Mapping[str, StoredMatrix], load: LoadSettings) -> dict[str, str]:
     """The type of each matrix once it is loaded, by name: `model.load` quantises and converts by the same rules."""
     shapes = expected_shapes(architecture)
     return {name: _loaded_type(name, tensors[name], load) for name, shape in shapes.items() if len(shape) > 1}
 
 
-def _loaded_type(name: str, info: TensorInfo, load: LoadSettings) -> str:
+def _loaded_type(name: str, info: StoredMatrix, load: LoadSettings) -> str:
     if load.dtype != "auto":
         return _TYPE_BY_DTYPE[load.dtype]
     if load.weights == "auto" or not BLOCK_TYPES[info.type].is_float:
@@ -219,6 +231,19 @@ def weight_bytes(architecture: Architecture, types: Mapping[str, str], device: s
         rules.matrix_bytes(types[name], *shape) if name in types else 4 * prod(shape)
         for name, shape in expected_shapes(architecture).items()
     )
+
+
+def decode_bytes(architecture: Architecture, types: Mapping[str, str], kv_type: str, context: int) -> int:
+    """Return the bytes that one decode step of one row reads after `context` tokens: weights, keys and values.
+
+    An embedding table that is not the head is left out: a step reads one row of the table.
+    """
+    total = weight_bytes(architecture, types)
+    if not architecture.tied_embeddings:
+        total -= memory_rules().matrix_bytes(types[_TABLES[0]], architecture.vocab_size, architecture.hidden_size)
+    visible = (context if layer.window is None else min(context, layer.window) for layer in architecture.layers)
+    slots = (slot_bytes(layer, kv_type) for layer in architecture.layers)
+    return total + sum(count * size for count, size in zip(visible, slots, strict=True))
 
 
 def rope_bytes(architecture: Architecture, num_positions: int) -> int:

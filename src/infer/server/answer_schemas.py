@@ -97,6 +97,13 @@ ANSWER_SCHEMAS: dict[str, Schema] = {
         completion_tokens_details=record(reasoning_tokens=COUNT),
     ),
     "Model": record(id=TEXT, object=constant("model"), created=COUNT, owned_by=TEXT),
+    "Chats": record(
+        object=constant("list"),
+        data=listed({}),
+        first_id=nullable(TEXT),
+        last_id=nullable(TEXT),
+        has_more={"type": "boolean"},
+    ),
     "Models": record(object=constant("list"), data=listed(ref("Model"))),
     "ChatCompletion": record(
         **_HEAD,

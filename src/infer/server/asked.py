@@ -73,7 +73,7 @@ def sampling_values(body: GeneratingBody) -> dict[str, Any]:
     if isinstance(body, CompletingBody):
         values |= constraint_of(body.response_format)
         if body.logit_bias:
-            values["logit_bias"] = {_bias_id(key, value): value for key, value in body.logit_bias.items()}
+            values["logit_bias"] = {_bias_id(key, value): value for key, value in body.logit_bias.items() if value}
     return values
 
 

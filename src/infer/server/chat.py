@@ -16,7 +16,7 @@ from infer.server.endpoint import ApiRoute
 from infer.server.history import complete_chat
 from infer.server.models import answer_any_model
 from infer.server.refusals import refuse
-from infer.server.replies import Scores, StreamUsage, make_head, reply, score_prompts
+from infer.server.replies import Scores, StreamUsage, json_response, make_head, reply, score_prompts
 from infer.server.schema import ChatBody
 from infer.server.shapes import (
     Head,
@@ -135,4 +135,12 @@ class ChatShape:
         return {"token_ids": list(token_ids)} if self._body.return_token_ids else {}
 
 
-ROUTES = [ApiRoute("POST", "/v1/chat/completions", chat, operation="chat")]
+async def list_chats(request: Request, state: ServerState) -> Response:
+    """Answer with the stored chats: none, for nothing is stored."""
+    return json_response({"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False})
+
+
+ROUTES = [
+    ApiRoute("POST", "/v1/chat/completions", chat, operation="chat"),
+    ApiRoute("GET", "/v1/chat/completions", list_chats),
+]

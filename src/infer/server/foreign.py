@@ -16,6 +16,7 @@ class Foreign(NamedTuple):
     fix: str = ""
     neutral: tuple[Any, ...] = ()  # values that ask for nothing
     is_hint: bool = False  # any value asks for nothing that would be false here
+    warning: str = ""  # why it is ignored: any value is taken, and the answer says so
     same_as: tuple[str, ...] = ()  # our names for the same; the first one that the body has is meant
     becomes: Callable[[Any], dict[str, Any]] | None = None  # our fields for its value
 
@@ -95,7 +96,7 @@ FOREIGN: Mapping[str, Foreign] = {
         _HINT,
     ),
     # OpenAI's.
-    "audio": Foreign(_TEXT_ONLY),
+    "audio": _HINT,  # only of answers whose modalities have audio
     "background": Foreign("answers are not kept: leave it out and read the stream", (False,)),
     "best_of": Foreign("ask for n answers with logprobs and choose yourself", (0, 1)),
     "context_management": Foreign("nothing is compacted: leave it out", ([], {})),
@@ -109,12 +110,12 @@ FOREIGN: Mapping[str, Foreign] = {
     "max_tokens": Foreign("use max_output_tokens", same_as=_LENGTHS),
     "messages": Foreign("use prompt here, or send it to /v1/chat/completions"),
     "modalities": Foreign(_TEXT_ONLY, (["text"],)),
-    "moderation": Foreign("nothing is moderated: leave it out"),
+    "moderation": Foreign(warning="nothing is moderated"),
     "previous_response_id": Foreign(_NOT_STORED),
     "prompt": Foreign("use messages here, or send it to /v1/completions"),
     "suffix": Foreign("the model does not fill in text: leave it out", ("",)),
     "system": Foreign("use a message with role system", ("",)),
-    "web_search_options": Foreign("nothing is searched: leave it out"),
+    "web_search_options": Foreign(warning="nothing is searched"),
     # Other names for what is here.
     "enable_thinking": Foreign(
         "use reasoning_effort", becomes=lambda value: {"chat_template_kwargs": {"enable_thinking": value}}

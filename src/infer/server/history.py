@@ -32,6 +32,8 @@ def complete_chat(given: Any, reading: Reading) -> Any:
             else message
             for index, message in enumerate(messages)
         ]
+    if given.get("function_call") == "none":
+        given.pop("functions", None)
     if isinstance(tools := given.get("tools"), list):
         given["tools"] = function_tools(tools, reading, _with_type)
     return given

@@ -69,6 +69,7 @@ OPERATIONS = (
     Operation("POST", "/detokenize", "Ids as a text", "Detokenized", DetokenizeBody),
     Operation("POST", "/apply-template", "A conversation as the model's own template renders it", "Template",
               ApplyTemplateBody),
+    Operation("GET", "/v1/chat/completions", "The stored chats: none", "Chats"),
     Operation("GET", "/v1/models", "The model that is served", "Models"),
     Operation("GET", "/v1/models/{id}", "The same, by its name", "Model", parameters=[_ID]),
     Operation("GET", "/v1/engine/events", "What the engine does, as events", "text/event-stream",

@@ -146,6 +146,9 @@ def _taken(
         if name in known or value is None:
             continue
         place = [*steps, name]
+        if name in foreign and foreign[name].warning:
+            reading.warn(f"{path_of(place)} was ignored: {foreign[name].warning}")
+            continue
         if name in foreign:
             meant = _meant(foreign[name], value, known, place)
             _add(found, meant, path_of(place))

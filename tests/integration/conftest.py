@@ -84,3 +84,9 @@ def openai_package() -> Path:
 def ai_sdk() -> Path:
     """A folder with npm's `ai` and what it needs."""
     return asset("clients/ai")
+
+
+@pytest.fixture(scope="session")
+def agents() -> Path:
+    """A folder with npm's Claude Code and Codex CLI."""
+    return asset("clients/agents")

@@ -61,6 +61,8 @@ def client_options(function: Function) -> Function:
                      help="A key a line, or a name and a key: only who has one may ask."),
         click.option("--unknown-fields", type=click.Choice(["warn", "refuse", "ignore"]), default="warn",
                      show_default=True, help="Fields of a request that are not known here, and near none that is."),
+        click.option("--agent-prompts", type=click.Choice(["adapt", "keep"]), default="adapt", show_default=True,
+                     help="Claude Code's prompts: adapt moves what changes in each to the end, for prefix reuse."),
         click.option("--cors-origin", "cors_origins", multiple=True, metavar="ORIGIN",
                      help="A page of this origin may call, such as https://example.org. Repeatable; * is all."),
     ]  # fmt: skip

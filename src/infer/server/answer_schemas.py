@@ -199,6 +199,7 @@ ANSWER_SCHEMAS: dict[str, Schema] = {
         default_sampling=record(chat={"type": "object"}, text={"type": "object"}),
     ),
     "InputTokens": record(input_tokens=COUNT),
+    "ResponseInputTokens": record(object=constant("response.input_tokens"), input_tokens=COUNT),
     "Tokenized": {
         "anyOf": [
             record({"token_strs": listed(TEXT)}, count=COUNT, max_model_len=COUNT, tokens=listed(COUNT)),

@@ -1,20 +1,21 @@
-"""What a turn of `/v1/messages` is made of, its tools, and both as the library takes them."""
+"""The blocks of a turn of `/v1/messages` and its tools, and both as the library takes them."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, final
 
 from msgspec import Meta, Struct
 
+from infer.server.agent_prompts import AgentPrompts, TokenBudgets, is_billing
 from infer.server.unknown_fields import Parameters, ToolKeys
 from infer.toolcalls.tools import MAX_TOOLS
 
 
 @final
 class CacheControl(Struct, kw_only=True):
-    """A hint that is not needed: what prompts begin with is kept anyway."""
+    """A hint without effect: the beginnings of prompts are always kept."""
 
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
+    type: str | None = None
+    ttl: str | None = None
 
 
 class _Block(Struct, kw_only=True, tag_field="type"):
@@ -24,7 +25,7 @@ class _Block(Struct, kw_only=True, tag_field="type"):
 @final
 class TextBlock(_Block, tag="text"):
     text: str
-    citations: None = None
+    citations: Any = None
 
 
 @final
@@ -47,23 +48,18 @@ class ThinkingBlock(_Block, tag="thinking"):
     signature: str | None = None
 
 
-@final
-class RedactedBlock(_Block, tag="redacted_thinking"):
-    data: str
-
-
-Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedBlock
+Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock
 
 
 @final
 class Turn(Struct, kw_only=True):
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
 @final
 class MessagesTool(ToolKeys, kw_only=True):
-    """`strict` or not, a call is held to the schema."""
+    """With `strict`, a schema that cannot be built is refused; without, the part is left out."""
 
     name: str
     input_schema: dict[str, Any]
@@ -101,8 +97,8 @@ Choice = AutoChoice | AnyChoice | ToolChoice | NoChoice
 MessagesTools = Annotated[list[MessagesTool], Meta(max_length=MAX_TOOLS)]
 
 
-class _Thinking(Struct, kw_only=True, tag_field="type"):
-    pass
+class _Thinking(Parameters, kw_only=True, tag_field="type"):
+    display: str | None = None  # thinking is always shown
 
 
 @final
@@ -112,7 +108,7 @@ class ThinkingOff(_Thinking, tag="disabled"):
 
 @final
 class ThinkingOn(_Thinking, tag="enabled"):
-    budget_tokens: Annotated[int, Meta(ge=1)]
+    budget_tokens: Annotated[int, Meta(ge=1)] | None = None
 
 
 @final
@@ -123,13 +119,11 @@ class ThinkingFreely(_Thinking, tag="adaptive"):
 Thinking = ThinkingOff | ThinkingOn | ThinkingFreely
 
 
-def tool_fields(tools: MessagesTools | None, choice: Choice | None, thinking: Thinking | None) -> dict[str, Any]:
-    """Fields of RequestOptions."""
+def tool_fields(tools: MessagesTools | None, choice: Choice | None) -> dict[str, Any]:
+    """Return fields of RequestOptions."""
     found: dict[str, Any] = {}
     if tools:
-        found["tools"] = [
-            {"name": each.name, "description": each.description, "parameters": each.input_schema} for each in tools
-        ]
+        found["tools"] = [_tool(each) for each in tools]
     match choice:
         case AnyChoice():
             found["tool_choice"] = "required"
@@ -139,37 +133,74 @@ def tool_fields(tools: MessagesTools | None, choice: Choice | None, thinking: Th
             found["tool_choice"] = "none"
     if isinstance(choice, _Choice) and choice.disable_parallel_tool_use:
         found["parallel_tool_calls"] = False
+    return found
+
+
+def _tool(given: MessagesTool) -> dict[str, Any]:
+    found = {"name": given.name, "description": given.description, "parameters": given.input_schema}
+    return found | ({"strict": True} if given.strict else {})
+
+
+def budget_of(thinking: Thinking | None) -> int | None:
+    """Return the most tokens of reasoning, None if there is no limit."""
     match thinking:
         case ThinkingOff():
-            found["reasoning_budget"] = 0
+            return 0
         case ThinkingOn(budget_tokens=budget):
-            found["reasoning_budget"] = budget
-    return found
+            return budget
+    return None
 
 
-def messages_of(turns: Sequence[Turn], system: str | list[TextBlock] | None) -> list[dict[str, Any]]:
-    """As templates take them: the system first, results of calls as messages of their own, and texts of one role after
-    another as one.
+def messages_of(
+    turns: Sequence[Turn], system: str | list[TextBlock] | None, prompts: AgentPrompts = "adapt"
+) -> list[dict[str, Any]]:
+    """Return messages for chat templates: the system prompt first, each tool result as a message of its own.
+
+    Texts of one role in a row become one message. Many templates take no system message after the first place, so a
+    later one is a text of the user in the frame that Claude Code gives its reminders.
     """
-    found: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": text_of(system)}]
+    budgets = TokenBudgets(prompts)
+    found = list[dict[str, Any]]()
+    if system is not None:
+        blocks = [TextBlock(text=system)] if isinstance(system, str) else system
+        texts = [budgets.taken_from(each.text) for each in blocks if not is_billing(each.text, prompts)]
+        found.append({"role": "system", "content": "".join(texts)})
     for turn in turns:
-        for message in _messages_of_turn(turn):
-            if found and set(found[-1]) == set(message) == {"role", "content"} and found[-1]["role"] == turn.role:
-                found[-1] = {"role": turn.role, "content": f"{found[-1]['content']}\n{message['content']}"}
+        for message in _messages_of_turn(turn, budgets):
+            if message["role"] == "system" and not message["content"]:
+                continue
+            if message["role"] == "system" and any(each["role"] != "system" for each in found):
+                message = {"role": "user", "content": f"<system-reminder>\n{message['content']}\n</system-reminder>"}
+            if found and set(found[-1]) == set(message) == {"role", "content"} and found[-1]["role"] == message["role"]:
+                texts = [text for text in (found[-1]["content"], message["content"]) if text]
+                found[-1] = {"role": message["role"], "content": "\n".join(texts)}
             else:
                 found.append(message)
+    found = found or [{"role": "user", "content": ""}]
+    budgets.put_behind(found)
     return found
 
 
-def _messages_of_turn(turn: Turn) -> list[dict[str, Any]]:
+def _messages_of_turn(turn: Turn, budgets: TokenBudgets) -> list[dict[str, Any]]:
+    if turn.role == "assistant":
+        return [_answer(turn)]
     if isinstance(turn.content, str):
-        return [{"role": turn.role, "content": turn.content}]
-    results = [each for each in turn.content if isinstance(each, ToolResultBlock)]
+        return [{"role": turn.role, "content": budgets.taken_from(turn.content)}]
     found = [
-        {"role": "tool", "tool_call_id": each.tool_use_id, "content": text_of(each.content or "")} for each in results
+        {"role": "tool", "tool_call_id": each.tool_use_id, "content": budgets.taken_from(text_of(each.content or ""))}
+        for each in turn.content
+        if isinstance(each, ToolResultBlock)
     ]
+    text = "".join(budgets.taken_from(each.text) for each in turn.content if isinstance(each, TextBlock))
+    return found if found and not text else [*found, {"role": turn.role, "content": text}]
+
+
+def _answer(turn: Turn) -> dict[str, Any]:
+    """Return an earlier answer of the assistant."""
+    if isinstance(turn.content, str):
+        return {"role": "assistant", "content": turn.content}
     texts = [each for each in turn.content if isinstance(each, TextBlock)]
-    message: dict[str, Any] = {"role": turn.role, "content": text_of(texts)}
+    message: dict[str, Any] = {"role": "assistant", "content": text_of(texts)}
     if thoughts := [each.thinking for each in turn.content if isinstance(each, ThinkingBlock)]:
         message["reasoning_content"] = "".join(thoughts)
     if calls := [each for each in turn.content if isinstance(each, ToolUseBlock)]:
@@ -177,7 +208,7 @@ def _messages_of_turn(turn: Turn) -> list[dict[str, Any]]:
             {"id": each.id, "type": "function", "function": {"name": each.name, "arguments": each.input}}
             for each in calls
         ]
-    return found if found and not texts else [*found, message]
+    return message
 
 
 def text_of(content: str | list[TextBlock]) -> str:

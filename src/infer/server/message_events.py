@@ -1,7 +1,7 @@
 """An answer of `/v1/messages`: its blocks, whole and as Anthropic's events."""
 
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, final
@@ -19,10 +19,13 @@ _STOP_REASONS = {"eos": "end_turn", "stop": "end_turn", "length": "max_tokens", 
 @final
 @dataclass(frozen=True)
 class Message:
-    """The answer, whole or as the objects of its events. `stops` are the request's stop sequences."""
+    """The answer, whole or as the objects of its events. `stops` are the request's stop sequences, `warnings` those
+    about its body.
+    """
 
     head: Head
     stops: frozenset[str] = frozenset()
+    warnings: Sequence[str] = ()
 
     def whole(self, result: GenerationResult) -> Json:
         blocks = list[Json]()
@@ -39,7 +42,8 @@ class Message:
         return {"type": "message_start", "message": self._object([], usage, stop)}
 
     def end(self, result: GenerationResult) -> Json:
-        return {"type": "message_delta", "delta": self._stop(result), "usage": _usage(result)}
+        found: Json = {"type": "message_delta", "delta": self._stop(result), "usage": _usage(result)}
+        return found | ({"infer": {"warnings": list(self.warnings)}} if self.warnings else {})
 
     def _object(self, content: list[Any], usage: Mapping[str, int], stop: Mapping[str, Any]) -> Json:
         named = {"id": self.head.id, "type": "message", "role": "assistant", "model": self.head.model}

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from infer.engine.request_options import RequestOptions
 from infer.errors import InvalidRequestError
-from infer.server.asked import make_params, refusal, seeds_of
+from infer.server.asked import make_params, refusal, seeds_of, stops_of
 from infer.server.asking import read_request, while_connected
 from infer.server.call import call_of
 from infer.server.choices import Asked, accept
@@ -23,16 +23,19 @@ from infer.server.message_blocks import (
     Thinking,
     ThinkingOff,
     Turn,
+    budget_of,
     messages_of,
     tool_fields,
 )
 from infer.server.message_events import Message, MessageEvents
+from infer.server.message_history import complete_messages
 from infer.server.models import answer_any_model
 from infer.server.replies import json_response, make_head
 from infer.server.sse import EventStream, event
 from infer.server.state import ServerState
-from infer.server.tokens import prepared
+from infer.server.tokens import count_prompt
 from infer.server.unknown_fields import Parameters
+from infer.toolcalls.template_formats import reasoning_of
 
 _TYPE_BY_STATUS = {
     401: "authentication_error",
@@ -47,6 +50,7 @@ _ITS_NAMES = {
     "response_format.json_schema.schema": "output_config.format.schema",
     "stop": "stop_sequences",
 }
+_EFFORTS = {"max": "xhigh"}  # OpenAI's name, which templates know
 _NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}  # then clients send all messages
 
 
@@ -57,16 +61,23 @@ _FOREIGN = {
     "context_management": Foreign(is_hint=True),
     "speed": Foreign(is_hint=True),
     "inference_geo": Foreign(is_hint=True),
+    "betas": Foreign(is_hint=True),
+    "max_completion_tokens": Foreign("use max_tokens", same_as=("max_tokens",)),
+    "output_format": Foreign("use output_config.format", becomes=lambda value: {"output_config": {"format": value}}),
+    "reasoning_effort": Foreign("use output_config.effort", becomes=lambda value: {"output_config": {"effort": value}}),
+    "response_format": Foreign("use output_config.format", ({"type": "text"},)),
+    "stop": Foreign("use stop_sequences", same_as=("stop_sequences",)),
 }
+_FOREIGN_OUTPUT = {"task_budget": Foreign(is_hint=True)}
+_MOST_STOPS = 64
+_OF_ANSWERS = (
+    *("max_tokens", "metadata", "service_tier", "stop_sequences", "stream"),
+    *("temperature", "top_k", "top_p", "seed"),
+)
 
 
 class _Part(Parameters):
     pass
-
-
-@final
-class Metadata(_Part, kw_only=True):
-    user_id: str | None = None
 
 
 @final
@@ -77,11 +88,16 @@ class JsonOutput(_Part, kw_only=True):
 
 @final
 class OutputConfig(_Part, kw_only=True):
+    """`effort` is a hint."""
+
+    foreign = _FOREIGN_OUTPUT
+
+    effort: str | None = None
     format: JsonOutput | None = None
 
 
 class PromptBody(_Part, kw_only=True):
-    """What both routes take."""
+    """The fields of both routes."""
 
     foreign = _FOREIGN
 
@@ -97,21 +113,23 @@ class PromptBody(_Part, kw_only=True):
 
 @final
 class CountTokensBody(PromptBody, kw_only=True):
-    pass
+    """Clients send it with the fields of the request that they would count."""
+
+    foreign = _FOREIGN | dict.fromkeys(_OF_ANSWERS, Foreign(is_hint=True))
 
 
 @final
 class MessagesBody(PromptBody, kw_only=True):
-    """`seed` is ours: Anthropic has none."""
+    """`seed` is ours: Anthropic has none. Without `max_tokens`, an answer may go to the end of the context."""
 
-    max_tokens: Annotated[int, Meta(ge=1)]
-    metadata: Metadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
-    stop_sequences: list[Annotated[str, Meta(min_length=1)]] | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    stop_sequences: Annotated[list[str], Meta(max_length=_MOST_STOPS)] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
 
 
@@ -135,53 +153,58 @@ def _its_error(error: Exception) -> ApiError:
 
 
 async def create_message(request: Request, state: ServerState) -> Response:
-    body = await read_request(request, state, MessagesBody)
+    body, llm = await read_request(request, state, MessagesBody, complete_messages), state.llm().llm
     answer_any_model(request, state, body.model)
-    params = make_params(sampling_of(body), state.llm().llm.sampling_defaults, seeds_of(body.seed, 1), "messages")
-    messages = messages_of(body.messages, body.system)
-    asked = Asked([messages], params, options_of(body), "messages", variables_of(body, messages))
+    params = make_params(sampling_of(body), llm.sampling_defaults, seeds_of(body.seed, 1), "messages")
+    messages = messages_of(body.messages, body.system, state.settings.agent_prompts)
+    template = llm.tokenizer.chat_template
+    asked = Asked([messages], params, options_of(body, template), "messages", variables_of(body, messages, template))
     choices = await accept(request, state, asked)
-    answer = Message(make_head("msg_", request, state), frozenset(body.stop_sequences or ()))
+    call = call_of(request)
+    answer = Message(make_head("msg_", request, state), frozenset(body.stop_sequences or ()), call.warnings)
     if body.stream:
         seconds = state.settings.comment_seconds
         return EventStream(MessageEvents(answer).of(choices), comment_seconds=seconds, fail=failure_event)
     (result,) = await while_connected(request, choices.results())
-    return json_response(answer.whole(result), call_of(request))
+    return json_response(answer.whole(result), call)
 
 
 async def count_tokens(request: Request, state: ServerState) -> Response:
-    body, host = await read_request(request, state, CountTokensBody), state.llm().host
+    body = await read_request(request, state, CountTokensBody, complete_messages)
     answer_any_model(request, state, body.model)
-    messages, options = messages_of(body.messages, body.system), options_of(body)
-
-    def encode() -> list[int]:
-        conversation = host.conversation(messages, options, variables_of(body, messages))
-        assert conversation is not None
-        return conversation.encode(messages)
-
-    ids = await prepared(request, state, encode, "messages")
-    return json_response({"input_tokens": len(ids)}, call_of(request))
+    template = state.llm().host.tokenizer.chat_template
+    messages = messages_of(body.messages, body.system, state.settings.agent_prompts)
+    options, variables = options_of(body, template), variables_of(body, messages, template)
+    count = await count_prompt(request, state, messages, options, variables, "messages")
+    return json_response({"input_tokens": count}, call_of(request))
 
 
-def options_of(body: PromptBody) -> RequestOptions:
-    """Raises ApiError."""
+def options_of(body: PromptBody, template: str | None) -> RequestOptions:
+    """Return the options of a body. A budget for thinking is a maximum: a template without reasoning needs none.
+
+    Raises ApiError.
+    """
+    budget = budget_of(body.thinking) if reasoning_of(template or "") is not None else None
     try:
-        return RequestOptions(**tool_fields(body.tools, body.tool_choice, body.thinking))
+        return RequestOptions(**tool_fields(body.tools, body.tool_choice), reasoning_budget=budget)
     except InvalidRequestError as error:
         raise refusal(error, "messages") from error
 
 
-def variables_of(body: PromptBody, messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of the template: a last turn of the assistant is gone on with."""
+def variables_of(body: PromptBody, messages: list[dict[str, Any]], template: str | None) -> dict[str, Any]:
+    """Return the template's variables. A last turn of the assistant is continued."""
     found: dict[str, Any] = {"continue_final_message": True} if messages[-1]["role"] == "assistant" else {}
+    effort = None if body.output_config is None else body.output_config.effort
+    if effort is not None and reasoning_of(template or "") is not None:
+        found["reasoning_effort"] = _EFFORTS.get(effort, effort)
     return found if body.thinking is None else found | {"enable_thinking": not isinstance(body.thinking, ThinkingOff)}
 
 
 def sampling_of(body: MessagesBody) -> dict[str, Any]:
-    given = {name: getattr(body, name) for name in ("max_tokens", "temperature", "top_k", "top_p")}
-    values = {name: value for name, value in given.items() if value is not None}
-    if body.stop_sequences:
-        values["stop"] = body.stop_sequences
+    given = {name: getattr(body, name) for name in ("temperature", "top_k", "top_p")}
+    values = {name: value for name, value in given.items() if value is not None} | {"max_tokens": body.max_tokens}
+    if stops := stops_of(body.stop_sequences or ()):
+        values["stop"] = stops
     if body.output_config is not None and body.output_config.format is not None:
         values["json_schema"] = body.output_config.format.schema
     return values

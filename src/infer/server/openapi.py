@@ -56,6 +56,8 @@ OPERATIONS = (
     Operation("POST", "/v1/completions", "Go on with texts or ids", "Completion", CompletionBody, streams=True),
     Operation("POST", "/v1/responses", "Answer a conversation, and keep nothing", "Response", ResponseBody,
               streams=True),
+    Operation("POST", "/v1/responses/input_tokens", "Count a response's input tokens", "ResponseInputTokens",
+              ResponseBody),
     Operation("POST", "/v1/embeddings", "Texts or ids as vectors", "Embeddings", EmbeddingsBody),
     Operation("POST", "/v1/messages", "Answer a conversation, as Anthropic does", "AnthropicMessage", MessagesBody,
               streams=True),
@@ -101,7 +103,7 @@ def document() -> Json:
     for body in bodies:
         properties = components[body.__name__]["properties"]
         properties.update(_REFINED.get(body.__name__, {}))
-    components["InputMessage"]["required"].remove("type")  # `with_types`
+    components["InputMessage"]["required"].remove("type")  # `complete_response`
     paths: dict[str, Json] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation)

@@ -10,8 +10,11 @@ from infer.batch_file.openai_logprobs import Spelling, chat_entries, without_end
 from infer.batch_file.result_line import FINISH_REASONS
 from infer.outputs import FinishReason, GenerationResult, ReasoningDelta, TokenLogprob, ToolCall, ToolCallDelta
 from infer.sampling_params import SamplingParams
+from infer.server.call import Call
 from infer.server.choices import Choices, Part
 from infer.server.errors import ApiError
+from infer.server.replies import with_warnings
+from infer.server.response_history import name_apart
 from infer.server.schema import ResponseBody
 from infer.server.shapes import Head, Json, extension, logprobs_of
 from infer.server.sse import event
@@ -24,6 +27,7 @@ class ResponseShape:
     def __init__(self, head: Head, body: ResponseBody, params: SamplingParams, spelling: Spelling) -> None:
         self._number = head.id.removeprefix("resp_")
         self._spelling = spelling
+        self._namespaces = {tool.name: tool.namespace for tool in body.tools or () if tool.namespace}
         self._settings: Json = {
             "id": head.id,
             "object": "response",
@@ -79,8 +83,12 @@ class ResponseShape:
         return {**named, "status": status, "content": content}
 
     def call(self, status: str, index: int, call: ToolCall) -> Json:
-        named = {"id": f"fc_{self._number}_{index}", "type": "function_call", "call_id": call.id}
-        return {**named, "name": call.name, "arguments": call.arguments, "status": status}
+        named: Json = {"id": f"fc_{self._number}_{index}", "type": "function_call", "call_id": call.id}
+        if namespace := self._namespaces.get(call.name):
+            named |= {"name": name_apart(call.name, namespace), "namespace": namespace}
+        else:
+            named["name"] = call.name
+        return {**named, "arguments": call.arguments, "status": status}
 
     def part(self, text: str, logprobs: list[Json]) -> Json:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
@@ -96,8 +104,8 @@ class ResponseShape:
 class ResponseEvents:
     """A stream's events, numbered. One item is open at a time; what ends it comes with the next, or with the end."""
 
-    def __init__(self, shape: ResponseShape) -> None:
-        self._shape, self._number = shape, 0
+    def __init__(self, shape: ResponseShape, call: Call) -> None:
+        self._shape, self._call, self._number = shape, call, 0
         self._index = -1  # of the open item
         self._open: Json | None = None
         self._written = ""  # of its text, or arguments
@@ -181,7 +189,8 @@ class ResponseEvents:
     def _end(self, result: GenerationResult) -> list[bytes]:
         whole = self._shape.whole(result)
         found = [] if self._index >= 0 else self._begin(self._shape.message("in_progress", []))
-        return [*found, *self._close(whole["status"]), self._event(f"response.{whole['status']}", response=whole)]
+        found += self._close(whole["status"])
+        return [*found, self._event(f"response.{whole['status']}", response=with_warnings(whole, self._call))]
 
     def _part(self, text: str) -> Json:
         assert self._open is not None

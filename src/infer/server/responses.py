@@ -27,10 +27,12 @@ from infer.server.models import answer_any_model
 from infer.server.refusals import refuse
 from infer.server.replies import json_response, make_head
 from infer.server.response_events import ResponseEvents, ResponseShape
-from infer.server.response_items import CallItem, InputItem, InputMessage, ReasoningItem, ResultItem, with_types
+from infer.server.response_history import complete_response
+from infer.server.response_items import CallItem, InputItem, InputMessage, ReasoningItem, ResultItem
 from infer.server.schema import ResponseBody
 from infer.server.sse import EventStream
 from infer.server.state import ServerState
+from infer.server.tokens import count_prompt
 from infer.server.tool_fields import effort_variables, tool_options
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -38,17 +40,27 @@ _LOGPROBS = "message.output_text.logprobs"
 
 async def respond(request: Request, state: ServerState) -> Response:
     llm = state.llm().llm
-    body = await read_request(request, state, ResponseBody, with_types)
+    body = await read_request(request, state, ResponseBody, complete_response)
     answer_any_model(request, state, body.model)
     asked = ask(body, llm.sampling_defaults, llm.tokenizer.chat_template)
     choices = await accept(request, state, asked)
     head = make_head("resp_", request, state)
+    call = call_of(request)
     shape = ResponseShape(head, body, asked.params[0], Spelling.of(llm.tokenizer))
     if not body.stream:
         (result,) = await while_connected(request, choices.results())
-        return json_response(shape.whole(result), call_of(request))
-    events = ResponseEvents(shape)
+        return json_response(shape.whole(result), call)
+    events = ResponseEvents(shape, call)
     return EventStream(events.of(choices), comment_seconds=state.settings.comment_seconds, fail=events.fail)
+
+
+async def count_input_tokens(request: Request, state: ServerState) -> Response:
+    llm = state.llm().llm
+    body = await read_request(request, state, ResponseBody, complete_response)
+    answer_any_model(request, state, body.model)
+    asked = ask(body, llm.sampling_defaults, llm.tokenizer.chat_template)
+    count = await count_prompt(request, state, asked.prompts[0], asked.options, dict(asked.variables), "input")
+    return json_response({"object": "response.input_tokens", "input_tokens": count}, call_of(request))
 
 
 def ask(body: ResponseBody, defaults: Mapping[str, Any], template: str | None) -> Asked:
@@ -73,9 +85,10 @@ def ask(body: ResponseBody, defaults: Mapping[str, Any], template: str | None) -
 
 
 def messages_of(body: ResponseBody) -> list[dict[str, Any]]:
-    """As templates take them: the instructions are the first, and what the assistant did in one turn is one message.
+    """Return messages for chat templates: the instructions first, and one message for each turn.
 
-    Raises ApiError.
+    Clients send several items in a row for one turn of the user or the assistant, or for the system prompt; many
+    templates want turns that alternate.
     """
     given: Sequence[InputItem] = (
         [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input
@@ -83,19 +96,24 @@ def messages_of(body: ResponseBody) -> list[dict[str, Any]]:
     found = list[dict[str, Any]]()
     if body.instructions is not None:
         found.append({"role": "system", "content": body.instructions})
-    for index, item in enumerate(given):
-        _add(found, item, f"input[{index}]")
+    for item in given:
+        if isinstance(item, ResultItem):
+            found.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
+        elif isinstance(item, InputMessage) and item.role != "assistant":
+            _add_text(found, "system" if item.role == "developer" else item.role, text_of(item.content))
+        else:
+            _add_answer(found, item)
     return found
 
 
-def _add(found: list[dict[str, Any]], item: InputItem, path: str) -> None:
-    if isinstance(item, ResultItem):
-        found.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
-        return
-    if isinstance(item, InputMessage) and item.role != "assistant":
-        role = "system" if item.role == "developer" else item.role
-        found.append({"role": role, "content": text_of(item.content)})
-        return
+def _add_text(found: list[dict[str, Any]], role: str, text: str) -> None:
+    if found and found[-1]["role"] == role:
+        found[-1]["content"] += f"\n\n{text}"
+    else:
+        found.append({"role": role, "content": text})
+
+
+def _add_answer(found: list[dict[str, Any]], item: InputItem) -> None:
     last = found[-1] if found and found[-1]["role"] == "assistant" else None
     if last is None or (isinstance(item, InputMessage) and last["content"]):
         last = {"role": "assistant", "content": ""}
@@ -106,8 +124,11 @@ def _add(found: list[dict[str, Any]], item: InputItem, path: str) -> None:
         case CallItem():
             call = call_of_message(item.call_id, item.name, item.arguments)
             last.setdefault("tool_calls", []).append(call)
-        case ReasoningItem():
-            last["reasoning_content"] = "".join(part.text for part in item.content or ())
+        case ReasoningItem(content=[_, *_] as parts):
+            last["reasoning_content"] = "".join(part.text for part in parts)
 
 
-ROUTES = [ApiRoute("POST", "/v1/responses", respond, operation="chat")]
+ROUTES = [
+    ApiRoute("POST", "/v1/responses", respond, operation="chat"),
+    ApiRoute("POST", "/v1/responses/input_tokens", count_input_tokens),
+]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import final
 
 from infer.engine.scheduler import GAP_SECONDS
+from infer.server.agent_prompts import AgentPrompts
 from infer.server.unknown_fields import UnknownFields
 
 
@@ -43,4 +44,5 @@ class ServerSettings:
     has_access_log: bool = True
     allow_embeddings: bool = False  # of a model that is not made for them
     unknown_fields: UnknownFields = "warn"  # of a body, unless they misspell one of ours or would change the answer
+    agent_prompts: AgentPrompts = "adapt"  # drop and move what changes in each of a coding agent's prompts
     is_child: bool = False  # of a process that has the clients: `distributed.front`

@@ -23,6 +23,7 @@ from infer.server.models import check_model
 from infer.server.refusals import refuse
 from infer.server.replies import json_response
 from infer.server.schema import Body, Message, Tools
+from infer.server.shapes import Json
 from infer.server.state import ServerState
 from infer.server.tool_fields import plain
 
@@ -138,6 +139,20 @@ async def prepared(request: Request, state: ServerState, prepare: Callable[[], _
         return await while_connected(request, state.llm().host.answers.prepare(lambda check: prepare()))
     except InvalidRequestError as error:
         raise refusal(error, param) from error
+
+
+async def count_prompt(
+    request: Request, state: ServerState, messages: list[Json], options: RequestOptions, variables: Json, param: str
+) -> int:
+    """Return the number of tokens of a conversation's prompt. Raises ApiError that names `param`."""
+    host = state.llm().host
+
+    def encode() -> list[int]:
+        conversation = host.conversation(messages, options, variables)
+        assert conversation is not None
+        return conversation.encode(messages)
+
+    return len(await prepared(request, state, encode, param))
 
 
 def _kind_of(body: TokenizeBody) -> str:

@@ -1,0 +1,50 @@
+"""Parts of a coding agent's prompt that change with each request, moved or dropped so that prefixes are reused.
+
+Claude Code begins its system prompt with a line for its vendor's billing, whose `cch=` differs in each request, and
+ends it and each tool result with the tokens that its context has left.
+"""
+
+import re
+from typing import Any, Literal, final
+
+AgentPrompts = Literal["adapt", "keep"]
+_BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*")
+_MOST_BUDGET = 200  # characters of a budget reminder with its frame
+_BUDGET = re.compile(
+    r"(?:<system-reminder>\s{0,4})?(?P<budget><total_tokens>[^<>\n]{1,60}</total_tokens>)(?:\s{0,4}</system-reminder>)?"
+)
+
+
+@final
+class TokenBudgets:
+    """The budget reminders of one prompt: taken from the ends of its texts, and the newest put behind all messages."""
+
+    def __init__(self, prompts: AgentPrompts) -> None:
+        self._is_kept = prompts == "keep"
+        self._newest: str | None = None
+
+    def taken_from(self, text: str) -> str:
+        """Return the text without a reminder at its end, and keep the reminder."""
+        if self._is_kept:
+            return text
+        begin = max(0, len(text.rstrip()) - _MOST_BUDGET)
+        for found in _BUDGET.finditer(text, begin):
+            if not text[found.end() :].strip():
+                self._newest = found["budget"]
+                return text[: found.start()].rstrip()
+        return text
+
+    def put_behind(self, messages: list[dict[str, Any]]) -> None:
+        """Append the newest reminder to the last message that the assistant did not write."""
+        if self._newest is None:
+            return
+        for message in reversed(messages):
+            if message["role"] != "assistant":
+                text = message["content"]
+                message["content"] = f"{text}\n\n{self._newest}" if text else self._newest
+                return
+
+
+def is_billing(text: str, prompts: AgentPrompts) -> bool:
+    """True for a block of the system prompt that is only the billing line and is to be dropped."""
+    return prompts == "adapt" and _BILLING.fullmatch(text.strip()) is not None

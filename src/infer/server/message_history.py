@@ -1,0 +1,138 @@
+"""Bodies of `/v1/messages` as other programs send them, made into the blocks and tools that are read here."""
+
+from typing import Any
+
+import msgspec
+
+from infer.server.history import last_user, past_arguments, placeholder
+from infer.server.refusals import refuse
+from infer.server.unknown_fields import Reading
+
+_KNOWN = ("text", "tool_use", "tool_result", "thinking")
+
+
+def complete_messages(given: Any, reading: Reading) -> Any:
+    """Return the body whose messages and tools have only blocks and kinds that are known.
+
+    Raises ApiError 400 for an image or a file in the last message of the user, unless it answers a tool's call.
+    """
+    if not isinstance(given, dict):
+        return given
+    given = dict(given)
+    if isinstance(system := given.get("system"), list):
+        given["system"] = _blocks(system, "system", reading, is_refused=False)
+    if isinstance(turns := given.get("messages"), list):
+        last = last_user(turns)
+        given["messages"] = [
+            _turn(turn, f"messages[{index}]", reading, is_last=index == last) if isinstance(turn, dict) else turn
+            for index, turn in enumerate(turns)
+        ]
+    if isinstance(tools := given.get("tools"), list):
+        given["tools"] = _own_tools(tools, reading)
+    return given
+
+
+def _own_tools(tools: list[Any], reading: Reading) -> list[Any]:
+    """Return the tools with a schema of the caller's. Kinds that Anthropic defines are left out with a warning."""
+    found = list[Any]()
+    for index, tool in enumerate(tools):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and kind != "custom":
+            reading.warn(f"tools[{index}] was left out: tools of type {kind!r:.40} are not known here")
+        else:
+            found.append(tool)
+    return found
+
+
+def _turn(turn: dict[str, Any], path: str, reading: Reading, *, is_last: bool) -> dict[str, Any]:
+    content = turn.get("content")
+    if content is None:
+        return {**turn, "content": ""} if "content" in turn else turn
+    if not isinstance(content, list):
+        return turn
+    has_results = any(isinstance(each, dict) and each.get("type") == "tool_result" for each in content)
+    blocks = _blocks(content, f"{path}.content", reading, is_refused=is_last and not has_results)
+    return {**turn, "content": blocks}
+
+
+def _blocks(given: list[Any], path: str, reading: Reading, *, is_refused: bool) -> list[Any]:
+    found = list[Any]()
+    for index, block in enumerate(given):
+        if isinstance(block, str):
+            found.append(_text(block))
+        elif not isinstance(block, dict) or not isinstance(kind := block.get("type"), str):
+            found.append(block)
+        elif (kept := _block(block, kind, f"{path}[{index}]", reading, is_refused=is_refused)) is not None:
+            found.append(kept)
+    return found
+
+
+def _block(block: dict[str, Any], kind: str, path: str, reading: Reading, *, is_refused: bool) -> dict[str, Any] | None:
+    """Return a block that is known, or None for one that is left out. Raises ApiError."""
+    match kind:
+        case "text" if block.get("text") is None and "text" in block:
+            return {**block, "text": ""}
+        case "tool_use":
+            return {**block, "input": _input(block.get("input"), f"{path}.input", reading)}
+        case "tool_result":
+            return _result(block, path, reading)
+        case "thinking" if not isinstance(block.get("thinking"), str):
+            reading.warn(f"{path} was left out: its thinking is not readable")
+            return None
+        case "redacted_thinking":
+            reading.warn(f"{path} was left out: its thinking is encrypted for another provider")
+            return None
+    if kind in _KNOWN:
+        return block
+    if (text := _readable(block, kind)) is not None:
+        return _text(text)
+    if is_refused and block.get("source") is None and kind not in ("image", "document", "container_upload"):
+        raise refuse(f"{path} is of type {kind!r:.40}, which is not known here: leave it out", path)
+    return _text(placeholder(kind, path, reading, is_refused=is_refused))
+
+
+def _result(block: dict[str, Any], path: str, reading: Reading) -> dict[str, Any]:
+    content = block.get("content")
+    if isinstance(content, list):
+        content = _blocks(content, f"{path}.content", reading, is_refused=False)
+    elif isinstance(content, dict):
+        content = msgspec.json.encode(content).decode()
+    if not content and block.get("is_error") is True:
+        content = "[error]"  # the flag is all that the tool said
+    return {**block, "content": content}
+
+
+def _input(given: Any, path: str, reading: Reading) -> Any:
+    """Return the input of an earlier call as an object."""
+    return given if isinstance(given, dict) else msgspec.json.decode(past_arguments(given, path, reading))
+
+
+def _readable(block: dict[str, Any], kind: str) -> str | None:
+    """Return the text of a document or a search result that is plain text."""
+    match kind, block.get("source"):
+        case "document", {"type": "text", "data": str(text)}:
+            return _titled(block, text)
+        case "document", {"type": "content", "content": content}:
+            return _titled(block, _joined(content))
+        case "search_result", _:
+            return _titled(block, _joined(block.get("content")))
+    return None
+
+
+def _joined(content: Any) -> str | None:
+    """Return the texts of a list of text blocks, None if another block is there."""
+    match content:
+        case str():
+            return content
+        case [*blocks] if all(isinstance(each, dict) and isinstance(each.get("text"), str) for each in blocks):
+            return "".join(each["text"] for each in blocks)
+    return None
+
+
+def _titled(block: dict[str, Any], text: str | None) -> str | None:
+    title = block.get("title")
+    return f"{title}\n{text}" if text is not None and isinstance(title, str) and title else text
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}

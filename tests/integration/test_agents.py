@@ -1,0 +1,176 @@
+"""Claude Code and Codex CLI, from their published packages, against a served SmolLM2 with a longer context.
+
+A gateway in the test forces the first call, of a tool that does no harm: the model itself would call by chance.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+
+from extent import IS_WHOLE
+from idle import until_idle
+from infer import LLM
+from infer.server.app import ROUTES
+from infer.server.endpoint import ApiRoute
+from infer.server.state import ServerState
+from served import Served, serving
+
+CONTEXT = 16384
+SECONDS = 500
+PROMPT = "Say hello."
+
+pytestmark = pytest.mark.skipif(not IS_WHOLE, reason="slow, with packages of 500 MB: INFER_TESTS=all")
+
+
+class Gateway:
+    """The routes of a server with a forced call in each conversation's first request, and the statuses of all."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.statuses: list[int] = []
+
+    def table(self) -> list[ApiRoute]:
+        return [self._noted(route) if route.path in ("/v1/messages", "/v1/responses") else route for route in ROUTES]
+
+    def _forced(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return a call without arguments that matter for the first request, and an early end for Claude Code's others,
+        which this model would not end by itself.
+        """
+        kinds = {item.get("type") for item in body.get("input", ())}
+        kinds |= {block["type"] for turn in body.get("messages", ()) for block in blocks_of(turn)}
+        if "messages" in body:
+            is_first = "tool_result" not in kinds
+            return {"tool_choice": {"type": "tool", "name": "Read"}} if is_first else {"stop_sequences": list(".,!\n")}
+        return {} if "function_call_output" in kinds else {"tool_choice": {"type": "function", "name": "get_goal"}}
+
+    def _noted(self, route: ApiRoute) -> ApiRoute:
+        async def handler(request: Request, state: ServerState) -> Response:
+            body = json.loads(await request.body())
+            self.bodies.append(body)
+            body |= self._forced(body)
+            request._body = json.dumps(body).encode()
+            try:
+                response = await route.handler(request, state)
+            except Exception:
+                self.statuses.append(400)
+                raise
+            self.statuses.append(response.status_code)
+            return response
+
+        return route._replace(handler=handler)
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """The model with another number as its context: its answers beyond 8,192 tokens are worth little."""
+    content = bytearray(smollm2_path.read_bytes())
+    place = content.index(b"llama.context_length") + len(b"llama.context_length") + 4  # after the value's type
+    assert int.from_bytes(content[place : place + 4], "little") == 8192
+    content[place : place + 4] = CONTEXT.to_bytes(4, "little")
+    path = tmp_path_factory.mktemp("longer") / "smollm2.gguf"
+    path.write_bytes(content)
+    with LLM(path, max_seq_len=CONTEXT, reuse_prefixes=True) as llm:
+        yield llm
+
+
+@pytest.fixture
+def gateway() -> Gateway:
+    return Gateway()
+
+
+@pytest.fixture
+def served(llm: LLM, gateway: Gateway) -> Iterator[Served]:
+    with serving(llm, model="smollm2", table=gateway.table(), max_ttft=float(SECONDS)) as served:
+        yield served
+        until_idle(served)
+
+
+def run(command: list[str], folder: Path, **environment: str) -> str:
+    """Return what the agent prints. It has a home of its own, and nobody to ask."""
+    kept = {name: os.environ[name] for name in ("PATH", "TMPDIR") if name in os.environ}
+    home = folder / "home"
+    work = folder / "work"
+    for each in (home, work):
+        each.mkdir(exist_ok=True)
+    done = subprocess.run(
+        command,
+        cwd=work,
+        env=kept | {"HOME": str(home)} | environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def test_claude_code_runs_a_tool_and_gets_a_text(
+    served: Served, gateway: Gateway, agents: Path, tmp_path: Path
+) -> None:
+    (program,) = agents.glob("node_modules/@anthropic-ai/claude-code-*/claude*")
+    command = [str(program), "-p", PROMPT, "--output-format", "stream-json", "--verbose", "--model", "smollm2"]
+    command += ["--tools", "Read", "--disable-slash-commands", "--system-prompt", "You are an assistant."]
+    printed = run(
+        [*command, "--dangerously-skip-permissions"],
+        tmp_path,
+        ANTHROPIC_BASE_URL=served.url,
+        ANTHROPIC_AUTH_TOKEN="none",
+        CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
+        CLAUDE_CODE_MAX_OUTPUT_TOKENS="256",
+        DISABLE_AUTOUPDATER="1",
+        DISABLE_TELEMETRY="1",
+        IS_SANDBOX="1",
+    )
+    lines = [json.loads(line) for line in printed.splitlines()]
+    assert lines[-1]["type"] == "result"
+    assert set(gateway.statuses) == {200}
+    kinds = [block["type"] for body in gateway.bodies for turn in body["messages"] for block in blocks_of(turn)]
+    assert "tool_result" in kinds
+    assert lines[-1]["usage"]["cache_read_input_tokens"] > 0
+
+
+def blocks_of(turn: dict[str, Any]) -> list[dict[str, Any]]:
+    content = turn["content"]
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
+
+
+def test_codex_cli_runs_a_tool_and_gets_a_text(served: Served, gateway: Gateway, agents: Path, tmp_path: Path) -> None:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed")
+    provider = {"name": "infer", "base_url": f"{served.url}/v1", "wire_api": "responses", "env_key": "NO_KEY"}
+    settings = {"model_provider": "infer", "model": "smollm2"}
+    settings |= {f"model_providers.infer.{name}": value for name, value in provider.items()}
+    options = [part for name, value in settings.items() for part in ("-c", f"{name}={json.dumps(value)}")]
+    program = agents / "node_modules/@openai/codex/bin/codex.js"
+    command = [
+        node,
+        str(program),
+        "exec",
+        "--skip-git-repo-check",
+        "--json",
+        "--sandbox",
+        "read-only",
+        *options,
+        PROMPT,
+    ]
+    (tmp_path / "codex").mkdir()
+    printed = run(command, tmp_path, CODEX_HOME=str(tmp_path / "codex"), NO_KEY="none")
+    lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    assert "turn.completed" in [line["type"] for line in lines]
+    assert set(gateway.statuses) == {200}
+    items = [item for body in gateway.bodies for item in body["input"]]
+    assert [item["name"] for item in items if item["type"] == "function_call"][:1] == ["get_goal"]
+    assert "function_call_output" in [item["type"] for item in items]
+    (usage,) = (line["usage"] for line in lines if line["type"] == "turn.completed")
+    assert usage["cached_input_tokens"] > 0

@@ -270,7 +270,7 @@ def test_a_response_is_held_to_the_format_of_its_text(served: Served, llm: LLM) 
     expected = llm.chat(PLAIN[1:], seed=1, json_schema=SCHEMA)
     assert answer["output"][0]["content"][0]["text"] == expected.text
     assert answer["text"] == text
-    long = [{"role": "user", "content": "hello " * 30}] * 5
+    long = [{"role": role, "content": "hello " * 30} for role in ("user", "assistant", "user", "assistant", "user")]
     assert served.client.post("/v1/responses", json={"input": long}).json()["error"]["param"] == "input"
     assert respond(served, input=long, truncation="auto", max_output_tokens=4)["truncation"] == "auto"
 

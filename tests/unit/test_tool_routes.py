@@ -179,7 +179,14 @@ def test_what_belongs_to_messages_is_refused_beside_a_text(served: Served, name:
     ("body", "param"),
     [
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]}, "tools"),
+        (
+            {
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}, "strict": True}}
+                ]
+            },
+            "tools",
+        ),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),

@@ -235,6 +235,8 @@ async def accept(request: Request, state: ServerState, asked: Asked) -> Choices:
     async def prepare() -> Choices:
         groups = [await _prepared(llm, asked, options, number) for number in range(len(asked.prompts))]
         choices = Choices(call, state, groups, is_answered=asked.is_answered)
+        said = [warning for group in groups for warning in group[0].sequence.request.warnings]
+        call.warnings += dict.fromkeys(each for each in said if each not in call.warnings)
         if call.sent:
             await llm.host.answers.prepare(lambda check: choices.resume())
         await choices.begin()

@@ -4,6 +4,7 @@ Clients send back what any server answered, and their users cannot change it: no
 the answer would need, which is an image or a file in the last message of the user.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ import msgspec
 
 from infer.server.refusals import refuse
 from infer.server.unknown_fields import Reading
+from infer.toolcalls import past_calls
 
 _WORDS = ("image", "audio", "video", "file", "document")
 _TEXT_TYPES = frozenset({"text", "input_text", "output_text", "refusal"})
@@ -86,22 +88,14 @@ def placeholder(kind: str, path: str, reading: Reading, *, is_refused: bool) -> 
 
 
 def past_arguments(given: Any, path: str, reading: Reading) -> str:
-    """Return the arguments of an earlier call as an object of JSON.
-
-    None and an empty text are no arguments. A text that is cut or malformed becomes {"INVALID_JSON": text}, as
-    Anthropic's documentation of fine-grained tool streaming has it.
-    """
-    if given is None or (isinstance(given, str) and not given.strip()):
-        return "{}"
+    """Return the arguments of an earlier call as an object of JSON, and warn if they are none."""
     if isinstance(given, dict):
         return msgspec.json.encode(given).decode()
-    text = given if isinstance(given, str) else msgspec.json.encode(given).decode()
-    try:
-        msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.MsgspecError, RecursionError):
-        reading.warn(f"{path} is no object of JSON: the model is shown it as INVALID_JSON")
-        return msgspec.json.encode({"INVALID_JSON": text}).decode()
-    return text
+    text = given if isinstance(given, str | None) else msgspec.json.encode(given).decode()
+    values, warning = past_calls.past_arguments(text)
+    if warning is not None:
+        reading.warn(f"{path}: {warning}")
+    return json.dumps(values)
 
 
 def _message(message: dict[str, Any], path: str, reading: Reading, *, is_last: bool) -> dict[str, Any]:

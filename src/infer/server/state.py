@@ -71,6 +71,7 @@ class ServerState:
     def become_ready(self, llm: "infer.AsyncLLM") -> None:
         """Serve this model, unless the server is shutting down."""
         self._llm = llm
+        llm.host.warns = False  # answers say it
         self._apply_limits()
         if self.phase == "loading":
             self.phase = "ready"

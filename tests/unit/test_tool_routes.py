@@ -175,18 +175,29 @@ def test_what_belongs_to_messages_is_refused_beside_a_text(served: Served, name:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
 
 
+STRICT_LIST = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "array"}}}
+
+
+def test_a_tool_that_is_not_strict_refuses_no_request(served: Served) -> None:
+    bad = {"properties": {"a": {"type": "array", "items": {}, "uniqueItems": True}}, "required": ["a"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": bad}}
+    named = {"type": "function", "function": {"name": "f"}}
+    body = {"messages": ASKED, "tools": [tool], "tool_choice": named, "tool_format": "hermes", **SAMPLED}
+    body["thinking_token_budget"] = 0
+    answer = served.client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert [call["function"]["name"] for call in answer.json()["choices"][0]["message"].get("tool_calls", ())] == [
+        "f"
+    ], answer.text
+    tool["function"]["strict"] = True
+    assert served.client.post("/v1/chat/completions", json=body).status_code == 400
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
-        (
-            {
-                "tools": [
-                    {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}, "strict": True}}
-                ]
-            },
-            "tools",
-        ),
+        ({"tools": [STRICT_LIST]}, "tools"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),

@@ -170,6 +170,15 @@ def fragment_of(fingerprint: str, body: dict[str, Any]) -> str:
     return "#r=" + base64.urlsafe_b64encode(json.dumps(link).encode()).decode().rstrip("=")
 
 
+def open_link(page: Page, served: Served, fragment: str) -> None:
+    ready(page, served, fragment)
+    page.until("document.getElementById('link-dialog')?.open")
+
+
+def answer_link(page: Page) -> None:
+    page.click("#link-dialog .primary")
+
+
 def slide(page: Page, name: str, value: float) -> None:
     page.run(f"(e => {{ e.value = {value}; e.dispatchEvent(new Event('input')); }})(document.getElementById('{name}'))")
 
@@ -245,7 +254,7 @@ def test_other_settings_are_tried_on_the_same_logits(page: Page, served: Served)
             slide(page, f"what-{name}", value)
         other = llm.chat(messages, seed=7, max_new_tokens=24, **values).token_ids
         differs = next((i for i, (a, b) in enumerate(zip(answer, other, strict=False)) if a != b), None)
-        said = f"Token {differs + 1} would have been another one" if differs is not None else "would be the same"
+        said = f"Token {differs + 1} would have been different" if differs is not None else "would be the same"
         page.until(f"document.querySelector('#whatif .result').textContent.includes({json.dumps(said)})")
 
 
@@ -342,11 +351,12 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, served: Served
 
 def test_a_link_of_another_model_says_so(page: Page, served: Served) -> None:
     body = {"model": "smollm2", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 4, "seed": 1}
-    ready(page, served, fragment_of("fp_other", body))
+    open_link(page, served, fragment_of("fp_other", body))
+    answer_link(page)
     said = page.until("document.querySelector('.notice.error')?.textContent")
     here = served.state.llm().llm.system_fingerprint
-    assert f"Not the answer of the link: its fingerprint is fp_other, here it is {here}" in said
-    page.until("document.querySelector('.answer .facts').textContent.includes(\"another answer than the link's\")")
+    assert f"This is not the answer of the link. The link's fingerprint is fp_other, this server's is {here}." in said
+    page.until("document.querySelector('.answer .facts').textContent.includes('not the answer of the link')")
 
 
 def test_a_link_gives_the_same_answer_again(page: Page, served: Served) -> None:
@@ -354,7 +364,8 @@ def test_a_link_gives_the_same_answer_again(page: Page, served: Served) -> None:
     page.key("l", alt=True)
     fragment = page.until("location.hash")
     page.run("localStorage.clear()")
-    ready(page, served, fragment)
+    open_link(page, served, fragment)
+    answer_link(page)
     page.until("document.querySelector('.notice.good')?.textContent.includes('bit for bit')")
     page.until(f"document.querySelector('.answer .tokens').textContent === {json.dumps(text)}")
     assert page.run("document.querySelector('.message.user .text').textContent") == QUESTION
@@ -373,7 +384,7 @@ def test_an_answer_goes_on_when_the_server_is_back(browser: Browser, served: Ser
         page.until("document.querySelectorAll('.answer [data-i]').length > 20")
         wire.cut()
         page.until("document.getElementById('status').dataset.state === 'lost'")
-        page.until("document.querySelector('.answer .fault').textContent.includes('goes on when it is back')")
+        page.until("document.querySelector('.answer .fault').textContent.includes('continues when the server is back')")
         wire.mend()
         page.until("document.getElementById('status').dataset.state === 'ready'")
         ended(page)
@@ -407,7 +418,9 @@ def test_nothing_that_is_shown_becomes_html(page: Page, served: Served) -> None:
     schema = {"title": XSS, "type": XSS}
     body = {"messages": messages, "max_tokens": 4, "model": XSS}
     body["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    ready(page, served, fragment_of(XSS, body))
+    open_link(page, served, fragment_of(XSS, body))
+    assert XSS in page.run("document.getElementById('link-dialog').textContent")
+    answer_link(page)
     page.until("document.querySelectorAll('.message').length === 4 && !document.querySelector('.answer.running')")
     for tab in ("token", "prompt", "settings", "engine"):
         page.run(f"document.getElementById('tab-{tab}').click()")

@@ -282,7 +282,7 @@ function variants(parent, message, render, unpair = null) {
 
 function factsOf(answer) {
 	const { ttft, rate } = answer.speed;
-	const cut = { length: "cut off at the longest answer", tool_calls: "calls a tool" };
+	const cut = { length: "cut off at its limit", tool_calls: "calls a tool" };
 	return [
 		answer.state === "waiting" && "waiting …",
 		answer.tokens.length && `${answer.tokens.length} tokens`,
@@ -298,7 +298,7 @@ function factsOf(answer) {
 }
 
 const EXAMPLES = {
-	chat: ["What is the capital of France?", "Name three fruits.", "Write a Python function that adds two numbers."],
+	chat: ["What is the capital of Japan?", "Name three fruits.", "Write a Python function that adds two numbers."],
 	text: ["The capital of France is", "Once upon a time, a small fox", "def is_even(n):"],
 };
 

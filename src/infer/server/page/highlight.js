@@ -3,6 +3,7 @@
 import { h } from "./dom.js";
 
 const LONGEST = 50_000; // characters; longer code stays plain
+const SLICE = 1000; // tokens
 const [DOUBLE, SINGLE] = [String.raw`"(?:[^"\\\n]|\\.)*"?`, String.raw`'(?:[^'\\\n]|\\.)*'?`];
 const TEMPLATE = "`(?:[^`\\\\]|\\\\[^])*`?";
 const TRIPLE = `"""[^]*?(?:"""|$)|'''[^]*?(?:'''|$)`;
@@ -28,13 +29,13 @@ function rules(comments, strings, words, others = NUMBER, isFolded = false) {
 
 const SLASH = rules(`//.*|${BLOCK}`, `${DOUBLE}|${SINGLE}|${TEMPLATE}`, C_WORDS);
 const LANGUAGES = {
-	"js javascript jsx mjs ts tsx typescript json jsonc java kotlin kt c h cpp c++ cc cs csharp c# go golang swift scala dart php": SLASH,
+	"js javascript jsx ts tsx typescript json jsonc java kotlin kt c h cpp c++ cc cs csharp c# go golang swift php": SLASH,
 	"rust rs": rules(`//.*|${BLOCK}`, String.raw`${DOUBLE}|'(?:[^'\\\n]|\\.)'`, C_WORDS),
-	"py python python3 rb ruby sh bash shell zsh console yaml yml toml ini r perl pl make makefile dockerfile elixir julia":
+	"py python python3 rb ruby sh bash shell console yaml yml toml ini r perl makefile dockerfile":
 		rules(String.raw`(?<!\S)#.*`, `${TRIPLE}|${DOUBLE}|${SINGLE}`, HASH_WORDS),
-	"sql mysql postgresql sqlite": rules(`--.*|${BLOCK}`, `${DOUBLE}|${SINGLE}`, SQL_WORDS, NUMBER, true),
+	sql: rules(`--.*|${BLOCK}`, `${DOUBLE}|${SINGLE}`, SQL_WORDS, NUMBER, true),
 	"css scss less": rules(BLOCK, `${DOUBLE}|${SINGLE}`, "", String.raw`#[\da-fA-F]{3,8}\b|\b\d[\w.%]*`),
-	"html xml svg vue": rules("<!--[^]*?(?:-->|$)", `(?<==)(?:${DOUBLE}|${SINGLE})`, "", String.raw`(?<=</?)[A-Za-z][\w:-]*`),
+	"html xml": rules("<!--[^]*?(?:-->|$)", `(?<==)(?:${DOUBLE}|${SINGLE})`, "", String.raw`(?<=</?)[A-Za-z][\w:-]*`),
 };
 const byName = new Map(Object.entries(LANGUAGES).flatMap(([names, found]) => names.split(" ").map((name) => [name, found])));
 
@@ -49,8 +50,8 @@ export function tokenize(text, { rule, isKeyword }) {
 	return pieces;
 }
 
-// Colours the code of an element that no longer grows. Its tokens keep their elements.
-export function colour(code) {
+// Colours the code of an element that no longer grows, in slices so that the page stays responsive.
+export async function colour(code) {
 	const text = code.textContent;
 	const language = byName.get(code.dataset.language);
 	if (!language || text.length > LONGEST) return;
@@ -60,7 +61,8 @@ export function colour(code) {
 	while (walker.nextNode()) nodes.push(walker.currentNode);
 	let start = 0;
 	let first = 0;
-	for (const node of nodes) {
+	for (const [index, node] of nodes.entries()) {
+		if (index % SLICE === SLICE - 1) await new Promise((resolve) => setTimeout(resolve));
 		const { data } = node;
 		const parts = [];
 		let from = 0;

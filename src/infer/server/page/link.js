@@ -1,4 +1,4 @@
-// A link's request, shown to the user. Nothing is computed before the user says so.
+// Shows a link's request before anything is computed.
 
 import { $, button, grouped, h, on } from "./dom.js";
 import { textOf } from "./permalink.js";
@@ -12,7 +12,7 @@ export function askFirst({ body, route }, model) {
 	$("link-dialog")?.close();
 	const dialog = h("dialog", { id: "link-dialog", "aria-labelledby": "link-title" },
 		h("h2", { id: "link-title" }, "This link asks for an answer"),
-		h("p.faint", "Nothing is computed until you choose “Answer it”. The link's settings will hold for its conversation only."),
+		h("p.faint", "Nothing is computed before you choose “Answer it”. The settings hold for this conversation only."),
 		h("dl", rowsOf(body, route, model).flatMap(([name, ...values]) => [h("dt", name), ...values.flat().map((value) => h("dd", value))])),
 		h("div.row", button("Answer it", () => dialog.close("answer"), { class: "primary" }),
 			button("Not now", () => dialog.close(), { autofocus: true })));

@@ -89,7 +89,7 @@ function send() {
 	if (running.length) return running.forEach((answer) => answer.stop());
 	const area = $("composer-text");
 	if (!area.value.trim()) return area.focus();
-	if (connection.state !== "ready") return notify("The server is not ready yet. Your message stays in the field.", "error");
+	if (connection.state !== "ready") return notify("The server is not ready yet. Your message is kept.", "error");
 	const text = area.value;
 	if (view.conversation.mode === "chat") area.value = "";
 	grow();

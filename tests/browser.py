@@ -188,6 +188,9 @@ class Page:
     def click(self, selector: str) -> None:
         x, y = self.place(selector)
         self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        self.click_at(x, y)
+
+    def click_at(self, x: float, y: float) -> None:
         for kind in ("mousePressed", "mouseReleased"):
             self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
@@ -228,3 +231,10 @@ class Page:
     def requests(self) -> list[str]:
         own = [each for each in self._browser.events if each.get("sessionId") == self._session]
         return [each["params"]["request"]["url"] for each in own if each["method"] == "Network.requestWillBeSent"]
+
+    @property
+    def bodies(self) -> list[dict[str, Any]]:
+        """The JSON bodies of the requests to generate text, in their order."""
+        own = [each for each in self._browser.events if each.get("sessionId") == self._session]
+        asked = [each["params"]["request"] for each in own if each["method"] == "Network.requestWillBeSent"]
+        return [json.loads(each["postData"]) for each in asked if each["url"].endswith("completions")]

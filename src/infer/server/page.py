@@ -1,4 +1,4 @@
-"""The page at `/`: files of this package, as they are. They need no key, and ask no other host for anything."""
+"""Serve the page at `/`: unchanged files of this package. They need no key and ask no other host."""
 
 import hashlib
 from functools import cache
@@ -15,7 +15,7 @@ from infer.server.state import ServerState
 _FOLDER = Path(__file__).parent / "page"
 _MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _HEADERS = {
-    "Cache-Control": "no-cache",  # asked again each time, and answered by 304
+    "Cache-Control": "no-cache",  # revalidated each time, answered with 304
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
@@ -31,7 +31,7 @@ class PageFile(NamedTuple):
 
 @cache
 def page_files() -> dict[str, PageFile]:
-    """By name."""
+    """Return the files of the page by name."""
     return {path.name: _read(path) for path in sorted(_FOLDER.iterdir()) if path.suffix in _MEDIA_TYPES}
 
 

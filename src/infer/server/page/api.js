@@ -1,116 +1,118 @@
-// The server: requests with the key, streams of events, and whether it is there.
+// Requests with the key, streams of events, and the state of the connection.
 
 export class ApiError extends Error {
-  constructor(status, { message, param, code } = {}) {
-    super(message ?? `the server answered with status ${status}`);
-    Object.assign(this, { status, param: param ?? null, code: code ?? null });
-  }
+	constructor(status, { message, param, code } = {}) {
+		super(message ?? `the server answered with status ${status}`);
+		Object.assign(this, { status, param: param ?? null, code: code ?? null });
+	}
 }
 
-// Nobody answers, or an answer was cut.
+// The server does not answer, or an answer was cut off.
 export class LostError extends Error {}
+
+export const isExpected = (error) => error instanceof ApiError || error instanceof LostError;
 
 const KEY = "infer.key";
 export const key = {
-  get: () => sessionStorage.getItem(KEY) ?? "",
-  set: (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
+	get: () => sessionStorage.getItem(KEY) ?? "",
+	set: (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
 };
 
-export const connection = new EventTarget(); // "change": of `connection.state`, "ready" | "loading" | "lost" | "key"
+export const connection = new EventTarget(); // `state` is "ready", "loading", "lost" or "key"
 connection.state = "loading";
 connection.progress = 0;
-connection.model = null; // what /props says
+connection.model = null; // from /props
 
 function become(state, progress = 0) {
-  if (state !== "key" && state === connection.state && progress === connection.progress) return;
-  connection.state = state;
-  connection.progress = progress;
-  connection.dispatchEvent(new Event("change"));
+	if (state !== "key" && state === connection.state && progress === connection.progress) return;
+	connection.state = state;
+	connection.progress = progress;
+	connection.dispatchEvent(new Event("change"));
 }
 
 async function fetched(path, options) {
-  const headers = { ...(options.body ? { "Content-Type": "application/json" } : {}) };
-  if (key.get()) headers.Authorization = `Bearer ${key.get()}`;
-  let response;
-  try {
-    response = await fetch(path, { ...options, headers });
-  } catch (error) {
-    if (error.name === "AbortError") throw error;
-    watch();
-    throw new LostError("the server does not answer");
-  }
-  if (response.ok) return response;
-  const body = await response.json().catch(() => ({}));
-  const failure = new ApiError(response.status, body.error);
-  if (response.status === 401) become("key");
-  if (response.status === 503 && ["loading", "engine_died"].includes(failure.code)) {
-    watch();
-    throw new LostError(failure.message);
-  }
-  throw failure;
+	const headers = { ...(options.body ? { "Content-Type": "application/json" } : {}) };
+	if (key.get()) headers.Authorization = `Bearer ${key.get()}`;
+	let response;
+	try {
+		response = await fetch(path, { ...options, headers });
+	} catch (error) {
+		if (error.name === "AbortError") throw error;
+		watch();
+		throw new LostError("the server does not answer");
+	}
+	if (response.ok) return response;
+	const body = await response.json().catch(() => ({}));
+	const failure = new ApiError(response.status, body.error);
+	if (response.status === 401) become("key");
+	if (response.status === 503 && ["loading", "engine_died"].includes(failure.code)) {
+		watch();
+		throw new LostError(failure.message);
+	}
+	throw failure;
 }
 
 export async function get(path, signal) {
-  return (await fetched(path, { signal })).json();
+	return (await fetched(path, { signal })).json();
 }
 
 export async function post(path, body, signal) {
-  return (await fetched(path, { method: "POST", body: JSON.stringify(body), signal })).json();
+	return (await fetched(path, { method: "POST", body: JSON.stringify(body), signal })).json();
 }
 
-// The data of each event, parsed, until [DONE].
+// Yields the parsed data of each event until [DONE].
 export async function* stream(path, body, signal) {
-  const response = await fetched(path, { method: body ? "POST" : "GET", body: body && JSON.stringify(body), signal });
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  try {
-    for (;;) {
-      const { value, done } = await reader.read();
-      if (done) break;
-      const events = (rest + value).split("\n\n");
-      rest = events.pop();
-      for (const event of events) {
-        if (!event.startsWith("data: ")) continue;
-        if (event === "data: [DONE]") return;
-        const data = JSON.parse(event.slice(6));
-        if (data.error?.code === "engine_died") throw new LostError(data.error.message);
-        if (data.error) throw new ApiError(500, data.error);
-        yield data;
-      }
-    }
-  } catch (error) {
-    if (error.name === "AbortError" || error instanceof ApiError) throw error;
-    watch();
-    throw new LostError(error.message);
-  } finally {
-    reader.cancel().catch(() => {});
-  }
-  if (signal?.aborted) return;
-  watch();
-  throw new LostError("the answer was cut");
+	const response = await fetched(path, { method: body ? "POST" : "GET", body: body && JSON.stringify(body), signal });
+	const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+	let rest = "";
+	try {
+		for (;;) {
+			const { value, done } = await reader.read();
+			if (done) break;
+			const events = (rest + value).split("\n\n");
+			rest = events.pop();
+			for (const event of events) {
+				if (!event.startsWith("data: ")) continue;
+				if (event === "data: [DONE]") return;
+				const data = JSON.parse(event.slice(6));
+				if (data.error?.code === "engine_died") throw new LostError(data.error.message);
+				if (data.error) throw new ApiError(500, data.error);
+				yield data;
+			}
+		}
+	} catch (error) {
+		if (error.name === "AbortError" || error instanceof ApiError) throw error;
+		watch();
+		throw new LostError(error.message);
+	} finally {
+		reader.cancel().catch(() => {});
+	}
+	if (signal?.aborted) return;
+	watch();
+	throw new LostError("the answer was cut");
 }
 
-// Asks until the server is there, and then what it serves.
+// Polls until the server is ready, then reads its properties.
 let isWatching = false;
 export async function watch() {
-  if (isWatching) return;
-  isWatching = true;
-  for (let wait = 0; ; wait = 700) {
-    await new Promise((resolve) => setTimeout(resolve, wait));
-    try {
-      const response = await fetch("/health", { cache: "no-store" });
-      const health = await response.json();
-      if (response.ok) break;
-      become(health.status === "draining" ? "lost" : "loading", health.progress ?? 0);
-    } catch {
-      become("lost");
-    }
-  }
-  isWatching = false;
-  try {
-    connection.model = await get("/props");
-    become("ready");
-  } catch (error) {
-    if (error instanceof ApiError && error.status !== 401) become("lost");
-  }
+	if (isWatching) return;
+	isWatching = true;
+	for (let wait = 0; ; wait = 700) {
+		await new Promise((resolve) => setTimeout(resolve, wait));
+		try {
+			const response = await fetch("/health", { cache: "no-store" });
+			const health = await response.json();
+			if (response.ok) break;
+			become(health.status === "draining" ? "lost" : "loading", health.progress ?? 0);
+		} catch {
+			become("lost");
+		}
+	}
+	isWatching = false;
+	try {
+		connection.model = await get("/props");
+		become("ready");
+	} catch (error) {
+		if (error instanceof ApiError && error.status !== 401) become("lost");
+	}
 }

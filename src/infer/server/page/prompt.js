@@ -1,44 +1,44 @@
-// The prompt as the model reads it: its tokens, those found in the cache apart from those that were computed.
+// The tokens of the prompt, with those from the cache marked.
 
-import { ApiError, LostError } from "./api.js";
+import { isExpected } from "./api.js";
 import { $, button, h } from "./dom.js";
 import { TokenText } from "./tokens.js";
 
 const MOST = 4000; // tokens that are shown
 
 export function showPrompt(answer) {
-  const panel = $("prompt");
-  if (!answer?.tokens.length || answer.isRunning) {
-    return panel.replaceChildren(h("p", { class: "faint" }, "When an answer has ended, its prompt stands here, token by token."));
-  }
-  if (answer.promptBytes) return draw(answer);
-  panel.replaceChildren(button("Show the prompt's tokens", () => load(answer), { class: "primary" }), summary(answer));
+	const panel = $("prompt");
+	if (!answer?.tokens.length || answer.isRunning) {
+		return panel.replaceChildren(h("p.faint", "When an answer has ended, its prompt appears here, token by token."));
+	}
+	if (answer.promptBytes) return draw(answer);
+	panel.replaceChildren(button("Show the prompt's tokens", () => load(answer), { class: "primary" }), summary(answer));
 }
 
 async function load(answer) {
-  try {
-    await answer.trace(0, 1);
-    if (!answer.promptBytes) {
-      answer.traces.delete(0);
-      await answer.trace(0, 1);
-    }
-    draw(answer);
-  } catch (error) {
-    if (!(error instanceof ApiError || error instanceof LostError)) throw error;
-    $("prompt").append(h("p", { class: "fault" }, error.message));
-  }
+	try {
+		await answer.trace(0, 1);
+		if (!answer.promptBytes) {
+			answer.traces.delete(0);
+			await answer.trace(0, 1);
+		}
+		draw(answer);
+	} catch (error) {
+		if (!isExpected(error)) throw error;
+		$("prompt").append(h("p.fault", error.message));
+	}
 }
 
 const summary = ({ numPrompt, numCached }) =>
-  h("p", { class: "facts" }, numPrompt === null ? "" : `${numPrompt} tokens, ${numCached} of them found in the cache`);
+	h("p.facts", numPrompt === null ? "" : `${numPrompt} tokens, ${numCached} reused from the cache`);
 
 function draw(answer) {
-  const text = new TokenText();
-  const bytes = answer.promptBytes.slice(0, MOST);
-  bytes.forEach((each) => text.push(each));
-  const spans = bytes.map((_, index) =>
-    h("span", { class: index < answer.numCached ? "t cached" : "t computed", title: `${answer.promptIds?.[index] ?? ""}` }, text.of(index) === "" ? "␀" : text.of(index)));
-  $("prompt").replaceChildren(summary(answer),
-    h("p", {}, h("span", { class: "key cached" }, "found in the cache"), h("span", { class: "key computed" }, "computed")),
-    h("div", { class: "tokens raw" }, spans), bytes.length < answer.promptBytes.length ? h("p", { class: "faint" }, `The first ${MOST} tokens.`) : "");
+	const text = new TokenText();
+	const bytes = answer.promptBytes.slice(0, MOST);
+	bytes.forEach((each) => text.push(each));
+	const spans = bytes.map((_, index) =>
+		h("span", { class: index < answer.numCached ? "t cached" : "t computed", title: `${answer.promptIds?.[index] ?? ""}` }, text.of(index) === "" ? "␀" : text.of(index)));
+	$("prompt").replaceChildren(summary(answer),
+		h("p", h("span.key.cached", "reused from the cache"), h("span.key.computed", "computed")),
+		h("div.tokens.raw", spans), bytes.length < answer.promptBytes.length ? h("p.faint", `Only the first ${MOST} tokens are shown.`) : "");
 }

@@ -55,8 +55,35 @@ class ModelFormatError(ModelError):
         super().__init__(f"{Path(path).name}: {field}{where}: {problem}")
 
 
-class SchemaWarning(UserWarning):
-    """Words of a schema assert nothing, so nothing holds an answer to them."""
+class SchemaError(InvalidRequestError):
+    """A part of a JSON schema cannot be built.
+
+    `pointer` is the JSON pointer of that part, or None if it is not known. `problem` is the reason without the place.
+    """
+
+    def __init__(self, message: str, pointer: str | None = None, problem: str | None = None) -> None:
+        self.pointer, self.problem = pointer, message if problem is None else problem
+        super().__init__(message)
+
+
+class PropertyNameError(SchemaError):
+    """A format of tool calls cannot write the name of the property at `pointer`."""
+
+
+class AnswerGrammarError(InvalidRequestError):
+    """The tools and the format of an answer cannot be compiled together, though each can."""
+
+
+class RequestWarning(UserWarning):
+    """A part of a request was left out or changed, and the answer is made without it."""
+
+
+class SchemaWarning(RequestWarning):
+    """Parts of a schema are not enforced: words that assert nothing, or parts of a tool that cannot be built."""
+
+
+class MessageWarning(RequestWarning):
+    """A message of the history is shown to the model in another form."""
 
 
 class ConstraintError(InvalidRequestError):

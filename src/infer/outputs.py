@@ -213,6 +213,7 @@ class GenerationResult:
     reasoning: str | None = None  # None where there is none, or it is left in the text
     tool_calls: tuple[ToolCall, ...] = ()
     reasoning_tokens: int = 0  # those that open and close the reasoning among them
+    warnings: tuple[str, ...] = ()  # parts of tools and past calls that were left out or changed
 
     @property
     def num_samples(self) -> int:

@@ -86,6 +86,13 @@ def test_what_a_row_may_not_be(record: Any, problem: str) -> None:
     assert problem in str(row_of(record).problem)
 
 
+def test_a_line_has_the_warnings_of_its_answer() -> None:
+    said = result(warnings=("tool 'f': /a is left out",))
+    assert json.loads(result_line(Row("a"), said, "m", SPELLING).text)["warnings"] == ["tool 'f': /a is left out"]
+    record = json.loads(result_line(Row("a", "/v1/chat/completions"), said, "m", SPELLING).text)
+    assert record["response"]["body"]["infer"] == {"warnings": ["tool 'f': /a is left out"]}
+
+
 def test_a_result_is_a_line_without_a_clock() -> None:
     plain = json.loads(result_line(Row("a"), result(), "m", SPELLING).text)
     assert list(plain)[:3] == ["id", "model", "text"]

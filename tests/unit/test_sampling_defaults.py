@@ -27,6 +27,17 @@ def test_files_go_before_the_card_and_the_card_before_neutral_values() -> None:
     assert default_params(found, is_chat=True, temperature=0, max_tokens=3).temperature == 0
 
 
+def test_a_card_s_repetition_penalty_goes_with_the_card_s_temperature() -> None:
+    found = SamplingDefaults({}, {"temperature": 0.0, "repetition_penalty": 1.1, "repetition_window": 64})
+    params = default_params(found, is_chat=True)
+    assert (params.temperature, params.repetition_penalty, params.repetition_window) == (0, 1.1, 64)
+    params = default_params(found, is_chat=True, temperature=0)
+    assert (params.repetition_penalty, params.repetition_window) == (1.0, None)
+    assert default_params(found, is_chat=True, temperature=0, repetition_penalty=1.2).repetition_penalty == 1.2
+    of_files = SamplingDefaults({"temperature": 0.5, "repetition_penalty": 1.1})
+    assert default_params(of_files, is_chat=True, temperature=0).repetition_penalty == 1.1
+
+
 def test_only_the_card_that_needs_it_and_the_seeds_preset_penalise_repetition() -> None:
     tables: dict[str, dict[str, Any]] = {name: dict(model.sampling) for name, model in INSTALLED_MODELS.items()}
     penalised = {
@@ -42,7 +53,7 @@ def test_only_the_card_that_needs_it_and_the_seeds_preset_penalise_repetition() 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("temperature", "hot"), ("temperature", float("nan")), ("temperature", 3), ("top_p", 0), ("top_p", 1.5),
+        ("temperature", "hot"), ("temperature", float("nan")), ("temperature", 3), ("top_p", -1), ("top_p", 1.5),
         ("top_k", -2), ("top_k", 1.5), ("min_p", 1), ("repetition_penalty", 0), ("repetition_penalty", [1]),
     ],
 )  # fmt: skip

@@ -243,7 +243,7 @@ def test_tools_belong_to_conversations(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="knows no reasoning"):
         llm.chat(ASKED, reasoning_budget=3)
     with pytest.raises(InvalidRequestError, match=r"tools\[0\] \(f\)"):
-        llm.chat(ASKED, tools=[{"name": "f", "parameters": {"properties": {"a": {"type": "x"}}}}])
+        llm.chat(ASKED, tools=[{"name": "f", "strict": True, "parameters": {"properties": {"a": {"type": "x"}}}}])
 
 
 @pytest.mark.parametrize("is_open", [True, False])

@@ -31,7 +31,7 @@ def result_line(row: Row, result: GenerationResult, model: str, spelling: Spelli
     if row.endpoint is None:
         return Line(row.id, _json(_plain(row, result, model)), has_failed=False)
     finish_reason = finish_reason_of(result)
-    body = {
+    body: dict[str, Any] = {
         "id": _named("cmpl", row.id),
         "object": "chat.completion" if row.endpoint == ENDPOINTS[0] else "text_completion",
         "created": 0,
@@ -43,6 +43,8 @@ def result_line(row: Row, result: GenerationResult, model: str, spelling: Spelli
             "total_tokens": result.prompt_tokens + result.generated_tokens,
         },
     }
+    if result.warnings:
+        body["infer"] = {"warnings": list(result.warnings)}
     response = {"status_code": 200, "request_id": _named("req", row.id), "body": body}
     record = {"id": _named("batch_req", row.id), "custom_id": row.id, "response": response, "error": None}
     return Line(row.id, _json(record), has_failed=False)
@@ -70,6 +72,8 @@ def _plain(row: Row, result: GenerationResult, model: str) -> dict[str, Any]:
         record["reasoning"] = result.reasoning
     if result.tool_calls:
         record["tool_calls"] = [call.to_json() for call in result.tool_calls]
+    if result.warnings:
+        record["warnings"] = list(result.warnings)
     if result.logprobs is not None:
         record["logprobs"] = [
             {"token_id": each.token_id, "logprob": _finite(each.logprob), "rank": each.rank,

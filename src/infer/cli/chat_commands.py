@@ -178,7 +178,7 @@ def _tools_in(path: Path) -> list[dict[str, Any]]:
     """A list of schemas, as OpenAI's requests have them. Raises InvalidRequestError."""
     text = read_text(path, "the file of tools", MAX_GRAMMAR_BYTES)
     try:
-        return [tool.to_json() for tool in read_tools(json.loads(text))]
+        return [tool.as_given() for tool in read_tools(json.loads(text))]
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{path} must hold a JSON list of functions: {error}") from error
 

@@ -251,7 +251,7 @@ class ChatSession:
         if not isinstance(params, dict):
             raise InvalidRequestError(f"{path}: params must be an object")
         try:
-            tools = [tool.to_json() for tool in read_tools(record.get("tools", []))]
+            tools = [tool.as_given() for tool in read_tools(record.get("tools", []))]
             self.params = SamplingParams.from_mapping(params)
         except InvalidRequestError as error:
             raise InvalidRequestError(f"{path}: {error}") from error

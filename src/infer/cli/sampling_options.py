@@ -14,7 +14,14 @@ from infer.cli.model import Model
 from infer.cli.options import Function, apply_options
 from infer.cli.prompts import Asked
 from infer.errors import InvalidRequestError
-from infer.sampling.defaults import MAX_NEW_TOKENS, NEUTRAL_CHAT, PRESETS, SamplingDefaults, neutral_values
+from infer.sampling.defaults import (
+    MAX_NEW_TOKENS,
+    NEUTRAL_CHAT,
+    PRESETS,
+    SamplingDefaults,
+    beside,
+    neutral_values,
+)
 from infer.sampling_params import CONSTRAINTS, PARAMETER_NAMES, SamplingParams
 
 _FILTERS = ("top_k", "top_p", "min_p")  # without an effect on a greedy answer
@@ -90,13 +97,14 @@ def merge_params(
     from_model: SamplingDefaults, given: Mapping[str, Any], *, is_chat: bool, quiet: bool
 ) -> SamplingParams:
     """The parameters, and one line on stderr that says which of them are the model's own."""
-    params = SamplingParams.from_mapping({**neutral_values(is_chat=is_chat), **from_model, **given})
-    skipped = {*given, *(_FILTERS if params.is_greedy else ())}
+    kept = beside(from_model, given)
+    params = SamplingParams.from_mapping({**neutral_values(is_chat=is_chat), **kept, **given})
+    skipped = _FILTERS if params.is_greedy else ()
     sources = {"from the model": from_model.from_files, "from the model's card": from_model.from_card}
     told = [
         f"{source}: {', '.join(f'{name} {value}' for name, value in used.items())}"
         for source, values in sources.items()
-        if (used := {name: value for name, value in values.items() if name not in skipped})
+        if (used := {name: value for name, value in values.items() if name in kept and name not in skipped})
     ]
     if told and not quiet:
         print(f"{'; '.join(told)} (--no-generation-config ignores them)", file=sys.stderr)

@@ -15,7 +15,7 @@ import infer
 from infer.cli.client_lines import client_lines, page_url
 from infer.distributed.front import run_replicas
 from infer.distributed.replica import await_turn
-from infer.errors import InvalidRequestError, SchemaWarning
+from infer.errors import InvalidRequestError, RequestWarning
 from infer.server.auth import read_keys
 from infer.server.loading import OnProgress, warmed
 from infer.server.process import bind, run_server
@@ -44,7 +44,7 @@ class _Lines(logging.Handler):
 def run_serve(options: Mapping[str, Any], load: Load) -> int:
     """The exit status."""
     settings = make_settings(options)
-    warnings.simplefilter("ignore", SchemaWarning)  # they repeat what a request has
+    warnings.simplefilter("ignore", RequestWarning)  # they repeat what a request has
     logging.getLogger("infer.server").addHandler(logging.StreamHandler())
     if not options["no_access_log"]:
         log = logging.getLogger("infer.access")

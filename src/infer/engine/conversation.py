@@ -104,7 +104,10 @@ class Conversation:
             names = self.choice.names
             tools = tuple(tool for tool in self.tools if names is None or tool.name in names)
             form = in_vocabulary(self.formats.calls, marks)
-            calls = Calls(form, tools, self.choice.kind, is_parallel=options.parallel_tool_calls)
+            is_parallel = options.parallel_tool_calls
+            if is_parallel is None:
+                is_parallel = not self.choice.is_named
+            calls = Calls(form, tools, self.choice.kind, is_parallel=is_parallel)
         is_open = reasoning is not None and self._ends_with(prompt_ids, reasoning.opening)
         return AnswerFormat(
             calls,

@@ -25,7 +25,7 @@ from infer.engine.request_options import RequestOptions, split_options
 from infer.engine.sequence import Sequence
 from infer.engine.service import Service
 from infer.engine.stream import OnPrefill, Stream
-from infer.errors import InvalidRequestError
+from infer.errors import AnswerGrammarError, InvalidRequestError, MessageWarning, RequestWarning, SchemaWarning
 from infer.grammar import Constraint, Grammar, grammar_of, make_compiler
 from infer.grammar.budget import Budget, BudgetConstraint
 from infer.kvcache.settings import CacheSettings
@@ -44,7 +44,10 @@ from infer.tensor_parallel.settings import RunnerSettings
 from infer.tokenizer import Tokenizer
 from infer.toolcalls.answer_format import AnswerFormat
 from infer.toolcalls.lark import answer_lark
+from infer.toolcalls.past_calls import with_values
+from infer.toolcalls.tool_schemas import ToolSchemas
 
+_MAX_WARNED = 1_000
 Encode = Callable[[Prompt], list[int]]
 OnError = Callable[[int, InvalidRequestError], None]
 
@@ -80,7 +83,10 @@ class Host:
         self.open = OpenAnswers()
         self.hidden_states_lock = long_lock()
         self._compiler = make_compiler(tokenizer, self.vocab_size, backend=settings.grammar_backend)
+        self._tool_schemas = ToolSchemas(self._compiler)
         self._probes = TemplateProbes(tokenizer)
+        self.warns = True  # a server says them in its answers instead
+        self._warned: set[str] = set()
 
     def close(self) -> None:
         self.open.close()
@@ -165,14 +171,17 @@ class Host:
     ) -> Request:
         """Raises InvalidRequestError for parameters, tools or a grammar that cannot be served."""
         answer_format = None if conversation is None else conversation.answer_format(prompt.token_ids)
-        make_constraint = self._constraint_maker(grammar_of(params), answer_format)
-        if make_constraint is not None:
-            make_constraint()  # what cannot be compiled is refused here
+        answer_format, make_constraint = self._constrained(grammar_of(params), answer_format)
+        schema_warnings = () if answer_format is None else answer_format.warnings
+        message_warnings = () if conversation is None else tuple(with_values(prompt.messages)[1])
+        self._warn(SchemaWarning, schema_warnings)
+        self._warn(MessageWarning, message_warnings)
         check_ids("answer_prefix", options.answer_prefix, self.vocab_size)
         return replace(
             make_request(self.model, self.tokenizer, prompt.token_ids, params),
             make_constraint=make_constraint,
             answer_format=answer_format,
+            warnings=schema_warnings + message_warnings,
             num_draft_tokens=options.num_draft_tokens if options.speculation else 0,
             prefill_chunk=options.prefill_chunk,
             cancel=options.cancel,
@@ -258,6 +267,38 @@ class Host:
             check()
             sequences.append(Sequence(self.request(fitting, each, options, conversation)))
         return sequences
+
+    def _warn(self, category: type[RequestWarning], messages: Iterable[str]) -> None:
+        """Warn of each once."""
+        for message in messages:
+            if not self.warns or message in self._warned:
+                continue
+            if len(self._warned) >= _MAX_WARNED:
+                self._warned.clear()
+            self._warned.add(message)
+            warnings.warn(message, category, stacklevel=3)
+
+    def _constrained(
+        self, grammar: Grammar | None, form: AnswerFormat | None
+    ) -> tuple[AnswerFormat | None, Callable[[], Constraint] | None]:
+        """Return the format with tools that can be enforced, and what makes a constraint, which was made once.
+
+        Raises InvalidRequestError for a grammar or tools that cannot be compiled.
+        """
+        if form is not None:
+            form = self._tool_schemas.enforceable(form)
+        make = self._constraint_maker(grammar, form)
+        try:
+            if make is not None:
+                make()
+        except AnswerGrammarError as error:
+            looser = None if form is None else self._tool_schemas.loosest(form, error)
+            if looser is None:
+                raise
+            form, make = looser, self._constraint_maker(grammar, looser)
+            if make is not None:
+                make()
+        return form, make
 
     def _constraint_maker(self, grammar: Grammar | None, form: AnswerFormat | None) -> Callable[[], Constraint] | None:
         """Of the user's grammar, with what may stand around it."""

@@ -38,6 +38,7 @@ class Request:
     cache_salt: str = ""  # prefixes are shared with those of the same salt
     answer_prefix: tuple[int, ...] = ()  # ids with which the answer begins
     answer_format: AnswerFormat | None = None  # what it is made of besides text
+    warnings: tuple[str, ...] = ()  # parts of tools and messages that were left out or changed
 
     @property
     def is_held(self) -> bool:

@@ -49,7 +49,7 @@ class RequestOptions:
     answer_prefix: Sequence[int] = ()
     tools: Sequence[ToolLike] | None = None
     tool_choice: Any = None  # "auto", "none", "required", a name, or as OpenAI has it
-    parallel_tool_calls: bool = True
+    parallel_tool_calls: bool | None = None  # None: several, but one of a tool that is chosen by its name
     tool_format: str | None = None
     reasoning_format: ReasoningPlace = "auto"
     reasoning_budget: int | None = None
@@ -70,9 +70,9 @@ class RequestOptions:
             raise InvalidRequestError(f"answer_prefix must be a list of token ids, got {self.answer_prefix!r:.80}")
         if self.timeout is not None:
             check_seconds("timeout", self.timeout)
-        if not isinstance(self.parallel_tool_calls, bool):
+        if not isinstance(self.parallel_tool_calls, bool | None):
             raise InvalidRequestError(
-                f"parallel_tool_calls must be True or False, got {self.parallel_tool_calls!r:.80}"
+                f"parallel_tool_calls must be True, False or None, got {self.parallel_tool_calls!r:.80}"
             )
         if self.tool_format is not None:
             check_choice("tool_format", self.tool_format, tuple(FORMATS), " or None")
@@ -99,7 +99,7 @@ class RequestKeywords(SamplingKeywords, total=False):
     answer_prefix: Sequence[int]
     tools: Sequence[ToolLike] | None
     tool_choice: Any
-    parallel_tool_calls: bool
+    parallel_tool_calls: bool | None
     tool_format: str | None
     reasoning_format: ReasoningPlace
     reasoning_budget: int | None

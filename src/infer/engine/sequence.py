@@ -383,6 +383,7 @@ class Sequence:
             reused_tokens=self.num_reused,
             dropped_tokens=self.num_dropped,
             truncated_tokens=self.request.num_truncated,
+            warnings=self.request.warnings,
             stats=self.stats,
             logprobs=None
             if self.params.logprobs is None

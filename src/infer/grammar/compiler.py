@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, final
 
-from infer.errors import InvalidRequestError, SchemaWarning
+from infer.errors import AnswerGrammarError, InvalidRequestError, SchemaError, SchemaWarning
 from infer.grammar.backend import Backend, Source
 from infer.grammar.base import Constraint, Grammar
 from infer.grammar.lark import check_grammar
@@ -19,7 +19,7 @@ from infer.grammar.llguidance import LlguidanceBackend
 from infer.grammar.matcher import StepwiseConstraint
 from infer.grammar.pattern import check_pattern, encoded, without_anchors
 from infer.grammar.sandbox import trial_of
-from infer.grammar.schema import BuiltSchema, build_schema
+from infer.grammar.schema import BuiltSchema, build_schema, unreadable_parts
 from infer.grammar.schema_pattern import translated
 from infer.grammar.vocabulary import Vocabulary
 from infer.grammar.xgrammar import XgrammarBackend
@@ -86,6 +86,10 @@ class Compiler:
             _keep(self._rules, grammar, found, MAX_RULES)
         return found
 
+    def unreadable_parts(self, schema: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """Return the pointers of words of a schema that cannot be read, each with the reason."""
+        return unreadable_parts(schema)
+
     def text_pattern(self, pattern: str) -> str:
         """A schema's pattern, for a whole text, between the slashes of a pattern of Lark. Raises InvalidRequestError.
 
@@ -110,7 +114,7 @@ class Compiler:
                 parts.append({**self._part(backend, answer), "name": "answer"})
             compiled = backend.compile(Source("", json.dumps({"grammars": parts})))
             if problem := compiled.get_error():
-                raise InvalidRequestError(f"the grammar of the answer cannot be compiled: {_pointed(problem, 'tools')}")
+                raise AnswerGrammarError(f"the grammar of the answer cannot be compiled: {_pointed(problem, 'tools')}")
             return compiled
 
         return self._constraint((lark, answer), compile_)
@@ -160,7 +164,7 @@ class Compiler:
             problem = problem_of(grammar.text)
         if problem and checked.schema is not None:
             place, problem = checked.schema.place_of(problem, problem_of)
-            where += f" at {place or '/'}"
+            raise SchemaError(_pointed(problem, f"{where} at {place or '/'}"), place, _pointed(problem, "")[2:])
         if problem:
             raise InvalidRequestError(_pointed(problem, where))
         if checked.ignored:

@@ -6,6 +6,7 @@ Each message names the place as a JSON pointer.
 import difflib
 import json
 import re
+import time
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from itertools import chain
@@ -23,6 +24,7 @@ from infer.grammar.schema_shortest import children_of, empty_definitions, nodes_
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 64
 MAX_ASKED = 40
+ASKING_SECONDS = 1.0
 
 _BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[{\]}]', re.DOTALL)  # strings are passed over
 
@@ -50,12 +52,16 @@ class BuiltSchema:
         return json.dumps(rendered(node, self.definitions, self.empty))
 
     def place_of(self, problem: str, problem_of: Callable[[str], str]) -> tuple[str, str]:
-        """The deepest part whose text has a problem, by pointer, and what that is; asks `MAX_ASKED` times at most."""
+        """Return the pointer of the deepest part whose text has a problem, and the problem.
+
+        Asks `MAX_ASKED` times at most, and not after `ASKING_SECONDS`: a part may need its whole budget to fail.
+        """
         node, seen, num_asked = self.root, {id(self.root)}, 0
+        end = time.monotonic() + ASKING_SECONDS
         while True:
             inner = children_of(node) + ([self.definitions[node["$ref"]]] if "$ref" in node else [])
             for part in inner:
-                if id(part) in seen or part.is_false or num_asked >= MAX_ASKED:
+                if id(part) in seen or part.is_false or num_asked >= MAX_ASKED or time.monotonic() >= end:
                     continue
                 seen.add(id(part))
                 num_asked += 1
@@ -64,6 +70,17 @@ class BuiltSchema:
                     break
             else:
                 return node.pointer, problem
+
+
+def unreadable_parts(schema: Any, where: str = "json_schema") -> list[tuple[str, str]]:
+    """Return the pointers of words and schemas that `build_schema` cannot read, each with the reason.
+
+    A schema that is too deep to be read has none.
+    """
+    found = list[tuple[str, str]]()
+    if not _is_too_deep(schema):
+        Reader(schema, where, on_problem=lambda pointer, problem: found.append((pointer, problem))).read()
+    return found
 
 
 def build_schema(text: str, keywords: Set[str] | None = None, where: str = "json_schema") -> BuiltSchema:

@@ -5,7 +5,7 @@ from itertools import combinations, permutations, product
 from math import comb, inf, perm
 from typing import Any, final
 
-from infer.errors import InvalidRequestError
+from infer.errors import InvalidRequestError, SchemaError
 from infer.grammar.schema_facts import key_of, values_of
 from infer.grammar.schema_logic import Logic
 from infer.grammar.schema_negation import Negation
@@ -83,7 +83,8 @@ class Choices:
             return self._held_apart(branches, overlaps, node.pointer, around)
         except InvalidRequestError as error:
             hint = f'"{TAKES_ANY}": "anyOf" at the top of the schema takes every oneOf as anyOf'
-            raise InvalidRequestError(f"{error}; {hint}") from None
+            problem = "the branches of 'oneOf' cannot be told apart"
+            raise SchemaError(f"{error}; {hint}", node.pointer, problem) from None
 
     def _held_apart(
         self, branches: list[Node], overlaps: Mapping[int, list[int]], at: str, around: Sequence[Node]
@@ -180,8 +181,7 @@ class Choices:
             ]
         elif least == 0 and limit == 0:
             return [Node(at, {"items": Node(contained.pointer, {"not": contained})})]
-        problem = "'contains' is built only where there are few items ('maxItems')"
-        raise InvalidRequestError(f"{self._where} at {at or '/'}: {problem}")
+        return refuse(self._where, at, "'contains' is built only where there are few items ('maxItems')")
 
     def _of_objects(self, node: Node, context: Sequence[Node]) -> Iterator[Choice]:
         if "propertyNames" in node:

@@ -6,7 +6,7 @@ Two words are ours: `notEnum`, strings that a string must not be; `$ref` holds t
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from infer.errors import InvalidRequestError
+from infer.errors import SchemaError
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
@@ -76,4 +76,5 @@ def escaped(name: str) -> str:
 
 
 def refuse(where: str, pointer: str, problem: str) -> NoReturn:
-    raise InvalidRequestError(f"{where} at {pointer or '/'}: {problem}")
+    """Raise SchemaError."""
+    raise SchemaError(f"{where} at {pointer or '/'}: {problem}", pointer, problem)

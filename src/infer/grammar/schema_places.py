@@ -35,7 +35,21 @@ class NamedPlaces(NamedTuple):
     num_dynamic: Counter[str]
 
 
-_joined = lru_cache(maxsize=1_000)(urljoin)  # a reference is written hundreds of times
+@lru_cache(maxsize=1_000)  # a reference is written hundreds of times
+def _joined(base: str, reference: str) -> str:
+    """Return the reference itself if it is no URI."""
+    try:
+        return urljoin(base, reference)
+    except ValueError:
+        return reference
+
+
+def _split(uri: str) -> tuple[str, str]:
+    """Return the URI and its fragment. What is no URI has none."""
+    try:
+        return urldefrag(uri)[:2]
+    except ValueError:
+        return uri, ""
 
 
 @final
@@ -63,7 +77,7 @@ class Document:
         """The pointer of the schema that a reference in the schema at `pointer` leads to."""
         if reference.startswith("#/") and "%" not in reference and base in ("", self._root_base):
             return reference[1:]
-        uri, fragment = urldefrag(_joined(base, reference))
+        uri, fragment = _split(_joined(base, reference))
         fragment = unquote(fragment)
         start = self._named.resources.get(uri)
         if start is None:
@@ -136,7 +150,7 @@ def named_places(root: Any, id_word: str) -> NamedPlaces:
         elif isinstance(raw, dict):
             own_id = raw.get(id_word)
             if isinstance(own_id, str):
-                uri, fragment = urldefrag(urljoin(base, own_id))
+                uri, fragment = _split(_joined(base, own_id))
                 if fragment and own_id.startswith("#"):
                     anchors.setdefault((uri, unquote(fragment)), pointer)
                 else:

@@ -4,6 +4,7 @@ nothing left out and remembered."""
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, final
 
+from infer.errors import InvalidRequestError, SchemaError
 from infer.grammar.schema_formats import FORMATS, FORMATS_OF_DRAFT_3, OLD_FORMATS
 from infer.grammar.schema_node import TYPES, Node, all_of, any_of, escaped, false_node, refuse, true_node
 from infer.grammar.schema_places import Document
@@ -26,6 +27,9 @@ _SILENT = frozenset(
 )
 
 
+OnProblem = Callable[[str, str], None]  # the pointer of a word, or of a schema that is none, and the reason
+
+
 class Place(NamedTuple):
     """An object schema while its words are read: into `words`, or `more` where one is more than a word."""
 
@@ -38,36 +42,59 @@ class Place(NamedTuple):
 
 @final
 class Reader:
-    """`definitions` are the nodes that references lead to, by pointer; `ignored` the words that assert nothing."""
+    """`definitions` are the nodes that references lead to, by pointer; `ignored` the words that assert nothing.
 
-    def __init__(self, root: Any, where: str) -> None:
+    With `on_problem` a word that cannot be read is reported and left out. Without, it raises SchemaError.
+    """
+
+    def __init__(self, root: Any, where: str, on_problem: OnProblem | None = None) -> None:
         self._document = Document(root, where)
         self._draft = self._document.draft
         self._where = where
+        self._on_problem = on_problem
         self.definitions: dict[str, Node] = {}
         self.ignored: dict[str, str] = {}
-        self._pending: list[tuple[str, str]] = []
+        self._pending: list[tuple[str, str, str]] = []  # target, place and word of each reference
 
     def read(self) -> Node:
         """The root's node; then every reference leads to one of `definitions`."""
         raw, base = self._document.at("", "")
         root = self._node(raw, "", base)
         while self._pending:
-            pointer, asked_at = self._pending.pop()
-            if pointer not in self.definitions:
+            pointer, asked_at, word = self._pending.pop()
+            if pointer in self.definitions:
+                continue
+            try:
                 raw, base = self._document.at(pointer, asked_at)
+            except InvalidRequestError as error:
+                self._report(f"{asked_at}/{word}", error)
+            else:
                 self.definitions[pointer] = self._node(raw, pointer, base)
         return root
+
+    def _report(self, pointer: str, error: InvalidRequestError) -> None:
+        """Raise the error if nobody collects problems."""
+        if self._on_problem is None:
+            raise error
+        self._on_problem(pointer, error.problem if isinstance(error, SchemaError) else str(error))
 
     def _node(self, raw: Any, pointer: str, base: str) -> Node:
         if isinstance(raw, bool):
             return true_node(pointer) if raw else false_node(pointer)
         if not isinstance(raw, dict):
-            refuse(self._where, pointer, f"a schema is an object, true or false, got {raw!r:.40}")
+            try:
+                refuse(self._where, pointer, f"a schema is an object, true or false, got {raw!r:.40}")
+            except SchemaError as error:
+                self._report(pointer, error)
+                return true_node(pointer)
         if pointer:
             base = self._document.base_within(raw, base)
         if "$ref" in raw and isinstance(raw["$ref"], str) and self._draft <= 7:
-            return Node(pointer, {"$ref": self._target(raw["$ref"], pointer, base)})  # it hides what stands beside it
+            try:  # it hides the words beside it
+                return Node(pointer, {"$ref": self._target("$ref", raw["$ref"], pointer, base)})
+            except InvalidRequestError as error:
+                self._report(f"{pointer}/$ref", error)
+                return true_node(pointer)
         place = Place(raw, pointer, base, {}, [])
         for word, value in raw.items():
             if word in _SILENT:
@@ -77,13 +104,16 @@ class Reader:
             if read is None:
                 self.ignored.setdefault(word, pointer)
             else:
-                read(self, place, word, value)
+                try:
+                    read(self, place, word, value)
+                except InvalidRequestError as error:
+                    self._report(f"{pointer}/{escaped(word)}", error)
         node = Node(pointer, place.words)
         return all_of(pointer, [node, *place.more]) if place.more else node
 
-    def _target(self, reference: str, pointer: str, base: str) -> str:
+    def _target(self, word: str, reference: str, pointer: str, base: str) -> str:
         target = self._document.target(reference, pointer, base)
-        self._pending.append((target, pointer))
+        self._pending.append((target, pointer, word))
         return target
 
     def _inner(self, place: Place, raw: Any, step: str) -> Node:
@@ -111,7 +141,10 @@ class Reader:
         self._check_object(place, word, value)
         if word == "patternProperties":
             for name in value:
-                check_schema_pattern(self._where, name, place.pointer)
+                try:
+                    check_schema_pattern(self._where, name, place.pointer)
+                except InvalidRequestError as error:
+                    self._report(f"{place.pointer}/{word}/{escaped(name)}", error)
         place.words[word] = {name: self._inner(place, item, f"{word}/{escaped(name)}") for name, item in value.items()}
 
     def _read_properties(self, place: Place, word: str, value: Any) -> None:
@@ -149,7 +182,7 @@ class Reader:
             refuse(self._where, place.pointer, f"{word!r} must be a string, got {value!r:.40}")
         if word == "$dynamicRef":
             self._document.check_dynamic(value, place.pointer)
-        node = Node(place.pointer, {"$ref": self._target(value, place.pointer, place.base)})
+        node = Node(place.pointer, {"$ref": self._target(word, value, place.pointer, place.base)})
         if len(_REFERENCES & place.raw.keys()) > 1:
             place.more.append(node)
         else:

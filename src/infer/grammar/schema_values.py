@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from infer.errors import InvalidRequestError, SchemaError
 from infer.grammar.pattern import check_pattern, encoded
 from infer.grammar.schema_node import refuse
 from infer.grammar.schema_pattern import PatternNotationError, translated
@@ -52,11 +53,22 @@ def read_names(where: str, word: str, value: Any, pointer: str) -> list[str]:
 def check_texts(where: str, texts: Iterable[str], pointer: str) -> None:
     for text in texts:
         if not text.isascii():
-            encoded(text, f"{where} at {pointer or '/'}")
+            _check_text(where, text, pointer)
+
+
+def _check_text(where: str, text: str, pointer: str) -> None:
+    place = f"{where} at {pointer or '/'}"
+    try:
+        encoded(text, place)
+    except InvalidRequestError as error:
+        raise SchemaError(str(error), pointer, str(error).removeprefix(f"{place}: ")) from None
 
 
 def check_schema_pattern(where: str, pattern: str, pointer: str) -> None:
-    check_pattern(pattern, f"{where} at {pointer or '/'}: pattern")
+    try:
+        check_pattern(pattern, "pattern")
+    except InvalidRequestError as error:
+        refuse(where, pointer, str(error))
     try:
         translated(pattern)
     except PatternNotationError as error:

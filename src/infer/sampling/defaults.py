@@ -10,6 +10,7 @@ from typing import Any, final
 from infer.sampling_params import SamplingParams, without_aliases
 
 MAX_NEW_TOKENS = 512  # of an answer that does not end by itself
+_GUARD = frozenset({"repetition_penalty", "repetition_window"})
 NEUTRAL: Mapping[str, Any] = {"max_new_tokens": MAX_NEW_TOKENS}
 NEUTRAL_CHAT: Mapping[str, Any] = {**NEUTRAL, "temperature": 0.7, "top_p": 0.95}
 PRESETS: Mapping[str, Mapping[str, Any]] = {  # --preset NAME
@@ -52,6 +53,18 @@ def neutral_values(*, is_chat: bool) -> Mapping[str, Any]:
     return NEUTRAL_CHAT if is_chat else NEUTRAL
 
 
+def beside(from_model: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the model's values for what `given` does not name.
+
+    A card's repetition penalty belongs to the card's temperature: a caller who names a temperature samples without it.
+    """
+    found = {name: value for name, value in from_model.items() if name not in given}
+    if isinstance(from_model, SamplingDefaults) and "temperature" in given:
+        found = {name: value for name, value in found.items() if name not in from_model.from_card.keys() & _GUARD}
+    return found
+
+
 def default_params(from_model: Mapping[str, Any], *, is_chat: bool, **given: Any) -> SamplingParams:
     """The parameters of a request that names only `given`. Raises InvalidRequestError for a bad value of those."""
-    return SamplingParams.from_mapping({**neutral_values(is_chat=is_chat), **from_model, **without_aliases(given)})
+    given = without_aliases(given)
+    return SamplingParams.from_mapping({**neutral_values(is_chat=is_chat), **beside(from_model, given), **given})

@@ -360,7 +360,7 @@ def begin_session(
     tokenizer = host.tokenizer
     refuse_sampling(variables, tokenizer.chat_templates)
     messages = [] if system is None else [{"role": "system", "content": system}]
-    template = {**variables, **({} if tools is None else {"tools": [tool.to_json() for tool in read_tools(tools)]})}
+    template = {**variables, **({} if tools is None else {"tools": [tool.as_given() for tool in read_tools(tools)]})}
     if (messages or template) and tokenizer.chat_template is None:
         raise InvalidRequestError("the model has no chat template: use append() and generate() with plain text")
     return Session(host, Transcript(messages=messages, template=template, num_given=len(messages)))

@@ -35,7 +35,8 @@ class Calls:
 @dataclass(frozen=True)
 class AnswerFormat:
     """`marks` stand for control tokens, by their ids. Reasoning `is_open` where the prompt has begun it; where it is
-    not `is_apart`, it is text. After `budget` tokens of it, it is closed.
+    not `is_apart`, it is text. After `budget` tokens of it, it is closed. `warnings` say which parts of tools' schemas
+    nothing enforces.
     """
 
     calls: Calls | None = None
@@ -44,6 +45,7 @@ class AnswerFormat:
     is_apart: bool = True
     budget: int | None = None
     marks: Mapping[int, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
     def call_id(self, salt: bytes, index: int) -> str:
         """The same for the same request; others for other requests and calls."""
@@ -62,7 +64,7 @@ def is_plain_text(schema: Any) -> bool:
     if not isinstance(schema, Mapping):
         return False
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if values is not None:
+    if isinstance(values, list | tuple):
         return all(isinstance(value, str) for value in values)
     return schema.get("type") == "string"
 
@@ -75,7 +77,7 @@ def written_arguments(form: ToolCallFormat, tool: Tool | None, arguments: Mappin
         return ", ".join(f"{name}={written_value(value)}" for name, value in arguments.items())
     if form.syntax == "gemma":
         return gemma_value(arguments, form.quote)[1:-1]
-    properties = {} if tool is None else tool.parameters.get("properties", {})
+    properties = {} if tool is None else tool.properties
     return "".join(
         form.before_key
         + name

@@ -6,43 +6,50 @@ tokens stand in it by their ids: only this grammar can name them, never a reques
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any, Protocol, final, runtime_checkable
 
-from infer.errors import InvalidRequestError
+from infer.errors import InvalidRequestError, SchemaError
 from infer.toolcalls.answer_format import AnswerFormat, Calls, gemma_value, is_plain_text, written_value
 from infer.toolcalls.formats import ID, ID_PATTERN, ReasoningFormat, ToolCallFormat
+from infer.toolcalls.schema_words import (
+    GEMMA_KEYS,
+    LENGTHS,
+    NOT_HELD,
+    NOTES,
+    NUMBER_KEYS,
+    OBJECT_KEYS,
+    PYTHON_KEYS,
+    ROOT,
+    Spot,
+    as_pattern,
+    check_member_name,
+    check_name,
+    has_words,
+    of_texts,
+    one_of,
+    properties_of,
+    required_of,
+    values_of,
+)
 from infer.toolcalls.tools import Tool
 
 _ANY = "(.|\\n)*"
 _SPACES = "[ \\t\\r\\n]*"
-_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$/&~#]")
 _PARTS = re.compile("([\ud800-\udfff]|" + re.escape(ID) + ")")
-_LENGTHS = ("minLength", "maxLength")
-_PYTHON_KEYS = frozenset({"type", "enum", "const", "anyOf", "items", "properties", "required", "additionalProperties"})
-_NUMBER_KEYS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
-_GEMMA_KEYS = {
-    "anyOf": {"anyOf"},
-    "enum": {"enum", "type"},
-    "const": {"const", "type"},
-    "type": {"type", "properties", "required", "additionalProperties", "items", "prefixItems", "minItems", "maxItems"}
-    | {"format", "pattern", *_LENGTHS, *_NUMBER_KEYS},
-}  # each with what may stand beside it
-_GEMMA_SIGNS = re.compile(r"[{}\[\],:]|^$")
 _SEPARATORS = {"python": '", "', "xml": '""', "gemma": '","'}
-_NOTES = frozenset({"title", "description", "default", "examples", "$schema", "deprecated"})
-_NOT_HELD = _NOTES | {"$defs", "definitions"}
-_OBJECT_KEYS = _NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
 
 
 @runtime_checkable
 class Rules(Protocol):
-    """What makes Lark of a tool's schema. Raises InvalidRequestError."""
+    """Compiler of a tool's schema to Lark. Raises InvalidRequestError."""
 
     def json_rule(self, schema: Mapping[str, Any]) -> str: ...
 
     def text_pattern(self, pattern: str) -> str: ...
+
+    def unreadable_parts(self, schema: Mapping[str, Any]) -> list[tuple[str, str]]: ...
 
 
 def answer_lark(form: AnswerFormat, rules: Rules, *, is_held: bool) -> str | None:
@@ -53,6 +60,12 @@ def answer_lark(form: AnswerFormat, rules: Rules, *, is_held: bool) -> str | Non
     if form.calls is None and not (form.reasoning and (is_held or form.budget is not None)):
         return None
     return _Builder(form, rules, is_held=is_held).lark()
+
+
+def check_tool(form: AnswerFormat, tool: Tool, rules: Rules) -> None:
+    """Raise InvalidRequestError, a SchemaError if the place is known, if calls of this tool cannot be constrained."""
+    assert form.calls is not None
+    _Builder(form, rules, is_held=False).check(form.calls, tool)
 
 
 @final
@@ -72,12 +85,15 @@ class _Builder:
         self._rules["ANY"] = f"/{_ANY}/"
         return "\n".join(f"{name}: {rule}" for name, rule in self._rules.items()) + "\n"
 
+    def check(self, calls: Calls, tool: Tool) -> None:
+        self._arguments(calls, tool, "arguments")
+
     def _thought(self, form: ReasoningFormat) -> str:
         thought = self._until("thought", form.closing)
         if self._form.is_open:
             return thought
         opening = (
-            self._literal(form.opening) if self._is_control(form.opening) else f"/{_SPACES}{_plain(form.opening)}/"
+            self._literal(form.opening) if self._is_control(form.opening) else f"/{_SPACES}{as_pattern(form.opening)}/"
         )
         return f"({opening} {thought})?"
 
@@ -96,14 +112,14 @@ class _Builder:
             begun = self._until("begun", calls.form.trigger, self._not_text())
             return f"{text} | {begun} {self._literal(calls.form.start[len(calls.form.trigger) :])} {rest}"
         if len(calls.form.start) > 1:
-            return f"{text} | /{_SPACES}{_plain(calls.form.start)}/ {rest}"
+            return f"{text} | /{_SPACES}{as_pattern(calls.form.start)}/ {rest}"
         return f"{text} | {self._calls_at_once(calls)}"
 
     def _text(self) -> str:
         calls, excluded = self._form.calls, self._not_text()
         trigger = calls.form.trigger if calls is not None and calls.kind == "none" else ""
         if trigger and not self._is_control(trigger):
-            excluded = " & ".join(filter(None, [excluded, f"~/{_ANY}{_plain(trigger)}{_ANY}/"]))
+            excluded = " & ".join(filter(None, [excluded, f"~/{_ANY}{as_pattern(trigger)}{_ANY}/"]))
         if not excluded:
             return "ANY"
         self._rules["TEXT"] = f"/{_ANY}/ & {excluded}"
@@ -116,14 +132,14 @@ class _Builder:
             beginnings.append(self._form.reasoning.opening)
         if calls is not None and not calls.form.trigger:
             beginnings += calls.beginnings
-        plain = [_plain(each) for each in beginnings if not self._is_control(each)]
+        plain = [as_pattern(each) for each in beginnings if not self._is_control(each)]
         return f"~/{_SPACES}({'|'.join(plain)}){_ANY}/" if plain else ""
 
     def _until(self, name: str, literal: str, excluded: str = "") -> str:
         """Any text, up to and with the first of this literal."""
         if self._is_control(literal):
             return f"{'TEXT' if excluded else 'ANY'}? {self._literal(literal)}"
-        self._rules[f"{name}[lazy]"] = f"/{_ANY}{_plain(literal)}/{' & ' + excluded if excluded else ''}"
+        self._rules[f"{name}[lazy]"] = f"/{_ANY}{as_pattern(literal)}/{' & ' + excluded if excluded else ''}"
         return name
 
     def _calls(self, calls: Calls) -> str:
@@ -137,7 +153,7 @@ class _Builder:
         """Where a name tells calls from text: they begin with a lexeme for each tool."""
         rest = self._calls(calls).removeprefix("call ")
         firsts = [
-            f"/{_SPACES}{_plain(beginning)}/ {self._end(calls, index)}"
+            f"/{_SPACES}{as_pattern(beginning)}/ {self._end(calls, index)}"
             for index, beginning in enumerate(calls.beginnings)
         ]
         self._rules["first"] = " | ".join(firsts)
@@ -158,45 +174,46 @@ class _Builder:
 
     def _arguments(self, calls: Calls, tool: Tool, name: str) -> str:
         if calls.form.syntax == "json":
-            is_simple = not set(tool.parameters) - _OBJECT_KEYS
+            is_simple = not set(tool.parameters) - OBJECT_KEYS
             return self._json_rule({"additionalProperties": False, **tool.parameters} if is_simple else tool.parameters)
         if calls.form.syntax == "gemma":
             self._json_rule(tool.parameters)  # refuses what is no schema
-        required = tool.parameters.get("required", [])
-        for key in tool.parameters.get("properties", {}):
-            _check_name(key, calls.form.name)
+        required = required_of(tool.parameters)
+        for key in tool.properties:
+            check_name(ROOT.member(key), calls.form)
         each = [
-            (self._argument(calls.form, key, schema), key in required)
-            for key, schema in _properties_of(tool, calls.form.name).items()
+            (self._argument(calls.form, ROOT.member(key), schema), key in required)
+            for key, schema in properties_of(tool, calls.form.name).items()
         ]
         return self._in_order(name, each, _SEPARATORS[calls.form.syntax])
 
-    def _argument(self, form: ToolCallFormat, name: str, schema: Any) -> str:
-        match form.syntax:
-            case "python":
-                return self._keyword(name, schema)
-            case "gemma":
-                return f"{json.dumps(name + ':')} {self._gemma(form, name, schema)}"
-        return self._parameter(form, name, schema)
+    def _argument(self, form: ToolCallFormat, spot: Spot, schema: Any) -> str:
+        try:
+            match form.syntax:
+                case "python":
+                    return f"{json.dumps(spot.name + '=')} {self._python(schema)}"
+                case "gemma":
+                    return f"{json.dumps(spot.name + ':')} {self._gemma(form, spot, schema)}"
+            return self._parameter(form, spot, schema)
+        except SchemaError as error:
+            if error.pointer is not None and error.pointer.startswith(spot.pointer):
+                raise
+            inside = error.pointer or ""  # of the argument's own schema, beside which the definitions lie
+            pointer = inside if inside.startswith(("/$defs/", "/definitions/")) else spot.pointer + inside
+            raise SchemaError(str(error), pointer, error.problem) from error
 
-    def _keyword(self, name: str, schema: Any) -> str:
-        return f"{json.dumps(name + '=')} {self._python(schema)}"
-
-    def _parameter(self, form: ToolCallFormat, name: str, schema: Any) -> str:
-        opened, closed = self._literal(form.before_key + name + form.after_key), self._literal(form.after_value)
+    def _parameter(self, form: ToolCallFormat, spot: Spot, schema: Any) -> str:
+        opened, closed = self._literal(form.before_key + spot.name + form.after_key), self._literal(form.after_value)
         if not is_plain_text(schema):
             return f"{opened} {self._json_rule(schema)} {closed}"
-        if (values := _values_of(schema)) is not None:
-            return f"{opened} {_one_of(json.dumps(value, ensure_ascii=False) for value in values)} {closed}"
-        return f"{opened} {self._plain_text(name, schema, form.after_value)}"
+        if (values := values_of(schema)) is not None:
+            return f"{opened} {one_of(json.dumps(value, ensure_ascii=False) for value in values)} {closed}"
+        return f"{opened} {self._plain_text(spot, schema, form.after_value)}"
 
-    def _plain_text(self, name: str, schema: Mapping[str, Any], closed: str) -> str:
-        """Any text that the schema allows, up to and with the first of this literal. Raises InvalidRequestError."""
-        if others := sorted(set(schema) - _NOTES - {"type", "format", "pattern", *_LENGTHS}):
-            raise InvalidRequestError(
-                f"{others[0]} of the text {name} cannot be held in this tool format: leave it out"
-            )
-        number, end = next(self._numbers), "" if self._is_control(closed) else _plain(closed)
+    def _plain_text(self, spot: Spot, schema: Mapping[str, Any], closed: str) -> str:
+        """Any text that the schema allows, up to and with the first of this literal. Raises SchemaError."""
+        spot.allow(schema, NOT_HELD | {"type", "format", "pattern", *LENGTHS}, "the text ")
+        number, end = next(self._numbers), "" if self._is_control(closed) else as_pattern(closed)
         bounds = f"{schema.get('minLength', 0)},{schema.get('maxLength', '')}"
         held = [] if bounds == "0," else [f"(.|\\n){{{bounds}}}"]
         if "pattern" in schema:
@@ -210,60 +227,62 @@ class _Builder:
         self._rules[f"text_{number}[lazy]"] = " & ".join([f"/{_ANY}{end}/", *limits])
         return f"text_{number}"
 
-    def _gemma(self, form: ToolCallFormat, name: str, schema: Any) -> str:
-        """A schema's values with Gemma's quotes. Raises InvalidRequestError."""
+    def _gemma(self, form: ToolCallFormat, spot: Spot, schema: Any) -> str:
+        """A schema's values with Gemma's quotes. Raises SchemaError."""
         if schema is False:
-            raise InvalidRequestError(f"{name} may have no value: leave it out")
-        held = {} if schema is True else {key: schema[key] for key in schema if key not in _NOT_HELD}
+            spot.refuse(f"{spot.name} may have no value: leave it out")
+        held = {} if schema is True else {key: schema[key] for key in schema if key not in NOT_HELD}
         if not held:
             return self._any_gemma(form)
         word = next((each for each in ("anyOf", "enum", "const") if each in held), "type")
-        if others := sorted(set(held) - _GEMMA_KEYS[word]):
-            raise InvalidRequestError(f"{others[0]} of {name} cannot be held in this tool format: leave it out")
-        if (values := _values_of(held)) is not None:
-            return _one_of(self._literal(gemma_value(value, form.quote)) for value in values)
+        spot.allow(held, GEMMA_KEYS[word])
+        if (values := values_of(held)) is not None:
+            return one_of(self._literal(gemma_value(value, form.quote)) for value in values)
         if "anyOf" in held:
-            return _one_of(self._gemma(form, name, each) for each in held["anyOf"])
+            return one_of(
+                self._gemma(form, spot.inner("anyOf", index), each) for index, each in enumerate(held["anyOf"])
+            )
         match schema.get("type"):
             case list(kinds):
-                return _one_of(self._gemma(form, name, {**schema, "type": kind}) for kind in kinds)
+                return one_of(self._gemma(form, spot, {**schema, "type": kind}) for kind in kinds)
             case "string":
-                return f"{self._literal(form.quote)} {self._plain_text(name, _of_texts(schema), form.quote)}"
+                return f"{self._literal(form.quote)} {self._plain_text(spot, of_texts(schema), form.quote)}"
             case "array":
-                return self._gemma_array(form, name, schema)
+                return self._gemma_array(form, spot, schema)
             case "object":
-                return self._gemma_object(form, name, schema)
+                return self._gemma_object(form, spot, schema)
             case None:
-                raise InvalidRequestError(f"{name} needs a type in this tool format")
-        return self._json_rule({key: held[key] for key in held if key == "type" or key in _NUMBER_KEYS})
+                spot.refuse(f"{spot.name} needs a type in this tool format")
+        return self._json_rule({key: held[key] for key in held if key == "type" or key in NUMBER_KEYS})
 
-    def _gemma_array(self, form: ToolCallFormat, name: str, schema: Mapping[str, Any]) -> str:
+    def _gemma_array(self, form: ToolCallFormat, spot: Spot, schema: Mapping[str, Any]) -> str:
         least, most, rule = schema.get("minItems", 0), schema.get("maxItems"), f"item_{next(self._numbers)}"
         if parts := schema.get("prefixItems"):
             if schema.get("items") is not False or least != len(parts):
-                raise InvalidRequestError(f"prefixItems of {name} need items: false and minItems: {len(parts)} here")
-            each = ' "," '.join(self._gemma(form, name, part) for part in parts)
+                spot.refuse(f"prefixItems of {spot.name} need items: false and minItems: {len(parts)} here")
+            inner = enumerate(parts)
+            each = ' "," '.join(self._gemma(form, spot.inner("prefixItems", index), part) for index, part in inner)
             return f'"[" {each} "]"'
         if most == 0:
             return '"[]"'
-        self._rules[rule] = self._gemma(form, name, schema.get("items", {}))
+        self._rules[rule] = self._gemma(form, spot.inner("items"), schema.get("items", {}))
         bounds = f"{max(least - 1, 0)},{'' if most is None else most - 1}"
         others = "" if most == 1 else f'("," {rule}){{{bounds}}}'
         return f'"[" ({rule} {others}){"" if least else "?"} "]"'
 
-    def _gemma_object(self, form: ToolCallFormat, name: str, schema: Mapping[str, Any]) -> str:
+    def _gemma_object(self, form: ToolCallFormat, spot: Spot, schema: Mapping[str, Any]) -> str:
         """Of other members than are named none, or any where none is."""
         members, more = schema.get("properties", {}), schema.get("additionalProperties", True)
-        rule, required, each = f"object_{next(self._numbers)}", schema.get("required", []), list[tuple[str, bool]]()
+        rule, required, each = f"object_{next(self._numbers)}", required_of(schema), list[tuple[str, bool]]()
         if absent := sorted(set(required) - set(members)):
-            raise InvalidRequestError(f"{absent[0]} of {name} is required: give it among the properties")
+            spot.refuse(f"{absent[0]} of {spot.name} is required: give it among the properties")
         if not members and more is not False:
-            return self._gemma_members(self._gemma(form, name, more))
+            return self._gemma_members(self._gemma(form, spot.inner("additionalProperties"), more))
         for key, inner in members.items():
-            if _GEMMA_SIGNS.search(key) or form.quote in key:
-                raise InvalidRequestError(f"the tool format {form.name} cannot name {key!r:.80}: rename it")
+            at = spot.member(key)
+            check_member_name(at, form)
             each.append(
-                (f"{json.dumps(key + ':', ensure_ascii=False)} {self._gemma(form, key, inner)}", key in required)
+                (f"{json.dumps(key + ':', ensure_ascii=False)} {self._gemma(form, at, inner)}", key in required)
             )
         return f'"{{" {self._in_order(rule, each, _SEPARATORS["gemma"])} "}}"'
 
@@ -276,7 +295,7 @@ class _Builder:
     def _any_gemma(self, form: ToolCallFormat) -> str:
         if "any_value" not in self._rules:
             self._rules["any_value"] = ""
-            text = f"{self._literal(form.quote)} {self._plain_text('a value', {}, form.quote)}"
+            text = f"{self._literal(form.quote)} {self._plain_text(ROOT, {}, form.quote)}"
             plain = self._json_rule({"type": ["number", "boolean", "null"]})
             items = '"[" (any_value ("," any_value)*)? "]"'
             self._rules["any_value"] = f"{text} | {plain} | {items} | {self._gemma_members('any_value')}"
@@ -284,15 +303,15 @@ class _Builder:
 
     def _python(self, schema: Any) -> str:
         """A schema's values as Python writes them; as JSON does where no word differs, or more is asked."""
-        if not _has_words(schema) or set(schema) - _NOTES - _PYTHON_KEYS:
+        if not has_words(schema) or set(schema) - NOTES - PYTHON_KEYS:
             return self._json_rule(schema)
-        if (values := _values_of(schema)) is not None:
-            return _one_of(json.dumps(written_value(value), ensure_ascii=False) for value in values)
+        if (values := values_of(schema)) is not None:
+            return one_of(json.dumps(written_value(value), ensure_ascii=False) for value in values)
         if "anyOf" in schema:
-            return _one_of(map(self._python, schema["anyOf"]))
+            return one_of(map(self._python, schema["anyOf"]))
         match schema.get("type"):
             case list(kinds):
-                return _one_of(self._python({**schema, "type": kind}) for kind in kinds)
+                return one_of(self._python({**schema, "type": kind}) for kind in kinds)
             case "boolean":
                 return '("True" | "False")'
             case "null":
@@ -301,7 +320,7 @@ class _Builder:
                 item = self._python(schema["items"])
                 return f'"[" ({item} (", " {item})*)? "]"'
             case "object" if schema.get("properties") and not schema.get("additionalProperties"):
-                name, required = f"object_{next(self._numbers)}", schema.get("required", [])
+                name, required = f"object_{next(self._numbers)}", required_of(schema)
                 each = [
                     (f"{json.dumps(json.dumps(key) + ': ')} {self._python(inner)}", key in required)
                     for key, inner in schema["properties"].items()
@@ -331,50 +350,3 @@ class _Builder:
         if part in self._id_by_mark:
             return f"<[{self._id_by_mark[part]}]>"
         return json.dumps(part, ensure_ascii=False)
-
-
-def _plain(text: str) -> str:
-    """As a pattern."""
-    return _SPECIAL.sub(r"\\\g<0>", text).replace("\n", "\\n")
-
-
-def _properties_of(tool: Tool, form: str) -> dict[str, Any]:
-    """Each with the definitions that it may point to. Raises InvalidRequestError."""
-    if others := sorted(set(tool.parameters) - _OBJECT_KEYS):
-        raise InvalidRequestError(f"{others[0]} cannot be held in the tool format {form}: leave it out")
-    shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
-    return {
-        name: {**shared, **schema} if shared and isinstance(schema, Mapping) else schema
-        for name, schema in tool.parameters.get("properties", {}).items()
-    }
-
-
-def _of_texts(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """What a schema says of texts."""
-    return {key: schema[key] for key in ("pattern", *_LENGTHS) if key in schema}
-
-
-def _check_name(name: str, form: str) -> None:
-    """Of an argument. Raises InvalidRequestError."""
-    if not name.isidentifier():
-        raise InvalidRequestError(f"the tool format {form} cannot name {name!r:.80}: rename it")
-
-
-def _values_of(schema: Mapping[str, Any]) -> list[Any] | None:
-    found: list[Any] | None = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    return found
-
-
-def _one_of(rules: Iterable[str]) -> str:
-    return f"({' | '.join(rules)})"
-
-
-def _has_words(schema: Any) -> bool:
-    """Whether a value may hold a word that Python and JSON spell differently."""
-    if not isinstance(schema, Mapping):
-        return False
-    if (values := _values_of(schema)) is not None:
-        return not all(isinstance(value, str) or type(value) in (int, float) for value in values)
-    if schema.get("type") == "array":
-        return _has_words(schema.get("items"))
-    return schema.get("type") not in ("string", "integer", "number")

@@ -6,6 +6,7 @@ from typing import Any
 
 from infer.toolcalls.answer_format import written_arguments
 from infer.toolcalls.formats import ToolCallFormat
+from infer.toolcalls.past_calls import with_values
 from infer.toolcalls.template_formats import TemplateFormats
 from infer.toolcalls.tools import Tool
 
@@ -16,10 +17,11 @@ _AFTER_RESULTS = "\nNow answer with this, in words."  # without it small models 
 
 def shown_messages(messages: Sequence[Message], tools: Sequence[Tool], formats: TemplateFormats) -> list[Message]:
     """What the template does not show is written into the texts."""
+    messages, _ = with_values(messages)
     names = _names_by_id(messages)
     found = list[Message]()
     for index, message in enumerate(messages):
-        shown = _with_values(message) if isinstance(message, Mapping) else message
+        shown = message
         if isinstance(shown, Mapping) and shown.get("tool_calls") and formats.shows_calls:
             shown = _as_taken(shown, formats)
         elif isinstance(shown, Mapping) and shown.get("tool_calls"):
@@ -37,24 +39,6 @@ def shown_messages(messages: Sequence[Message], tools: Sequence[Tool], formats: 
 
 def _role_of(message: Any) -> Any:
     return message.get("role") if isinstance(message, Mapping) else None
-
-
-def _with_values(message: Message) -> Message:
-    """Arguments as values, which templates write themselves."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list | tuple):
-        return message
-    return {**message, "tool_calls": [_call_with_values(call) for call in calls]}
-
-
-def _call_with_values(call: Any) -> Any:
-    match call:
-        case {"function": {"arguments": str(arguments)} as function}:
-            try:
-                return {**call, "function": {**function, "arguments": json.loads(arguments)}}
-            except ValueError:  # cut where its answer was
-                return call
-    return call
 
 
 def _as_taken(message: Message, formats: TemplateFormats) -> Message:
@@ -76,15 +60,12 @@ def _call_with_text(call: Any) -> Any:
 def _call_as_text(message: Message, tools: Sequence[Tool], form: ToolCallFormat) -> Message:
     by_name = {tool.name: tool for tool in tools}
     functions = [call["function"] for call in message["tool_calls"]]
-    calls = [(each["name"], _written(form, by_name.get(each["name"]), each["arguments"])) for each in functions]
+    calls = [
+        (each["name"], written_arguments(form, by_name.get(each["name"]), each["arguments"])) for each in functions
+    ]
     text, written = message.get("content") or "", form.written(calls)
     others = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**others, "content": f"{text}\n{written}" if text else written}
-
-
-def _written(form: ToolCallFormat, tool: Tool | None, arguments: Any) -> str:
-    """A text is arguments that were cut."""
-    return arguments if isinstance(arguments, str) else written_arguments(form, tool, arguments)
 
 
 def _names_by_id(messages: Sequence[Message]) -> dict[str, str]:

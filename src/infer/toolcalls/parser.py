@@ -184,7 +184,7 @@ class AnswerParser:
             case "gemma":
                 return GemmaArguments(form.quote)
         tool = next((each for each in self._form.calls.tools if each.name == name), None)
-        properties = {} if tool is None else tool.parameters.get("properties", {})
+        properties = {} if tool is None else tool.properties
         text_names = [key for key, schema in properties.items() if is_plain_text(schema)]
         return XmlArguments(text_names, form.before_key, form.after_key, form.after_value)
 

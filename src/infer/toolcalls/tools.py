@@ -1,11 +1,13 @@
 """The tools of a request as values: what may be called, and what of it must be."""
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
 from infer.errors import InvalidRequestError
+from infer.toolcalls.nesting import is_deeper
 from infer.toolcalls.signature import tool_of_function
 
 MAX_TOOLS = 128
@@ -18,39 +20,72 @@ Kind = Literal["auto", "none", "required"]
 @final
 @dataclass(frozen=True)
 class Tool:
-    """`parameters` is the JSON schema of an object."""
+    """`parameters` is the JSON schema of an object. `warnings` say what of the given tool was left out.
+
+    A strict tool is held to its schema exactly, or refused. Of another one the parts that cannot be built are left out.
+    """
 
     name: str
     description: str
     parameters: Mapping[str, Any]
     is_strict: bool = False
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def properties(self) -> Mapping[str, Any]:
+        found = self.parameters.get("properties")
+        return found if isinstance(found, Mapping) else {}
 
     def to_json(self) -> dict[str, Any]:
-        """As templates take it."""
+        """Return the tool as chat templates take it."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
+
+    def as_given(self) -> dict[str, Any]:
+        """Return the tool as `read_tools` takes it."""
+        found = self.to_json()
+        if self.is_strict:
+            found["function"]["strict"] = True
+        return found
 
 
 @final
 @dataclass(frozen=True)
 class ToolChoice:
-    """Whether calls may or must be; of the tools with these names, or of all."""
+    """Whether calls may or must be; of the tools with these names, or of all. `is_named` asks for one tool by name."""
 
     kind: Kind = "auto"
     names: tuple[str, ...] | None = None
+    is_named: bool = False
 
 
 def read_tools(given: Any) -> tuple[Tool, ...]:
-    """Functions, or schemas as OpenAI's or the function alone. Raises InvalidRequestError."""
+    """Read functions, or schemas as OpenAI's or the function alone. Equal tools of one name count once.
+
+    Raises InvalidRequestError.
+    """
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence):
         raise InvalidRequestError(f"tools must be a list of functions or schemas, got {given!r:.80}")
     if len(given) > MAX_TOOLS:
         raise InvalidRequestError(f"tools: there may be {MAX_TOOLS} of them, got {len(given)}")
     tools = tuple(_tool(f"tools[{index}]", each) for index, each in enumerate(given))
-    names = [tool.name for tool in tools]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise InvalidRequestError(f"tools: names must differ, got {twice!r} twice: rename one")
-    return tools
+    found = dict[str, Tool]()
+    for tool in tools:
+        known = found.setdefault(tool.name, tool)
+        if known is not tool and not _is_same(known.parameters, tool.parameters):
+            raise InvalidRequestError(
+                f"tools: names must differ, got {tool.name!r} twice with different parameters: rename one"
+            )
+        if tool.is_strict and not known.is_strict:
+            found[tool.name] = replace(known, is_strict=True)
+    return tuple(found.values())
+
+
+def _is_same(schema: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    try:
+        return json.dumps(schema, sort_keys=True) == json.dumps(other, sort_keys=True)
+    except (TypeError, ValueError, RecursionError):
+        return schema is other
 
 
 def read_tool_choice(given: Any, tools: Sequence[Tool]) -> ToolChoice:
@@ -72,13 +107,13 @@ def _tool_choice(given: Any) -> ToolChoice:
         case "none" | "required":
             return ToolChoice(given)
         case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
-            return ToolChoice("required", (name,))
+            return ToolChoice("required", (name,), is_named=True)
         case {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}} if mode in _MODES:
             return ToolChoice(mode, tuple(map(_allowed_name, tools)))
         case {"type": "allowed_tools", "mode": mode, "tools": list(tools)} if mode in _MODES:
             return ToolChoice(mode, tuple(map(_allowed_name, tools)))
         case str(name):
-            return ToolChoice("required", (name,))
+            return ToolChoice("required", (name,), is_named=True)
     raise InvalidRequestError(
         f"tool_choice must be 'auto', 'none', 'required', the name of a tool or allowed_tools, got {given!r:.80}"
     )
@@ -110,12 +145,30 @@ def _tool(path: str, given: Any) -> Tool:
         raise InvalidRequestError(f"{path}: a tool's name must be {rule}, got {name!r:.80}")
     if not isinstance(description, str | None):
         raise InvalidRequestError(f"{path}: the description of {name} must be a text, got {description!r:.80}")
-    parameters = function.get("parameters")
-    if not isinstance(parameters, Mapping | None):
-        raise InvalidRequestError(f"{path}: the parameters of {name} must be a schema, got {parameters!r:.80}")
-    schema = {"type": "object", "properties": {}, **(parameters or {})}
-    if schema["type"] != "object":
-        raise InvalidRequestError(
-            f"{path}: the parameters of {name} must be of type object, got {schema['type']!r:.80}"
-        )
-    return Tool(name, description or "", schema, function.get("strict") is True)
+    return _with_parameters(path, Tool(name, description or "", _EMPTY, function.get("strict") is True), function)
+
+
+_MAX_DEPTH = 200  # that templates are shown
+_EMPTY: Mapping[str, Any] = {"type": "object", "properties": {}}
+
+
+def _with_parameters(path: str, tool: Tool, function: Mapping[str, Any]) -> Tool:
+    """A strict tool has the schema of an object, or none. Raises InvalidRequestError."""
+    given = function.get("parameters")
+    if given is None:
+        return tool
+    problem = ""
+    if not isinstance(given, Mapping):
+        problem = f"the parameters of {tool.name} must be a schema, got {given!r:.80}"
+    elif is_deeper(given, _MAX_DEPTH):
+        problem = f"the parameters of {tool.name} may be nested {_MAX_DEPTH} deep"
+    if problem or not isinstance(given, Mapping):
+        if tool.is_strict:
+            raise InvalidRequestError(f"{path}: {problem}")
+        anything = {**_EMPTY, "additionalProperties": True}
+        return replace(tool, parameters=anything, warnings=(f"tool {tool.name!r}: left out: {problem}",))
+    parameters = {**_EMPTY, **given}
+    if tool.is_strict and parameters["type"] != "object":
+        kind = parameters["type"]
+        raise InvalidRequestError(f"{path}: the parameters of {tool.name} must be of type object, got {kind!r:.80}")
+    return replace(tool, parameters=parameters)

@@ -1,0 +1,99 @@
+"""The tools of an answer with schemas that a grammar can enforce: strict ones as given, the others loosened."""
+
+import json
+from collections import OrderedDict
+from dataclasses import replace
+from hashlib import blake2b
+from threading import Lock
+from typing import final
+
+from infer.errors import InvalidRequestError
+from infer.toolcalls.answer_format import AnswerFormat
+from infer.toolcalls.formats import ToolCallFormat
+from infer.toolcalls.lark import Rules, check_tool
+from infer.toolcalls.loosening import Allowance, Loosened, Loosening, anything_for
+from infer.toolcalls.tools import Tool
+
+_MAX_KNOWN = 512
+_Key = tuple[ToolCallFormat, str, bytes]
+
+
+@final
+class ToolSchemas:
+    """The loosened schemas are kept: an agent sends the same tools in every turn. For any thread."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._lock = Lock()
+        self._known: OrderedDict[_Key, Loosened] = OrderedDict()
+
+    def enforceable(self, form: AnswerFormat) -> AnswerFormat:
+        """Return the format with tools whose schemas can be enforced, and warnings for what is left out.
+
+        Raises InvalidRequestError if tools cannot be enforced at all.
+        """
+        calls = form.calls
+        if calls is None or calls.kind == "none":
+            return form
+        allowance, found = Allowance(), dict[int, Loosened]()
+        texts = {index: _text_of(tool) for index, tool in enumerate(calls.tools) if not tool.is_strict}
+        for index in sorted(texts, key=lambda each: len(texts[each])):  # one bad schema is often a large one
+            found[index] = self._loosened(form, calls.tools[index], texts[index], allowance)
+        tools = tuple(
+            replace(tool, parameters=found[index].parameters) if index in found else tool
+            for index, tool in enumerate(calls.tools)
+        )
+        warnings = [
+            warning
+            for index, tool in enumerate(calls.tools)
+            for warning in (*tool.warnings, *(found[index].warnings if index in found else ()))
+        ]
+        return replace(form, calls=replace(calls, tools=tools), warnings=tuple(warnings))
+
+    def loosest(self, form: AnswerFormat, error: InvalidRequestError) -> AnswerFormat | None:
+        """Return the format with tools that may have any arguments, for schemas that only together are too much.
+
+        None if there is nothing to loosen.
+        """
+        calls = form.calls
+        if calls is None or calls.kind == "none" or all(tool.is_strict for tool in calls.tools):
+            return None
+        is_json = calls.form.syntax == "json"
+        tools = tuple(
+            tool if tool.is_strict else replace(tool, parameters=anything_for(tool.parameters, is_json=is_json))
+            for tool in calls.tools
+        )
+        names = ", ".join(tool.name for tool in calls.tools if not tool.is_strict)
+        warning = f"tools {names:.200}: their schemas are left out, their arguments may be any object: {error!s:.200}"
+        return replace(form, calls=replace(calls, tools=tools), warnings=(*form.warnings, warning))
+
+    def _loosened(self, form: AnswerFormat, tool: Tool, text: str, allowance: Allowance) -> Loosened:
+        assert form.calls is not None
+        key = form.calls.form, tool.name, blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
+        with self._lock:
+            found = self._known.get(key)
+        if found is not None:
+            return found
+        is_json = form.calls.form.syntax == "json"
+        if allowance.seconds <= 0:  # and not kept: the next request has time for it
+            warning = f"tool {tool.name!r}: its schema is left out: other tools took the time to compile it"
+            return Loosened(anything_for(tool.parameters, is_json=is_json), (warning,))
+        loosening = Loosening(
+            lambda schema: check_tool(form, replace(tool, parameters=schema), self._rules),
+            self._rules.unreadable_parts,
+            allowance,
+            is_json=is_json,
+        )
+        found = loosening.run(tool.name, tool.parameters)
+        with self._lock:
+            self._known[key] = found
+            if len(self._known) > _MAX_KNOWN:
+                self._known.popitem(last=False)
+        return found
+
+
+def _text_of(tool: Tool) -> str:
+    try:
+        return json.dumps(tool.parameters)
+    except (TypeError, ValueError, RecursionError):
+        return repr(id(tool.parameters))

@@ -41,15 +41,19 @@ class Gateway:
         return [self._noted(route) if route.path in ("/v1/messages", "/v1/responses") else route for route in ROUTES]
 
     def _forced(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return a call without arguments that matter for the first request, and an early end for Claude Code's others,
-        which this model would not end by itself.
+        """Return a call for the first request, with fixed arguments or none.
+
+        Other answers to Claude Code end early: an answer that ends at its limit is an error there.
         """
-        kinds = {item.get("type") for item in body.get("input", ())}
-        kinds |= {block["type"] for turn in body.get("messages", ()) for block in blocks_of(turn)}
-        if "messages" in body:
-            is_first = "tool_result" not in kinds
-            return {"tool_choice": {"type": "tool", "name": "Read"}} if is_first else {"stop_sequences": list(".,!\n")}
-        return {} if "function_call_output" in kinds else {"tool_choice": {"type": "function", "name": "get_goal"}}
+        if "input" in body:
+            is_first = all(item.get("type") != "function_call_output" for item in body["input"])
+            return {"tool_choice": {"type": "function", "name": "get_goal"}} if is_first else {}
+        kinds = {block["type"] for turn in body["messages"] for block in blocks_of(turn)}
+        path = {"type": "object", "properties": {"file_path": {"const": "missing.txt"}}, "required": ["file_path"]}
+        tools = [tool | {"input_schema": path | {"additionalProperties": False}} for tool in body["tools"]]
+        if "tool_result" in kinds:
+            return {"tools": tools, "stop_sequences": list(".,!\n")}
+        return {"tools": tools, "tool_choice": {"type": "tool", "name": "Read"}}
 
     def _noted(self, route: ApiRoute) -> ApiRoute:
         async def handler(request: Request, state: ServerState) -> Response:

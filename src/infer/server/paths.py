@@ -53,6 +53,8 @@ def no_route(method: str, path: str, known: Iterable[str]) -> str:
 
 
 def _candidates(path: str) -> list[str]:
+    if path.startswith("/page/"):
+        return [path]
     plain = re.sub("/{2,}", "/", path).rstrip("/") or "/"
     plain = plain.removeprefix("/openai") or "/"
     return [plain, f"/v1{plain}", plain.removeprefix("/v1"), plain.replace("/v1/v1/", "/v1/", 1)]

@@ -46,7 +46,7 @@ ray: $(VENV)/.ray ## install Ray (660 MB), then a model served and a file answer
 
 .PHONY: intel
 intel: $(VENV)/.intel ## OpenCL's kernels on Intel's CPU runtime (installs 300 MB): the same bits
-	INFER_OPENCL=intel $(BIN)/python -m pytest tests/unit/test_opencl.py
+	INFER_OPENCL=intel $(BIN)/python -m pytest tests/unit/test_opencl.py tests/unit/test_opencl_copied.py
 
 .PHONY: emulate
 emulate: $(VENV)/.demo ## the CPU kernels on an emulated Haswell, Nehalem, Neoverse N1 and one with i8mm: the same bits (needs qemu-user)

@@ -70,8 +70,23 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if report.skipped and os.environ.get("CI") == "true" and isinstance(report.longrepr, tuple):
-        reason = report.longrepr[2].removeprefix("Skipped: ")
-        if not reason.startswith(HARDWARE):
-            report.outcome = "failed"
-            report.longrepr = f"{item.nodeid} was skipped, which CI does not allow: {reason}"
+        _fail_unless_hardware(report, report.longrepr[2])
     return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Modules are skipped by the same rule."""
+    report = yield
+    if report.skipped and os.environ.get("CI") == "true" and isinstance(report.longrepr, tuple):
+        _fail_unless_hardware(report, report.longrepr[2])
+    return report
+
+
+def _fail_unless_hardware(report: pytest.TestReport | pytest.CollectReport, skipped: str) -> None:
+    reason = skipped.removeprefix("Skipped: ")
+    if not reason.startswith(HARDWARE):
+        report.outcome = "failed"
+        report.longrepr = f"{report.nodeid} was skipped, which CI does not allow: {reason}"

@@ -1,5 +1,7 @@
-"""Triton's interpreter does much again for each operation of a kernel; here once is enough. What is computed is the
-same."""
+"""Triton's interpreter repeats much work for each operation of a kernel; here it is done once, with the same results.
+
+Products of matrices are summed in one order. NumPy's BLAS rounds by the shape of the matrices on some CPUs.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,11 +18,12 @@ from triton.runtime import interpreter
 
 @contextmanager
 def quick_interpreter() -> Iterator[None]:
-    """Without NumPy's warnings: arithmetic with infinities means nothing bad to a kernel."""
+    """Run kernels without NumPy's warnings: arithmetic with infinities means nothing bad to a kernel."""
     with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
         _prepare_once_a_launch(patch)
         _leave_out_sums_of_no_use(patch)
         _make_types_once(patch)
+        patch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
         yield
 
 
@@ -81,6 +84,26 @@ def _make_types_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tl.tensor, "__init__", make_tensor)
     for kind in (tl.dtype, tl.tuple):
         patch.setattr(kind, "__eq__", _same_or(kind.__eq__))
+
+
+def _dot(_builder: Any, a: Any, b: Any, addend: Any, _precision: Any, _imprecise: Any) -> Any:
+    """Return a @ b + addend as `tl.dot` does; `multiply_in_one_order` gives the product."""
+    product = multiply_in_one_order(a.data, b.data, addend.data.dtype)
+    return interpreter.TensorHandle(product + addend.data, addend.dtype.scalar)
+
+
+def multiply_in_one_order(
+    a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], dtype: np.dtype[Any]
+) -> np.ndarray[Any, Any]:
+    """Return a @ b. The terms of a sum are added in an order that depends on their number alone.
+
+    Neither other rows and columns nor the CPU change a bit of a row: all operations are elementwise. The number of
+    terms is a power of two, as `tl.dot` demands.
+    """
+    terms = a.astype(dtype)[..., :, :, None] * b.astype(dtype)[..., None, :, :]
+    while (count := terms.shape[-2]) > 1:
+        terms = terms[..., : count // 2, :] + terms[..., count // 2 :, :]
+    return terms[..., 0, :]
 
 
 def _same_or(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:

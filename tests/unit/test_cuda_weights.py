@@ -24,6 +24,7 @@ from infer.backends.cuda import packing
 from infer.backends.cuda.activations import quantized
 from infer.backends.cuda.layouts import LAYOUTS, PLANES, PackedWeight
 from infer.backends.cuda.projection import multiply
+from quick_interpreter import multiply_in_one_order
 
 CPU = torch.device("cpu")
 TYPES = sorted(LAYOUTS)
@@ -98,6 +99,24 @@ def test_products_are_those_of_the_definition_and_have_one_order_for_any_number_
     x, y, prepared = products(type_, columns, precision)
     for first, last in ((0, 1), (3, 5), (1, 10)):
         assert torch.equal(cuda.norm_project(x[first:last], None, prepared), y[first:last])
+
+
+def test_no_product_is_left_to_a_library_that_rounds_by_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenBLAS does on every CPU with AVX2 alone, so that the claims about bits would fail there."""
+    monkeypatch.setattr("numpy.matmul", None)
+    stored = Projection((weight_of("F32", 21, 64),))
+    x = activations(7, 64)
+    assert_near(cuda.norm_project(x, None, cuda.prepare(stored, CPU)), reference.norm_project(x, None, stored))
+
+
+@pytest.mark.parametrize("terms", [16, 128])
+def test_products_of_the_harness_have_one_order_for_any_number_of_rows_and_columns(terms: int) -> None:
+    x, y = activations(9, terms).numpy(), activations(terms, 33).numpy()
+    whole = multiply_in_one_order(x, y, x.dtype)
+    assert_near(torch.from_numpy(whole), torch.from_numpy(x.astype("f8") @ y).float())
+    for first, last in ((0, 1), (3, 5), (1, 9)):
+        assert (multiply_in_one_order(x[first:last], y, x.dtype) == whole[first:last]).all()
+        assert (multiply_in_one_order(x, y[:, first:last], x.dtype) == whole[:, first:last]).all()
 
 
 @pytest.mark.parametrize("blocks", [1, 31, 33, 70])

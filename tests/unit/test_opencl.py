@@ -41,6 +41,7 @@ opencl_platform.use_cpu_runtime()
 import pyopencl as cl  # noqa: E402
 
 from infer.backends.opencl import devices, runtime  # noqa: E402
+from infer.backends.opencl.backend import OpenCLBackend  # noqa: E402
 from infer.backends.opencl.launches import Recording  # noqa: E402
 from infer.backends.opencl.projection import macros_of, packed  # noqa: E402
 from infer.backends.opencl.sampled import _MACROS as SAMPLING  # noqa: E402
@@ -330,9 +331,9 @@ def pretend(platform: str, **facts: Any) -> Mock:
 def test_a_device_that_cannot_be_used_is_refused(
     fact: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refused = pretend("Oclgrind", **fact)
+    refused = pretend("Clover", **fact)
     monkeypatch.setattr(devices, "all_devices", lambda: [refused])
-    with pytest.raises(InvalidRequestError, match=f"Oclgrind: .* {words}.*: use another device, or --device cpu"):
+    with pytest.raises(InvalidRequestError, match=f"Clover: .* {words}.*: use another device, or --device cpu"):
         devices.choose()
     assert words in devices.describe()[0]
 
@@ -340,7 +341,7 @@ def test_a_device_that_cannot_be_used_is_refused(
 def test_a_name_means_a_platform_first_and_then_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which the first that can be used is taken, a GPU before a CPU."""
     found = [
-        pretend("Oclgrind", available=False),
+        pretend("Rusticl", available=False),
         pretend("Portable Computing Language", name="pthread-Intel(R) Xeon"),
         pretend("Intel(R) OpenCL", name="Intel(R) Xeon"),
         pretend("QUALCOMM Snapdragon(TM)", name="QUALCOMM Adreno(TM)", type=cl.device_type.GPU),
@@ -348,6 +349,54 @@ def test_a_name_means_a_platform_first_and_then_a_device(monkeypatch: pytest.Mon
     monkeypatch.setattr(devices, "all_devices", lambda: found)
     chosen = [found.index(devices.choose(name)) for name in ("", "pocl", "PORTABLE", "intel", "adreno", "xeon")]
     assert chosen == [3, 1, 1, 2, 3, 1]
+
+
+def test_a_simulator_is_only_chosen_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oclgrind calls itself a GPU as well, and its SiLU is wrong."""
+    simulator = pretend("Oclgrind", name="Oclgrind Simulator", type=cl.device_type.GPU | cl.device_type.CPU)
+    runtime_for_cpus = pretend("Portable Computing Language")
+    monkeypatch.setattr(devices, "all_devices", lambda: [simulator, runtime_for_cpus])
+    assert devices.choose() is runtime_for_cpus
+    assert devices.choose("oclgrind") is devices.choose("simulator") is simulator
+    monkeypatch.setattr(devices, "all_devices", lambda: [simulator])
+    with pytest.raises(
+        InvalidRequestError, match=r"only a simulator .*Oclgrind.* \(--device opencl:oclgrind\), or use"
+    ):
+        devices.choose()
+
+
+def test_a_device_that_computes_a_known_product_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A NaN differs as well, and the right values are taken."""
+    real = runtime._text
+    OpenCLBackend(CPU, "")
+    for wrong in ("0.5f / (1.0f", "NAN / (1.0f"):
+        monkeypatch.setattr(runtime, "_text", lambda source, wrong=wrong: real(source).replace("1.0f / (1.0f", wrong))
+        with pytest.raises(
+            InvalidRequestError,
+            match=rf"^device opencl: {re.escape(PLATFORM)}.* a known product wrongly .* --device cpu$",
+        ):
+            OpenCLBackend(CPU, "")
+
+
+def test_a_runtime_that_does_not_know_the_cpu_is_one_line_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "clBuildProgram failed: BUILD_PROGRAM_FAILURE\n\nBuild on x:\n\nerror: unknown target CPU 'generic'\n"
+    monkeypatch.setattr(cl.Program, "build", Mock(side_effect=cl.RuntimeError(said)))
+    with pytest.raises(InvalidRequestError, match=r"does not know this CPU.*'generic'.*opencl:intel.*cpu$") as raised:
+        OpenCLBackend(CPU, "")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_chunk_without_logits_runs_op_by_op(tmp_path: Path) -> None:
+    """No chunk of a prompt but the last has logits: the memory of an empty tensor has no address."""
+    folder, found = make_model(tmp_path), []
+    for device in ("cpu", "opencl"):
+        llm = LLM(folder, device=device, capture=False)
+        session = llm.session()
+        session.append(list(range(50, 100)))
+        asked = SamplingParams(temperature=0, max_new_tokens=3)
+        results = [llm.generate(list(range(50, 100)), asked, prefill_chunk=16), session.generate(asked)]
+        found.append([result.token_ids for result in results])
+    assert found[0] == found[1]
 
 
 def test_a_kernel_that_does_not_build_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,20 @@ def test_every_way_of_sampling_reads_what_the_device_wrote(tmp_path: Path) -> No
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("capture", [True, False])
+def test_a_chunk_of_a_prompt_without_logits_copies_none(capture: bool, tmp_path: Path) -> None:
+    folder, found = make_model(tmp_path), []
+    prompt = list(range(50, 100))
+    for device in ("cpu", "opencl"):
+        llm = LLM(folder, device=device, capture=capture)
+        session = llm.session()
+        session.append(prompt)
+        asked = SamplingParams(temperature=0, max_new_tokens=3, logprobs=0)
+        results = [llm.generate(prompt, asked, prefill_chunk=16), session.generate(asked)]
+        found.append([(result.token_ids, result.logprobs) for result in results])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("policy", ["none", "sliding", "snapkv"])
 def test_pages_that_the_host_saves_loads_copies_and_moves_are_those_of_the_device(policy: str, tmp_path: Path) -> None:
     """A session is forked amid a page, saved, loaded and goes on; what is forgotten of it is that of the CPU."""

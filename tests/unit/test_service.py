@@ -7,17 +7,18 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import count, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from infer.engine.engine import Engine, Output
 from infer.engine.sequence import Sequence
-from infer.engine.service import Service
+from infer.engine.service import Heartbeat, Service
 from infer.engine.stream import Stream
 from infer.errors import ClosedError, InferError
 from infer.outputs import Piece
@@ -53,9 +54,11 @@ class Place:
         self.num_of_step = list[int]()
         self.may_step = threading.Event()
         self.may_step.set()
+        self.on_step: Callable[[], object] = bool  # called at the beginning of each step, by the thread that runs it
         step = self.engine._step
 
         def watched_step() -> list[Output]:
+            self.on_step()
             self.may_step.wait()
             outputs = step()
             self.runner.cache.check_integrity()
@@ -371,20 +374,28 @@ def test_an_idle_service_uses_no_processor_time_and_begins_again(world: World, p
         assert not place.service.heartbeat.is_stepping
 
 
-def test_the_heart_beats_with_each_step(place: Place) -> None:
-    seen = Counter[float]()
+def test_the_heart_beats_with_each_step(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that advances each time it is read, which no fast step and no busy machine can hide."""
+    clock, seen = count(1.0), list[Heartbeat]()
+    monkeypatch.setattr("infer.engine.service.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    place.on_step = lambda: seen.append(place.service.heartbeat)
     told = place.submit(LONG)
-    while not told.has_ended.is_set():
-        seconds, _ = place.service.heartbeat
-        seen[seconds] += 1
-    assert len(seen) > 3
+    told.has_ended.wait()
+    assert len(seen) == len(place.num_of_step) > 3
+    assert all(heartbeat.is_stepping for heartbeat in seen)
+    assert all(one.seconds < other.seconds for one, other in pairwise(seen))
+
+
+def test_a_step_that_hangs_shows_in_the_heartbeat(place: Place) -> None:
+    is_in_step = threading.Event()
     place.may_step.clear()
-    told = place.submit(LONG)
-    while not place.service.heartbeat.is_stepping:
-        time.sleep(0.001)
+    place.on_step = is_in_step.set
+    told = place.submit(SHORT)
+    is_in_step.wait()
     last = place.service.heartbeat
+    assert last.is_stepping
     time.sleep(0.01)
-    assert place.service.heartbeat == last, "a step that hangs is seen"
+    assert place.service.heartbeat == last
     place.may_step.set()
     told.has_ended.wait()
 

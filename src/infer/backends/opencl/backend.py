@@ -11,6 +11,7 @@ from infer.backends import torch_threads
 from infer.backends.base import Captured, Forward
 from infer.backends.opencl.capture import CapturedForward
 from infer.backends.opencl.devices import choose
+from infer.backends.opencl.known_product import check_known_product
 from infer.backends.opencl.operations import Operations
 from infer.backends.opencl.runtime import Runtime
 from infer.backends.torch_backend import TorchBackend
@@ -24,6 +25,7 @@ class OpenCLBackend(TorchBackend):
         self._runtime = Runtime(choose(name))
         self._memory = self._runtime.memory
         self._operations = Operations(self._runtime)
+        check_known_product(self._runtime, self._operations)
 
     @property
     def kernels(self) -> Operations:

@@ -10,6 +10,11 @@ _NO_PLATFORM = (
     "device opencl: no OpenCL platform is installed: install the device's driver (Debian: intel-opencl-icd, "
     "mesa-opencl-icd, pocl-opencl-icd), or use --device cpu"
 )
+_ONLY_SIMULATORS = (
+    "device opencl: only a simulator is installed ({}), which is chosen by name alone: install a device's driver, name "
+    "it (--device opencl:{}), or use --device cpu"
+)
+_SIMULATORS = ("oclgrind",)  # parts of the names of platforms that are slow and made to find faults in kernels
 _FULL_NAMES = {"pocl": "portable computing language"}  # of platforms whose short name is no part of their own
 
 
@@ -22,13 +27,17 @@ def all_devices() -> list[cl.Device]:
 
 def choose(name: str = "") -> cl.Device:
     """The first device that can be used, GPUs before CPUs, of those in whose platform's name, or else in their own,
-    this is.
+    this is. A simulator is only chosen by its name.
 
     InvalidRequestError says why none can.
     """
     found = sorted(all_devices(), key=lambda device: bool(device.type & cl.device_type.CPU))
     if not found:
         raise InvalidRequestError(_NO_PLATFORM)
+    if not name and all(map(is_simulator, found)):
+        raise InvalidRequestError(_ONLY_SIMULATORS.format(full_name(found[0]), found[0].platform.name.lower().strip()))
+    if not name:
+        found = [device for device in found if not is_simulator(device)]
     part = _FULL_NAMES.get(name.lower(), name.lower())
     named = [device for device in found if part in device.platform.name.lower()]
     named = named or [device for device in found if part in device.name.lower()]
@@ -40,6 +49,11 @@ def choose(name: str = "") -> cl.Device:
         whys = "; ".join(f"{full_name(device)} {next(troubles(device))}" for device in named)
         raise InvalidRequestError(f"device opencl: {whys}: use another device, or --device cpu")
     return usable
+
+
+def is_simulator(device: cl.Device) -> bool:
+    platform = device.platform.name.lower()
+    return any(part in platform for part in _SIMULATORS)
 
 
 def describe() -> list[str]:

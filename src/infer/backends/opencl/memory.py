@@ -62,6 +62,8 @@ class Memory:
     def _buffer(self, tensor: Tensor) -> cl.Buffer:
         """The memory of a contiguous tensor, or a copy of it."""
         assert tensor.is_contiguous()
+        if not tensor.nbytes:  # OpenCL has no empty buffers
+            return cl.Buffer(self._queue.context, cl.mem_flags.READ_WRITE, size=1)
         room = self.most_bytes if self.is_shared else min(self.most_bytes, self.available_bytes())
         needed = f"{tensor.nbytes / 1e6:,.1f} MB"
         if tensor.nbytes > room:
@@ -87,13 +89,17 @@ class Memory:
         """What is enqueued after this reads entries [first, first + count) of the first axis as the host wrote them."""
         if self._is_copied:
             placed, part, offset = self._part(tensor, first, count)
-            self._copies.append(cl.enqueue_copy(self._queue, placed.buffer, part, dst_offset=offset, is_blocking=False))
+            if part.size:
+                event = cl.enqueue_copy(self._queue, placed.buffer, part, dst_offset=offset, is_blocking=False)
+                self._copies.append(event)
 
     def to_host(self, tensor: Tensor, first: int = 0, count: int | None = None) -> None:
         """After `finish` the host reads them as what was enqueued before this has written them."""
         if self._is_copied:
             placed, part, offset = self._part(tensor, first, count)
-            self._copies.append(cl.enqueue_copy(self._queue, part, placed.buffer, src_offset=offset, is_blocking=False))
+            if part.size:
+                event = cl.enqueue_copy(self._queue, part, placed.buffer, src_offset=offset, is_blocking=False)
+                self._copies.append(event)
 
     @property
     def _is_copied(self) -> bool:
@@ -101,7 +107,8 @@ class Memory:
 
     def _part(self, tensor: Tensor, first: int, count: int | None) -> tuple[Placed, Any, int]:
         part = tensor[first:] if count is None else tensor[first : first + count]
-        return self.placed(tensor), part.view(-1).view(torch.uint8).numpy(), part.data_ptr() - tensor.data_ptr()
+        offset = first * tensor[:1].nbytes  # an empty part has no address
+        return self.placed(tensor), part.view(-1).view(torch.uint8).numpy(), offset
 
     def finish(self) -> None:
         """Wait for all that was enqueued."""

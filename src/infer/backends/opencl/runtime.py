@@ -11,6 +11,7 @@ from infer.backends.opencl.devices import full_name
 from infer.backends.opencl.memory import Memory
 from infer.errors import InvalidRequestError
 
+_UNKNOWN_CPU = "unknown target CPU"  # Clang's words
 _FOLDER = Path(__file__).parent / "kernels"
 _GROUP_SIZES = (16, 8, 4, 2)
 _GROUPS_PER_UNIT = 8  # work groups for each of a CPU's cores, where there are as many
@@ -46,6 +47,12 @@ class Runtime:
                 return program.build(options)
         except cl.Error as error:
             lines = [line for line in str(error).splitlines() if "error" in line] or str(error).splitlines()
+            if _UNKNOWN_CPU in str(error):
+                raise InvalidRequestError(
+                    f"device opencl: {self.name} does not know this CPU, which is newer than its compiler "
+                    f"({lines[0].strip()}): install a newer release of it, or Intel's runtime (pip install "
+                    "intel-opencl-rt intel-cmplr-lib-rt) and use --device opencl:intel, or use --device cpu"
+                ) from error
             raise InvalidRequestError(
                 f"device opencl: {source} does not build on {self.name}: {lines[0].strip()}: use another device, or "
                 "--device cpu"

@@ -19,6 +19,7 @@ from infer.server.chat import ask as ask_chat
 from infer.server.choices import Asked
 from infer.server.completions import ask as ask_completion
 from infer.server.errors import ApiError
+from infer.server.history import complete_chat
 from infer.server.read_body import read_body
 from infer.server.schema import ChatBody, CompletionBody
 
@@ -30,7 +31,7 @@ def read_request(link: Permalink) -> ChatBody | CompletionBody:
     content, is_chat = msgspec.json.encode(link.body), link.route == "/v1/chat/completions"
     body: ChatBody | CompletionBody
     try:
-        body = read_body(content, ChatBody) if is_chat else read_body(content, CompletionBody)
+        body = read_body(content, ChatBody, complete_chat) if is_chat else read_body(content, CompletionBody)
     except ApiError as error:
         raise InvalidRequestError(f"the permalink's body: {error.message}") from error
     if isinstance(body, CompletionBody) and body.echo:

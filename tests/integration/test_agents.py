@@ -15,7 +15,6 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from extent import IS_WHOLE
 from idle import until_idle
 from infer import LLM
 from infer.server.app import ROUTES
@@ -26,8 +25,6 @@ from served import Served, serving
 CONTEXT = 16384
 SECONDS = 500
 PROMPT = "Say hello."
-
-pytestmark = pytest.mark.skipif(not IS_WHOLE, reason="slow, with packages of 500 MB: INFER_TESTS=all")
 
 
 class Gateway:

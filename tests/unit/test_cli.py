@@ -412,8 +412,11 @@ def test_loading_shows_a_bar_on_a_terminal_alone(
     capsys.readouterr()
     with Spinner("loading m") as spinner:
         spinner.progress(1, 4)
-        time.sleep(0.25)
-    assert "loading m █████                25 %" in capsys.readouterr().err
+        shown, ends = "", time.monotonic() + 60
+        while "25 %" not in shown and time.monotonic() < ends:
+            time.sleep(0.02)
+            shown += capsys.readouterr().err
+    assert "loading m █████                25 %" in shown
 
 
 # Errors

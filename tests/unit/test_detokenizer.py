@@ -1,7 +1,8 @@
 """Streamed text equals decoded text, and both are the bytes of the tokens."""
 
 import random
-import time
+import sys
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -65,14 +66,23 @@ def test_an_unfinished_character_leaves_a_replacement_character() -> None:
 
 
 def test_a_token_costs_the_same_however_long_the_text() -> None:
-    detokenizer = Detokenizer(ANY_BYTES)
-    seconds = []
+    """Each reads its own bytes alone, and nothing that is kept grows."""
+
+    class Counted(tuple[bytes, ...]):
+        num_read = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            type(self).num_read += 1
+            return super().__getitem__(index)
+
+    detokenizer, sizes = Detokenizer(Counted(ANY_BYTES)), []
+    Counted.num_read = 0  # the check of types has looked at one
     for _ in range(2):
-        started = time.process_time()
-        for _ in range(20_000):
+        for _ in range(5000):
             detokenizer.push(97)
-        seconds.append(time.process_time() - started)
-    assert seconds[1] < 5 * seconds[0]  # a decoder that starts over would take a thousand times as long
+        sizes.append(sum(map(sys.getsizeof, (*vars(detokenizer).values(), *detokenizer._decoder.getstate()))))
+    assert Counted.num_read == 10_000
+    assert sizes[0] == sizes[1]
 
 
 def test_an_id_outside_the_vocabulary_is_refused() -> None:

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save
 from tokenizers import normalizers
 
-from hostile_child import NUM_FLIPS
+from hostile_child import NUM_FLIPS, SLOWEST
 from hostile_files import (
     CONFIG,
     HIDDEN,
@@ -37,7 +37,6 @@ from watched import python_command, script_command
 
 Files = dict[str, Any]
 
-SLOWEST = 0.1  # seconds of CPU time for one file
 LARGEST = 64 << 20  # bytes of growth over all files
 
 

@@ -3,12 +3,11 @@
 import json
 import random
 import re
+import threading
 import time
 from collections import defaultdict
-from contextlib import suppress
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 
@@ -18,7 +17,8 @@ from infer.server.errors import ApiError
 from infer.server.read_body import read_body
 from infer.server.schema import ChatBody, CompletionBody, ResponseBody
 from openai_shapes import DATA, check, events, named_events, validator
-from served import Served
+from raw_http import Connection
+from served import SECONDS, Served
 from test_session import TEXT_IDS, make_model
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": [{"type": "text", "text": "hello"}]}]
@@ -309,14 +309,19 @@ def test_a_choice_that_fails_lets_the_others_end_and_is_told_of_last(
 def test_all_choices_end_with_the_client_that_asked_for_them(
     served: Served, llm: LLM, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
 ) -> None:
-    engine, step, seen = llm._opened.engine, llm._opened.engine._step, set[Any]()
+    """The step in which all are there waits until they are cancelled."""
+    engine, step, seen, all_seen = llm._opened.engine, llm._opened.engine._step, set[Any](), threading.Event()
 
-    def slow_step() -> Any:
-        time.sleep(0.02)
+    def waiting_step() -> Any:
         seen.update(engine.sequences)
+        if len(seen) == 3:
+            all_seen.set()
+            ends = time.monotonic() + SECONDS
+            while not all(each._is_cancelled for each in seen) and time.monotonic() < ends:
+                time.sleep(0.01)
         return step()
 
-    monkeypatch.setattr(engine, "_step", slow_step)
+    monkeypatch.setattr(engine, "_step", waiting_step)
     asked = {
         "messages": MESSAGES,
         "n": 3,
@@ -325,10 +330,11 @@ def test_all_choices_end_with_the_client_that_asked_for_them(
         "stream": is_streamed,
         "stop": "never said",
     }
-    with suppress(httpx.ReadTimeout), httpx.stream("POST", served.url + CHAT, json=asked, timeout=0.5) as answer:
-        for _ in answer.iter_lines():
-            if len(seen) == 3:
-                break
+    body = json.dumps(asked).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    with Connection(served.port) as connection:
+        connection.send(head.encode() + body)
+        assert all_seen.wait(SECONDS)
     while engine.sequences:
         time.sleep(0.01)
     assert [each.finish_reason for each in seen] == ["abort"] * 3

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -114,6 +115,21 @@ class Process(NamedTuple):
                 "temperature": 0}  # fmt: skip
         return httpx.post(self.url + "/v1/completions", json=body, headers=KEY, timeout=SECONDS)
 
+    def stream(self, num_tokens: int, begun: threading.Event) -> str:
+        """Return all that is streamed. `begun` is set when the first of it arrives, or nothing will."""
+        body = {"model": "smollm2", "prompt": "hello", "max_tokens": num_tokens, "stream": True, "ignore_eos": True,
+                "temperature": 0}  # fmt: skip
+        text = ""
+        try:
+            url = self.url + "/v1/completions"
+            with httpx.stream("POST", url, json=body, headers=KEY, timeout=SECONDS) as answer:
+                for piece in answer.iter_text():
+                    text += piece
+                    begun.set()
+        finally:
+            begun.set()
+        return text
+
     def child_id(self) -> int:
         """Of the next child that is ready."""
         assert self.child.stdout is not None
@@ -187,7 +203,7 @@ def test_what_takes_too_long_ends_as_an_error_and_a_second_signal_ends_all(folde
         until_running(process, 0)
         process.child.send_signal(signal.SIGTERM)
         if drain_seconds:
-            time.sleep(0.2)
+            until(lambda: process.get("/ready").status_code == 503)
             process.child.send_signal(signal.SIGTERM)
             assert "ended 143" in process.ends()
             with pytest.raises(httpx.RemoteProtocolError):
@@ -219,10 +235,11 @@ def test_a_child_that_dies_is_followed_by_one_that_goes_on_with_its_answers(fold
         until(lambda: process.get("/ready").status_code == 200)
         expected = process.ask(LONG).json()["choices"]
         assert process.get("/v1/models").status_code == 401
-        streamed, whole = pool.submit(process.ask, LONG, stream=True), pool.submit(process.ask, LONG)
-        time.sleep(1.0)
+        begun = threading.Event()
+        streamed, whole = pool.submit(process.stream, LONG, begun), pool.submit(process.ask, LONG)
+        begun.wait()
         os.kill(first, signal.SIGKILL)
-        assert streamed.result().text.endswith("data: [DONE]\n\n")
+        assert streamed.result().endswith("data: [DONE]\n\n")
         assert text_of(streamed.result()) == expected[0]["text"]
         assert whole.result().json()["choices"] == expected
         own = text_string_to_metric_families(process.get("/metrics", **KEY).text)
@@ -230,15 +247,16 @@ def test_a_child_that_dies_is_followed_by_one_that_goes_on_with_its_answers(fold
         assert refused["invalid_api_key"] == 1
         assert "engine_died" not in refused
         assert process.child_id() != first
-        running_on = pool.submit(process.ask, LONG, stream=True)
-        time.sleep(0.5)
+        begun = threading.Event()
+        running_on = pool.submit(process.stream, LONG, begun)
+        begun.wait()
         process.child.send_signal(signal.SIGTERM)
         assert text_of(running_on.result()) == expected[0]["text"]
         assert "ended 0" in process.ends()
 
 
-def text_of(streamed: httpx.Response) -> str:
-    lines = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line.startswith("data: {")]
+def text_of(streamed: str) -> str:
+    lines = [line.removeprefix("data: ") for line in streamed.splitlines() if line.startswith("data: {")]
     return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
 
 

@@ -104,10 +104,12 @@ def test_each_part_of_a_walk_runs_once_whatever_the_number_of_threads() -> None:
 def test_an_idle_team_uses_no_processor_time() -> None:
     three = Team(3)
     Counter().run(three, 3)
-    time.sleep(0.05)
-    before = time.process_time()
-    time.sleep(0.5)
-    assert time.process_time() - before < 0.1
+    used = list[float]()
+    while len(used) < 10 and min(used, default=1.0) >= 0.1:  # on a busy machine the workers are yet to fall asleep
+        before = time.process_time()
+        time.sleep(0.5)
+        used.append(time.process_time() - before)
+    assert min(used) < 0.1
     three.close()
 
 

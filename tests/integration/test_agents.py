@@ -40,11 +40,12 @@ class Gateway:
     def _forced(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return a call for the first request, with fixed arguments or none.
 
-        Other answers to Claude Code end early: an answer that ends at its limit is an error there.
+        Other answers end early: an answer that ends at its limit is an error to the agents.
         """
         if "input" in body:
             is_first = all(item.get("type") != "function_call_output" for item in body["input"])
-            return {"tool_choice": {"type": "function", "name": "get_goal"}} if is_first else {}
+            goal = {"type": "function", "name": "get_goal"}
+            return {"tool_choice": goal} if is_first else {"regex": "[A-Z][a-z ]{3,40}[.]"}
         kinds = {block["type"] for turn in body["messages"] for block in blocks_of(turn)}
         path = {"type": "object", "properties": {"file_path": {"const": "missing.txt"}}, "required": ["file_path"]}
         tools = [tool | {"input_schema": path | {"additionalProperties": False}} for tool in body["tools"]]

@@ -315,6 +315,12 @@ def test_a_forced_tool_that_was_left_out_is_refused(served: Served) -> None:
     assert served.client.post(RESPONSES, json=asked).status_code == 400
 
 
+def test_a_response_without_a_limit_goes_to_the_end_of_the_context(served: Served) -> None:
+    asked = {"input": "a" * 7000, "regex": "[a-z]{900,}", "seed": 1}  # Codex names no limit, and fails at one
+    answer = post(served, RESPONSES, asked)
+    assert answer["usage"]["output_tokens"] > 512
+
+
 def test_the_input_tokens_of_a_response_are_those_of_its_usage(served: Served) -> None:
     for body in turns_of("codex"):
         counted = post(served, f"{RESPONSES}/input_tokens", body)

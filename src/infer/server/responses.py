@@ -68,6 +68,8 @@ def ask(body: ResponseBody, defaults: Mapping[str, Any], template: str | None) -
     values, has_logprobs = sampling_values(body), _LOGPROBS in (body.include or ())
     if body.top_logprobs and not has_logprobs:
         raise refuse(f'top_logprobs needs include: ["{_LOGPROBS}"]', "top_logprobs")
+    if body.max_output_tokens is None and "max_new_tokens" not in defaults:
+        values["max_new_tokens"] = None  # OpenAI's default; to Codex a cut answer is a failed turn
     if has_logprobs:
         values["logprobs"] = body.top_logprobs or 0
     if body.text is not None:

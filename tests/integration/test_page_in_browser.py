@@ -185,6 +185,9 @@ def _pass_on(source: socket.socket, target: socket.socket) -> None:
         target.shutdown(socket.SHUT_WR)
 
 
+SAMPLED: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9}
+
+
 @pytest.fixture(scope="module")
 def served(smollm2_path: Path) -> Iterator[Served]:
     with LLM(smollm2_path, max_seq_len=1024) as llm, serving(llm, model="smollm2", slots=4) as served:
@@ -202,7 +205,7 @@ def page(browser: Browser, served: Served) -> Iterator[Page]:
     page = browser.page()
     page.open(served.url + "/")
     page.run("localStorage.clear(); sessionStorage.clear()")
-    keep_settings(page, seed=7, max_tokens=24)
+    keep_settings(page, seed=7, max_tokens=24, **SAMPLED)
     ready(page, served)
     yield page
     assert page.faults == []
@@ -277,14 +280,14 @@ def test_an_answer_streams_and_each_token_shows_its_funnel(page: Page, served: S
     text = ask(page)
     messages = [{"role": "user", "content": QUESTION}]
     llm = served.state.llm().llm
-    assert text == llm.chat(messages, seed=7, max_new_tokens=24).text
+    assert text == llm.chat(messages, seed=7, max_new_tokens=24, **SAMPLED).text
     assert "tok/s" in page.run("document.querySelector('.answer .facts').textContent")
     page.hover('.answer [data-i="2"]')
     page.until("document.querySelector('#token .candidates')")
     page.click('.answer [data-i="2"]')
     page.until("document.querySelector('#token .funnel')")
     stages = page.texts("#token .funnel .left")
-    trace = llm.sample_trace(messages, seed=7, step=3, num_candidates=12)
+    trace = llm.sample_trace(messages, seed=7, step=3, num_candidates=12, **SAMPLED)
     assert stages == [f"{stage.num_kept:,} left" for stage in trace.stages]
     shown = page.texts("#token tbody .name")
     assert shown == [each.text.replace(" ", "·") for each in trace.candidates]
@@ -315,11 +318,11 @@ def test_other_settings_are_tried_on_the_same_logits(page: Page, served: Served)
     page.run("document.getElementById('tab-whatif').click()")
     page.until("document.querySelector('#whatif .result')?.textContent.includes('would be the same')")
     llm, messages = served.state.llm().llm, [{"role": "user", "content": QUESTION}]
-    answer = llm.chat(messages, seed=7, max_new_tokens=24).token_ids
+    answer = llm.chat(messages, seed=7, max_new_tokens=24, **SAMPLED).token_ids
     for values in ({"temperature": 0.1}, {"temperature": 1.6, "top_k": 20}, {"min_p": 0.3}):
         for name, value in ({"temperature": 0.2, "top_k": 0, "min_p": 0} | values).items():
             slide(page, f"what-{name}", value)
-        other = llm.chat(messages, seed=7, max_new_tokens=24, **values).token_ids
+        other = llm.chat(messages, seed=7, max_new_tokens=24, **(SAMPLED | values)).token_ids
         differs = next((i for i, (a, b) in enumerate(zip(answer, other, strict=False)) if a != b), None)
         said = f"Token {differs + 1} would have been different" if differs is not None else "would be the same"
         page.until(f"document.querySelector('#whatif .result').textContent.includes({json.dumps(said)})")

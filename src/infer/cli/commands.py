@@ -137,7 +137,7 @@ def generate(context: click.Context, /, **options: Any) -> None:
     check_grammar(params)
     prompt = one_prompt(options)
     asked = [] if options["prompts_file"] is None else many_prompts(options["prompts_file"], options)
-    own = own_params(asked, {**neutral, **given})
+    own = own_params(asked, given, neutral, {})
     if own:
         check_options(options, own)
     for each in own:
@@ -148,7 +148,7 @@ def generate(context: click.Context, /, **options: Any) -> None:
     defaults = model_defaults(model, options)
     params = merge_params(defaults, given, is_chat=options["chat"], quiet=options["quiet"])
     if asked:
-        own = own_params(asked, {**neutral, **defaults, **given})
+        own = own_params(asked, given, neutral, defaults)
         invocation.exit_status = answer_many(model, [each.prompt for each in asked], own, options)
     else:
         invocation.exit_status = answer_one(model, prompt, params, options)

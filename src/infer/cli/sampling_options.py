@@ -111,14 +111,16 @@ def merge_params(
     return params
 
 
-def own_params(asked: Sequence[Asked], params: Mapping[str, Any]) -> list[SamplingParams]:
-    """For each of many prompts: what stands beside it goes before `params`, those of the others."""
+def own_params(
+    asked: Sequence[Asked], given: Mapping[str, Any], neutral: Mapping[str, Any], from_model: Mapping[str, Any]
+) -> list[SamplingParams]:
+    """Return the parameters of each of many prompts: its own values go before `given`, which all prompts share."""
     own = []
     for each in asked:
         constraints = CONSTRAINTS if any(name in CONSTRAINTS for name in each.values) else ()
-        common = {name: value for name, value in params.items() if name not in constraints}
+        named = {name: value for name, value in given.items() if name not in constraints} | dict(each.values)
         try:
-            own.append(SamplingParams.from_mapping({**common, **each.values}))
+            own.append(SamplingParams.from_mapping({**neutral, **beside(from_model, named), **named}))
         except InvalidRequestError as error:
             raise InvalidRequestError(f"{each.where}: {error}") from error
     return own

@@ -1,6 +1,7 @@
 """The team of threads and its pace: idle, forked, replaced, contended, and at the interpreter's end."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -89,7 +90,8 @@ def run_script(code: str, *, prefix: tuple[str, ...] = (), **environment: str) -
 
 
 def worker_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("infer-")]
+    """Return the workers of all teams; an engine of another test may still have threads of other names."""
+    return [thread for thread in threading.enumerate() if re.fullmatch(r"infer-\d+", thread.name)]
 
 
 def test_each_part_of_a_walk_runs_once_whatever_the_number_of_threads() -> None:

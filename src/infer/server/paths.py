@@ -57,4 +57,5 @@ def _candidates(path: str) -> list[str]:
         return [path]
     plain = re.sub("/{2,}", "/", path).rstrip("/") or "/"
     plain = plain.removeprefix("/openai") or "/"
-    return [plain, f"/v1{plain}", plain.removeprefix("/v1"), plain.replace("/v1/v1/", "/v1/", 1)]
+    found = [plain, f"/v1{plain}", plain.removeprefix("/v1"), plain.replace("/v1/v1/", "/v1/", 1)]
+    return [each for each in found if each != "/" or path == "/"]

@@ -183,6 +183,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(served: Served) -
         b'{"prompt": "a", "max_tokens": 1e3000000}', b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
         b'{"prompt": "a", "max_tokens": 1.5}',
         b'{"prompt": [9999999999]}', b'{"prompt": [-1]}', b'{"prompt": [[]]}', b'{"prompt": [1, "a"]}',
+        b'{"prompt": "a", "logit_bias": {"x": 1}}', b'{"prompt": "a"} {}',
     ],
     ids=lambda body: repr(body[:40]),
 )  # fmt: skip

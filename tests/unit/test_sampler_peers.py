@@ -209,9 +209,13 @@ def test_filters_leave_what_llama_cpp_says(name: str, value: float, expected: li
     assert sorted(probabilities_left(found), reverse=True) == pytest.approx(expected, abs=1e-5)
 
 
+def test_top_p_of_zero_keeps_the_largest_as_in_llama_cpp() -> None:
+    assert probabilities_left(ours(torch.tensor(TENTHS).log(), [0], top_p=0.0)) == pytest.approx([1.0])
+
+
 def test_where_llama_cpp_takes_values_outside_our_ranges_the_edge_refuses_them() -> None:
-    """top_k 0, top_p 0 and min_p of 1 and above have meanings there; here they are errors that name the rule."""
-    for name, value in (("top_k", 0), ("top_p", 0.0), ("min_p", 1.0), ("min_p", 1.05)):
+    """top_k 0 and min_p of 1 and above have meanings there; here they are errors that name the rule."""
+    for name, value in (("top_k", 0), ("min_p", 1.0), ("min_p", 1.05)):
         with pytest.raises(ValueError, match=f"{name} must be"):
             ours(torch.tensor(TENTHS).log(), [0], **{name: value})
 

@@ -11,8 +11,11 @@ EOS, END_OF_TURN = 256, 257
 VOCAB_SIZE = 258
 
 
-def write_byte_tokenizer(folder: Path, *, merges: Sequence[tuple[str, str]] = (), **config: str) -> None:
-    """`merges` of ASCII texts, spaces among them, are further tokens: ids follow those of the bytes."""
+def write_byte_tokenizer(
+    folder: Path, *, merges: Sequence[tuple[str, str]] = (), added: Sequence[str] = (), **config: str
+) -> None:
+    """`merges` of ASCII texts, spaces among them, are further tokens: ids follow those of the bytes. `added` tokens,
+    which are not special, come last."""
     alphabet = _byte_alphabet()
     spelt = [tuple("".join(alphabet[ord(letter)] for letter in part) for part in merge) for merge in merges]
     vocab = {alphabet[byte]: byte for byte in range(256)}
@@ -21,6 +24,7 @@ def write_byte_tokenizer(folder: Path, *, merges: Sequence[tuple[str, str]] = ()
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     fast.decoder = decoders.ByteLevel()
     fast.add_special_tokens([AddedToken("<eos>", special=True), AddedToken("<|im_end|>", special=True)])
+    fast.add_tokens([AddedToken(text, special=False) for text in added])
     fast.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"} | config))
 

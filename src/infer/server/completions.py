@@ -1,6 +1,7 @@
 """`/v1/completions`: texts or ids continued, each with n choices; with `echo` the prompt is part of the answer."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, final
 
 from starlette.requests import Request
@@ -12,6 +13,7 @@ from infer.batch_file.result_line import FINISH_REASONS
 from infer.outputs import GenerationResult, TokenLogprob
 from infer.server.asked import make_options, make_params, sampling_values, seeds_of, token_limit
 from infer.server.asking import read_request
+from infer.server.call import call_of
 from infer.server.choices import Asked, Part, accept
 from infer.server.endpoint import ApiRoute
 from infer.server.errors import ApiError
@@ -29,6 +31,9 @@ from infer.server.shapes import (
     usage_of_choices,
 )
 from infer.server.state import ServerState
+from infer.server.tokens import prepared
+from infer.server.unknown_fields import Reading
+from infer.tokenizer.infill import infill_ids, infill_marks
 
 _MAX_TOKENS = 16
 _MAX_ANSWERS = 1024  # of a body
@@ -39,6 +44,8 @@ async def complete(request: Request, state: ServerState) -> Response:
     body = await read_request(request, state, CompletionBody)
     answer_any_model(request, state, body.model)
     asked = ask(body, llm.sampling_defaults)
+    if body.suffix:
+        asked = await _filling_in(request, state, body, asked)
     choices = await accept(request, state, asked)
     ids = choices.prompt_ids
     echoed = await score_prompts(request, state, ids, body.logprobs if body.echo else None)
@@ -77,6 +84,29 @@ def prompts_of(prompt: str | Sequence[Any]) -> list[Any]:
     if not prompt:
         raise _no_prompt("prompt", prompt)
     return list(prompt)
+
+
+async def _filling_in(request: Request, state: ServerState, body: CompletionBody, asked: Asked) -> Asked:
+    """Return the prompts with `suffix` behind what is to be written. A model that cannot fill in says so, and
+    continues the prompts. Raises ApiError.
+    """
+    tokenizer, after = state.llm().llm.tokenizer, body.suffix or ""
+    marks = infill_marks(tokenizer)
+    if marks is None:
+        told = "suffix: this model has no tokens to fill in text; the prompt is continued"
+        if state.settings.unknown_fields == "refuse":
+            raise refuse(f"{told}: leave it out", "suffix")
+        Reading(state.settings.unknown_fields, call_of(request).warnings).warn(told)
+        return asked
+    if body.echo:
+        raise refuse("echo cannot be given with suffix: leave it out", "echo")
+    if any(not isinstance(each, str) for each in asked.prompts):
+        raise refuse("suffix needs prompts that are texts: token ids have its place already", "prompt")
+    prompts = await prepared(
+        request, state, lambda: [infill_ids(tokenizer, marks, each, after) for each in asked.prompts], "suffix"
+    )
+    params = [replace(each, stop_token_ids=[*(each.stop_token_ids or ()), *marks.ends]) for each in asked.params]
+    return replace(asked, prompts=prompts, params=params)
 
 
 def _no_prompt(path: str, value: object) -> ApiError:

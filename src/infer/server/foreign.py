@@ -113,7 +113,7 @@ FOREIGN: Mapping[str, Foreign] = {
     "moderation": Foreign(warning="nothing is moderated"),
     "previous_response_id": Foreign(_NOT_STORED),
     "prompt": Foreign("use messages here, or send it to /v1/completions"),
-    "suffix": Foreign("the model does not fill in text: leave it out", ("",)),
+    "suffix": Foreign("use /v1/completions", ("",)),
     "system": Foreign("use a message with role system", ("",)),
     "web_search_options": Foreign(warning="nothing is searched"),
     # Other names for what is here.

@@ -290,9 +290,10 @@ class ChatBody(ConversationBody, kw_only=True):
 
 @final
 class CompletionBody(CompletingBody, kw_only=True):
-    """`prompt` is a text, ids, or a list of either."""
+    """`prompt` is a text, ids, or a list of either; `suffix` the text behind what is to be written."""
 
     prompt: str | list[Any]
+    suffix: str | None = None
     max_tokens: _Limit | None = None
     logprobs: _Alternatives | None = None
     echo: bool | None = None

@@ -174,6 +174,11 @@ class Tokenizer:
         found = {name for text in texts for name in self._special_texts.found_in(text)}
         return {name: token_id for name in found if (token_id := self._id_of(name)) is not None}
 
+    def added_ids(self, names: Iterable[str]) -> dict[str, int]:
+        """Return the ids of these tokens as far as the tokenizer has them beside its vocabulary, special or not."""
+        found = {name: self._id_of(name) for name in names}
+        return {name: token_id for name, token_id in found.items() if token_id in self._added_token_ids}
+
     def replace_chat_template(self, source: str) -> None:
         """Takes this one in place of the model's own. Raises InvalidRequestError if it is broken."""
         ChatTemplate(source, self._named_tokens).check()

@@ -33,7 +33,6 @@ from infer.server.shapes import (
 from infer.server.state import ServerState
 from infer.server.tokens import prepared
 from infer.server.unknown_fields import Reading
-from infer.tokenizer.infill import infill_ids, infill_marks
 
 _MAX_TOKENS = 16
 _MAX_ANSWERS = 1024  # of a body
@@ -91,7 +90,7 @@ async def _filling_in(request: Request, state: ServerState, body: CompletionBody
     continues the prompts. Raises ApiError.
     """
     tokenizer, after = state.llm().llm.tokenizer, body.suffix or ""
-    marks = infill_marks(tokenizer)
+    marks = tokenizer.infill_marks
     if marks is None:
         told = "suffix: this model has no tokens to fill in text; the prompt is continued"
         if state.settings.unknown_fields == "refuse":
@@ -103,7 +102,7 @@ async def _filling_in(request: Request, state: ServerState, body: CompletionBody
     if any(not isinstance(each, str) for each in asked.prompts):
         raise refuse("suffix needs prompts that are texts: token ids have its place already", "prompt")
     prompts = await prepared(
-        request, state, lambda: [infill_ids(tokenizer, marks, each, after) for each in asked.prompts], "suffix"
+        request, state, lambda: [tokenizer.encode_infill(each, after) for each in asked.prompts], "suffix"
     )
     params = [replace(each, stop_token_ids=[*(each.stop_token_ids or ()), *marks.ends]) for each in asked.params]
     return replace(asked, prompts=prompts, params=params)

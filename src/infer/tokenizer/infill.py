@@ -4,9 +4,8 @@ The marks are tokens beside the vocabulary. Most models read the text before fir
 and need no mark where the answer begins. Names: the published tokenizers, and llama.cpp's `llama-vocab.cpp`.
 """
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, final
-
-from infer.tokenizer.tokenizer import Tokenizer
 
 _MARKS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
@@ -24,32 +23,26 @@ _END_NAMES = (
 
 @final
 class InfillMarks(NamedTuple):
-    """Token ids. `middle` is None for models that read the text after first."""
+    """Token ids. `middle` is None for models that read the text after first. An answer ends at `ends`, too."""
 
     prefix: int
     suffix: int
     middle: int | None
-    ends: frozenset[int]  # an answer ends there, besides the model's own end tokens
+    ends: frozenset[int]
+
+    def around(self, before: Sequence[int], after: Sequence[int]) -> list[int]:
+        """Return the prompt of two encoded texts."""
+        if self.middle is None:
+            return [self.suffix, *after, self.prefix, *before]
+        return [self.prefix, *before, self.suffix, *after, self.middle]
 
 
-def infill_marks(tokenizer: Tokenizer) -> InfillMarks | None:
-    """Return the model's marks, or None for a model without them."""
-    ends = frozenset(tokenizer.added_ids(_END_NAMES).values())
+def find_marks(added_ids: Callable[[Iterable[str]], dict[str, int]]) -> InfillMarks | None:
+    """Return the marks of a tokenizer that has them. `added_ids` finds the ids of names that it knows."""
+    ends = frozenset(added_ids(_END_NAMES).values())
     for names in (*_MARKS, *_SUFFIX_FIRST_MARKS):
-        found = tokenizer.added_ids(names)
+        found = added_ids(names)
         if len(found) == len(names):
             ids = [found[name] for name in names]
             return InfillMarks(ids[0], ids[1], ids[2] if len(ids) > 2 else None, ends)
     return None
-
-
-def infill_ids(tokenizer: Tokenizer, marks: InfillMarks, before: str, after: str) -> list[int]:
-    """Return the prompt's ids, with BOS in front where the model wants one."""
-    first, last = (
-        tokenizer.encode(text, add_special_tokens=False, parse_special=False) if text else []
-        for text in (before, after)
-    )
-    bos = [tokenizer.bos_token_id] if tokenizer.adds_bos and tokenizer.bos_token_id is not None else []
-    if marks.middle is None:
-        return [*bos, marks.suffix, *last, marks.prefix, *first]
-    return [*bos, marks.prefix, *first, marks.suffix, *last, marks.middle]

@@ -26,6 +26,7 @@ from infer.tokenizer.detokenizer import (
     read_decoding_rules,
 )
 from infer.tokenizer.gguf_vocabulary import CONTROL_NAMES, END_NAMES, make_bos_eos_processor, make_gguf_backend
+from infer.tokenizer.infill import InfillMarks, find_marks
 from infer.tokenizer.length_bound import Bound, make_length_bound
 from infer.tokenizer.special_tokens import SpecialTexts
 from infer.tokenizer.value_checks import check_json
@@ -174,10 +175,18 @@ class Tokenizer:
         found = {name for text in texts for name in self._special_texts.found_in(text)}
         return {name: token_id for name in found if (token_id := self._id_of(name)) is not None}
 
-    def added_ids(self, names: Iterable[str]) -> dict[str, int]:
-        """Return the ids of these tokens as far as the tokenizer has them beside its vocabulary, special or not."""
-        found = {name: self._id_of(name) for name in names}
-        return {name: token_id for name, token_id in found.items() if token_id in self._added_token_ids}
+    @cached_property
+    def infill_marks(self) -> InfillMarks | None:
+        """The tokens around two texts between which the model can write; None for a model without them."""
+        return find_marks(self._added_ids)
+
+    def encode_infill(self, before: str, after: str) -> list[int]:
+        """Return the prompt for the text between two others. Raises InvalidRequestError for a model without marks."""
+        if self.infill_marks is None:
+            raise InvalidRequestError("the model has no tokens to fill in text: continue a prompt instead")
+        first, last = (self.encode(text, False, parse_special=False) if text else [] for text in (before, after))
+        bos = [self.bos_token_id] if self.adds_bos and self.bos_token_id is not None else []
+        return bos + self.infill_marks.around(first, last)
 
     def replace_chat_template(self, source: str) -> None:
         """Takes this one in place of the model's own. Raises InvalidRequestError if it is broken."""
@@ -278,6 +287,10 @@ class Tokenizer:
     @cached_property
     def _unknown_ids(self) -> frozenset[int | None]:
         return frozenset({self._id_of(self._named_tokens.get("unk_token"))})
+
+    def _added_ids(self, names: Iterable[str]) -> dict[str, int]:
+        found = {name: self._id_of(name) for name in names}
+        return {name: token_id for name, token_id in found.items() if token_id in self._added_token_ids}
 
     def _id_of(self, text: str | None) -> int | None:
         return None if text is None else self.backend.token_to_id(text)

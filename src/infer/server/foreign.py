@@ -91,7 +91,14 @@ FOREIGN: Mapping[str, Foreign] = {
         (
             *("service_tier", "prediction", "verbosity", "store", "prompt_cache_options", "prompt_cache_retention"),
             *("prompt_cache_key", "safety_identifier", "user", "metadata", "max_tool_calls", "keep_alive"),
-            *("cache_prompt", "id_slot", "provider", "guided_decoding_backend", "spaces_between_special_tokens"),
+            *(
+                "client_metadata",
+                "cache_prompt",
+                "id_slot",
+                "provider",
+                "guided_decoding_backend",
+                "spaces_between_special_tokens",
+            ),
         ),
         _HINT,
     ),

@@ -62,7 +62,8 @@ NEUTRAL = [
     {"dry_multiplier": 0}, {"mirostat": 0}, {"xtc_probability": 0.0}, {"include_reasoning": True},
     {"stop": ""}, {"stop": ["", ""]}, {"stop": []}, {"stream_options": {"include_usage": True}}, {"tools": []},
     {"truncate_prompt_tokens": None}, {"modalities": ["text"]}, {"function_call": "auto"}, {"echo": False},
-    {"client_metadata": {"session": "a"}}, {"max_tool_calls": 3}, {"function_call": "none", "functions": [{"name": "f"}]},
+    {"client_metadata": {"session": "a"}}, {"max_tool_calls": 3},
+    {"function_call": "none", "functions": [{"name": "f"}]},
 ]  # fmt: skip
 
 

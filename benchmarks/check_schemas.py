@@ -23,12 +23,11 @@ from typing import Any
 import llguidance
 
 from infer.errors import InvalidRequestError
-from infer.grammar.backend import Source
-from infer.grammar.base import Grammar
-from infer.grammar.compiler import check
-from infer.grammar.llguidance import schema_source
-from infer.grammar.sandbox_child import llguidance_check, llguidance_limits
+from infer.grammar.grammar import Grammar
+from infer.grammar.libraries import Source, llguidance_limits, schema_source
+from infer.grammar.reading import check
 from infer.grammar.schema_places import draft_of
+from infer.grammar.trial_child import llguidance_follow
 
 _MAX_TRIES = 6_000
 _CAUTIOUS_TRIES = 1_000
@@ -183,7 +182,7 @@ class Tally:
     def __init__(self, *, is_verbose: bool) -> None:
         self._is_verbose = is_verbose
         self._tokenizer = llguidance.LLTokenizer("byte")
-        self._trial = llguidance_check()
+        self._trial = llguidance_follow(llguidance)
         self.counts: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
         self._seconds: list[float] = []
@@ -198,7 +197,7 @@ class Tally:
             return
         finally:
             self._seconds.append(time.process_time() - start)
-        if problem := self._trial(source.kind, source.text):
+        if problem := self._trial(source):
             self._count_refusal(name, problem, tests)
             return
         self.counts["compiled"] += 1

@@ -25,7 +25,9 @@ from infer.engine.request import make_request
 from infer.engine.sequence import Sequence as Answering
 from infer.engine.stream import Stream
 from infer.engine.text_output import TextOutput
-from infer.grammar import Compiler, Constraint, grammar_of, make_compiler
+from infer.grammar.base import Constraint
+from infer.grammar.compiler import Compiler, make_compiler
+from infer.grammar.grammar import grammar_of
 from infer.kvcache.settings import CacheSettings
 from infer.model.transformer import Transformer
 from infer.operands.step import Step

@@ -19,6 +19,7 @@ from infer.engine.request import Request
 from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback, check_count, split_options
 from infer.engine.sequence import Sequence as Answering
 from infer.engine.token_trace import check_traceable, score_prompt, trace_answer
+from infer.grammar.grammar import grammar_of
 from infer.llm import LLM
 from infer.operands.limits import MAX_STEP_LOGITS
 from infer.outputs import GenerationResult, SampleTrace, TokenLogprob
@@ -138,9 +139,11 @@ class AsyncLLM:
 
         Raises InvalidRequestError, of all that may be refused.
         """
-        host = self.host
-        asked = partial(host.choices, prompt, params, options or RequestOptions(), variables)
-        return [host.answers.stream(sequence) for sequence in await host.answers.prepare(asked)]
+        answers, options = self.host.answers, options or RequestOptions()
+        asked = partial(self.host.choices, prompt, params, options, variables)
+        is_constrained = bool(options.tools) or any(grammar_of(each) for each in params)
+        sequences = await (answers.constrain(asked) if is_constrained else answers.prepare(asked))
+        return [answers.stream(sequence) for sequence in sequences]
 
     async def prompt_logprobs(self, prompt: Prompt, *, num: int = 0) -> list[TokenLogprob | None]:
         """`LLM.prompt_logprobs`."""

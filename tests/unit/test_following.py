@@ -11,7 +11,9 @@ import pytest
 from byte_tokenizer import write_byte_tokenizer
 from constraint_walks import allowed_ids
 from infer.errors import ConstraintError
-from infer.grammar import Compiler, Constraint, Grammar, make_compiler
+from infer.grammar.base import Constraint
+from infer.grammar.compiler import Compiler, make_compiler
+from infer.grammar.grammar import Grammar
 from infer.tokenizer import Tokenizer
 
 VOCABS = (300, 330, 700)  # beside a tokenizer of fewer ids: one word, another, many of masks that allow nothing

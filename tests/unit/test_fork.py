@@ -18,7 +18,7 @@ PRELUDE = """
 import multiprocessing, os, signal, sys, threading
 import torch
 from infer import LLM, SamplingParams
-from infer.grammar.sandbox import trial_of
+from infer.grammar.trial import trial_lane
 from infer.backends.cpu import compiled, packed_weight
 from infer.sampling.history import History
 from infer.tokenizer import template_process
@@ -215,7 +215,9 @@ ended = threading.Event()
 use_all()
 host = llm._host
 locks = [llm.tokenizer._lock, compiled._lock, packed_weight._pieces._taking, host._compiler._lock, host.open._changing]
-for lock in [*locks, trial_of("llguidance")._child._lock, template_process._child()._lock]:
+for lane in (trial_lane("llguidance"), template_process._lane()):
+    locks += [lane._changed, lane._children[-1]._lock]
+for lock in locks:
     held = threading.Event()
     thread = threading.Thread(target=hold, args=(lock, held))
     thread.start()
@@ -235,7 +237,7 @@ def test_a_long_held_lock_is_free_in_the_child_at_once(folder: Path) -> None:
 held, ended = threading.Event(), threading.Event()
 
 def hold():
-    with template_process._child()._lock, llm._host._compiler._lock:
+    with template_process._lane()._children[-1]._lock, llm._host._compiler._lock:
         held.set()
         ended.wait()
 
@@ -263,12 +265,12 @@ def render(name):
         assert template_process.render("{{ x }}", {"x": f"{name} {index}"}) == f"{name} {index}"
 
 render("before")
-before = template_process._child()._process.pid
+before = template_process._lane()._children[-1]._process.pid
 children = [in_child(lambda name=name: render(name)) for name in ("first", "second")]
 render("parent")
 for child in children:
     join(child)
-assert template_process._child()._process.pid == before
+assert template_process._lane()._children[-1]._process.pid == before
 """,
     )
 

@@ -3,15 +3,16 @@
 import json
 import random
 
+import llguidance
 import pytest
 
 from byte_tokenizer import write_byte_tokenizer
 from constraint_walks import walk
 from infer.errors import ConstraintError, InvalidRequestError
-from infer.grammar import Compiler, Grammar, make_compiler
-from infer.grammar.backend import Source
-from infer.grammar.base import GrammarKind
-from infer.grammar.sandbox import trial_of
+from infer.grammar.compiler import Compiler, make_compiler
+from infer.grammar.grammar import Grammar, GrammarKind
+from infer.grammar.libraries import Source
+from infer.grammar.trial_child import llguidance_follow
 from infer.tokenizer import Tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -72,7 +73,7 @@ def test_the_trial_follows_a_grammar_for_some_bytes(compiler: Compiler) -> None:
     source = json.dumps(
         {"grammars": [{"lark_grammar": 'start: "x" word\nword: ' + " | ".join(map(json.dumps, words(20_001, 7)))}]}
     )
-    assert "items; max is 20000" in trial_of("llguidance").run(Source("", source), "grammar")
+    assert "items; max is 20000" in llguidance_follow(llguidance)(Source("", source))
 
 
 @pytest.mark.parametrize("brackets", ["()", "[]"])

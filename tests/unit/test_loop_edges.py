@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from infer import LLM, InvalidRequestError, SamplingParams, load_model
 from infer.engine.stream import Stream
 from infer.errors import ConstraintError
-from infer.grammar import Constraint
+from infer.grammar.base import Constraint
 from infer.operands.step import Chunk, Clock, StepEnd
 from infer.runner.runner import CachedRunner
 from infer.sampling.columns import SamplingColumns

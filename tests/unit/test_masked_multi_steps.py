@@ -17,7 +17,7 @@ from infer.backends.cpu.control import call_python
 from infer.backends.cpu.records import SAMPLE
 from infer.backends.cpu.state import fields_of
 from infer.errors import ConstraintError
-from infer.grammar import Constraint
+from infer.grammar.base import Constraint
 from infer.sampling_params import SamplingParams
 from path_cases import Case, Outcome, Place, Way, World, by_definition, make_sequence, run_all, run_alone
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from byte_tokenizer import write_byte_tokenizer
 from constraint_walks import walk
 from infer.errors import InvalidRequestError, SchemaWarning
-from infer.grammar import Compiler, Grammar, make_compiler
+from infer.grammar.compiler import Compiler, make_compiler
+from infer.grammar.grammar import Grammar
 from infer.grammar.schema import build_schema
 from infer.grammar.schema_excluded import pattern_without
 from infer.grammar.schema_formats import FORMAT_PATTERNS

@@ -197,7 +197,7 @@ def test_an_error_points_at_the_line_of_the_template() -> None:
 
 def test_a_killed_process_is_started_again_and_so_is_one_of_a_fork() -> None:
     assert ChatTemplate("{{ 1 }}", {}).render([USER]) == "1"
-    process = template_process._child()._process
+    process = template_process._lane()._children[-1]._process
     assert process is not None
     process.kill()
     assert ChatTemplate("{{ 1 }}", {}).render([USER]) == "1", "the template is not to blame"

@@ -52,8 +52,8 @@ def check_grammar(params: SamplingParams) -> None:
     """What is wrong with a schema, pattern or grammar as a text."""
     if all(getattr(params, name) is None for name in CONSTRAINTS):
         return
-    from infer.grammar import grammar_of
-    from infer.grammar.compiler import check
+    from infer.grammar.grammar import grammar_of
+    from infer.grammar.reading import check
 
     grammar = grammar_of(params)
     if grammar is not None:

@@ -22,6 +22,7 @@ Check = Callable[[], None]
 Prepare = Callable[[Check], Sequence]  # calls `check`, which may raise, between its stages
 Begin = Prepare | Sequence  # or what was prepared already
 NUM_PREPARING = 4
+NUM_CONSTRAINING = 16  # most of them wait
 _Found = TypeVar("_Found")
 _Read = TypeVar("_Read")
 
@@ -137,11 +138,18 @@ class AsyncAnswers:
         self._service = service
         self._loops = weakref.WeakValueDictionary[asyncio.AbstractEventLoop, _Loop]()  # while they have answers
         self._preparing = _Threads(NUM_PREPARING, "infer-prepare")
+        self._constraining = _Threads(NUM_CONSTRAINING, "infer-constrain")
         self._computing = _Threads(1, "infer-compute")
 
     async def prepare(self, prepare: Callable[[Check], _Found]) -> _Found:
         """In a thread, as `_Threads.run`."""
         return await self._preparing.run(prepare)
+
+    async def constrain(self, prepare: Callable[[Check], _Found]) -> _Found:
+        """The same for a request with a grammar or tools, which waits for the process that tries them: no other request
+        waits behind it.
+        """
+        return await self._constraining.run(prepare)
 
     async def compute(self, compute: Callable[[Check], _Found]) -> _Found:
         """The same for what computes beside the steps: one after the other."""
@@ -170,6 +178,7 @@ class AsyncAnswers:
     def close(self) -> None:
         """The threads end, each after what it prepares."""
         self._preparing.close()
+        self._constraining.close()
         self._computing.close()
 
     def _loop(self) -> _Loop:

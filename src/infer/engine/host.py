@@ -26,8 +26,10 @@ from infer.engine.sequence import Sequence
 from infer.engine.service import Service
 from infer.engine.stream import OnPrefill, Stream
 from infer.errors import AnswerGrammarError, InvalidRequestError, MessageWarning, RequestWarning, SchemaWarning
-from infer.grammar import Constraint, Grammar, grammar_of, make_compiler
+from infer.grammar.base import Constraint
 from infer.grammar.budget import Budget, BudgetConstraint
+from infer.grammar.compiler import make_compiler
+from infer.grammar.grammar import Grammar, grammar_of
 from infer.kvcache.settings import CacheSettings
 from infer.model.transformer import Transformer
 from infer.operands.limits import MAX_STEP_LOGITS
@@ -37,6 +39,7 @@ from infer.runner.hidden_states import HiddenStates
 from infer.runner.runner import CachedRunner
 from infer.sampling.keywords import Params, params_of, refuse_sampling, split_keywords
 from infer.sampling_params import SamplingParams
+from infer.system.lane import asking_for
 from infer.system.locks import long_lock
 from infer.tensor_parallel.leading import LeadingRunner
 from infer.tensor_parallel.ranks import Ranks
@@ -232,9 +235,10 @@ class Host:
         """
         asked = self.sampled_by(prompt, params, keywords)
         conversation = self.conversation(prompt, options, variables)
-        fitting = self.fit(prompt, asked, options, None if conversation is None else conversation.encode)
-        check()
-        request = self.request(fitting, asked, options, conversation)
+        with asking_for(options.tenant):
+            fitting = self.fit(prompt, asked, options, None if conversation is None else conversation.encode)
+            check()
+            request = self.request(fitting, asked, options, conversation)
         check()
         return Sequence(request)
 
@@ -261,11 +265,12 @@ class Host:
         """An answer for each of `params` to a prompt that is read once; `variables` are of the template of messages."""
         refuse_sampling(variables, self.tokenizer.chat_templates)
         conversation = self.conversation(prompt, options, variables if is_conversation(prompt) else None)
-        fitting = self.fit(prompt, params[0], options, None if conversation is None else conversation.encode)
         sequences = list[Sequence]()
-        for each in params:
-            check()
-            sequences.append(Sequence(self.request(fitting, each, options, conversation)))
+        with asking_for(options.tenant):
+            fitting = self.fit(prompt, params[0], options, None if conversation is None else conversation.encode)
+            for each in params:
+                check()
+                sequences.append(Sequence(self.request(fitting, each, options, conversation)))
         return sequences
 
     def _warn(self, category: type[RequestWarning], messages: Iterable[str]) -> None:

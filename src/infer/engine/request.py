@@ -9,7 +9,8 @@ from hashlib import blake2b
 from typing import SupportsIndex, final
 
 from infer.errors import ContextLengthError, InvalidRequestError
-from infer.grammar import Constraint, grammar_of
+from infer.grammar.base import Constraint
+from infer.grammar.grammar import grammar_of
 from infer.model.transformer import Transformer
 from infer.operands.limits import MAX_STEP_TOKENS
 from infer.sampling_params import SEED_BITS, SamplingParams

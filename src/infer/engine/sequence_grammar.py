@@ -6,8 +6,7 @@ from contextlib import suppress
 from typing import final
 
 from infer.errors import ConstraintError
-from infer.grammar import Constraint
-from infer.grammar.base import Mask
+from infer.grammar.base import Constraint, Mask
 
 
 @final

@@ -1,29 +1,16 @@
-"""What a grammar library must give: a source that its compiler reads, a compiled grammar, and matchers over it."""
+"""A grammar library in this process: it compiles sources and makes matchers of what it compiled."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Set
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-from infer.grammar.base import Grammar
+from infer.grammar.libraries import Source
 from infer.grammar.matcher import Matcher
-
-
-class Source(NamedTuple):
-    """A grammar as a library's compiler reads it; `kind` is which of its compilers."""
-
-    kind: str
-    text: str
 
 
 class Backend(ABC):
     """One library over one vocabulary. Compiled grammars are shared; each matcher is one sequence's."""
 
     name: ClassVar[str]
-    keywords: ClassVar[Set[str] | None]
-    """The JSON-schema keywords that it enforces; None for all that we know."""
-
-    @abstractmethod
-    def source(self, grammar: Grammar) -> Source: ...
 
     @abstractmethod
     def compile(self, source: Source) -> Any:

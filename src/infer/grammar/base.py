@@ -3,26 +3,15 @@
 Everything is a function of the tokens accepted so far: a constraint that was rolled back is one that never went there.
 """
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from infer.errors import ConstraintError
-from infer.sampling_params import SamplingParams
 
 Mask = npt.NDArray[np.int32]
-GrammarKind = Literal["json_schema", "regex", "grammar", "choice"]
-
-
-class Grammar(NamedTuple):
-    """What the text must be. A choice is its strings as a JSON list."""
-
-    kind: GrammarKind
-    text: str
 
 
 class Constraint(ABC):
@@ -93,16 +82,3 @@ def keep_only(mask: Mask, token_ids: Sequence[int]) -> None:
     words = mask.view("uint32")
     for token_id in token_ids:
         words[token_id // 32] |= 1 << token_id % 32
-
-
-def grammar_of(params: SamplingParams) -> Grammar | None:
-    """What `json_schema`, `regex`, `grammar` or `choice` ask for; None if nothing is asked."""
-    if params.json_schema is not None:
-        return Grammar("json_schema", str(params.json_schema))
-    if params.regex is not None:
-        return Grammar("regex", params.regex)
-    if params.grammar is not None:
-        return Grammar("grammar", params.grammar)
-    if params.choice is not None:
-        return Grammar("choice", json.dumps(list(params.choice), ensure_ascii=False))
-    return None

@@ -1,4 +1,4 @@
-"""From what a request asks to a constraint: check the text, try it in a process of its own, compile it, keep it.
+"""From what a request asks to a constraint: read and tried in a process of its own, compiled here, and kept.
 
 Whatever a grammar is, it is compiled within its budget or refused with one InvalidRequestError that points into it.
 """
@@ -7,46 +7,43 @@ import importlib.util
 import json
 import re
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple, final
 
-from infer.errors import AnswerGrammarError, InvalidRequestError, SchemaError, SchemaWarning
-from infer.grammar.backend import Backend, Source
-from infer.grammar.base import Constraint, Grammar
-from infer.grammar.lark import check_grammar
+from infer.errors import AnswerGrammarError, InvalidRequestError, SchemaWarning
+from infer.grammar.backend import Backend
+from infer.grammar.base import Constraint
+from infer.grammar.grammar import Grammar
+from infer.grammar.libraries import Source
 from infer.grammar.llguidance import LlguidanceBackend
 from infer.grammar.matcher import StepwiseConstraint
-from infer.grammar.pattern import check_pattern, encoded, without_anchors
-from infer.grammar.sandbox import trial_of
-from infer.grammar.schema import BuiltSchema, build_schema, unreadable_parts
+from infer.grammar.pattern import check_pattern, without_anchors
+from infer.grammar.reading import pointed
+from infer.grammar.schema import unreadable_parts
 from infer.grammar.schema_pattern import translated
+from infer.grammar.sized_cache import SizedCache
+from infer.grammar.trial import try_grammar
 from infer.grammar.vocabulary import Vocabulary
 from infer.grammar.xgrammar import XgrammarBackend
 from infer.system.locks import long_lock
 from infer.tokenizer import Tokenizer
 
-MAX_CACHED = 64  # compiled grammars per compiler
-MAX_RULES = 512  # schemas of tools
-MAX_CHOICES = 10_000
-MAX_CHOICE_BYTES = 65_536
+MAX_COMPILED_BYTES = 256 << 20  # of what is kept
+MAX_RULE_BYTES = 32 << 20  # of schemas of tools
+_BYTES_PER_SOURCE_BYTE = 80  # of a compiled grammar: 25 to 39 MB for 442 KiB
+_LEAST_BYTES = 20_000
 
 BACKENDS: dict[str, type[LlguidanceBackend] | type[XgrammarBackend]] = {
     "llguidance": LlguidanceBackend,
     "xgrammar": XgrammarBackend,
 }
 
-_LARK_PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
-_SOURCE_PLACE = re.compile(r"\A\[[\d:]+\] \S+:\d+: ")  # of a library's own code
-_COLUMN = re.compile(r"regex parse error:\n {4}.*\n {4}( *)\^.*\nerror: ([^\n]*)")
 
+class _Compiled(NamedTuple):
+    """A grammar as a library has it, and the bytes that it takes, by estimate."""
 
-class Checked(NamedTuple):
-    """A grammar as its compiler is to see it; which of its words are ignored, in one line or ""."""
-
-    grammar: Grammar
-    ignored: str = ""
-    schema: BuiltSchema | None = None
+    grammar: Any
+    num_bytes: int
 
 
 @final
@@ -59,15 +56,15 @@ class Compiler:
         self._vocab_size = vocab_size
         self._lock = long_lock()  # guards what is below
         self._loaded: tuple[Backend, Vocabulary] | None = None
-        self._compiled: OrderedDict[object, Any] = OrderedDict()
-        self._rules: OrderedDict[object, str] = OrderedDict()
+        self._compiled = SizedCache[_Compiled](MAX_COMPILED_BYTES)
+        self._rules = SizedCache[str](MAX_RULE_BYTES)
 
     def compile(self, grammar: Grammar) -> Constraint:
         """A constraint at its beginning, whose first mask is known to allow something.
 
         Raises InvalidRequestError: not well-formed, unsupported, unsatisfiable, or over the budget.
         """
-        return self._constraint(grammar, lambda backend: backend.compile(backend.source(self._tried(backend, grammar))))
+        return self._constraint(grammar, lambda backend: _compiled(backend, _read(backend, grammar)))
 
     def spell(self, text: str) -> list[int]:
         """The tokenizer's own ids for a text."""
@@ -81,9 +78,9 @@ class Compiler:
             backend, _ = self._load()
             found = self._rules.get(grammar)
         if found is None:
-            found = f"%json {json.dumps(self._part(backend, grammar)['json_schema'])}"
-        with self._lock:
-            _keep(self._rules, grammar, found, MAX_RULES)
+            found = f"%json {json.dumps(_part(backend, grammar)['json_schema'])}"
+            with self._lock:
+                self._rules.put(grammar, found, len(grammar.text) + len(found))
         return found
 
     def unreadable_parts(self, schema: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -108,35 +105,27 @@ class Compiler:
         nothing of a request may be in it but what `json_rule` and `text_pattern` give.
         """
 
-        def compile_(backend: Backend) -> Any:
+        def compile_(backend: Backend) -> _Compiled:
             parts: list[dict[str, Any]] = [{"lark_grammar": lark}]
             if answer is not None:
-                parts.append({**self._part(backend, answer), "name": "answer"})
-            compiled = backend.compile(Source("", json.dumps({"grammars": parts})))
-            if problem := compiled.get_error():
-                raise AnswerGrammarError(f"the grammar of the answer cannot be compiled: {_pointed(problem, 'tools')}")
+                parts.append({**_part(backend, answer), "name": "answer"})
+            compiled = _compiled(backend, Source("", json.dumps({"grammars": parts})))
+            if problem := compiled.grammar.get_error():
+                raise AnswerGrammarError(f"the grammar of the answer cannot be compiled: {pointed(problem, 'tools')}")
             return compiled
 
         return self._constraint((lark, answer), compile_)
 
-    def _constraint(self, key: object, compile_: Callable[[Backend], Any]) -> Constraint:
+    def _constraint(self, key: Hashable, compile_: Callable[[Backend], _Compiled]) -> Constraint:
         with self._lock:
             backend, vocabulary = self._load()
             compiled = self._compiled.get(key)
         if compiled is None:  # with the lock given back: one slow grammar holds up no other that is known
             compiled = compile_(backend)
         with self._lock:
-            _keep(self._compiled, key, compiled, MAX_CACHED)
-            matcher = backend.make_matcher(compiled)
+            self._compiled.put(key, compiled, compiled.num_bytes)
+            matcher = backend.make_matcher(compiled.grammar)
         return StepwiseConstraint(matcher, vocabulary)
-
-    def _part(self, backend: Backend, grammar: Grammar) -> dict[str, Any]:
-        """Of a grammar of several parts, as llguidance has them."""
-        if backend.name != "llguidance":
-            raise InvalidRequestError(f"tools and reasoning need grammar_backend 'llguidance', got {backend.name!r}")
-        text = backend.source(self._tried(backend, grammar)).text
-        found: dict[str, Any] = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
-        return found
 
     def _load(self) -> tuple[Backend, Vocabulary]:
         if self._loaded is None:
@@ -145,31 +134,6 @@ class Compiler:
             vocabulary = Vocabulary(self._tokenizer, self._vocab_size)
             self._loaded = BACKENDS[self.backend](vocabulary), vocabulary
         return self._loaded
-
-    def _tried(self, backend: Backend, grammar: Grammar) -> Grammar:
-        """The grammar as it is to be compiled: it was, in another process."""
-        checked = check(grammar, backend.keywords)
-        grammar, where = checked.grammar, str(checked.grammar.kind)
-        trial = trial_of(backend.name)
-
-        def problem_of(text: str) -> str:
-            try:
-                return trial.run(backend.source(Grammar(grammar.kind, text)), where)
-            except ValueError as error:  # the library's, of what it reads before it compiles
-                return str(error)
-
-        problem = problem_of(grammar.text)
-        if problem and checked.schema is not None and checked.schema.text != grammar.text:
-            grammar = Grammar(grammar.kind, checked.schema.text)
-            problem = problem_of(grammar.text)
-        if problem and checked.schema is not None:
-            place, problem = checked.schema.place_of(problem, problem_of)
-            raise SchemaError(_pointed(problem, f"{where} at {place or '/'}"), place, _pointed(problem, "")[2:])
-        if problem:
-            raise InvalidRequestError(_pointed(problem, where))
-        if checked.ignored:
-            warnings.warn(checked.ignored, SchemaWarning, stacklevel=2)
-        return grammar
 
 
 def make_compiler(tokenizer: Tokenizer, vocab_size: int | None = None, *, backend: str = "llguidance") -> Compiler:
@@ -182,50 +146,22 @@ def make_compiler(tokenizer: Tokenizer, vocab_size: int | None = None, *, backen
     return Compiler(tokenizer, vocab_size, backend)
 
 
-def _keep(cache: "OrderedDict[object, Any]", key: object, value: Any, most: int) -> None:
-    cache[key] = value
-    cache.move_to_end(key)
-    if len(cache) > most:
-        cache.popitem(last=False)
+def _compiled(backend: Backend, source: Source) -> _Compiled:
+    return _Compiled(backend.compile(source), _LEAST_BYTES + _BYTES_PER_SOURCE_BYTE * len(source.text))
 
 
-def check(grammar: Grammar, keywords: Any = None) -> Checked:
-    """Raises InvalidRequestError."""
-    kind, text = grammar
-    if kind == "json_schema":
-        built = build_schema(text, keywords)
-        return Checked(Grammar(kind, built.short_text if keywords is None else built.text), built.ignored, built)
-    if kind == "grammar":
-        found = check_grammar(text, keywords)
-        return Checked(Grammar(kind, found.text), found.ignored)
-    if kind == "regex":
-        check_pattern(text, "regex")  # first, so that columns are those of the text as given
-        check_pattern(without_anchors(text), "regex", allows_anchors=False)
-        return Checked(Grammar(kind, without_anchors(text)))
-    _check_choice(json.loads(text))
-    return Checked(grammar)
+def _read(backend: Backend, grammar: Grammar) -> Source:
+    """Return the source, which was compiled in another process. Raises InvalidRequestError."""
+    read = try_grammar(backend.name, grammar)
+    if read.ignored:
+        warnings.warn(read.ignored, SchemaWarning, stacklevel=2)
+    return read.source
 
 
-def _check_choice(texts: list[str]) -> None:
-    if len(texts) > MAX_CHOICES:
-        raise InvalidRequestError(f"choice: there may be {MAX_CHOICES} of them, got {len(texts)}")
-    size = sum(len(encoded(text, f"choice {index}")) for index, text in enumerate(texts))
-    if size > MAX_CHOICE_BYTES:
-        raise InvalidRequestError(f"choice: all together may have {MAX_CHOICE_BYTES} bytes, got {size}")
-
-
-def _pointed(problem: str, where: str) -> str:
-    """A library's message as one line that begins with the place."""
-    if "lookarounds not supported" in problem:
-        problem = "anchors and word boundaries are not supported"
-    column = _COLUMN.search(problem)
-    if where == "regex" and column is not None:
-        return f"regex, column {len(column[1]) + 1}: {column[2]}"
-    place = _LARK_PLACE.match(problem)
-    if where == "grammar" and place is not None:
-        where, problem = f"grammar, line {place[1]}, column {place[2]}", problem[place.end() :]
-    if "NoExtension" in problem:
-        problem = "no text can fulfil it"
-    problem = _SOURCE_PLACE.sub("", problem)
-    lines = [line.strip() for line in problem.splitlines() if line.strip() and "while processing json" not in line]
-    return f"{where}: {'; '.join(lines)[:300]}"
+def _part(backend: Backend, grammar: Grammar) -> dict[str, Any]:
+    """Return one part of a grammar of several, as llguidance has them."""
+    if backend.name != "llguidance":
+        raise InvalidRequestError(f"tools and reasoning need grammar_backend 'llguidance', got {backend.name!r}")
+    text = _read(backend, grammar).text
+    found: dict[str, Any] = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
+    return found

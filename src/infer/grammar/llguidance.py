@@ -4,24 +4,27 @@ The package is loaded when the first grammar is compiled.
 """
 
 import importlib
-import json
 from collections.abc import Sequence
+from time import thread_time
 from typing import Any, NoReturn, final
 
 import numpy as np
 
 from infer.errors import ConstraintError
-from infer.grammar.backend import Backend, Source
-from infer.grammar.base import Grammar, Mask
+from infer.grammar.backend import Backend
+from infer.grammar.base import Mask
+from infer.grammar.libraries import Source, llguidance_limits
 from infer.grammar.matcher import Matcher
-from infer.grammar.sandbox_child import llguidance_limits
 from infer.grammar.vocabulary import Vocabulary
+
+SLOW_SECONDS = 0.02  # of a mask, from where it is counted
+MOST_EXCESS_SECONDS = 0.5  # of all masks of a grammar together, beyond that
+_REFUND = 0.005  # of SLOW_SECONDS, for a quick mask
 
 
 @final
 class LlguidanceBackend(Backend):
     name = "llguidance"
-    keywords = None
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._library = importlib.import_module("llguidance")
@@ -33,29 +36,46 @@ class LlguidanceBackend(Backend):
             eos_token=ends or [self._num_ids],
         )
 
-    def source(self, grammar: Grammar) -> Source:
-        make = self._library.LLMatcher
-        if grammar.kind == "regex":
-            return Source("", make.grammar_from_regex(grammar.text))
-        if grammar.kind == "grammar":
-            return Source("", make.grammar_from_lark(grammar.text))
-        if grammar.kind == "choice":
-            options = " | ".join(json.dumps(text) for text in json.loads(grammar.text))
-            return Source("", make.grammar_from_lark(f"start: CHOICE\nCHOICE: {options}"))  # one item of the parser
-        return schema_source(self._library, grammar.text)
-
-    def compile(self, source: Source) -> Any:
+    def compile(self, source: Source) -> "_Compiled":
         limits = llguidance_limits(self._library, source.text)
-        return self._library.LLMatcher(self._tokenizer, source.text, log_level=0, limits=limits)
+        return _Compiled(self._library.LLMatcher(self._tokenizer, source.text, log_level=0, limits=limits))
 
-    def make_matcher(self, compiled: Any) -> Matcher:
-        return _LlguidanceMatcher(compiled.deep_copy(), self._vocabulary, self._tokenizer.vocab_size)
+    def make_matcher(self, compiled: "_Compiled") -> Matcher:
+        return _LlguidanceMatcher(compiled, self._vocabulary, self._tokenizer.vocab_size)
+
+
+@final
+class _Compiled:
+    """A grammar, and the time that all texts under it may still take beyond what masks usually take.
+
+    A mask cannot be interrupted. An honest one takes a millisecond; one of an ambiguous grammar takes longer with each
+    token, and all answers of the step wait for it. The thread's own time is counted, not that of a busy machine.
+    """
+
+    def __init__(self, matcher: Any) -> None:
+        self.matcher = matcher
+        self._excess = 0.0
+
+    def get_error(self) -> str:
+        return str(self.matcher.get_error())
+
+    def spend(self, seconds: float) -> None:
+        """Raises ConstraintError when the time is used up. Quick masks give some of it back."""
+        if seconds < SLOW_SECONDS:
+            self._excess = max(0.0, self._excess - _REFUND * SLOW_SECONDS)
+            return
+        self._excess += seconds - SLOW_SECONDS
+        if self._excess > MOST_EXCESS_SECONDS:
+            raise ConstraintError(
+                f"the grammar is too ambiguous: its masks take more than {1000 * SLOW_SECONDS:g} ms a token, "
+                f"{MOST_EXCESS_SECONDS:g} s in all; write each text in one way only"
+            )
 
 
 @final
 class _LlguidanceMatcher(Matcher):
-    def __init__(self, matcher: Any, vocabulary: Vocabulary, num_ids: int) -> None:
-        self._matcher = matcher
+    def __init__(self, compiled: _Compiled, vocabulary: Vocabulary, num_ids: int) -> None:
+        self._matcher, self._spend = compiled.matcher.deep_copy(), compiled.spend
         self._vocabulary = vocabulary
         self._num_ids = len(vocabulary.token_bytes)
         self._own = np.zeros(-(-num_ids // 32), dtype=np.int32)
@@ -65,7 +85,9 @@ class _LlguidanceMatcher(Matcher):
         self._where = 0
 
     def fill(self, mask: Mask) -> None:
+        started = thread_time()
         self._matcher.unsafe_compute_mask_ptr(self._address(mask), self._num_bytes)
+        self._spend(thread_time() - started)
         if self._matcher.is_error():
             self._fail()
         self._complete(mask)
@@ -89,13 +111,14 @@ class _LlguidanceMatcher(Matcher):
 
     def advance(self, token_id: int, mask: Mask, is_last: bool) -> bool:
         """Four calls in place of six: what is consumed unasked was allowed, and whoever fails has stopped."""
-        matcher = self._matcher
+        matcher, started = self._matcher, thread_time()
         if not matcher.consume_token(token_id):
             self._fail()
         if matcher.compute_ff_tokens():
             return False
         if not is_last:
             matcher.unsafe_compute_mask_ptr(self._address(mask), self._num_bytes)
+            self._spend(thread_time() - started)
             if self._rest or len(mask) != self._num_words:
                 self._complete(mask)
         return not matcher.is_stopped()
@@ -103,7 +126,9 @@ class _LlguidanceMatcher(Matcher):
     def accept(self, token_id: int) -> bool:
         if not 0 <= token_id < self._num_ids:
             return False
+        started = thread_time()
         if self._matcher.try_consume_tokens([token_id]) == 1:
+            self._spend(thread_time() - started)
             return True
         if self._matcher.is_error():
             self._fail()
@@ -148,15 +173,6 @@ class _Spelling:
 
     def __call__(self, text: str | bytes) -> list[int]:
         return self._spell(text.decode(errors="replace") if isinstance(text, bytes) else text)
-
-
-def schema_source(library: Any, text: str) -> Source:
-    """Of a schema that is built; with the spaces of Python's `json.dumps`."""
-    separators = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    schema = json.loads(text)
-    if not isinstance(schema, dict):  # true: any JSON; false is refused before
-        schema = {}
-    return Source("", library.LLMatcher.grammar_from_json_schema(schema, overrides=separators))
 
 
 def first_line(message: str) -> str:

@@ -6,36 +6,22 @@ llguidance does and ignores the others; here they are refused. So are those that
 """
 
 import importlib
-import json
 from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
-from infer.grammar.backend import Backend, Source
-from infer.grammar.base import Grammar, Mask
+from infer.grammar.backend import Backend
+from infer.grammar.base import Mask
+from infer.grammar.libraries import Source, compile_with_xgrammar
 from infer.grammar.matcher import Matcher
-from infer.grammar.sandbox_child import compile_with_xgrammar
 from infer.grammar.vocabulary import Vocabulary
-
-_ENFORCED = frozenset(
-    {
-        *("type", "const", "enum", "anyOf", "$ref", "properties", "required", "additionalProperties"),
-        *(
-            "items",
-            "prefixItems",
-            "minItems",
-            "maxItems",
-        ),
-    }
-)
 
 
 @final
 class XgrammarBackend(Backend):
     name = "xgrammar"
-    keywords = _ENFORCED
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._library = importlib.import_module("xgrammar")
@@ -51,12 +37,6 @@ class XgrammarBackend(Backend):
         is_end = np.zeros(vocabulary.vocab_size, dtype=bool)
         is_end[list(vocabulary.end_ids)] = True
         self._known = self._text | _packed(is_end, vocabulary.vocab_size)
-
-    def source(self, grammar: Grammar) -> Source:
-        if grammar.kind == "choice":
-            options = " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(grammar.text))
-            return Source("ebnf", f"root ::= {options}")
-        return Source(grammar.kind, grammar.text)
 
     def compile(self, source: Source) -> Any:
         return compile_with_xgrammar(self._compiler, self._library, source.kind, source.text)

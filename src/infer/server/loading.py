@@ -11,6 +11,7 @@ from pathlib import Path
 
 import infer
 from infer.errors import InferError
+from infer.grammar.trial import trial_lane
 from infer.server.state import ServerState
 
 log = logging.getLogger("infer.server")
@@ -29,6 +30,8 @@ async def load_model(state: ServerState, load: Load) -> None:
     def run() -> None:
         try:
             _link_torch()
+            if find_spec("llguidance") is not None:
+                trial_lane("llguidance").start()
             llm = load(count)
             log.debug("fingerprint %s", llm.host.system_fingerprint)  # which takes some time to find
         except Exception as error:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from infer.errors import InvalidRequestError
-from infer.system.child_process import Child, ChildError
+from infer.system.child_process import ChildError
+from infer.system.lane import Lane
 
 RENDER_SECONDS = 2.0  # of a processor
 MEMORY_BYTES = 1 << 30
@@ -24,19 +25,19 @@ class TemplateRefusalError(InvalidRequestError):
 
 
 @cache
-def _child() -> Child:
-    return Child(Path(__file__).with_name("template_child.py"), str(RENDER_SECONDS), str(MEMORY_BYTES))
+def _lane() -> Lane:
+    return Lane(Path(__file__).with_name("template_child.py"), str(RENDER_SECONDS), str(MEMORY_BYTES))
 
 
 def start_rendering() -> None:
     """Lets the process start while a model is loaded."""
-    _child().start()
+    _lane().start()
 
 
 def render(source: str, variables: Mapping[str, Any]) -> str:
     """The text, of at most `MAX_CHARACTERS`. Raises InvalidRequestError that points at the template's line."""
     try:
-        answer = _child().ask([source, variables, MAX_CHARACTERS], _WAIT_SECONDS)
+        answer = _lane().ask([source, variables, MAX_CHARACTERS], _WAIT_SECONDS)
     except ChildError as error:
         problem = f"takes more than {RENDER_SECONDS:g} s" if error.signal == signal.SIGPROF else "makes Python crash"
         raise InvalidRequestError(f"the chat template {problem}: it cannot be used") from None

@@ -1,0 +1,90 @@
+"""The grammar libraries as both sides call them: the process that tries a grammar, and the one that compiles it.
+
+Loads no library by itself, so that the process that tries grammars starts quickly.
+"""
+
+import json
+from collections.abc import Set
+from typing import Any, NamedTuple
+
+from infer.grammar.grammar import Grammar
+
+
+class Source(NamedTuple):
+    """A grammar as a library's compiler reads it; `kind` says which of its compilers."""
+
+    kind: str
+    text: str
+
+
+ENFORCED: dict[str, Set[str] | None] = {
+    "llguidance": None,
+    "xgrammar": frozenset(
+        {
+            *("type", "const", "enum", "anyOf", "$ref", "properties", "required", "additionalProperties"),
+            *("items", "prefixItems", "minItems", "maxItems"),
+        }
+    ),
+}
+"""The keywords of JSON schemas that a library enforces; None for all that we know."""
+
+
+def source_of(name: str, library: Any, grammar: Grammar) -> Source:
+    """Return the source of a grammar that was checked. Raises ValueError for what the library cannot read."""
+    return llguidance_source(library, grammar) if name == "llguidance" else xgrammar_source(grammar)
+
+
+def llguidance_source(library: Any, grammar: Grammar) -> Source:
+    make = library.LLMatcher
+    if grammar.kind == "regex":
+        return Source("", make.grammar_from_regex(grammar.text))
+    if grammar.kind == "grammar":
+        return Source("", make.grammar_from_lark(grammar.text))
+    if grammar.kind == "choice":
+        options = " | ".join(json.dumps(text) for text in json.loads(grammar.text))
+        return Source("", make.grammar_from_lark(f"start: CHOICE\nCHOICE: {options}"))  # one item of the parser
+    return schema_source(library, grammar.text)
+
+
+def schema_source(library: Any, text: str) -> Source:
+    """Return the source of a schema that is built; with the spaces of Python's `json.dumps`."""
+    separators = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    schema = json.loads(text)
+    if not isinstance(schema, dict):  # true: any JSON; false is refused before
+        schema = {}
+    return Source("", library.LLMatcher.grammar_from_json_schema(schema, overrides=separators))
+
+
+def llguidance_limits(library: Any, text: str) -> Any:
+    """The library's own limit is 2,000 items at one place, and 64 KiB of Lark may have 13,000 alternatives there.
+
+    The fuel of texts that are read without a mask (drafts, forced text) is twenty times its own, 0.4 s: else words of
+    `(\\S+\\s+){0,49}` in at most 500 characters end after 55. That of a mask stays what it is.
+
+    What has few alternatives is given few items: an ambiguous grammar could else take a second for a token. Schemas
+    and patterns, which begin with a brace here, are not ambiguous so.
+    """
+    num_items = 20_000 if text.startswith("{") else min(max(4_000, 2 * text.count("|")), 20_000)
+    return library.LLParserLimits(
+        verbose_errors=False,
+        max_items_in_row=num_items,
+        step_max_items=10 * num_items,
+        initial_lexer_fuel=20_000_000,
+    )
+
+
+def xgrammar_source(grammar: Grammar) -> Source:
+    if grammar.kind == "choice":
+        options = " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(grammar.text))
+        return Source("ebnf", f"root ::= {options}")
+    return Source(grammar.kind, grammar.text)
+
+
+def compile_with_xgrammar(compiler: Any, library: Any, kind: str, text: str) -> Any:
+    if kind == "json_schema":
+        return compiler.compile_json_schema(text, any_whitespace=False, separators=(", ", ": "), strict_mode=False)
+    if kind == "regex":
+        return compiler.compile_regex(text)
+    if kind == "ebnf":
+        return compiler.compile_grammar(library.Grammar.from_ebnf(text))
+    return compiler.compile_lark(text)

@@ -1,0 +1,112 @@
+"""From the grammar of a request to a library's source: checked, lowered to what the library enforces, and tried.
+
+Its time depends on what a request writes, so the server runs it in processes of their own (`trial`).
+"""
+
+import json
+import re
+from collections.abc import Callable, Set
+from typing import NamedTuple
+
+from infer.errors import InvalidRequestError, SchemaError
+from infer.grammar.grammar import Grammar
+from infer.grammar.lark import check_grammar
+from infer.grammar.libraries import Source
+from infer.grammar.pattern import check_pattern, encoded, without_anchors
+from infer.grammar.schema import BuiltSchema, build_schema
+
+MAX_CHOICES = 10_000
+MAX_CHOICE_BYTES = 65_536
+
+_LARK_PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
+_SOURCE_PLACE = re.compile(r"\A\[[\d:]+\] \S+:\d+: ")  # of a library's own code
+_COLUMN = re.compile(r"regex parse error:\n {4}.*\n {4}( *)\^.*\nerror: ([^\n]*)")
+
+
+class Checked(NamedTuple):
+    """A grammar as its compiler is to see it; `ignored` says in one line which of its words assert nothing, or ""."""
+
+    grammar: Grammar
+    ignored: str = ""
+    schema: BuiltSchema | None = None
+
+
+class Read(NamedTuple):
+    """The source of a grammar that a library compiled once, and the words that it ignores, in one line or ""."""
+
+    source: Source
+    ignored: str
+
+
+def read_grammar(
+    grammar: Grammar,
+    keywords: Set[str] | None,
+    source_of: Callable[[Grammar], Source],
+    try_: Callable[[Source], str],
+) -> Read:
+    """Return the source. `try_` compiles one and returns the problem, or "".
+
+    Raises InvalidRequestError that points into the grammar.
+    """
+    checked = check(grammar, keywords)
+    kind, where = grammar.kind, str(grammar.kind)
+
+    def problem_of(text: str) -> str:
+        try:
+            return try_(source_of(Grammar(kind, text)))
+        except ValueError as error:  # the library's, of what it reads before it compiles
+            return str(error)
+
+    text, schema = checked.grammar.text, checked.schema
+    problem = problem_of(text)
+    if problem and schema is not None and schema.text != text:
+        text = schema.text
+        problem = problem_of(text)
+    if problem and schema is not None:
+        place, problem = schema.place_of(problem, problem_of)
+        raise SchemaError(pointed(problem, f"{where} at {place or '/'}"), place, pointed(problem, "")[2:])
+    if problem:
+        raise InvalidRequestError(pointed(problem, where))
+    return Read(source_of(Grammar(kind, text)), checked.ignored)
+
+
+def check(grammar: Grammar, keywords: Set[str] | None = None) -> Checked:
+    """Raises InvalidRequestError."""
+    kind, text = grammar
+    if kind == "json_schema":
+        built = build_schema(text, keywords)
+        return Checked(Grammar(kind, built.short_text if keywords is None else built.text), built.ignored, built)
+    if kind == "grammar":
+        found = check_grammar(text, keywords)
+        return Checked(Grammar(kind, found.text), found.ignored)
+    if kind == "regex":
+        check_pattern(text, "regex")  # first, so that columns are those of the text as given
+        check_pattern(without_anchors(text), "regex", allows_anchors=False)
+        return Checked(Grammar(kind, without_anchors(text)))
+    _check_choice(json.loads(text))
+    return Checked(grammar)
+
+
+def _check_choice(texts: list[str]) -> None:
+    if len(texts) > MAX_CHOICES:
+        raise InvalidRequestError(f"choice: there may be {MAX_CHOICES} of them, got {len(texts)}")
+    size = sum(len(encoded(text, f"choice {index}")) for index, text in enumerate(texts))
+    if size > MAX_CHOICE_BYTES:
+        raise InvalidRequestError(f"choice: all together may have {MAX_CHOICE_BYTES} bytes, got {size}")
+
+
+def pointed(problem: str, where: str) -> str:
+    """Return a library's message as one line that begins with the place."""
+    if "lookarounds not supported" in problem:
+        problem = "anchors and word boundaries are not supported"
+    column = _COLUMN.search(problem)
+    if where == "regex" and column is not None:
+        return f"regex, column {len(column[1]) + 1}: {column[2]}"
+    place = _LARK_PLACE.match(problem)
+    if where == "grammar" and place is not None:
+        where, problem = f"grammar, line {place[1]}, column {place[2]}", problem[place.end() :]
+    if "NoExtension" in problem:
+        problem = "no text can fulfil it"
+    problem = _SOURCE_PLACE.sub("", problem)
+    lines = [line.strip() for line in problem.splitlines() if line.strip() and "while processing json" not in line]
+    return f"{where}: {'; '.join(lines)[:300]}"

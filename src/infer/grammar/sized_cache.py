@@ -1,0 +1,37 @@
+"""What was computed last, as much of it as fits."""
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Generic, TypeVar, final
+
+_Value = TypeVar("_Value")
+
+
+@final
+class SizedCache(Generic[_Value]):
+    """Keeps the values that were used last, up to `most_bytes` of them. The caller has the lock."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes, self._num_bytes = most_bytes, 0
+        self._kept: OrderedDict[Hashable, tuple[_Value, int]] = OrderedDict()
+
+    def get(self, key: Hashable) -> _Value | None:
+        found = self._kept.get(key)
+        if found is None:
+            return None
+        self._kept.move_to_end(key)
+        return found[0]
+
+    def put(self, key: Hashable, value: _Value, num_bytes: int) -> None:
+        """Keep a value that takes so many bytes. One that is larger than all that may be kept is not kept."""
+        self._drop(key)
+        if num_bytes > self._most_bytes:
+            return
+        self._kept[key] = value, num_bytes
+        self._num_bytes += num_bytes
+        while self._num_bytes > self._most_bytes:
+            self._drop(next(iter(self._kept)))
+
+    def _drop(self, key: Hashable) -> None:
+        _, num_bytes = self._kept.pop(key, (None, 0))
+        self._num_bytes -= num_bytes

@@ -1,0 +1,153 @@
+"""Reads grammars where a hang, a crash or a flood of memory hurts nobody: run as a program by `trial`.
+
+Reads lines of JSON, [kind, text]; answers each with a line of JSON: {"source": …, "ignored": …}, or {"error": …,
+"pointer": …, "problem": …}. Imports neither numpy nor a tokenizer, so that it starts quickly.
+"""
+
+import importlib
+import json
+import os
+import random
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from infer.errors import InvalidRequestError, SchemaError
+from infer.grammar.grammar import Grammar
+from infer.grammar.libraries import ENFORCED, Source, compile_with_xgrammar, llguidance_limits, source_of
+from infer.grammar.reading import read_grammar
+
+Try = Callable[[Source], str]
+
+COMPILE_SECONDS = 2.0  # of a processor, for the library
+_NUM_WALKS, _WALK_BYTES = 2, 8  # of texts that are begun, so that what cannot be followed is found here
+_STACK_BYTES = 4 << 20  # half of what a thread has: whatever passes here has room to spare there
+_NICENESS = 10
+
+
+class _LateError(BaseException):
+    """The time for what is ours is over. No handler of ours takes it for a grammar's fault."""
+
+
+def llguidance_try(library: Any) -> Try:
+    """Each trial runs in a fork of this process, which may hang or overflow its stack."""
+    follow = llguidance_follow(library)
+    return lambda source: _in_a_fork(follow, source)
+
+
+def llguidance_follow(library: Any) -> Try:
+    tokenizer = library.LLTokenizer("byte")
+
+    def follow(source: Source) -> str:
+        limits = llguidance_limits(library, source.text)
+        compiled = library.LLMatcher(tokenizer, source.text, log_level=0, limits=limits)
+        for seed in range(_NUM_WALKS):
+            matcher, rng = compiled.deep_copy(), random.Random(seed)
+            for _ in range(_WALK_BYTES):
+                mask = matcher.compute_bitmask()
+                if matcher.is_error():
+                    return str(matcher.get_error())
+                allowed = [byte for byte in range(256) if mask[byte // 8] >> byte % 8 & 1]
+                if not allowed:
+                    break
+                matcher.consume_token(rng.choice(allowed))
+        return ""
+
+    return follow
+
+
+def xgrammar_try(library: Any) -> Try:
+    """In this process, since the library may have threads. Too much time ends it by SIGPROF."""
+    tokens = [bytes([byte]) for byte in range(256)]
+    info = library.TokenizerInfo([*tokens, b"</s>"], library.VocabType.RAW, stop_token_ids=[256])
+    compiler = library.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+    def follow(source: Source) -> str:
+        before = signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        left = signal.setitimer(signal.ITIMER_PROF, COMPILE_SECONDS)[0]
+        try:
+            matcher = library.GrammarMatcher(compile_with_xgrammar(compiler, library, source.kind, source.text))
+        except Exception as error:  # tvm_ffi raises whatever C++ threw
+            return str(error) or type(error).__name__
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, left)
+            signal.signal(signal.SIGPROF, before)
+        mask = library.allocate_token_bitmask(1, info.vocab_size)
+        matcher.fill_next_token_bitmask(mask)
+        return "" if mask.any() else "no text fulfils it"
+
+    return follow
+
+
+TRIES: dict[str, Callable[[Any], Try]] = {"llguidance": llguidance_try, "xgrammar": xgrammar_try}
+
+
+def _in_a_fork(follow: Try, source: Source) -> str:
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.signal(signal.SIGPROF, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_PROF, COMPILE_SECONDS)
+            os.close(reading)
+            with open(writing, "w", encoding="utf-8", errors="replace") as file:
+                file.write(follow(source))
+        except BaseException:  # which no library should raise: told as a crash
+            os._exit(1)
+        os._exit(0)
+    os.close(writing)
+    try:
+        with open(reading, encoding="utf-8") as file:
+            found = file.read()
+    finally:
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status == -signal.SIGPROF:
+        return f"takes more than {COMPILE_SECONDS:g} s to compile; make it smaller or less ambiguous"
+    return "too large or too deep to compile" if status else found
+
+
+def _late(number: int, frame: object) -> NoReturn:
+    raise _LateError
+
+
+def answer(name: str, library: Any, try_: Try, grammar: Grammar, seconds: float) -> dict[str, Any]:
+    """`seconds` are of a processor, for what is ours."""
+    kind = grammar.kind
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        read = read_grammar(grammar, ENFORCED[name], lambda each: source_of(name, library, each), try_)
+        return {"source": read.source, "ignored": read.ignored}
+    except SchemaError as error:
+        return {"error": error.args[0], "pointer": error.pointer, "problem": error.problem}
+    except InvalidRequestError as error:
+        return {"error": error.args[0]}
+    except _LateError:
+        return {"error": f"{kind}: takes more than {seconds:g} s to read; make it smaller"}
+    except MemoryError:
+        return {"error": f"{kind}: takes too much memory; make it smaller"}
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _limit(what: int, count: int) -> None:
+    hard = resource.getrlimit(what)[1]
+    resource.setrlimit(what, (count if hard < 0 else min(count, hard), hard))
+
+
+def main(name: str, memory_bytes: int, seconds: float) -> None:
+    _limit(resource.RLIMIT_STACK, _STACK_BYTES)
+    _limit(resource.RLIMIT_CORE, 0)
+    os.nice(_NICENESS)
+    library = importlib.import_module(name)
+    try_ = TRIES[name](library)
+    signal.signal(signal.SIGPROF, _late)
+    _limit(resource.RLIMIT_DATA, memory_bytes)
+    print('""', flush=True)
+    for line in sys.stdin:
+        print(json.dumps(answer(name, library, try_, Grammar(*json.loads(line)), seconds)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))

@@ -1,0 +1,69 @@
+"""A few processes of one program. Each tenant has one of them at a time, so that none keeps the others waiting."""
+
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, final
+
+from infer.system.child_process import Child
+
+MOST_PROCESSES = 3
+
+_tenant = ContextVar("tenant", default="")
+
+
+@contextmanager
+def asking_for(tenant: str) -> Iterator[None]:
+    """Within, this thread's questions are those of a tenant."""
+    token = _tenant.set(tenant)
+    try:
+        yield
+    finally:
+        _tenant.reset(token)
+
+
+@final
+class Lane:
+    """For any thread. Processes start when they are needed, or at `start`; a fork of ours has its own."""
+
+    def __init__(self, program: Path, *arguments: str) -> None:
+        self._free = [Child(program, *arguments) for _ in range(MOST_PROCESSES)]
+        self._children = tuple(self._free)
+        self._asking = set[str]()  # the tenants that have a process
+        self._changed = threading.Condition()
+        lane = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _forget(lane))
+
+    def start(self) -> None:
+        """Let the first process start while we do something else."""
+        self._children[-1].start()
+
+    def ask(self, question: Any, seconds: float) -> Any:
+        """Return the answer of a process, which is asked when one is free. For errors see `Child.ask`."""
+        tenant = _tenant.get()
+        with self._changed:
+            self._changed.wait_for(lambda: self._free and tenant not in self._asking)
+            self._asking.add(tenant)
+            child, changed = self._free.pop(), self._changed
+        try:
+            return child.ask(question, seconds)
+        finally:
+            with changed:
+                if changed is self._changed:  # no fork came between
+                    self._asking.discard(tenant)
+                    self._free.append(child)
+                    changed.notify_all()
+
+    def forget(self) -> None:
+        """In a fork: nobody asks there, whatever the parent's threads did."""
+        self._changed, self._asking = threading.Condition(), set()
+        self._free = list(self._children)
+
+
+def _forget(lane: "weakref.ref[Lane]") -> None:
+    if (found := lane()) is not None:
+        found.forget()

@@ -8,6 +8,7 @@ from infer.server.errors import ApiError
 from infer.server.settings import ServerSettings
 
 _DRAINED = 8  # bodies: what is dropped of one that is too large, so that its sender sees the answer
+_MOST_DIGITS = 20  # of a Content-Length: one that has more is over every limit
 _CLOSE = {"Connection": "close"}
 
 
@@ -33,9 +34,9 @@ def _check_type(request: Request) -> None:
 
 
 async def _count(request: Request, most: int) -> bytes:
-    announced = request.headers.get("content-length", "0")
-    is_too_large = int(announced) > most if announced.isdecimal() else False
-    if is_too_large and (int(announced) > _DRAINED * most or "expect" in request.headers):
+    digits = request.headers.get("content-length", "").lstrip("0")
+    announced = int(digits[:_MOST_DIGITS]) if digits.isdecimal() else 0
+    if announced > _DRAINED * most or (announced > most and "expect" in request.headers):
         raise _too_large(most)
     body, num_bytes = bytearray(), 0
     async for chunk in request.stream():

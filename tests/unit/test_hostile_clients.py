@@ -1,9 +1,11 @@
 """Clients that are slow, broken or malicious: each gets a true refusal or is let go, and the others are served."""
 
 import json
+import logging
 import socket
 import struct
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,7 +15,7 @@ from extent import usual_or_all
 from idle import until_idle
 from infer import LLM
 from openai_shapes import check
-from raw_http import Answer, Connection, post
+from raw_http import SECONDS, Answer, Connection, post
 from served import Served, serving
 from test_session import make_model
 
@@ -246,6 +248,68 @@ def test_bodies_that_cannot_be_meant_are_refused(connection: Connection, body: b
     connection.send(post(COMPLETIONS, body))
     status, error = refusal(connection.answer())
     assert (status, error["type"]) == (400, "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (rb'{"prompt": "a \ud83d"}', r"\ud83d at byte 14 is half of a surrogate pair"),
+        (rb'{"prompt": "\\ud83d \ud83d\ude00 \ude00"}', r"\ude00 at byte 33 is half of a surrogate pair"),
+        (b'{"prompt": "aa\xff"}', "byte 14 (0xff) is not UTF-8"),
+    ],
+)
+def test_the_byte_that_is_no_text_is_named(connection: Connection, body: bytes, told: str) -> None:
+    connection.send(post(COMPLETIONS, body))
+    status, error = refusal(connection.answer())
+    assert (status, error["code"]) == (400, "invalid_json")
+    assert told in error["message"]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/trace"])
+@pytest.mark.parametrize("number", ["9" * 400, "1" + "0" * 300, "4294967296"])
+def test_a_limit_that_no_context_has_is_refused_logged_and_counted(
+    served: Served, caplog: pytest.LogCaptureFixture, path: str, number: str
+) -> None:
+    name = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    text = '"model": "tiny", "prompt": "a"' if path in (COMPLETIONS, "/v1/trace") else '"model": "tiny", "input": "a"'
+    if path in ("/v1/chat/completions", "/v1/messages"):
+        text = '"model": "tiny", "messages": [{"role": "user", "content": "a"}]'
+    counted = f'infer:http_requests_total{{path="{path}",status="400"}} '
+    before = count_of(served, counted)
+    with caplog.at_level(logging.INFO, "infer.access"), Connection(served.port) as connection:
+        connection.send(post(path, f'{{{text}, "{name}": {number}}}'.encode()))
+        answer = connection.answer()
+        assert answer.status == 400
+        assert number[:4] in answer.json()["error"]["message"]
+        until(lambda: count_of(served, counted) == before + 1)
+    logged = [json.loads(record.getMessage()) for record in caplog.records if record.name == "infer.access"]
+    assert [each["http.response.status_code"] for each in logged if each["http.route"] == path] == [400]
+
+
+def test_a_call_that_cannot_be_counted_is_logged(
+    served: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(call: object) -> None:
+        raise OverflowError
+
+    monkeypatch.setattr(served.state.metrics, "count_call", fail)
+    with caplog.at_level(logging.INFO, "infer.access"):
+        answered(served)
+        until(lambda: "cannot be counted" in caplog.text)
+    assert f'"http.route":"{COMPLETIONS}"' in caplog.text
+
+
+def count_of(served: Served, sample: str) -> float:
+    lines = served.client.get("/metrics").text.splitlines()
+    return sum(float(line.removeprefix(sample)) for line in lines if line.startswith(sample))
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not is_so():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.01)
 
 
 def test_half_a_character_pair_is_refused_or_text(served: Served) -> None:

@@ -206,10 +206,18 @@ def test_a_body_that_is_too_large_is_refused_counted_or_announced(served: Served
             assert (refused.status_code, error_of(refused)["code"]) == (413, "body_too_large")
 
 
-@pytest.mark.parametrize("sent", ["text/plain", "application/x-www-form-urlencoded", ""])
+@pytest.mark.parametrize(
+    "sent", ["text/plain", "application/x-www-form-urlencoded", "", "application/json; charset=utf-16"]
+)
 def test_a_body_of_another_type_is_refused(served: Served, sent: str) -> None:
     refused = served.client.post(PATH, content=b'{"prompt": "hello"}', headers={"content-type": sent})
     assert (refused.status_code, error_of(refused)["code"]) == (415, "unsupported_media_type")
+
+
+@pytest.mark.parametrize("sent", ["Application/JSON;charset=UTF-8", 'application/json; charset="utf-8"; x=1'])
+def test_a_body_of_json_may_name_its_charset(served: Served, sent: str) -> None:
+    answer = served.client.post(PATH, content=b'{"prompt": "hello"}', headers={"content-type": sent})
+    assert answer.status_code == 200
 
 
 def test_one_connection_too_many_is_told_so_but_may_ask_for_health() -> None:

@@ -9,6 +9,7 @@ from infer.server.settings import ServerSettings
 
 _DRAINED = 8  # bodies: what is dropped of one that is too large, so that its sender sees the answer
 _MOST_DIGITS = 20  # of a Content-Length: one that has more is over every limit
+_CHARSETS = {"utf-8", "utf8", "us-ascii", "ascii"}
 _CLOSE = {"Connection": "close"}
 
 
@@ -27,9 +28,11 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
 def _check_type(request: Request) -> None:
     """A page of another origin can send other types without asking first."""
     sent = request.headers.get("content-type", "")
-    if sent.split(";")[0].strip().lower() != "application/json":
+    kind, *parameters = (part.strip().lower() for part in sent.split(";"))
+    charsets = {part.partition("=")[2].strip('"') for part in parameters if part.startswith("charset=")}
+    if kind != "application/json" or charsets - _CHARSETS:
         told = f"got {sent!r:.60}" if sent else "there is none"
-        message = f"Content-Type must be application/json, {told}"
+        message = f"Content-Type must be application/json, in UTF-8, {told}"
         raise ApiError(415, message, code="unsupported_media_type")
 
 

@@ -63,7 +63,7 @@ def answer(served: Served, *sent: Any) -> Answer:
     "body",
     [
         b"[" * 100_000, b'{"messages": ' + b"[" * 5000 + b"]" * 5000 + b"}", b'{"messages": "\xff"}', b"\xff\xfe",
-        b'{"messages": "\\ud83d"}', b"{", b"", b"[]", b'{"messages": [], "seed": \xff}',
+        b'{"messages":  "\\ud83d"}', b"{", b"", b"[]", b'{"messages": [], "seed": \xff}',
         b'{"messages": 5, "x` - at `$.messages[5]": 1}', b'{"messages": [{"role": "x` - at `$.messages[9]"}]}',
     ],
     ids=lambda body: repr(body[:40]),

@@ -14,7 +14,9 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.process_collector import ProcessCollector
 
+import infer
 from asked_route import PATH, TABLE
 from infer import LLM, InvalidRequestError, SamplingParams
 from infer.server.auth import read_keys
@@ -408,6 +410,27 @@ def test_metrics_are_prometheus_text_and_count_requests_tokens_and_steps(served:
     ]:
         assert after[f"{name}{{}}"] - before[f"{name}{{}}"] == grown, name  # fmt: skip
     assert after["infer:num_requests_running{}"] == 0
+
+
+def test_only_counters_are_called_total(served: Served) -> None:
+    ask(served, max_tokens=2)
+    lines = served.client.get("/metrics").text.splitlines()
+    kinds = dict(line.split()[2:] for line in lines if line.startswith("# TYPE"))
+    totals = {name for name in kinds if name.endswith("_total")}
+    assert totals == {name for name, kind in kinds.items() if kind == "counter"}
+
+
+def test_the_process_is_measured_as_prometheus_client_does(served: Served) -> None:
+    expected = {each.name: each.samples[0].value for each in ProcessCollector(registry=None).collect()}
+    text = served.client.get("/metrics").text
+    samples = {s.name: s for f in text_string_to_metric_families(text) for s in f.samples}
+    found = {name: samples[name if name in samples else f"{name}_total"].value for name in expected}
+    for name in ("process_start_time_seconds", "process_max_fds"):
+        assert found[name] == expected[name]
+    for name in ("process_resident_memory_bytes", "process_virtual_memory_bytes", "process_open_fds"):
+        assert 0.5 < found[name] / expected[name] < 2, name
+    assert found["process_cpu_seconds"] >= expected["process_cpu_seconds"] - 0.02  # a clock tick is 0.01 s
+    assert samples["infer_build_info"].labels["version"] == infer.__version__
 
 
 def test_who_would_be_one_too_many_in_the_queue_is_told_when_to_come_back(

@@ -3,6 +3,7 @@
 import gc
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -256,8 +257,9 @@ def test_a_rank_that_dies_within_a_step_ends_the_group_with_one_error(families: 
 
 
 def test_dropped_answers_of_a_model_whose_rank_died_print_nothing(
-    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     unraisable = list[Any]()
     monkeypatch.setattr(sys, "unraisablehook", lambda found: unraisable.append(found.exc_value))
     with LLM(folder, threads=1, tensor_parallel=2) as llm:
@@ -271,6 +273,7 @@ def test_dropped_answers_of_a_model_whose_rank_died_print_nothing(
                 ask()
         del stream, session, ask
         gc.collect()
+        assert list(tmp_path.iterdir()) == []  # which a killed process would leave
     assert unraisable == []
 
 

@@ -76,5 +76,10 @@ class Connection:
 def post(path: str, body: Any, *headers: str) -> bytes:
     """A request as bytes; `body` is JSON unless it is bytes."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    head = [f"POST {path} HTTP/1.1", "Host: a", "Content-Type: application/json", f"Content-Length: {len(content)}"]
+    head = [
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {len(content)}",
+    ]
     return "\r\n".join([*head, *headers, "", ""]).encode() + content

@@ -65,8 +65,11 @@ def test_a_row_may_have_tools() -> None:
 @pytest.mark.parametrize(
     ("record", "problem"),
     [
-        ({"id": "", "prompt": "a"}, "an id must be a text that is not empty, got ''"),
-        ({"id": "\ud800", "prompt": "a"}, "an id must be a text that is not empty, got '\\ud800'"),
+        ({"id": "", "prompt": "a"}, "an id must be a text that is not empty, or a whole number, got ''"),
+        ({"id": 1.5, "prompt": "a"}, "an id must be a text that is not empty, or a whole number, got 1.5"),
+        ({"id": "\ud800", "prompt": "a"}, "an id must be a text that is not empty, or a whole number, got '\\ud800'"),
+        ({"id": "a", "messages": []}, "messages must hold at least one message, got none"),
+        (CHAT | {"body": {"messages": []}}, "messages must hold at least one message, got none"),
         ({"id": "a"}, 'a row needs "prompt", a text or ids, or "messages", a list: one of the two'),
         ({"id": "a", "prompt": "a", "messages": HI}, "one of the two"),
         (CHAT | {"url": "/v1/embeddings"}, "url must be /v1/chat/completions or /v1/completions, got '/v1/embeddings'"),
@@ -149,6 +152,32 @@ def test_a_file_of_somebody_elses_is_left_alone(tmp_path: Path) -> None:
 
 def test_seeds_are_hashes() -> None:
     assert len({seed_of(s, i) for s in (0, 1) for i in ("a", "b", "1")}) == 6
+
+
+def test_a_byte_order_mark_is_no_part_of_a_row() -> None:
+    lines = ['\ufeff{"id": "a", "prompt": "x"}\n', "\ufeff\n", '\ufeff{"id": "b", "prompt": "x"}\n']
+    assert [(row.id, row.problem) for row in read_rows(lines)] == [("a", None), ("b", None)]
+
+
+@pytest.mark.parametrize("rest", ['"max_new_tokens": 1, "max_new_tokens": 2', '"logit_bias": {"5": 1, "5": 2}'])
+def test_a_key_that_appears_twice_is_refused(rest: str) -> None:
+    (row,) = read_rows([f'{{"id": "a", "prompt": "x", {rest}}}'])
+    name = "5" if "5" in rest else "max_new_tokens"
+    assert row.problem == f"the key '{name}' appears twice: give it once"
+
+
+def test_a_finished_output_is_not_taken_for_that_of_another_seed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, path = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"id": "own", "prompt": "x", "seed": 7}\n{"id": "a", "prompt": "x"}\n')
+    answers = [result_line(Row(name), result(seed=seed), "smollm2", SPELLING).text
+               for name, seed in (("own", 7), ("a", seed_of(3, "a")))]  # fmt: skip
+    path.write_text("".join(answers), encoding="utf-8")
+    assert main(["batch", str(source), str(path), "--seed", "3"]) == 0
+    assert main(["batch", str(source), str(path), "--seed", "4"]) == 2
+    assert "holds answers of another --seed than 4" in capsys.readouterr().err
+    assert path.read_text(encoding="utf-8") == "".join(answers)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def instructions(name: str) -> list[str]:
     return re.findall(rf"^{name} (.*)$", joined, re.MULTILINE)
 
 
-@pytest.mark.parametrize("kind", ["Deployment", "Service"])
+@pytest.mark.parametrize("kind", ["Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy"])
 def test_the_manifest_has_the_fields_of_kubernetes_and_no_others(kind: str) -> None:
     components = json.loads((SCHEMAS / "kubernetes-schemas.json").read_text(encoding="utf-8"))["components"]
     Draft202012Validator({"$ref": f"#/components/schemas/{kind}", "components": components}).validate(manifest(kind))
@@ -61,11 +61,23 @@ def test_the_manifest_fits_the_server() -> None:
     assert manifest("Service")["spec"]["selector"] == manifest("Deployment")["spec"]["template"]["metadata"]["labels"]
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"]["path"] in PATHS
+        assert container[probe]["timeoutSeconds"] >= 3
+        assert container[probe]["failureThreshold"] >= 3
     assert set(server_flags(container["args"])) <= options_of("serve").keys()
     mounted = {mount["name"] for mount in container["volumeMounts"]}
     assert mounted == {volume["name"] for volume in pod["volumes"]}
     wait = float(container["lifecycle"]["preStop"]["exec"]["command"][-1])
     assert pod["terminationGracePeriodSeconds"] > wait + ServerSettings().drain_seconds
+
+
+def test_the_pods_are_reached_at_their_port_alone_and_leave_one_at_a_time() -> None:
+    labels = manifest("Deployment")["spec"]["template"]["metadata"]["labels"]
+    port = manifest("Deployment")["spec"]["template"]["spec"]["containers"][0]["ports"][0]
+    policy, budget = manifest("NetworkPolicy")["spec"], manifest("PodDisruptionBudget")["spec"]
+    assert policy["podSelector"] == budget["selector"] == {"matchLabels": labels}
+    assert [each["ports"] for each in policy["ingress"]] == [[{"port": port["name"]}]]
+    assert (set(policy["policyTypes"]), policy["egress"]) == ({"Ingress", "Egress"}, [])
+    assert budget["maxUnavailable"] == 1
 
 
 def test_a_container_has_no_rights() -> None:

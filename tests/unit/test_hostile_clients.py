@@ -1,9 +1,11 @@
 """Clients that are slow, broken or malicious: each gets a true refusal or is let go, and the others are served."""
 
 import json
+import logging
 import socket
 import struct
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,7 +15,7 @@ from extent import usual_or_all
 from idle import until_idle
 from infer import LLM
 from openai_shapes import check
-from raw_http import Answer, Connection, post
+from raw_http import SECONDS, Answer, Connection, post
 from served import Served, serving
 from test_session import make_model
 
@@ -24,7 +26,7 @@ LONG = ASKED | {"max_tokens": 300}
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    limits = {"header_seconds": 1.0, "body_seconds": 1.0, "slots": 2}
+    limits = {"header_seconds": 1.0, "body_seconds": 1.0, "keep_alive_seconds": 2, "slots": 2}
     with (
         LLM(make_model(tmp_path_factory.mktemp("model"))) as llm,
         serving(llm, model="tiny", **limits) as served,
@@ -76,7 +78,7 @@ def test_requests_that_come_at_once_are_answered_in_their_order(connection: Conn
 def test_a_body_may_come_in_chunks(connection: Connection) -> None:
     content = json.dumps(ASKED).encode()
     connection.send(
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Transfer-Encoding: chunked\r\n\r\n"
     )
     for start in range(0, len(content), 7):
@@ -104,7 +106,8 @@ def test_http_1_0_is_answered_and_closed(connection: Connection) -> None:
 
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/v1/completions", "/nowhere"])
 def test_head_has_no_body(connection: Connection, path: str) -> None:
-    connection.send(f"HEAD {path} HTTP/1.1\r\nHost: a\r\n\r\nGET /health HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+    head = "HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    connection.send(f"HEAD {path} {head}GET /health {head}".encode())
     assert connection.answer(has_body=False).status in (200, 404, 405)
     assert connection.answer().json() == {"status": "ok"}
 
@@ -115,26 +118,37 @@ def test_head_has_no_body(connection: Connection, path: str) -> None:
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64),  # TLS
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         b"\x00" * 100,
-        b"GET /health HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello!",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello!",
         b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
-        b"GET /health HTTP/1.1\r\nHost: a\r\nBad Header: 1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nBad Header: 1\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n",
     ],
 )
 def test_what_is_no_request_is_refused_and_closed(connection: Connection, sent: bytes) -> None:
     connection.send(sent)
-    try:
-        status, _ = refusal(connection.answer())
-        assert status == 400
-    except ConnectionError:
-        return
+    assert refusal(connection.answer())[0] == 400
     assert connection.is_closed()
+
+
+def test_a_refused_request_is_the_last_of_its_connection(connection: Connection) -> None:
+    connection.send(b"GET /health HTTP/1.1\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert refusal(connection.answer())[0] == 400
+    assert connection.is_closed()
+
+
+def test_the_length_of_a_body_may_have_leading_zeros(connection: Connection) -> None:
+    connection.send(post(COMPLETIONS, ASKED).replace(b"Content-Length: ", b"Content-Length: " + b"0" * 4300))
+    assert connection.answer().status == 200
 
 
 @pytest.mark.parametrize("target", ["//", "/%00", "/v1/../health", "/%ff%fe", "/" + "a" * 4000, "http://b/health2"])
 def test_odd_targets_are_unknown_urls(connection: Connection, target: str) -> None:
-    connection.send(f"GET {target} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+    connection.send(f"GET {target} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
     assert refusal(connection.answer())[0] == 404
 
 
@@ -142,15 +156,58 @@ def test_headers_that_are_too_many_or_too_long_are_refused(served: Served) -> No
     many = "".join(f"x-{index}: 1\r\n" for index in range(1000))
     for headers in (many, f"x-long: {'a' * 100_000}\r\n"):
         with Connection(served.port) as connection:
-            connection.send(f"GET /health HTTP/1.1\r\nHost: a\r\n{headers}\r\n".encode())
+            connection.send(f"GET /health HTTP/1.1\r\nHost: localhost\r\n{headers}\r\n".encode())
             assert refusal(connection.answer())[0] == 431
             assert connection.is_closed()
 
 
 def test_headers_that_come_too_slowly_are_refused(connection: Connection) -> None:
-    connection.send(b"GET /health HTTP/1.1\r\nHost: a\r\n")
+    connection.send(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
     assert refusal(connection.answer())[0] == 408
     assert connection.is_closed()
+
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("rest", "is_one_write"),
+    [(b"GET /hea", False), (b"GET /hea", True), (b"GET /health HTTP/1.1\r\nHost: a\r\n", False), (b"\r\n", False)],
+)
+def test_every_head_of_a_connection_is_timed(connection: Connection, rest: bytes, is_one_write: bool) -> None:
+    connection.send(HEALTH + rest if is_one_write else HEALTH)
+    assert connection.answer().status == 200
+    if not is_one_write:
+        connection.send(rest)
+    assert refusal(connection.answer())[0] == 408
+    assert connection.is_closed()
+
+
+@pytest.mark.parametrize("rest", [b"", b"a", b"a" * 100])
+def test_a_body_that_nobody_reads_keeps_no_connection_open(connection: Connection, rest: bytes) -> None:
+    connection.send(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n")
+    assert refusal(connection.answer())[0] == 404
+    connection.send(rest)
+    assert connection.is_closed() or refusal(connection.answer())[0] == 408
+
+
+def test_a_half_head_behind_a_request_does_not_end_its_answer(served: Served) -> None:
+    with serving(served.state.llm().llm, model="tiny", header_seconds=0.05) as quick, Connection(quick.port) as other:
+        other.send(post(COMPLETIONS, LONG | {"stream": True}) + b"GET /hea")
+        assert other.answer().body.endswith(b"data: [DONE]\n\n")
+        assert refusal(other.answer())[0] == 408
+
+
+def test_a_connection_that_is_served_is_never_one_too_many() -> None:
+    with (
+        serving(None, max_connections=2) as served,
+        Connection(served.port) as first,
+        Connection(served.port),
+        Connection(served.port) as surplus,
+    ):
+        for connection, status in ((first, 404), (surplus, 503), (first, 404)):
+            connection.send(b"GET /nowhere HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert refusal(connection.answer())[0] == status
 
 
 def test_a_body_that_comes_too_slowly_is_refused(connection: Connection) -> None:
@@ -160,7 +217,7 @@ def test_a_body_that_comes_too_slowly_is_refused(connection: Connection) -> None
 
 
 def test_a_body_that_is_too_large_is_refused_before_it_is_read(served: Served) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with Connection(served.port) as connection:
         connection.send(head + b"Content-Length: 99999999999\r\n\r\n")
         assert refusal(connection.answer())[0] == 413
@@ -191,6 +248,68 @@ def test_bodies_that_cannot_be_meant_are_refused(connection: Connection, body: b
     connection.send(post(COMPLETIONS, body))
     status, error = refusal(connection.answer())
     assert (status, error["type"]) == (400, "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (rb'{"prompt": "a \ud83d"}', r"\ud83d at byte 14 is half of a surrogate pair"),
+        (rb'{"prompt": "\\ud83d \ud83d\ude00 \ude00"}', r"\ude00 at byte 33 is half of a surrogate pair"),
+        (b'{"prompt": "aa\xff"}', "byte 14 (0xff) is not UTF-8"),
+    ],
+)
+def test_the_byte_that_is_no_text_is_named(connection: Connection, body: bytes, told: str) -> None:
+    connection.send(post(COMPLETIONS, body))
+    status, error = refusal(connection.answer())
+    assert (status, error["code"]) == (400, "invalid_json")
+    assert told in error["message"]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/trace"])
+@pytest.mark.parametrize("number", ["9" * 400, "1" + "0" * 300, "4294967296"])
+def test_a_limit_that_no_context_has_is_refused_logged_and_counted(
+    served: Served, caplog: pytest.LogCaptureFixture, path: str, number: str
+) -> None:
+    name = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    text = '"model": "tiny", "prompt": "a"' if path in (COMPLETIONS, "/v1/trace") else '"model": "tiny", "input": "a"'
+    if path in ("/v1/chat/completions", "/v1/messages"):
+        text = '"model": "tiny", "messages": [{"role": "user", "content": "a"}]'
+    counted = f'infer:http_requests_total{{path="{path}",status="400"}} '
+    before = count_of(served, counted)
+    with caplog.at_level(logging.INFO, "infer.access"), Connection(served.port) as connection:
+        connection.send(post(path, f'{{{text}, "{name}": {number}}}'.encode()))
+        answer = connection.answer()
+        assert answer.status == 400
+        assert number[:4] in answer.json()["error"]["message"]
+        until(lambda: count_of(served, counted) == before + 1)
+    logged = [json.loads(record.getMessage()) for record in caplog.records if record.name == "infer.access"]
+    assert [each["http.response.status_code"] for each in logged if each["http.route"] == path] == [400]
+
+
+def test_a_call_that_cannot_be_counted_is_logged(
+    served: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(call: object) -> None:
+        raise OverflowError
+
+    monkeypatch.setattr(served.state.metrics, "count_call", fail)
+    with caplog.at_level(logging.INFO, "infer.access"):
+        answered(served)
+        until(lambda: "cannot be counted" in caplog.text)
+    assert f'"http.route":"{COMPLETIONS}"' in caplog.text
+
+
+def count_of(served: Served, sample: str) -> float:
+    lines = served.client.get("/metrics").text.splitlines()
+    return sum(float(line.removeprefix(sample)) for line in lines if line.startswith(sample))
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not is_so():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.01)
 
 
 def test_half_a_character_pair_is_refused_or_text(served: Served) -> None:

@@ -207,6 +207,23 @@ def test_a_folder_that_is_removed_while_in_use_does_no_harm(tmp_path: Path, monk
     assert [path.name for path in (tmp_path / "gone").iterdir()] == ["kernel"]
 
 
+def test_a_full_disk_is_said_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path, content: bytes) -> OSError:
+        return OSError(28, "No space left on device")
+
+    monkeypatch.setattr(kernel_cache, "write_own", full)
+    monkeypatch.setattr(kernel_cache, "_failures", [])
+    monkeypatch.setattr(kernel_cache, "_found", lambda: (tmp_path, None))
+    for name in ("first", "second"):
+        kernel_cache.write(name, b"code")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(
+        f"for this process only: {tmp_path} cannot be written (No space left on device) (set INFER_CACHE)"
+    )
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="hardware: Linux only")
 def test_a_fork_waits_until_no_thread_compiles() -> None:
     done = run("""

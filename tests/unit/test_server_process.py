@@ -195,6 +195,26 @@ def test_what_runs_is_answered_and_what_waits_is_refused_when_it_drains(folder: 
         assert "ended 0" in process.ends()
 
 
+def test_a_terminal_that_closes_drains_the_server(folder: Path) -> None:
+    with started(folder) as process, ThreadPoolExecutor(1) as pool:
+        process.load()
+        running = pool.submit(process.ask, LONG, stream=True)
+        until_running(process, 0)
+        for _ in range(2):
+            process.child.send_signal(signal.SIGHUP)
+            until(lambda: process.get("/ready").status_code == 503)
+        assert running.result().text.endswith("data: [DONE]\n\n")
+        assert "ended 0" in process.ends()
+
+
+def test_a_server_that_was_told_to_ignore_a_closed_terminal_goes_on(folder: Path) -> None:
+    ignoring = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + SERVER
+    with running(python_command(ignoring, folder, 60.0, "")) as process:
+        process.child.send_signal(signal.SIGHUP)
+        process.load()
+        assert process.ask(SHORT).status_code == 200
+
+
 @pytest.mark.parametrize("drain_seconds", [0.0, 60.0])
 def test_what_takes_too_long_ends_as_an_error_and_a_second_signal_ends_all(folder: Path, drain_seconds: float) -> None:
     with started(folder, drain_seconds=drain_seconds) as process, ThreadPoolExecutor(1) as pool:

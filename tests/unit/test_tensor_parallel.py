@@ -1,6 +1,9 @@
 """Ranks as processes: the bits of one, recorded and op by op, through shared memory and through gloo; their ends."""
 
+import gc
 import signal
+import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -251,6 +254,27 @@ def test_a_rank_that_dies_within_a_step_ends_the_group_with_one_error(families: 
             runner.reset()
     finally:
         ranks.close()
+
+
+def test_dropped_answers_of_a_model_whose_rank_died_print_nothing(
+    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    unraisable = list[Any]()
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: unraisable.append(found.exc_value))
+    with LLM(folder, threads=1, tensor_parallel=2) as llm:
+        stream, session = llm.stream("abc abc", max_new_tokens=50, ignore_eos=True), llm.session()
+        session.append([5, 6, 7])
+        next(stream)
+        (process,) = llm._opened._ranks._processes
+        process.kill()
+        for ask in (lambda: list(stream), lambda: llm.generate("abc"), lambda: session.append([8])):
+            with pytest.raises(InferError, match="rank 1"):
+                ask()
+        del stream, session, ask
+        gc.collect()
+        assert list(tmp_path.iterdir()) == []  # which a killed process would leave
+    assert unraisable == []
 
 
 def test_ranks_end_with_rank_0(families: list[Path]) -> None:

@@ -26,6 +26,8 @@ def prompt_of_body(body: Mapping[str, Any], *, is_chat: bool) -> str | Sequence[
     found = body.get(name)
     if other in body:
         raise InvalidRequestError(f"{other} belongs to another url")
+    if is_chat and found == []:
+        raise InvalidRequestError("messages must hold at least one message, got none")
     if is_chat and isinstance(found, list):
         return [_message(each) for each in found]
     if not is_chat and isinstance(found, str | list):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Self, final
 from infer.errors import InvalidRequestError
 
 _SYNC_SECONDS = 1.0  # after a crash of the machine so much is answered again
+_MOST_SEEDS = 64
 
 
 class Finished(NamedTuple):
@@ -23,17 +24,18 @@ class Finished(NamedTuple):
     id: str
     has_failed: bool
     line: bytes
+    seed: int | None = None  # of a plain row's answer
 
 
 @final
 class OutputFile:
     """One run writes at a time. `finished` are the ids that have a line; with `retry_errors` those of failed rows are
-    removed first.
+    removed first. `seeds` are those of some answers, by id.
     """
 
     def __init__(self, path: Path, model: str, *, retry_errors: bool = False) -> None:
-        self._path, self._model, self._synced = path, model, time.monotonic()
-        self.finished = set[str]()
+        self.path, self._model, self._synced = path, model, time.monotonic()
+        self.finished, self.seeds = set[str](), dict[str, int]()
         self.num_failed = 0
         self._file = self._open()
         try:
@@ -69,22 +71,22 @@ class OutputFile:
         try:
             yield
         except OSError as error:
-            error.filename = str(self._path)
+            error.filename = str(self.path)
             raise
 
     def _open(self) -> Any:
-        if self._path.exists() and not self._path.is_file():
-            raise InvalidRequestError(f"the output {self._path} must be a regular file: the next run reads it")
+        if self.path.exists() and not self.path.is_file():
+            raise InvalidRequestError(f"the output {self.path} must be a regular file: the next run reads it")
         try:
-            file = self._path.open("a+b")
+            file = self.path.open("a+b")
         except OSError as error:
-            raise InvalidRequestError(f"the output {self._path} cannot be written: {error.strerror}") from error
+            raise InvalidRequestError(f"the output {self.path} cannot be written: {error.strerror}") from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             file.close()
             raise InvalidRequestError(
-                f"another infer batch writes {self._path}: wait for it, or name another file"
+                f"another infer batch writes {self.path}: wait for it, or name another file"
             ) from None
         return file
 
@@ -96,6 +98,8 @@ class OutputFile:
                 continue
             kept.append(each._replace(line=each.line if retry_errors else b""))
             self.finished.add(each.id)
+            if each.seed is not None and len(self.seeds) < _MOST_SEEDS:
+                self.seeds[each.id] = each.seed
             self.num_failed += each.has_failed
         if has_dropped:
             self._replace([each.line for each in kept])
@@ -121,24 +125,25 @@ class OutputFile:
                 return Finished(row_id, error is not None, line)
             case {"id": str(row_id), "model": str(model), **others}:
                 self._check_model(model)
-                return Finished(row_id, "error" in others, line)
+                seed = others.get("seed")
+                return Finished(row_id, "error" in others, line, seed if isinstance(seed, int) else None)
         raise InvalidRequestError(
-            f"{self._path}, line {number} was not written by infer batch: name another output, or remove it"
+            f"{self.path}, line {number} was not written by infer batch: name another output, or remove it"
         )
 
     def _check_model(self, model: str | None) -> None:
         if model not in (None, self._model):
             raise InvalidRequestError(
-                f"{self._path} holds answers of {model}, not of {self._model}: name another output, or remove it"
+                f"{self.path} holds answers of {model}, not of {self._model}: name another output, or remove it"
             )
 
     def _replace(self, lines: list[bytes]) -> None:
         """All at once: a kill leaves the old file or the new one."""
-        aside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        aside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         with aside.open("wb") as file:
             file.writelines(lines)
             file.flush()
             os.fsync(file.fileno())
-        aside.replace(self._path)
+        aside.replace(self.path)
         self._file.close()
         self._file = self._open()

@@ -33,8 +33,9 @@ class Row(NamedTuple):
 
 
 def read_rows(lines: Iterable[str]) -> Iterator[Row]:
-    """Empty lines are skipped."""
-    return (read_row(line, f"line {number}") for number, line in enumerate(lines, 1) if line.strip())
+    """Empty lines are skipped, and the byte order marks that some editors write."""
+    unmarked = (line.removeprefix("\ufeff") for line in lines)
+    return (read_row(line, f"line {number}") for number, line in enumerate(unmarked, 1) if line.strip())
 
 
 def seed_of(seed: int, row_id: str) -> int:
@@ -45,12 +46,23 @@ def seed_of(seed: int, row_id: str) -> int:
 def read_row(line: str, name: str) -> Row:
     """`name` is the id of a row that has none."""
     try:
-        record = json.loads(line)
+        record = json.loads(line, object_pairs_hook=_unique)
+    except InvalidRequestError as error:
+        return Row(name, problem=str(error))
     except (ValueError, RecursionError) as error:
         return Row(name, problem=f"not JSON: {error}")
     if not isinstance(record, dict):
         return Row(name, problem=f"a row must be an object, got {line.strip():.60}")
     return row_of(record, name)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        doubled = next(name for name in names if names.count(name) > 1)
+        raise InvalidRequestError(f"the key {doubled!r:.60} appears twice: give it once")
+    return found
 
 
 def row_of(record: dict[str, Any], name: str) -> Row:
@@ -62,7 +74,7 @@ def row_of(record: dict[str, Any], name: str) -> Row:
     try:
         if row_id != str(named) or not row_id or not _is_text(row_id):
             row_id = name
-            raise InvalidRequestError(f"an id must be a text that is not empty, got {named!r:.60}")
+            raise InvalidRequestError(f"an id must be a text that is not empty, or a whole number, got {named!r:.60}")
         if is_plain:
             return _plain(row_id, record)
         endpoint = _endpoint(record)
@@ -83,6 +95,8 @@ def _plain(row_id: str, record: dict[str, Any]) -> Row:
     prompts = [record[name] for name in ("prompt", "messages") if name in record]
     if len(prompts) != 1 or not isinstance(prompts[0], str | list):
         raise InvalidRequestError('a row needs "prompt", a text or ids, or "messages", a list: one of the two')
+    if record.get("messages") == []:
+        raise InvalidRequestError("messages must hold at least one message, got none")
     return Row(row_id, None, prompts[0], values, options)
 
 

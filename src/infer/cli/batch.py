@@ -10,7 +10,7 @@ from threading import Event
 from typing import Any, final
 
 from infer.batch_file.output_file import OutputFile
-from infer.batch_file.row import Row, read_rows
+from infer.batch_file.row import Row, read_rows, seed_of
 from infer.batch_file.settings import BatchSettings, Line, Write
 from infer.batch_file.workers import answer_by_workers
 from infer.cli.terminal import cancel_on_signal, has_cursor, note
@@ -74,6 +74,7 @@ def run_batch(
     ids = _ids_of(source)
     settings = BatchSettings(options["model"], options["seed"] or 0, options["batch_size"], values, RequestOptions())
     with OutputFile(options["output"], options["model"], retry_errors=options["retry_errors"]) as output:
+        _check_seed(source, output, settings)
         todo = ids - output.finished
         num_failed, progress = output.num_failed, Progress(len(todo), shown=not quiet)
         if output.finished and not quiet:
@@ -130,6 +131,19 @@ def _ids_of(path: Path) -> set[str]:
     if not ids:
         raise InvalidRequestError(f"the input {path} holds no row")
     return ids
+
+
+def _check_seed(path: Path, output: OutputFile, settings: BatchSettings) -> None:
+    """Raises InvalidRequestError if the output has an answer of another `--seed`."""
+    if not output.seeds or "seed" in settings.values:
+        return
+    for row in _rows(path):
+        seed = output.seeds.get(row.id)
+        if seed is not None and "seed" not in row.values and seed != seed_of(settings.seed, row.id):
+            raise InvalidRequestError(
+                f"{output.path} holds answers of another --seed than {settings.seed}: give the same seed, "
+                "name another output, or remove it"
+            )
 
 
 def _summary(progress: Progress, total: int, num_failed_before: int) -> str:

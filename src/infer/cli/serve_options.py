@@ -16,6 +16,8 @@ MOST_REPLICAS = 64
 def serve_options(function: Function) -> Function:
     options = [
         client_options,
+        click.option("--allowed-host", "allowed_hosts", multiple=True, metavar="NAME",
+                     help="A name served beside local ones, without keys on a loopback address. Repeatable; * is all."),
         click.option("--tls-cert", type=_FILE, metavar="FILE", help="A certificate: https."),
         click.option("--tls-key", type=_FILE, metavar="FILE", help="Its private key."),
         click.option("--isolate", is_flag=True,

@@ -23,7 +23,8 @@ class AskedBody(NamedTuple):
 
 def read_asked(content: bytes, session: str, tenant: str, *, is_repeatable: bool) -> AskedBody:
     prompt = prompt_of_body(content, session, tenant)
-    return AskedBody(with_seed(content) if is_repeatable else content, prompt, is_repeatable)
+    is_object = prompt.num_tokens > 0  # any other body stays as it is: the replica's refusal names its bytes
+    return AskedBody(with_seed(content) if is_repeatable and is_object else content, prompt, is_repeatable)
 
 
 def with_seed(content: bytes) -> bytes:

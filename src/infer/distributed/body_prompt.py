@@ -15,8 +15,8 @@ def prompt_of_body(body: bytes, session: str, tenant: str) -> RoutedPrompt:
     """Of the same tenant alone are caches shared. A body without a `session` may name one as its `prompt_cache_key`."""
     try:
         fields: Any = msgspec.json.decode(body)
-    except msgspec.DecodeError:
-        fields = None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        fields = None  # the replica refuses the body
     if not isinstance(fields, dict):
         return RoutedPrompt(0)
     text = msgspec.json.encode([fields.get(name) for name in _FIELDS])

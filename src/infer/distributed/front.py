@@ -2,10 +2,8 @@
 
 import asyncio
 import socket
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import final
 
 from starlette.requests import Request
@@ -25,6 +23,7 @@ from infer.server.metrics_page import metrics_response
 from infer.server.process import Life, run_process
 from infer.server.sse import failure_events
 from infer.server.state import ServerState
+from infer.system.locked_folder import locked_folder
 
 _REPEATABLE = {route.path for route in ROUTES if route.operation not in ("", "embeddings")}
 _SESSION_HEADER = "x-session-id"
@@ -32,11 +31,11 @@ _SESSION_HEADER = "x-session-id"
 
 def run_replicas(state: ServerState, listener: socket.socket, commands: Sequence[Sequence[str]]) -> int:
     """Each of `commands` starts a child; the number of its socket's descriptor is added. The exit status."""
-    with tempfile.TemporaryDirectory(prefix="infer-") as folder, ExitStack() as stack:
+    with locked_folder("infer-front-") as folder, ExitStack() as stack:
         sockets = list[socket.socket]()
         for index in range(len(commands)):
             own = stack.enter_context(socket.socket(socket.AF_UNIX))
-            own.bind(str(Path(folder) / str(index)))
+            own.bind(str(folder / str(index)))
             own.listen(1024)
             sockets.append(own)
         replicas = Replicas(state, commands, sockets)

@@ -205,7 +205,8 @@ class RayFront:
     """Keys, origins, ids and counts of requests, and what becomes of them when an engine dies; no model."""
 
     def __init__(self, engines: DeploymentHandle, settings: ServerSettings) -> None:
-        self._front, self._state = Front(Engines(engines.options(stream=True))), ServerState(settings)
+        own = replace(settings, allowed_hosts=("*",))  # Ray's proxy has the address
+        self._front, self._state = Front(Engines(engines.options(stream=True))), ServerState(own)
         self._state.phase = "ready"
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

@@ -5,11 +5,12 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import NamedTuple, NoReturn, Self, SupportsIndex, final
 
 from infer.engine.engine import Engine
 from infer.engine.sequence import Sequence
-from infer.errors import InvalidRequestError
+from infer.errors import InferError, InvalidRequestError
 from infer.outputs import GenerationResult, Piece
 from infer.system.locks import long_lock
 
@@ -35,7 +36,7 @@ class Stream(Iterator[Piece]):
         """`on_end` is called when the answer has ended, again where an exception left it."""
         self.sequence = sequence
         self.reading = Reading(engine, sequence, on_prefill, on_end)
-        weakref.finalize(self, self.reading.close)
+        weakref.finalize(self, _close_dropped, self.reading)
 
     def __iter__(self) -> Self:
         return self
@@ -95,6 +96,12 @@ class Stream(Iterator[Piece]):
             self.close()
             raise
         return self.sequence.result()
+
+
+def _close_dropped(reading: "Reading") -> None:
+    """Close the reading of a stream that nobody holds. A model that has failed has nothing to be given back."""
+    with suppress(InferError):
+        reading.close()
 
 
 class _Reader(NamedTuple):

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from infer.server.call import Call, call_of
 from infer.server.state import ServerState
 
-log = logging.getLogger("infer.access")
+log, server_log = logging.getLogger("infer.access"), logging.getLogger("infer.server")
 
 
 def with_access_log(app: ASGIApp, state: ServerState) -> ASGIApp:
@@ -34,11 +35,22 @@ def with_access_log(app: ASGIApp, state: ServerState) -> ASGIApp:
 
 
 def _count(call: Call, state: ServerState) -> None:
-    state.metrics.count_call(call)
-    for sequence in call.sequences:
-        state.door.learn(len(sequence.pieces))
+    """Log the call, then count it. No failure of one keeps the others from being done."""
+    for note in (_log, partial(_learn, state), state.metrics.count_call):
+        try:
+            note(call)
+        except Exception:
+            server_log.exception("request %s cannot be counted", call.id)
+
+
+def _log(call: Call) -> None:
     if log.isEnabledFor(logging.INFO):
         log.info(msgspec.json.encode(entry_of(call)).decode())
+
+
+def _learn(state: ServerState, call: Call) -> None:
+    for sequence in call.sequences:
+        state.door.learn(len(sequence.pieces))
 
 
 def entry_of(call: Call) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from infer.server.call import call_of
 from infer.server.cors import with_cors
 from infer.server.endpoint import ApiRoute, Endpoint
 from infer.server.errors import ApiError
+from infer.server.local_names import with_local_names
 from infer.server.paths import no_route, with_known_paths
 from infer.server.request_ids import with_request_ids
 from infer.server.state import ServerState
@@ -52,7 +53,7 @@ def make_app(state: ServerState, table: Sequence[ApiRoute] = ROUTES) -> ASGIApp:
     routed.router.redirect_slashes = False
     app = with_keys(routed, settings.api_keys, table)
     app = with_known_paths(app, [each.path for each in table])
-    app = with_cors(app, settings.cors_origins)
+    app = with_local_names(with_cors(app, settings.cors_origins), settings)
     return with_request_ids(with_access_log(app, state), is_child=settings.is_child)
 
 

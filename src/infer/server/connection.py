@@ -25,8 +25,10 @@ class Connection(HttpToolsProtocol):
         super().__init__(**arguments)
         self._settings = settings
         self._is_in_head, self._is_refused = True, False
+        self._is_surplus = False  # more connections than allowed were open when this one was made
         self._num_head_bytes = 0  # of fields that are complete
         self._num_fed_bytes = 0  # since the head began, in reads that did not complete it
+        self._has_completed = False  # a request, in the current read
         self._head_timer: asyncio.TimerHandle | None = None
         self._unsent_since: float | None = None
 
@@ -34,6 +36,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._is_surplus = self._are_too_many
         transport.set_write_buffer_limits(high=self._settings.max_unsent_bytes)
         self._time_head()
 
@@ -44,17 +47,19 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
-        if self._is_in_head and self._head_timer is None:
-            self._time_head()
-        super().data_received(data)
         if self._is_in_head:
+            self._time_head()
+        self._has_completed = False
+        super().data_received(data)
+        if self._is_in_head and not self._has_completed:
             self._num_fed_bytes += len(data)
             if self._num_fed_bytes > self._settings.max_header_bytes:
-                self._refuse_head(self._too_large())
+                self._refuse(self._too_large())
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._is_in_head, self._num_head_bytes, self._num_fed_bytes = True, 0, 0
+        self._time_head()
         scope: Any = self.scope
         scope[_KEY] = self
 
@@ -67,40 +72,70 @@ class Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._is_refused:
+            return
+        if (refusal := self._refusal_of_head()) is not None:
+            self._refuse(refusal)
+            return
         self._is_in_head = False
         self._end_timer()
-        settings = self._settings
-        if self._num_head_bytes > settings.max_header_bytes or len(self.headers) > settings.max_headers:
-            self._refuse_head(self._too_large())
-        elif len(self.connections) > settings.max_connections and not self.url.startswith(b"/health"):
-            message = f"{settings.max_connections} connections are open: try again"
-            self._refuse_head(ApiError(503, message, code="too_many_connections", headers={"Retry-After": "1"}))
-        else:
-            super().on_headers_complete()
+        self._unset_keepalive_if_required()
+        super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         if not self._is_refused:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if not self._is_refused:
-            super().on_message_complete()
+        self._is_in_head = self._has_completed = True
+        if self._is_refused:
+            return
+        if not self._is_answering:
+            self._end_timer()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not (self._is_in_head or self._is_answering):
+            self._time_head()  # after the rest of a body that nobody reads
 
     # What is refused
 
     def send_400_response(self, msg: str) -> None:
-        """What uvicorn cannot parse."""
-        self._refuse_head(ApiError(400, "this is no HTTP request", code="bad_request"))
+        """Answer what the parser cannot read."""
+        self._refuse(ApiError(400, "this is no HTTP request", code="bad_request"))
 
-    def _refuse_head(self, error: ApiError) -> None:
-        """Answer before there is a request, unless another answer is under way, and close."""
+    def _refusal_of_head(self) -> ApiError | None:
+        settings = self._settings
+        if self._num_head_bytes > settings.max_header_bytes or len(self.headers) > settings.max_headers:
+            return self._too_large()
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if num_hosts > 1 or (num_hosts == 0 and self.parser.get_http_version() == "1.1"):
+            return ApiError(400, f"a request has one Host header, got {num_hosts}", code="bad_request")
+        self._is_surplus = self._is_surplus and self._are_too_many
+        if self._is_surplus and not self.url.startswith(b"/health"):
+            message = f"{settings.max_connections} connections are open: try again"
+            return ApiError(503, message, code="too_many_connections", headers={"Retry-After": "1"})
+        return None
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer before there is a request, or in place of one that is broken, and close.
+
+        Nothing is written if another answer is under way.
+        """
         if self._is_refused or self.transport.is_closing():
             return
         self._is_refused = True
         self._end_timer()
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.transport.close()
-            return
+        if self._is_answering:
+            if self._is_in_head or self.pipeline or self.cycle.response_started:
+                self.transport.close()
+                return
+            self.cycle.disconnected = True  # for the app its client has gone away
+            self.cycle.message_event.set()
         headers = {"Content-Type": "application/json", "Content-Length": len(error.body), "Connection": "close"}
         fields = "".join(f"{name}: {value}\r\n" for name, value in {**headers, **error.headers}.items())
         head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n{fields}\r\n"
@@ -109,17 +144,31 @@ class Connection(HttpToolsProtocol):
             self.transport.write_eof()
         self.loop.call_later(_LINGER_SECONDS, self.transport.close)
 
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def _are_too_many(self) -> bool:
+        return len(self.connections) > self._settings.max_connections
+
     def _too_large(self) -> ApiError:
         settings = self._settings
         message = f"the head of a request may have {settings.max_header_bytes} bytes in {settings.max_headers} fields"
         return ApiError(431, message, code="headers_too_large")
 
     def _time_head(self) -> None:
-        self._head_timer = self.loop.call_later(self._settings.header_seconds, self._be_late)
+        """Start the timer of the next head, unless it runs."""
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self._settings.header_seconds, self._be_late)
 
     def _be_late(self) -> None:
+        self._head_timer = None
+        if self._is_answering:
+            self._time_head()  # reading may be paused until the answers before it have ended
+            return
         seconds = self._settings.header_seconds
-        self._refuse_head(ApiError(408, f"the head of the request did not come within {seconds:g} s", code="timeout"))
+        self._refuse(ApiError(408, f"the head of the request did not come within {seconds:g} s", code="timeout"))
 
     def _end_timer(self) -> None:
         if self._head_timer is not None:

@@ -8,6 +8,8 @@ from infer.server.errors import ApiError
 from infer.server.settings import ServerSettings
 
 _DRAINED = 8  # bodies: what is dropped of one that is too large, so that its sender sees the answer
+_MOST_DIGITS = 20  # of a Content-Length: one that has more is over every limit
+_CHARSETS = {"utf-8", "utf8", "us-ascii", "ascii"}
 _CLOSE = {"Connection": "close"}
 
 
@@ -26,16 +28,18 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
 def _check_type(request: Request) -> None:
     """A page of another origin can send other types without asking first."""
     sent = request.headers.get("content-type", "")
-    if sent.split(";")[0].strip().lower() != "application/json":
+    kind, *parameters = (part.strip().lower() for part in sent.split(";"))
+    charsets = {part.partition("=")[2].strip('"') for part in parameters if part.startswith("charset=")}
+    if kind != "application/json" or charsets - _CHARSETS:
         told = f"got {sent!r:.60}" if sent else "there is none"
-        message = f"Content-Type must be application/json, {told}"
+        message = f"Content-Type must be application/json, in UTF-8, {told}"
         raise ApiError(415, message, code="unsupported_media_type")
 
 
 async def _count(request: Request, most: int) -> bytes:
-    announced = request.headers.get("content-length", "0")
-    is_too_large = int(announced) > most if announced.isdecimal() else False
-    if is_too_large and (int(announced) > _DRAINED * most or "expect" in request.headers):
+    digits = request.headers.get("content-length", "").lstrip("0")
+    announced = int(digits[:_MOST_DIGITS]) if digits.isdecimal() else 0
+    if announced > _DRAINED * most or (announced > most and "expect" in request.headers):
         raise _too_large(most)
     body, num_bytes = bytearray(), 0
     async for chunk in request.stream():

@@ -31,6 +31,7 @@ from infer.server.message_events import Message, MessageEvents
 from infer.server.message_history import complete_messages
 from infer.server.models import answer_any_model
 from infer.server.replies import json_response, make_head
+from infer.server.schema import MOST_TOKENS
 from infer.server.sse import EventStream, event
 from infer.server.state import ServerState
 from infer.server.tokens import count_prompt
@@ -122,7 +123,7 @@ class CountTokensBody(PromptBody, kw_only=True):
 class MessagesBody(PromptBody, kw_only=True):
     """`seed` is ours: Anthropic has none. Without `max_tokens`, an answer may go to the end of the context."""
 
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=MOST_TOKENS)] | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     stop_sequences: Annotated[list[str], Meta(max_length=_MOST_STOPS)] | None = None

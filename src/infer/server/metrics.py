@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, final
 
 from infer.engine.scheduler import StepTaken
 from infer.server.call import Call
 from infer.server.exposition import Counter, Family, Histogram
+from infer.server.process_metrics import process_families
 
 _GAPS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 _WAITS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 1.5, 2.5, 5, 10, 20, 30, 60)
@@ -45,16 +46,17 @@ class Metrics:
         self._most_tokens = Histogram("infer:request_params_max_tokens", "Tokens that an answer may have.", _COUNTS)
         self._choices = Histogram("infer:request_params_n", "Answers of a request.", _COUNTS[:8])
         self._step_seconds = Histogram("infer:step_seconds", "A step of the engine, seconds.", _GAPS, "kind")
-        self._step_tokens = Histogram("infer:iteration_tokens_total", "Tokens of a step.", _COUNTS)
+        self._step_tokens = Histogram("infer:iteration_tokens", "Tokens of a step.", _COUNTS)
         self._step_rows = Histogram("infer:rows_per_step", "Sequences of a step.", _SLOTS)
         self._lag = Histogram("infer:event_loop_lag_seconds", "How late the loop was, seconds.", _GAPS)
 
     def families(self) -> Iterator[Family]:
-        return (each.family() for each in vars(self).values())
+        return chain((each.family() for each in vars(self).values()), process_families())
 
     def families_of_http(self) -> list[Family]:
         """Without what the engine counts."""
-        return [each.family() for each in (self._http, self._refusals, self._disconnects, self._lag)]
+        counted = (self._http, self._refusals, self._disconnects, self._lag)
+        return [*(each.family() for each in counted), *process_families()]
 
     def count_call(self, call: Call) -> None:
         """It has ended."""

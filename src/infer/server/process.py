@@ -1,7 +1,7 @@
 """The process of a server: its port is bound before anything heavy is loaded, and it ends as a supervisor asks.
 
-uvicorn reads and writes HTTP. Its own handling of signals is not used: the first SIGTERM or SIGINT drains, the second
-ends at once.
+uvicorn reads and writes HTTP. Its own handling of signals is not used: the first SIGTERM, SIGINT or SIGHUP drains, the
+second ends at once.
 """
 
 import asyncio
@@ -91,8 +91,9 @@ class _Process:
     def _watch_signals(self) -> None:
         """And, in a child, the end of its parent."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._note, number)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                loop.add_signal_handler(number, self._note, number)
         if self._state.settings.is_child:
             loop.add_reader(0, self._end_with_parent)
 
@@ -101,6 +102,8 @@ class _Process:
         self._note(signal.SIGTERM)
 
     def _note(self, number: int) -> None:
+        if number == signal.SIGHUP and self._signals:
+            return  # a terminal that closes sends several
         self._signals.append(number)
         self._signalled.set()
 

@@ -16,6 +16,7 @@ _PLACE = re.compile(r"(?:`key` in )?`\$(?P<path>.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`")
 _EXPECTED = re.compile(r"Expected `(?P<types>.+?)`(?P<bound>.*?)(?:, got `.*`)?", re.DOTALL)
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
+_ESCAPE = re.compile(rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(?P<half>\\u[dD][89a-fA-F]..)|\\.")
 _TYPES = {"int": "an integer", "float": "a number", "str": "a string", "bool": "true or false", "array": "a list",
           "object": "an object"}  # fmt: skip
 _BOUNDS = {" of length >= ": " with at least ", " of length <= ": " with at most ", " >= ": " of at least ",
@@ -41,7 +42,7 @@ def read_body(
     except RecursionError:
         raise refuse("the body is nested too deep", None, "invalid_json") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise refuse(f"the body is not JSON: {error}", None, "invalid_json") from None
+        raise refuse(f"the body is not JSON: {_why_not_json(content, error)}", None, "invalid_json") from None
     given = settle(complete(given, reading), kind, reading)
     try:
         body = msgspec.convert(given, kind)
@@ -49,6 +50,18 @@ def read_body(
         raise _refusal(str(error), given, kind, reading.given_names) from None
     _check_tags(given, body, [])
     return body
+
+
+def _why_not_json(content: bytes, error: Exception) -> str:
+    """Return the place in the body if its text is at fault, or else msgspec's message."""
+    try:
+        content.decode()
+    except UnicodeDecodeError as fault:
+        return f"byte {fault.start} (0x{content[fault.start]:02x}) is not UTF-8"
+    for found in _ESCAPE.finditer(content):
+        if half := found["half"]:
+            return f"{half.decode()} at byte {found.start()} is half of a surrogate pair, such as a cut emoji"
+    return str(error)
 
 
 def _check_tags(given: Any, found: Any, steps: list[Step]) -> None:

@@ -16,11 +16,11 @@ from infer.server.unknown_fields import Parameters, ToolKeys
 from infer.speculation.ngram import MAX_DRAFT_TOKENS
 from infer.toolcalls.tools import MAX_TOOLS
 
-_MOST_TOKENS = 2**31 - 1
+MOST_TOKENS = 2**31 - 1
 _MOST_STOPS = 64
 _Text = Annotated[str, Meta(min_length=1)]
-_Count = Annotated[int, Meta(ge=1, le=_MOST_TOKENS)]
-_Limit = Annotated[int, Meta(ge=-1, le=_MOST_TOKENS)]  # of an answer's tokens: -1 is the end of the context, 0 none
+_Count = Annotated[int, Meta(ge=1, le=MOST_TOKENS)]
+_Limit = Annotated[int, Meta(ge=-1, le=MOST_TOKENS)]  # of an answer's tokens: -1 is the end of the context, 0 none
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _Choices = Annotated[int, Meta(ge=1, le=128)]
 _Alternatives = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]

@@ -26,6 +26,7 @@ class ServerSettings:
     tls_key: Path | None = None
     api_keys: Mapping[str, str] = field(default_factory=dict)  # key → its name, which logs and tenants have
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()  # names beside local ones, without keys on a loopback address; "*": all
     max_queue: int = 512
     step_ms: float = 1000 * GAP_SECONDS  # of 98 in 100 steps with prompts, while answers are streamed
     max_ttft: float = 30.0  # a request that would wait longer for its first token is refused

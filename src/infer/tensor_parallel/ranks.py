@@ -73,9 +73,9 @@ class Ranks:
         self._failure: str | None = None
         self._is_closed = self._is_midway = False
         self._processes, self._pipes = list[subprocess.Popen[bytes]](), list[Connection]()
-        folder = tempfile.mkdtemp(prefix="infer-ranks-")
+        folder = tempfile.mkdtemp(prefix="infer-ranks-") if transport == "gloo" else None
         self._end = weakref.finalize(self, _end, self._processes, self._pipes, folder)
-        if transport == "memory":
+        if folder is None:
             with _shared_memory(exchange_bytes(architecture)) as memory:
                 self._start(size, transport, str(memory.fileno()), [memory.fileno()])
         else:
@@ -186,13 +186,14 @@ def _watch(ranks: weakref.ref[Ranks], rank: int, process: subprocess.Popen[bytes
         found.note_end(rank)
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]], pipes: Sequence[Connection], folder: str) -> None:
+def _end(processes: Sequence[subprocess.Popen[bytes]], pipes: Sequence[Connection], folder: str | None) -> None:
     for process in processes:
         process.kill()
         process.wait()
     for pipe in pipes:
         pipe.close()
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _shared_memory(num_bytes: int) -> BinaryIO:

@@ -18,6 +18,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from infer.system.status_line import write_notice
 from infer.system.user_cache import base_folder, folder_problem, is_writable, read_own, write_own
 
 MOST_BYTES = 16 << 20  # of a file: the largest kernel is a hundredth of it
@@ -42,10 +43,12 @@ def read(name: str) -> bytes | None:
 
 
 def write(name: str, content: bytes) -> None:
-    """No error where it cannot be written: `trouble` says so from then on."""
+    """Keep a kernel. The first failure is written to stderr, and `trouble` has it from then on."""
     folder = cache_folder()
     if folder is not None and (error := write_own(folder / name, _digest(content) + b"\n" + content)) is not None:
         _failures.append(f"{folder} cannot be written ({error.strerror})")
+        if len(_failures) == 1 and _found()[1] is None:  # else the line about compiling says so
+            write_notice(f"infer: compiled kernels are for this process only: {_failures[0]} (set INFER_CACHE)")
 
 
 def is_kept(name: str) -> bool:

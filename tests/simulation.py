@@ -3,9 +3,11 @@
 It mirrors `Engine._step` and `Slots`; what it finds of waits, shares and pages is found in seconds of simulated time.
 """
 
+from bisect import insort
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from math import inf
 from typing import final
 
 from infer.engine.admission import EXPECTED_ANSWER, Running, Tenants, Waiting, has_pages, rank_of, victim, work_of
@@ -23,7 +25,7 @@ class Request:
     max_new: int
     tenant: str = ""
     priority: int = 0
-    patience: float = float("inf")
+    patience: float = inf
     is_streamed: bool = True
     # What became of it
     number: int = 0
@@ -35,7 +37,8 @@ class Request:
     charged: int | None = None
     entered_at: float | None = None
     ended_at: float | None = None
-    bound: float = float("inf")  # of its wait, as the scheduler computed when it came
+    bound: float = inf  # of its wait, as the scheduler computed when it came
+    first_token_at: float | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -68,6 +71,7 @@ class Simulation:
     requests: Items[Request]
     weights: dict[str, float] = field(default_factory=dict)
     expected_answer: int = EXPECTED_ANSWER
+    door: Callable[[Request], float | None] = lambda request: None  # seconds until a refused one asks again, or inf
     now: float = 0.0
     num_steps: int = 0
 
@@ -84,7 +88,12 @@ class Simulation:
             if not self.waiting and not self.running:
                 self.now = max(self.now, coming[0].arrives_at)
             while coming and coming[0].arrives_at <= self.now:
-                self.come(coming.pop(0))
+                request = coming.pop(0)
+                if (told := self.door(request)) is None:
+                    self.come(request)
+                elif told < inf:
+                    request.arrives_at = self.now + told
+                    insort(coming, request, key=lambda each: each.arrives_at)
             self.drop_impatient()
             self.admit()
             if self.running:
@@ -171,6 +180,8 @@ class Simulation:
             read = min(request.num_computed + count, request.num_prompt) - min(request.num_computed, request.num_prompt)
             request.num_computed += count + max(0, given - 1)
             request.num_given += given
+            if given and request.first_token_at is None:
+                request.first_token_at = self.now
             self.served[request.tenant] += work_of(read, given)
             if request.num_given == request.num_new:
                 self.leave(request)

@@ -15,6 +15,8 @@ HEAD_START = 10.0  # seconds, for each level of priority
 MAX_PRIORITY = 9
 ANSWER_WORK = 2  # of a token of an answer, in tokens of a prompt
 FEWEST_KEPT = 16  # tokens that a sequence gives before it is preempted again
+LEARNT = 0.1  # weight of an answer that ends, in the mean length
+_MOST_LENGTHS = 1024  # tenants whose lengths are kept
 
 
 class Waiting(NamedTuple):
@@ -41,6 +43,28 @@ def rank_of(asked_at: float, priority: int) -> float:
 
 def work_of(num_prompt_tokens: int, num_answer_tokens: int) -> int:
     return num_prompt_tokens + ANSWER_WORK * num_answer_tokens
+
+
+@final
+class AnswerLengths:
+    """The mean length of the answers that ended, of all tenants and of each."""
+
+    def __init__(self, first: float = EXPECTED_ANSWER) -> None:
+        self.mean = float(first)
+        self._by_tenant: dict[str, float] = {}  # the last to change is the last
+
+    def learn(self, tenant: str, num_tokens: int) -> None:
+        own = self._by_tenant.pop(tenant, self.mean)
+        self._by_tenant[tenant] = own + LEARNT * (num_tokens - own)
+        self.mean += LEARNT * (num_tokens - self.mean)
+        if len(self._by_tenant) > _MOST_LENGTHS:
+            del self._by_tenant[next(iter(self._by_tenant))]
+
+    def expected(self, tenant: str, num_given: int = 0) -> float:
+        """Return how many tokens are expected to follow the first `num_given` of an answer: a quarter of the mean at
+        least."""
+        mean = self._by_tenant.get(tenant, self.mean)
+        return max(mean - num_given, mean / 4)
 
 
 @final

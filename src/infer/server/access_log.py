@@ -36,7 +36,7 @@ def with_access_log(app: ASGIApp, state: ServerState) -> ASGIApp:
 def _count(call: Call, state: ServerState) -> None:
     state.metrics.count_call(call)
     for sequence in call.sequences:
-        state.door.learn(len(sequence.pieces))
+        state.door.lengths.learn(call.key_name, len(sequence.pieces))
     if log.isEnabledFor(logging.INFO):
         log.info(msgspec.json.encode(entry_of(call)).decode())
 

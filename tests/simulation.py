@@ -3,12 +3,26 @@
 It mirrors `Engine._step` and `Slots`; what it finds of waits, shares and pages is found in seconds of simulated time.
 """
 
+from bisect import insort
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from math import ceil, inf
 from typing import final
 
-from infer.engine.admission import EXPECTED_ANSWER, Running, Tenants, Waiting, has_pages, rank_of, victim, work_of
+from infer.engine.admission import (
+    EXPECTED_ANSWER,
+    AnswerLengths,
+    Blocked,
+    Running,
+    Tenants,
+    Waiting,
+    has_pages,
+    may_pass,
+    rank_of,
+    victim,
+    work_of,
+)
 from infer.engine.scheduler import MAX_SECONDS, MAX_STEPS, Demand, Scheduler
 from infer.engine.step_costs import StepWork
 
@@ -23,7 +37,7 @@ class Request:
     max_new: int
     tenant: str = ""
     priority: int = 0
-    patience: float = float("inf")
+    patience: float = inf
     is_streamed: bool = True
     # What became of it
     number: int = 0
@@ -33,9 +47,12 @@ class Request:
     num_preemptions: int = 0
     pages: int = 0
     charged: int | None = None
+    passed: int = 0  # work of those that entered before, while it waited for pages
+    num_recomputed: int = 0  # tokens that were computed again
     entered_at: float | None = None
     ended_at: float | None = None
-    bound: float = float("inf")  # of its wait, as the scheduler computed when it came
+    bound: float = inf  # of its wait, as the scheduler computed when it came
+    first_token_at: float | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -68,13 +85,17 @@ class Simulation:
     requests: Items[Request]
     weights: dict[str, float] = field(default_factory=dict)
     expected_answer: int = EXPECTED_ANSWER
+    learns: bool = False  # how long answers are
+    door: Callable[[Request], float | None] = lambda request: None  # seconds until a refused one asks again, or inf
     now: float = 0.0
     num_steps: int = 0
+    num_given: int = 0
 
     def run(self) -> None:
         machine = self.machine
         self.scheduler, self.tenants = Scheduler(64, prompt_seconds=0.1), Tenants(self.weights)
         self.free, self.served = machine.num_pages, dict.fromkeys((each.tenant for each in self.requests), 0)
+        self.lengths, self.is_full = AnswerLengths(self.expected_answer), False
         self.learn_costs()
         self.waiting, self.running = list[Request](), list[Request]()
         coming = sorted(self.requests, key=lambda each: each.arrives_at)
@@ -84,7 +105,12 @@ class Simulation:
             if not self.waiting and not self.running:
                 self.now = max(self.now, coming[0].arrives_at)
             while coming and coming[0].arrives_at <= self.now:
-                self.come(coming.pop(0))
+                request = coming.pop(0)
+                if (told := self.door(request)) is None:
+                    self.come(request)
+                elif told < inf:
+                    request.arrives_at = self.now + told
+                    insort(coming, request, key=lambda each: each.arrives_at)
             self.drop_impatient()
             self.admit()
             if self.running:
@@ -109,7 +135,11 @@ class Simulation:
         request.bound = MAX_SECONDS + self.scheduler.most_seconds(work, self.machine.num_slots, longest)
 
     def room_of(self, request: Request) -> int:
-        return min(request.max_new - request.num_given, self.expected_answer)
+        room = request.max_new - request.num_given
+        return min(
+            room,
+            ceil(self.lengths.expected(request.tenant, request.num_given)) if self.learns else self.expected_answer,
+        )
 
     def waiting_of(self, request: Request) -> Waiting:
         rank, work = rank_of(request.arrives_at, request.priority), work_of(request.num_prompt, self.room_of(request))
@@ -130,26 +160,83 @@ class Simulation:
         if request.charged is not None:
             used = work_of(min(request.num_computed, request.num_prompt), request.num_given)
             self.tenants.charge(request.tenant, used - request.charged)
+            self.lengths.learn(request.tenant, request.num_given)
+        self.is_full = False
         self.tenants.go(request.tenant)
 
     def give_up_pages(self, request: Request) -> None:
         self.free, request.pages = self.free + request.pages, 0
 
     def admit(self) -> None:
-        while self.waiting and len(self.running) < self.machine.num_slots:
-            waiting = {each.number: each for each in self.waiting}
-            request = waiting[self.tenants.first(map(self.waiting_of, self.waiting)).number]
-            pages_of = self.machine.pages_of
-            growths = [[pages_of(each.num_tokens + self.room_of(each)) - each.pages] for each in self.running]
-            needed = [pages_of(request.num_tokens + self.room_of(request))]
-            if self.running and not has_pages([self.free], growths, needed):
+        """Mirror `Slots.admit`."""
+        blocked = list[Request]()
+        while self.waiting:
+            is_full = len(self.running) >= self.machine.num_slots
+            able = self.idle() if is_full else self.passing(blocked)
+            if not able:
                 return
-            self.waiting.remove(request)
-            self.running.append(request)
-            request.given_at_entry, request.num_computed = request.num_given, 0
-            if request.charged is None:
-                request.entered_at, request.charged = self.now, self.waiting_of(request).work
-                self.tenants.charge(request.tenant, request.charged)
+            waiting = {each.number: each for each in able}
+            request = waiting[self.tenants.first(map(self.waiting_of, able)).number]
+            if (givers := self.givers(request)) is None:
+                if is_full:
+                    return
+                blocked.append(request)
+                continue
+            for giver in givers:
+                self.tenants.gave(self.running_of(giver), self.num_given)
+                self.preempt(giver)
+            for each in blocked:
+                each.passed += self.waiting_of(request).work
+            self.enter(request)
+
+    def enter(self, request: Request) -> None:
+        self.waiting.remove(request)
+        self.running.append(request)
+        request.given_at_entry, request.num_computed = request.num_given, 0
+        if request.charged is None:
+            request.entered_at, request.charged = self.now, self.waiting_of(request).work
+            self.tenants.charge(request.tenant, request.charged)
+
+    def idle(self) -> list[Request]:
+        tenants = {each.tenant for each in self.running}
+        return [each for each in self.waiting if each.tenant not in tenants]
+
+    def passing(self, blocked: Items[Request]) -> list[Request]:
+        if not blocked:
+            return self.waiting
+        before = [Blocked(each.num_tokens, self.waiting_of(each).work, each.passed) for each in blocked]
+        shorter = [each for each in self.waiting if may_pass(each.num_tokens, self.waiting_of(each).work, before)]
+        tenants = {each.tenant for each in blocked}
+        idle = [each for each in self.idle() if each not in blocked and self.tenants.is_owed(each.tenant, tenants)]
+        return shorter or idle
+
+    def givers(self, request: Request) -> list[Request] | None:
+        found, running = list[Request](), list(self.running)
+        while len(running) >= self.machine.num_slots or not self.has_pages(request, running):
+            one = self.waiting_of(request)
+            giver = self.tenants.giver(one, self.size(request), list(map(self.running_of, running)), self.num_given)
+            if giver is None:
+                return None
+            found.append(next(each for each in running if each.number == giver.number))
+            running.remove(found[-1])
+        return found
+
+    def has_pages(self, request: Request, running: Items[Request]) -> bool:
+        if self.is_full and self.running and len(running) == len(self.running):
+            return False
+        pages_of = self.machine.pages_of
+        growths = [[pages_of(each.num_tokens + self.room_of(each)) - each.pages] for each in running]
+        free = self.free + sum(each.pages for each in self.running if each not in running)
+        return not running or has_pages([free], growths, [pages_of(request.num_tokens + self.room_of(request))])
+
+    def size(self, request: Request) -> float:
+        pages = self.machine.pages_of(request.num_tokens + self.room_of(request))
+        return max(1 / self.machine.num_slots, pages / self.machine.num_pages)
+
+    def running_of(self, request: Request) -> Running:
+        num_given, was_preempted = request.num_given - request.given_at_entry, request.num_preemptions > 0
+        return Running(request.number, num_given, was_preempted, request.tenant, request.priority, self.size(request),
+                       request.num_tokens)  # fmt: skip
 
     def step(self) -> None:
         while True:
@@ -171,6 +258,9 @@ class Simulation:
             read = min(request.num_computed + count, request.num_prompt) - min(request.num_computed, request.num_prompt)
             request.num_computed += count + max(0, given - 1)
             request.num_given += given
+            self.num_given += given
+            if given and request.first_token_at is None:
+                request.first_token_at = self.now
             self.served[request.tenant] += work_of(read, given)
             if request.num_given == request.num_new:
                 self.leave(request)
@@ -190,10 +280,10 @@ class Simulation:
                 self.free -= max(0, more)
                 request.pages += max(0, more)
                 return True
-            found = victim([Running(each.number, each.num_given - each.given_at_entry, each.num_preemptions > 0)
-                            for each in self.running])  # fmt: skip
+            found = victim(list(map(self.running_of, self.running)), self.tenants.weight)
             assert found is not None, "alone it fits"
             self.preempt(next(each for each in self.running if each.number == found.number))
+            self.is_full = True
         return False
 
     def preempt(self, request: Request) -> None:
@@ -201,6 +291,7 @@ class Simulation:
         self.waiting.append(request)
         self.give_up_pages(request)
         request.num_preemptions += 1
+        request.num_recomputed += request.num_computed
 
     def trim(self, request: Request) -> None:
         kept = self.machine.pages_of(request.num_computed)

@@ -412,7 +412,7 @@ def test_who_would_be_one_too_many_in_the_queue_is_told_when_to_come_back(
         until(lambda: [each.has_slot for each in engine.sequences] == [True])
         taken.append(pool.submit(served.client.post, "/v1/completions", json=body))
         until(lambda: len(engine.sequences) == 2)
-        until(lambda: served.client.get("/ready").status_code == 503)
+        assert served.client.get("/ready").status_code == 200  # busy, and not broken
         refused = served.client.post("/v1/completions", json=body)
         assert (refused.status_code, error_of(refused)["code"]) == (429, "rate_limit_exceeded")
         assert 1 <= int(refused.headers["retry-after"]) <= 60

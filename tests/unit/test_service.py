@@ -146,6 +146,7 @@ def test_every_answer_under_load_is_that_of_the_sequence_alone(
 ) -> None:
     """Every sampler with every grammar, from four threads that cancel some of them midway."""
     monkeypatch.setattr("infer.engine.queue.EXPECTED_ANSWER", 8)  # so more may enter than the pages hold
+    monkeypatch.setattr("infer.engine.admission.LEARNT", 0.0)
     place = Place(world, 6, pool_pages=pool_pages)
 
     def ask(part: int) -> None:

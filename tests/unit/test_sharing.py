@@ -1,180 +1,166 @@
-"""How a team shares work and waits: units taken by whoever is free, barriers of many threads, sleep."""
+"""Tenants share slots and pages, and long prompts do not block short ones: in simulated lives and in an engine."""
 
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
-from resource import RUSAGE_SELF, getrusage
+import random
+from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from infer.backends.cpu import control, pace
-from infer.backends.cpu.compiled import compiled_address
-from infer.backends.cpu.records import SAMPLE, pointer
-from infer.backends.cpu.state import STATE
-from infer.backends.cpu.table import BARRIER, Command, Walk
-from infer.backends.cpu.threads import Team, aligned, publisher
-from infer.backends.cpu.units import begin_units, take_share, take_units
+from infer.engine.admission import AnswerLengths, Running, Tenants, Waiting, victim, work_of
+from infer.engine.engine import Engine
+from infer.outputs import percentile
+from infer.runner.runner import CachedRunner
+from infer.sampling_params import SamplingParams
+from path_cases import CONTEXT, Case, Outcome, Way, World, all_by_definition, make_sequence
+from simulation import Machine, Request, Simulation
 
-WORK = np.dtype(
-    [
-        ("done", pointer(np.int64)),  # [units]: how often
-        ("doers", pointer(np.int64)),  # [units]: the last thread that did it
-        ("num_units", np.int64),
-        ("slow", np.int64),  # a thread that takes long for each unit
-        ("lag", np.int64),  # nanoseconds
-        ("visits", pointer(np.int64)),  # [threads]: commands that it has done
-        ("errors", pointer(np.int64)),
-    ]
-)
-NUM_COMMANDS, REPEATS = 6, 5
+SERVER = Machine(16, 1024, (5e-3, 7e-4, 7e-4, 4e-4))
 
 
-def make_do_units() -> Callable[..., None]:
-    """Two rounds; in the second one twice as many units."""
-
-    def do_units(args, state, thread, num_threads):  # type: ignore[no-untyped-def]
-        for round_ in range(2):
-            begin_units(state, thread)
-            unit, end = take_units(state, thread, num_threads, args.num_units << round_)
-            while unit < end:
-                if thread == args.slow:
-                    until = control.nanoseconds() + args.lag
-                    while control.nanoseconds() < until:
-                        control.pause()
-                control.atomic_add(args.done + (unit >> round_), 1)
-                args.doers[unit >> round_] = thread
-                unit += 1
-                if unit == end:
-                    unit, end = take_units(state, thread, num_threads, args.num_units << round_)
-
-    return do_units
+def first_tokens(requests: list[Request]) -> list[float]:
+    return [(each.first_token_at or float("inf")) - each.arrives_at for each in requests]
 
 
-def make_do_shares() -> Callable[..., None]:
-    """Three rounds of parts of 7 units or more."""
-
-    def do_shares(args, state, thread, num_threads):  # type: ignore[no-untyped-def]
-        for _ in range(3):
-            begin_units(state, thread)
-            begin, stop = take_share(state, thread, num_threads, args.num_units, 7)
-            while begin < stop:
-                for unit in range(begin, stop):
-                    control.atomic_add(args.done + unit, 1)
-                begin, stop = take_share(state, thread, num_threads, args.num_units, 7)
-
-    return do_shares
+# Slots
 
 
-def make_check_visits() -> Callable[..., None]:
-    """After a barrier every thread has done what came before it, and at most one command more."""
-
-    def check_visits(args, state, thread, num_threads):  # type: ignore[no-untyped-def]
-        own = control.atomic_load(args.visits + thread)
-        for other in range(num_threads):
-            ahead = control.atomic_load(args.visits + other) - own
-            if ahead < 0 or ahead > 1:
-                control.atomic_add(args.errors, 1)
-        if thread == args.slow:
-            until = control.nanoseconds() + args.lag
-            while control.nanoseconds() < until:
-                control.pause()
-        control.atomic_add(args.visits + thread, 1)
-
-    return check_visits
+def test_a_tenant_that_has_nothing_running_gets_a_slot_of_one_that_has_all() -> None:
+    flood = [Request(0.005 * index, 128, 200, 200, tenant="alice") for index in range(100)]
+    quiet = [Request(2.0 + 3 * index, 32, 40, 40, tenant="bob") for index in range(10)]
+    Simulation(SERVER, [*flood, *quiet]).run()
+    assert max(first_tokens(quiet)) < 0.5
+    assert all(each.num_given == 200 for each in flood)
 
 
-class Work:
-    def __init__(self, maker: str, num_units: int = 50, slow: int = -1, lag_seconds: float = 0.0) -> None:
-        self.done, self.doers = np.zeros(num_units, np.int64), np.zeros(num_units, np.int64)
-        self.visits, self.errors = np.zeros(256, np.int64), np.zeros(1, np.int64)
-        self.arguments, self.num_walks = np.zeros(1, WORK), 0
-        for name in ("done", "doers", "visits", "errors"):
-            self.arguments[name] = getattr(self, name).ctypes.data
-        self.arguments["num_units"], self.arguments["slow"] = num_units, slow
-        self.arguments["lag"] = int(1e9 * lag_seconds)
-        address = compiled_address(f"test_sharing:make_{maker}", WORK)
-        self.walk = Walk([Command(address, self.arguments, BARRIER, maker)] * NUM_COMMANDS)
-        self.walk.arguments["repeats"] = REPEATS
-        self.state = aligned(1, STATE)
-        self.state["num_tokens"] = 1
-
-    def run(self, team: Team, num_threads: int | None = None) -> None:
-        team.run(self.walk, self.state, num_threads)
-        self.num_walks += 1
-
-    def is_right(self) -> bool:
-        return bool((self.done == 3 * NUM_COMMANDS * REPEATS * self.num_walks).all())
+def test_slots_that_change_hands_waste_little() -> None:
+    """A tenant that asks three times a second, beside one whose answers have 600 tokens."""
+    flood = [Request(0.005 * index, 64, 600, 600, tenant="alice") for index in range(60)]
+    quiet = [Request(2.0 + 0.3 * index, 32, 4, 4, tenant="bob") for index in range(150)]
+    alone, beside = Simulation(SERVER, [replace(each) for each in flood]), Simulation(SERVER, [*flood, *quiet])
+    alone.run()
+    beside.run()
+    assert beside.now < 1.3 * alone.now
+    assert sum(each.num_recomputed for each in flood) < 0.34 * sum(each.num_given for each in flood)
+    assert not any(each.num_preemptions for each in quiet)
 
 
-@pytest.fixture(scope="module")
-def many() -> Iterator[Team]:
-    team = Team(64)
-    yield team
-    team.close()
+def test_who_gives_a_slot_keeps_as_much_as_the_other_takes() -> None:
+    tenants = Tenants()
+    for tenant in ("a", "a", "b"):
+        tenants.come(tenant)
+    one, two = Running(1, 9, False, "a", 0, 0.5), Running(2, 9, False, "a", 0, 0.5)
+    waiting = Waiting(3, "b", 0.0, 10)
+    assert tenants.giver(waiting, 0.5, [one, two]) == two
+    assert tenants.giver(waiting, 0.6, [one, two]) is None
+    assert tenants.giver(waiting, 0.5, [one]) is None
+    assert tenants.giver(waiting, 0.5, [one, two, Running(4, 0, False, "b", 0, 0.1)]) is None
+    assert tenants.giver(waiting, 0.5, [one._replace(priority=-1), two]) == one._replace(priority=-1)
+    came_back = two._replace(was_preempted=True, num_given=15)
+    assert tenants.giver(waiting, 0.5, [one, came_back]) == one
+    assert tenants.giver(waiting, 0.5, [one, came_back._replace(num_given=16)]) == came_back._replace(num_given=16)
+    tenants.gave(one._replace(num_tokens=100), 1000)
+    assert tenants.giver(waiting, 0.5, [one, two], 1299) is None
+    assert tenants.giver(waiting, 0.5, [one, two], 1300) == two
 
 
-@pytest.mark.parametrize("maker", ["do_units", "do_shares"])
-@pytest.mark.parametrize("num_units", [1, 7, 50, 1000])
-def test_each_unit_is_done_once_whatever_the_number_of_threads(many: Team, num_units: int, maker: str) -> None:
-    work = Work(maker, num_units)
-    for num_threads in (1, 2, 3, 16, 17, 64, 5):
-        work.run(many, num_threads)
-        assert work.is_right()
+def test_who_gives_way_for_pages() -> None:
+    """Never one of a tenant below its share; then the lowest priority, the most held, the youngest."""
+    loud = [Running(number, 99, False, "loud", 5, 0.2) for number in range(4)]
+    quiet = Running(9, 99, False, "quiet", 0, 0.1)
+    assert victim([*loud, quiet]) == loud[3]
+    low = Running(1, 99, False, "loud", -1, 0.2)
+    assert victim([loud[0], low, loud[2], quiet]) == low
+    others = [Running(number, 99, False, "other", 0, 0.4) for number in (5, 6)]
+    assert victim([loud[0]._replace(priority=0), loud[1]._replace(priority=0), *others]) == others[1]
+    assert victim([Running(1, 99, False, "", 0, 0.5), Running(2, 99, False, "", 9, 0.5)]) == Running(
+        1, 99, False, "", 0, 0.5
+    )
 
 
-@pytest.mark.parametrize("slow", [0, 1, 2])
-def test_what_a_slow_thread_has_not_begun_is_done_by_the_others(many: Team, slow: int) -> None:
-    work = Work("do_units", 60, slow, lag_seconds=0.002)
-    work.run(many, 3)
-    assert work.is_right()
-    assert (work.doers == slow).sum() < 15  # of the 20 that are its share
+@pytest.mark.parametrize("has_priority", [True, False])
+def test_neither_a_high_priority_nor_a_quiet_tenant_is_preempted_for_others_growth(has_priority: bool) -> None:
+    machine = replace(SERVER, num_pages=128)
+    growing = [Request(0.0, 64, 2000, 2000, tenant="" if has_priority else "loud") for _ in range(12)]
+    tenant, priority = ("", 9) if has_priority else ("quiet", 0)
+    few = [Request(1.0 + index, 64, 600, 600, tenant=tenant, priority=priority) for index in range(3)]
+    Simulation(machine, [*growing, *few]).run()
+    assert any(each.num_preemptions for each in growing)
+    assert not any(each.num_preemptions for each in few)
 
 
-def test_a_team_that_is_dismissed_leaves_its_units_to_thread_0(many: Team, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "_PATIENCE", 1e-6)
-    three = Team(3)
-    work = Work("do_units", 60, slow=2, lag_seconds=0.001)
-    work.run(three, 3)
+# Lengths of answers
+
+
+def test_answers_longer_than_expected_are_computed_once_when_their_length_is_known() -> None:
+    def recomputed(learns: bool) -> int:
+        draw = random.Random(3)
+        requests = [Request(draw.uniform(0, 60), 64, 1500, 2000) for _ in range(64)]
+        Simulation(replace(SERVER, num_pages=64), requests, learns=learns).run()
+        return sum(each.num_recomputed for each in requests)
+
+    assert recomputed(learns=True) < 0.25 * recomputed(learns=False)
+
+
+def test_each_tenant_has_a_mean_length_of_its_own() -> None:
+    lengths = AnswerLengths()
+    for _ in range(60):
+        lengths.learn("long", 2000)
+        lengths.learn("short", 10)
+    assert lengths.expected("long") > 1900
+    assert lengths.expected("short") < 20
+    assert 20 < lengths.expected("new") < 1900
+    assert lengths.expected("long", 1500) < 500
+    assert lengths.expected("long", 5000) > 450
+
+
+# Pages
+
+
+@pytest.mark.parametrize("num_long", [8, 12])
+def test_short_prompts_pass_long_ones_that_have_no_pages(num_long: int) -> None:
+    short = [Request(0.5 * index, 32, 32, 32) for index in range(200)]
+    long = [Request(5.0, 8000, 300, 300) for _ in range(num_long)]
+    Simulation(SERVER, [*short, *long]).run()
+    assert percentile(first_tokens(short), 99.0) < 0.5
+
+
+def test_a_long_prompt_is_passed_by_as_much_work_as_its_own_and_no_more() -> None:
+    """Ten short prompts a second, and two long ones, of which one has pages."""
+    machine = replace(SERVER, num_pages=140)
+    stream = [Request(0.1 * index, 32, 32, 32) for index in range(500)]
+    first, second = Request(1.0, 8000, 32, 32), Request(1.1, 8000, 32, 32)
+    Simulation(machine, [*stream, first, second]).run()
+    assert first.entered_at is not None
+    assert second.entered_at is not None
+    assert first.entered_at < second.entered_at
+    assert 0 < second.passed <= work_of(8000, 32)
+    after = [each for each in stream if each.arrives_at > 1.1 and (each.entered_at or 0) < second.entered_at]
+    assert 0 < len(after) <= work_of(8000, 32) / work_of(32, 32)
+
+
+# An engine
+
+
+def test_a_slot_that_is_given_to_another_tenant_changes_no_answer(world: World) -> None:
+    params = SamplingParams(temperature=0.7, seed=5, max_new_tokens=40, ignore_eos=True)
+    cases = [Case(str(index), tuple(b"abc ab" * (2 + index)), replace(params, seed=index)) for index in range(5)]
+    runner = CachedRunner(world.model, CONTEXT, num_slots=2, settings=world.settings)
+    engine = Engine(runner, max_steps=1)
+    alice = [make_sequence(world, case, Way(), tenant="alice") for case in cases[:4]]
+    bob = make_sequence(world, cases[4], Way(), tenant="bob")
+    for sequence in (*alice, bob):
+        sequence.runs_ahead = True
+    for sequence in alice:
+        engine.submit(sequence)
     for _ in range(5):
-        three._pace = pace.Pace(3)
-        work.run(three)
-        assert work.is_right()
-    assert work.state["dismissed"][0] > 0
-    three.close()
-
-
-@pytest.mark.parametrize("num_threads", [2, 16, 17, 23, 24, 64])
-def test_threads_meet_whatever_their_number_on_however_few_cores(many: Team, num_threads: int) -> None:
-    work = Work("check_visits")
-    for _ in range(5):
-        work.run(many, num_threads)
-    assert work.errors[0] == 0
-    assert (work.visits[:num_threads] == 5 * NUM_COMMANDS * REPEATS).all()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="hardware: Linux only")
-@pytest.mark.parametrize("slow", [0, 1])
-def test_threads_that_wait_long_leave_their_cores_to_others(many: Team, slow: int) -> None:
-    work = Work("check_visits", slow=slow, lag_seconds=0.02)
-    work.run(many, 3)  # the workers are up
-    before = getrusage(RUSAGE_SELF).ru_nvcsw  # a thread that only yields stays runnable, and counts elsewhere
-    work.run(many, 3)
-    assert getrusage(RUSAGE_SELF).ru_nvcsw - before >= NUM_COMMANDS * REPEATS
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="hardware: threads sleep in Linux's futex")
-def test_a_step_that_waits_for_its_mask_leaves_its_core_to_others() -> None:
-    ready, stamps, arguments = np.zeros(1, np.int64), np.zeros(2, np.int64), np.zeros(1, SAMPLE)
-    arguments["mask_ready"], arguments["stamps"] = ready.ctypes.data, stamps.ctypes.data
-    wait = Command(compiled_address(".sample_advance:await_mask", SAMPLE), arguments, BARRIER, "wait", ready)
-    walk, state, team = Walk([wait]), aligned(1, STATE), Team(1)
-    team.run(Walk([]), state)
-    filler = threading.Timer(0.5, publisher(ready))
-    filler.start()
-    used = time.thread_time()
-    team.run(walk, state)
-    assert ready[0] == 1
-    assert time.thread_time() - used < 0.05
-    filler.join()
+        engine.step()
+    assert [each.has_slot for each in alice] == [True, True, False, False]
+    engine.submit(bob)
+    engine.step()
+    assert bob.has_slot
+    assert [each.has_slot for each in alice] == [True, False, False, False]
+    while engine.sequences:
+        engine.step()
+        runner.cache.check_integrity()
+    assert [Outcome.of(each.result()) for each in (*alice, bob)] == all_by_definition(world, cases)
+    assert [each.stats.preemptions for each in (*alice, bob)] == [0, 1, 0, 0, 0]
+    assert engine.snapshot().expected_answer < 256  # five answers of 40 tokens

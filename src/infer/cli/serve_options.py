@@ -81,9 +81,9 @@ def engine_options(function: Function) -> Function:
         click.option("--step-ms", type=click.FloatRange(min=1), default=38.0, show_default=True, metavar="MILLISECONDS",
                      help="Of a step with prompts while answers are streamed: 98 of 100 take no longer."),
         click.option("--max-queue", type=_COUNT, default=512, show_default=True,
-                     help="Requests that may wait for a slot; others are told when to come back."),
+                     help="Answers of one key that may wait for a slot; more are refused."),
         click.option("--max-ttft", type=_SECONDS, default=30.0, show_default=True, metavar="SECONDS",
-                     help="A request that would wait longer for its first token is told when to come back."),
+                     help="A request with more seconds of work ahead is refused."),
     ]  # fmt: skip
     return apply_options(options, function)
 

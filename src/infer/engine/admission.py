@@ -5,9 +5,13 @@ that its requests were admitted with, over its weight, and the one with the leas
 use is taken off again when it leaves. One that comes back begins where the least of the others stands: nobody saves up.
 Of a tenant's own requests the oldest enters first; a priority counts as having come `HEAD_START` seconds earlier, so
 it is an advantage that the others catch up with. Whoever was preempted comes before all.
+
+A tenant that has nothing running takes slots and pages from one that has more (`Tenants.giver`). Slots change
+hands only as often as the work that is lost by it stays small. Short sequences pass a long one that waits for pages,
+until they have taken as much work as it is itself (`may_pass`).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, final
 
 EXPECTED_ANSWER = 256  # tokens, of an answer that may have more
@@ -15,6 +19,11 @@ HEAD_START = 10.0  # seconds, for each level of priority
 MAX_PRIORITY = 9
 ANSWER_WORK = 2  # of a token of an answer, in tokens of a prompt
 FEWEST_KEPT = 16  # tokens that a sequence gives before it is preempted again
+PASSING = 4  # times fewer tokens than those that it passes has a sequence that enters before its turn
+LEARNT = 0.1  # weight of an answer that ends, in the mean length
+_MOST_LENGTHS = 1024  # tenants whose lengths are kept
+_NEARLY = 1 - 1e-9
+_WORTH = 3  # times the tokens that a preemption wastes, all sequences give before a slot changes hands again
 
 
 class Waiting(NamedTuple):
@@ -28,11 +37,23 @@ class Waiting(NamedTuple):
 
 
 class Running(NamedTuple):
-    """A sequence that has a slot."""
+    """A sequence that has a slot. `size` is its share of the engine: of the slots, or of the pages if that is more."""
 
     number: int
     num_given: int  # tokens since it got its slot
     was_preempted: bool
+    tenant: str = ""
+    priority: int = 0
+    size: float = 0.0
+    num_tokens: int = 0  # to compute again if it is preempted
+
+
+class Blocked(NamedTuple):
+    """A sequence that is next, but for which there are no pages. `passed` is the work of those that entered before."""
+
+    num_tokens: int
+    work: int
+    passed: int
 
 
 def rank_of(asked_at: float, priority: int) -> float:
@@ -44,6 +65,28 @@ def work_of(num_prompt_tokens: int, num_answer_tokens: int) -> int:
 
 
 @final
+class AnswerLengths:
+    """The mean length of the answers that ended, of all tenants and of each."""
+
+    def __init__(self, first: int = EXPECTED_ANSWER) -> None:
+        self.mean = float(first)
+        self._by_tenant: dict[str, float] = {}  # the last to change is the last
+
+    def learn(self, tenant: str, num_tokens: int) -> None:
+        own = self._by_tenant.pop(tenant, self.mean)
+        self._by_tenant[tenant] = own + LEARNT * (num_tokens - own)
+        self.mean += LEARNT * (num_tokens - self.mean)
+        if len(self._by_tenant) > _MOST_LENGTHS:
+            del self._by_tenant[next(iter(self._by_tenant))]
+
+    def expected(self, tenant: str, num_given: int = 0) -> float:
+        """Return how many tokens are expected to follow the first `num_given` of an answer: a quarter of the mean at
+        least."""
+        mean = self._by_tenant.get(tenant, self.mean)
+        return max(mean - num_given, mean / 4)
+
+
+@final
 class Tenants:
     """The accounts. A tenant without a weight has 1."""
 
@@ -51,6 +94,7 @@ class Tenants:
         self._weights = dict(weights or {})
         self._accounts: dict[str, float] = {}
         self._num_active: dict[str, int] = {}  # sequences that wait or run
+        self._gives_after = 0  # tokens, before a slot changes hands again
 
     @property
     def accounts(self) -> Mapping[str, float]:
@@ -94,6 +138,35 @@ class Tenants:
     def weight(self, tenant: str) -> float:
         return self._weights.get(tenant, 1.0)
 
+    def giver(self, one: Waiting, size: float, running: Sequence[Running], num_given: int = 0) -> Running | None:
+        """Return who gives its slot and pages to one whose tenant has nothing running.
+
+        Its tenant keeps at least the `size` that the one takes. `num_given` are the tokens that all sequences gave so
+        far: nobody gives before they are worth what the last preemption wasted.
+        """
+        if num_given < self._gives_after or any(each.tenant == one.tenant for each in running):
+            return None
+        held, least = holdings(running, self.weight), size / self.weight(one.tenant) * _NEARLY
+        able = [
+            each
+            for each in running
+            if held[each.tenant] - each.size / self.weight(each.tenant) >= least
+            and not (each.was_preempted and each.num_given < FEWEST_KEPT)
+        ]
+        return max(able, key=lambda each: (-each.priority, held[each.tenant], each.number), default=None)
+
+    def gave(self, giver: Running, num_given: int) -> None:
+        """Count a slot that changed hands, when all sequences together had given so many tokens."""
+        self._gives_after = num_given + _WORTH * giver.num_tokens
+
+    def is_owed(self, tenant: str, others: Iterable[str]) -> bool:
+        """Return whether a tenant has had no more work than any of these."""
+        return all(self._accounts[tenant] <= self._accounts[other] for other in others)
+
+    def has_idle(self, running: Iterable[str]) -> bool:
+        """Return whether some tenant has sequences, but none of those that run, whose tenants are given."""
+        return not self._num_active.keys() <= set(running)
+
     def _least_active(self) -> float:
         return min((self._accounts[tenant] for tenant in self._num_active), default=0.0)
 
@@ -102,14 +175,15 @@ class Tenants:
 
         `running` is what those that run may still take, `most` what any request may. It holds for tenants that have a
         weight or an account, answers no longer than expected, and where none of its own passes by a priority: after
-        `HEAD_START` for each level nobody can.
+        `HEAD_START` for each level nobody can. Each that enters before it, and itself, may wait for pages and be passed
+        by as much work as its own. Preemptions are left out.
         """
         ahead = sum(each.work for each in waiting if each.tenant == one.tenant and each.rank <= one.rank) - one.work
         least, reached = self._least_active(), self._accounts[one.tenant] + ahead / self.weight(one.tenant)
         others = {*self._accounts, *self._weights} - {one.tenant}
         gaps = [max(0.0, reached - max(self._accounts.get(tenant, least), least)) for tenant in others]
         theirs = (most + self.weight(tenant) * gap for tenant, gap in zip(others, gaps, strict=True))
-        return float(running + ahead) + sum(theirs)
+        return float(running + 2 * (ahead + sum(theirs)) + one.work)
 
 
 def has_pages(free: Sequence[int], growths: Iterable[Sequence[int]], needed: Sequence[int]) -> bool:
@@ -118,13 +192,34 @@ def has_pages(free: Sequence[int], growths: Iterable[Sequence[int]], needed: Seq
     return all(have >= sum(more) for have, *more in zip(free, needed, *growths, strict=True))
 
 
-def victim(running: Sequence[Running]) -> Running | None:
-    """Who gives its slot and pages up: the youngest, but one that came back and has given few tokens only where there
-    is no other, and never the oldest, so that somebody gets on. None of one or none."""
+def holdings(running: Iterable[Running], weight: Callable[[str], float]) -> dict[str, float]:
+    """Return the share of the engine that each tenant has, over its weight."""
+    held: dict[str, float] = {}
+    for each in running:
+        held[each.tenant] = held.get(each.tenant, 0.0) + each.size / weight(each.tenant)
+    return held
+
+
+def victim(running: Sequence[Running], weight: Callable[[str], float] = lambda tenant: 1.0) -> Running | None:
+    """Return who gives its slot and pages up; None of one or none.
+
+    Only tenants that have their share or more give, if there are any: first the lowest priority, then the tenant that
+    has the most, then the youngest. One that came back and has given few tokens gives only if there is no other. The
+    oldest of the highest priority never gives, so that somebody gets on.
+    """
     if len(running) < 2:
         return None
-    oldest = min(running)
-    return max(
-        (each for each in running if each is not oldest),
-        key=lambda each: (not each.was_preempted or each.num_given >= FEWEST_KEPT, each.number),
-    )
+    kept, held = min(running, key=lambda each: (-each.priority, each.number)), holdings(running, weight)
+    fair = sum(each.size for each in running) / sum(map(weight, held)) * _NEARLY
+
+    def order(each: Running) -> tuple[bool, bool, int, float, int]:
+        is_safe = each.was_preempted and each.num_given < FEWEST_KEPT
+        return not is_safe, held[each.tenant] >= fair, -each.priority, held[each.tenant], each.number
+
+    return max((each for each in running if each is not kept), key=order)
+
+
+def may_pass(num_tokens: int, work: int, blocked: Iterable[Blocked]) -> bool:
+    """Return whether a sequence may enter before others that wait for pages: it is much shorter than each of them, and
+    all that passed one take no more work than the one itself."""
+    return all(num_tokens * PASSING <= each.num_tokens and each.passed + work <= each.work for each in blocked)

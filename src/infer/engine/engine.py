@@ -252,17 +252,11 @@ class Engine:
         """Sequences that wait enter, as the queue has them, while there are slots and pages."""
         waiting = [each for each in self._sequences if not each.has_slot and each.wants_tokens]
         self._queue.notice(waiting)
-        num_running = sum(each.wants_tokens for each in self._slots.sequences) if waiting else 0
-        while waiting and num_running < self.max_running:
-            sequence = self._queue.next_of(waiting)
-            sequence.timer.begin()
-            if not self._slots.enter(sequence):
-                break
-            sequence.must_end_prompt = self.runner.compresses_prompts
-            self._slot_params.write(sequence)
-            waiting.remove(sequence)
-            num_running += 1
-        self._num_waiting = len(waiting)
+        if waiting:
+            for sequence in self._slots.admit(waiting, self.max_running):
+                sequence.must_end_prompt = self.runner.compresses_prompts
+                self._slot_params.write(sequence)
+        self._num_waiting = sum(not each.has_slot and each.wants_tokens for each in self._sequences) if waiting else 0
 
     def _force(self, sequence: Sequence) -> None:
         """Accept the tokens that the grammar leaves no choice about."""

@@ -1,7 +1,7 @@
 """Who has which slot of the runner: sequences that run, and leases between them."""
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from itertools import count
 from operator import neg, sub
@@ -9,7 +9,7 @@ from typing import final
 
 from infer.engine.admission import has_pages
 from infer.engine.lease import Lease, common_length
-from infer.engine.queue import Queue, expected_room
+from infer.engine.queue import Queue
 from infer.engine.sequence import Sequence
 from infer.errors import InferError, OutOfPagesError
 from infer.runner.runner import Runner
@@ -34,12 +34,35 @@ class Slots:
     def sequences(self) -> Iterable[Sequence]:
         return self._sequence_by_slot.values()
 
+    def admit(self, waiting: Items[Sequence], max_running: int) -> Iterator[Sequence]:
+        """Give slots to sequences that wait, and yield each that got one. If slots are short, only those enter to whom
+        others give theirs; if pages are, those that may pass."""
+        running, blocked = [each for each in self.sequences if each.wants_tokens], list[Sequence]()
+        while waiting:
+            is_full = len(running) >= max_running
+            able = self._queue.idle(waiting, running) if is_full else self._queue.passing(waiting, running, blocked)
+            if not able:
+                return
+            sequence = self._queue.next_of(able)
+            if (givers := self._givers(sequence, running, max_running)) is None:
+                if is_full:
+                    return
+                blocked.append(sequence)
+                continue
+            for giver in givers:
+                self._queue.gave(giver)
+                self.preempt(giver)
+            sequence.timer.begin()
+            if not self.enter(sequence):
+                return
+            self._queue.pass_by(sequence, blocked)
+            yield sequence
+            waiting = [each for each in waiting if each is not sequence] + givers
+            running = [each for each in running if each not in givers] + [sequence]
+
     def enter(self, sequence: Sequence) -> bool:
-        """Give it a slot, with what is stored there of its first tokens; False where there is none."""
-        if self._is_full and any(each.wants_tokens for each in self.sequences):
-            return False
-        if not self._has_pages_for(sequence):
-            return False
+        """Give it a slot, with what is stored there of its first tokens; False if there is none. `_givers` has
+        checked that there are pages."""
         lease, runner = sequence.lease, self.runner
         slot = self._free_slot() if lease is None else self.hold(lease)
         if slot is None:
@@ -61,18 +84,43 @@ class Slots:
         self._queue.entered(sequence)
         return True
 
-    def _has_pages_for(self, sequence: Sequence) -> bool:
-        """Whether there are those that it and all who run are expected to need. Alone, it may always try."""
-        if not self._sequence_by_slot:
+    def _givers(self, sequence: Sequence, running: Items[Sequence], max_running: int) -> list[Sequence] | None:
+        """Return those that must be preempted so that a sequence may enter: mostly none. None if it has to wait."""
+        found = list[Sequence]()
+
+        def size(each: Sequence) -> float:
+            return self.size(each, max_running)
+
+        while len(running) >= max_running or not self._has_pages_for(sequence, found):
+            giver = self._queue.giver_for(sequence, running, size)
+            if giver is None:
+                return None
+            found.append(giver)
+            running = [each for each in running if each is not giver]
+        return found
+
+    def size(self, sequence: Sequence, max_running: int) -> float:
+        """Return the share of the slots that a sequence takes, or of the pages if that is more."""
+        needed = self.runner.pages_of(len(sequence.token_ids) + self._queue.expected_room(sequence))
+        shares = (pages / most for pages, most in zip(needed, self.runner.pool_pages, strict=True) if most)
+        return max(1 / max_running, *shares)
+
+    def _has_pages_for(self, sequence: Sequence, givers: Items[Sequence]) -> bool:
+        """Return whether the pages are enough for a sequence and for all that run, if the givers give theirs up. A
+        sequence that is alone may always try."""
+        if self._is_full and not givers and any(each.wants_tokens for each in self.sequences):
+            return False
+        if len(self._sequence_by_slot) <= len(givers):
             return True
         pages_of, growths = self.runner.pages_of, list[Items[int]]()
         for slot, length in enumerate(self.runner.lengths):
-            if (other := self._sequence_by_slot.get(slot)) is not None:
-                expected = pages_of(len(other.token_ids) + expected_room(other))
+            other = self._sequence_by_slot.get(slot)
+            if other is not None and other not in givers:
+                expected = pages_of(len(other.token_ids) + self._queue.expected_room(other))
                 growths.append(list(map(sub, expected, pages_of(length))))
-            elif length:  # of an idle lease, which gives them up
+            elif length:  # of an idle lease or a giver
                 growths.append(list(map(neg, pages_of(length))))
-        needed = pages_of(len(sequence.token_ids) + expected_room(sequence))
+        needed = pages_of(len(sequence.token_ids) + self._queue.expected_room(sequence))
         return has_pages(self.runner.free_pages, growths, needed)
 
     def leave(self, sequence: Sequence) -> None:
@@ -95,7 +143,6 @@ class Slots:
 
     def preempt(self, sequence: Sequence) -> None:
         """It gives up its slot, and is computed again once it gets another."""
-        self._is_full = True
         sequence.stats.preemptions += 1
         self.runner.truncate(sequence.slot, 0)
         del self._sequence_by_slot[sequence.slot]
@@ -108,8 +155,15 @@ class Slots:
         """Preempt one of those that run; False if there is none."""
         running = list(self.sequences)
         if running:
-            self.preempt(self._queue.victim_of(running) or running[0])
+            self._preempt_for_pages(self._victim() or running[0])
         return bool(running)
+
+    def _victim(self) -> Sequence | None:
+        return self._queue.victim_of(list(self.sequences), lambda each: self.size(each, self.runner.num_slots))
+
+    def _preempt_for_pages(self, sequence: Sequence) -> None:
+        self._is_full = True
+        self.preempt(sequence)
 
     def hold(self, lease: Lease) -> int | None:
         """The lease's slot; an empty one where it has none. None where all are in use."""
@@ -138,7 +192,7 @@ class Slots:
             return True
         paused = [each for each in self.sequences if not each.wants_tokens]
         if paused:
-            self.preempt(paused[-1])
+            self._preempt_for_pages(paused[-1])
         return bool(paused)
 
     def with_pages(self, sequence: Sequence, change: Callable[[], None]) -> bool:
@@ -151,10 +205,10 @@ class Slots:
             except OutOfPagesError as error:
                 if self.reclaim():
                     continue
-                if (victim := self._queue.victim_of(list(self.sequences))) is None:
+                if (victim := self._victim()) is None:
                     sequence.fail("memory", str(error))
                     return False
-                self.preempt(victim)
+                self._preempt_for_pages(victim)
             else:
                 return True
         return False

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self, final
 
-from infer.engine.admission import EXPECTED_ANSWER
 from infer.engine.queue import Queue
 from infer.engine.scheduler import Scheduler
 from infer.engine.sequence import Sequence
@@ -104,7 +103,7 @@ def take_snapshot(
         costs=scheduler.costs.costs,
         predicted_over_measured=_spread(ratios) if ratios else None,
         work_by_tenant=dict(queue.tenants.accounts),
-        expected_answer=EXPECTED_ANSWER,
+        expected_answer=round(queue.lengths.mean),
     )
 
 

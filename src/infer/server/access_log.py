@@ -50,7 +50,7 @@ def _log(call: Call) -> None:
 
 def _learn(state: ServerState, call: Call) -> None:
     for sequence in call.sequences:
-        state.door.learn(len(sequence.pieces))
+        state.door.lengths.learn(call.key_name, len(sequence.pieces))
 
 
 def entry_of(call: Call) -> dict[str, Any]:

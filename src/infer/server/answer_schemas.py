@@ -88,7 +88,7 @@ _CANDIDATE = record(
 
 ANSWER_SCHEMAS: dict[str, Schema] = {
     "Error": record({"type": constant("error")}, error=_ERROR),  # `type` on Anthropic's routes
-    "Health": record({"progress": NUMBER}, status=constant("ok", "loading", "draining", "failed", "stuck")),
+    "Health": record({"progress": NUMBER}, status=constant("ok", "loading", "draining", "failed", "hung")),
     "Usage": record(
         prompt_tokens=COUNT,
         completion_tokens=COUNT,

@@ -11,12 +11,14 @@ from starlette.requests import Request
 from infer.engine.request_options import RequestOptions
 from infer.outputs import GenerationResult
 from infer.server.call import call_of
+from infer.server.door import Arrival
 from infer.server.endpoint import ClientGoneError
 from infer.server.errors import ApiError
 from infer.server.read_body import Complete, as_given, read_body
 from infer.server.state import ServerState
 from infer.server.unknown_fields import Reading
 
+_BYTES_PER_TOKEN = 3  # before a prompt is tokenised
 _Found = TypeVar("_Found")
 _Body = TypeVar("_Body", bound=Struct)
 
@@ -53,6 +55,25 @@ async def until_gone(request: Request) -> None:
     """Return when the client is gone. For a request whose body was read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def text_tokens(value: Any) -> int:
+    """Estimate the tokens of a prompt: a text, ids, messages, or tools, of which all texts count."""
+    match value:
+        case str():
+            return -(-len(value.encode(errors="replace")) // _BYTES_PER_TOKEN)
+        case dict():
+            return sum(text_tokens(key) + text_tokens(each) for key, each in value.items())
+        case list() | tuple():
+            return sum(1 if type(each) is int else text_tokens(each) for each in value)
+    return 0
+
+
+async def enter(request: Request, state: ServerState, arrival: Arrival) -> None:
+    """Count the request at the door until it is answered. Raises ApiError 429."""
+    call = call_of(request)
+    if not call.sent and call.entry is None:  # a client whose stream is continued has waited already
+        call.entry = state.door.enter(arrival._replace(tenant=call.key_name), await request.body(), state.look)
 
 
 def of_tenant(options: RequestOptions, key_name: str) -> RequestOptions:

@@ -1,13 +1,14 @@
 """One HTTP request from its first byte to its answer's last, as the log and the metrics have it."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
 from starlette.requests import HTTPConnection
 from starlette.types import Scope
 
+from infer.server.door import Entry
 from infer.server.resumption import SentPart
 
 _KEY = "infer.call"
@@ -43,7 +44,7 @@ class Call:
     notes: list[bytes] = field(default_factory=list)  # of parts whose events come next
     num_sent_bytes: int = 0  # before its body
     sent: Sequence[SentPart] = ()  # of its stream, by a process that died
-    on_accepted: Callable[[], object] = lambda: None  # called when the engine knows of it
+    entry: Entry | None = None  # at the door
 
     @property
     def shown_id(self) -> str:
@@ -53,7 +54,8 @@ class Call:
         """One more answer, which the queue has taken."""
         self.sequences.append(sequence)
         self.phase = "answering"
-        self.on_accepted()
+        if self.entry is not None:
+            self.entry.submit()
 
     def leave(self) -> None:
         """Its client has gone away."""

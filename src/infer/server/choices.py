@@ -19,8 +19,9 @@ from infer.errors import ClosedError, InvalidRequestError
 from infer.outputs import GenerationResult, GenerationTiming, Piece, ReasoningDelta, ToolCallDelta, assembled
 from infer.sampling_params import SamplingParams
 from infer.server.asked import refusal
-from infer.server.asking import check_result, of_tenant, while_connected
+from infer.server.asking import check_result, enter, of_tenant, text_tokens, while_connected
 from infer.server.call import Call, call_of
+from infer.server.door import Arrival
 from infer.server.errors import ApiError
 from infer.server.resumption import given_to, note_of
 from infer.server.state import ServerState
@@ -227,6 +228,7 @@ class Choices:
 async def accept(request: Request, state: ServerState, asked: Asked) -> Choices:
     """Prepared, checked and in the queue. Raises ApiError where any of it is refused."""
     call, llm = call_of(request), state.llm()
+    await enter(request, state, _arrival(asked, llm.host.model.max_seq_len))
     call.phase = "preparing"
     options = of_tenant(asked.options, call.key_name)
     if call.sent:  # its client has waited already
@@ -243,6 +245,15 @@ async def accept(request: Request, state: ServerState, asked: Asked) -> Choices:
         return choices
 
     return await while_connected(request, prepare())
+
+
+def _arrival(asked: Asked, context: int) -> Arrival:
+    """Return the request's size: no prompt is longer than the context."""
+    of_tools = text_tokens(asked.options.tools)
+    num_tokens = sum(min(context, of_tools + text_tokens(prompt)) for prompt in asked.prompts)
+    if not asked.is_answered:  # prompts are read, and need no slot
+        return Arrival("", num_prompt_tokens=num_tokens, num_answer_tokens=0)
+    return Arrival("", len(asked.prompts), asked.num_choices, num_tokens, asked.params[0].max_new_tokens)
 
 
 async def _prepared(

@@ -1,136 +1,159 @@
 """The door: a request that would wait too long is refused before any work is done for it, and told when to come back.
 
-How long one waits is predicted from what the engine has learnt of its steps, and from what goes on.
+Every tenant has a door of its own: what others have in the engine counts as far as it delays this tenant. Sequences are
+counted, not requests: a body may ask for many.
 """
 
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple, Protocol, final, runtime_checkable
+from collections import defaultdict
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import NamedTuple, final
 
-from infer.engine.admission import EXPECTED_ANSWER
-from infer.engine.scheduler import STREAM_SECONDS
-from infer.engine.step_costs import Costs
+from infer.engine.admission import AnswerLengths
 from infer.server.errors import ApiError
+from infer.server.forecast import Demand, Forecast
+from infer.server.refusals import refuse
 from infer.server.settings import ServerSettings
+from infer.server.tickets import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, Tickets
 
-MAX_RETRY_SECONDS = 60.0
-_JITTER = 0.2
-_SEEN_SECONDS = 0.02  # in which what the engine has is not looked at again
-_LEARNT = 0.1  # what an answer that ends weighs in the mean length
-
-
-class Ahead(NamedTuple):
-    """What goes on: requests that have come, the tokens of prompts yet to be read, and those of answers to follow."""
-
-    num_requests: int
-    num_waiting: int  # of them, those without a slot
-    prompt_tokens: int
-    answer_tokens: float
+_JITTER = 0.05
+_SEEN_SECONDS = 0.02  # in which the engine is not looked at again
+_LOOK_SHARE = 0.05  # of the event loop's time, for looking at the engine
+_LATE = 1.2  # times `max_ttft`: who comes back at the time that it was told is not sent away for less
+_EARLY = 0.5  # times `max_ttft`: below it all are accepted, also while promises are open
 
 
-def seconds_to_slot(ahead: Ahead, costs: Costs, num_slots: int) -> float:
-    """Until one that comes now gets a slot."""
-    if ahead.num_requests < num_slots:
-        return 0.0
-    step = costs.base + num_slots * costs.per_sequence
-    all_seconds = ahead.answer_tokens * step / num_slots + ahead.prompt_tokens * costs.per_token
-    return all_seconds * (ahead.num_requests - num_slots + 1) / ahead.num_requests
+class Arrival(NamedTuple):
+    """The size of a request. `num_answer_tokens` is the limit of each answer, None for none."""
+
+    tenant: str
+    num_prompts: int = 1
+    num_choices: int = 1  # of each prompt
+    num_prompt_tokens: int = 0  # of all prompts together
+    num_answer_tokens: int | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        return self.num_prompts * self.num_choices
 
 
-def seconds_to_first_token(ahead: Ahead, costs: Costs, num_slots: int, num_prompt_tokens: int) -> float:
-    """Of one that comes now. While others decode, prompts have what is left of a step, and half of it at least."""
-    waiting = seconds_to_slot(ahead, costs, num_slots)
-    num_others = min(ahead.num_requests, num_slots - 1)
-    decoding = (costs.base + num_others * costs.per_sequence) if num_others else 0.0
-    share = max(0.5, 1 - decoding / STREAM_SECONDS)
-    before = 0 if waiting else ahead.prompt_tokens
-    return waiting + (num_prompt_tokens + before) * costs.per_token / share + costs.base
-
-
-def retry_headers(seconds: float, jitter: float) -> dict[str, str]:
-    """`jitter` in [−1, 1]: clients that were refused together do not come back together."""
-    told = min(max(seconds, 0.5) * (1 + _JITTER * jitter), MAX_RETRY_SECONDS)
+def retry_headers(seconds: float) -> dict[str, str]:
+    told = min(max(seconds, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
     return {"Retry-After": str(math.ceil(told)), "retry-after-ms": str(round(1000 * told)), "x-should-retry": "true"}
 
 
-@runtime_checkable
-class Demanding(Protocol):
-    """A sequence of an engine, as the door sees it."""
+@final
+class Entry:
+    """A request that was accepted: its sequences count until the engine knows of them."""
 
-    @property
-    def has_slot(self) -> bool: ...
+    def __init__(self, door: "Door", arrival: Arrival) -> None:
+        self._door, self._arrival, self._num_submitted = door, arrival, 0
 
-    @property
-    def num_pending(self) -> int: ...
+    def submit(self) -> None:
+        """Count one sequence less: the engine has it. The first choices of the prompts come first."""
+        if self._num_submitted < self._arrival.num_sequences:
+            self._door.note_submitted(self._demand(self._num_submitted < self._arrival.num_prompts))
+            self._num_submitted += 1
 
-    @property
-    def room(self) -> int: ...
+    def close(self) -> None:
+        self._door.leave(self)
 
+    def add_to(self, forecast: Forecast) -> None:
+        num_unread = max(0, self._arrival.num_prompts - self._num_submitted)
+        num_others = self._arrival.num_sequences - self._num_submitted - num_unread
+        for is_first, count in ((True, num_unread), (False, num_others)):
+            if count:
+                forecast.add(self._demand(is_first), count)
 
-def _counted(demands: Sequence[Demanding], mean_answer: float) -> Ahead:
-    return Ahead(
-        num_requests=len(demands),
-        num_waiting=sum(not each.has_slot for each in demands),
-        prompt_tokens=sum(max(0, each.num_pending - 1) for each in demands),
-        answer_tokens=sum(min(each.room, mean_answer) for each in demands),
-    )
+    def _demand(self, is_first: bool) -> Demand:
+        arrival = self._arrival
+        num_tokens = arrival.num_prompt_tokens // arrival.num_prompts if is_first else 0
+        return Demand(arrival.tenant, False, num_tokens, 0, self._door.answer_tokens(arrival))
 
 
 @final
 class Door:
-    """For the event loop."""
+    """For the event loop. `look` returns the load of the engine, without requests that it does not know yet."""
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: ServerSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self.settings = settings
-        self._preparing: dict[object, int] = {}  # tokens of prompts that are not yet in the engine
-        self._mean_answer = float(EXPECTED_ANSWER)
-        self._seen_at, self._seen = -math.inf, Ahead(0, 0, 0, 0.0)
+        self.lengths = AnswerLengths()
+        self._clock = clock
+        self._entries = set[Entry]()
+        self._submitted: list[Demand] = []  # since the engine was looked at
+        self._seen: Forecast | None = None
+        self._seen_until = -math.inf
+        self._tickets: defaultdict[str, Tickets] = defaultdict(Tickets)
 
-    @contextmanager
-    def preparing(self, num_prompt_tokens: int) -> Iterator[None]:
-        """Within, a request counts that the engine does not know yet."""
-        key = object()
-        self._preparing[key] = num_prompt_tokens
-        try:
-            yield
-        finally:
-            del self._preparing[key]
+    def answer_tokens(self, arrival: Arrival) -> float:
+        """Return the expected length of each answer."""
+        expected = self.lengths.expected(arrival.tenant)
+        return expected if arrival.num_answer_tokens is None else min(expected, float(arrival.num_answer_tokens))
 
-    def learn(self, num_answer_tokens: int) -> None:
-        """An answer has ended."""
-        self._mean_answer += _LEARNT * (num_answer_tokens - self._mean_answer)
+    def forecast(self, look: Callable[[], Forecast]) -> Forecast:
+        began = self._clock()
+        if self._seen is None or began >= self._seen_until:
+            self._submitted.clear()
+            self._seen = look()
+            self._seen_until = began + max(_SEEN_SECONDS, (self._clock() - began) / _LOOK_SHARE)
+        forecast = self._seen.copy()
+        for demand in self._submitted:
+            forecast.add(demand)
+        for entry in self._entries:
+            entry.add_to(forecast)
+        return forecast
 
-    def ahead(self, demands: Callable[[], Sequence[Demanding]]) -> Ahead:
-        """`demands` are what the engine has, asked for now and then."""
-        now = time.monotonic()
-        if now - self._seen_at > _SEEN_SECONDS:
-            self._seen_at, self._seen = now, _counted(demands(), self._mean_answer)
-        preparing, seen = len(self._preparing), self._seen
-        return Ahead(
-            num_requests=preparing + seen.num_requests,
-            num_waiting=preparing + seen.num_waiting,
-            prompt_tokens=sum(self._preparing.values()) + seen.prompt_tokens,
-            answer_tokens=preparing * self._mean_answer + seen.answer_tokens,
+    def enter(self, arrival: Arrival, body: bytes, look: Callable[[], Forecast]) -> Entry:
+        """Return what counts for the request until its end. Raises ApiError 429, and 400 for what can never enter.
+
+        An idle server refuses nobody with 429: to come back would not help.
+        """
+        most = self.settings.slots + self.settings.max_queue
+        if arrival.num_sequences > most:
+            given = f"{arrival.num_prompts} times {arrival.num_choices}"
+            raise refuse(f"prompts times n must be at most {most} here, got {given}: ask several times", "n")
+        forecast = self.forecast(look)
+        if forecast.count:
+            self._check(arrival, body, forecast)
+        entry = Entry(self, arrival)
+        self._entries.add(entry)
+        return entry
+
+    def leave(self, entry: Entry) -> None:
+        self._entries.discard(entry)
+
+    def note_submitted(self, demand: Demand) -> None:
+        self._submitted.append(demand)
+
+    def _check(self, arrival: Arrival, body: bytes, forecast: Forecast) -> None:
+        settings, now, tenant = self.settings, self._clock(), arrival.tenant
+        wait, num_waiting = forecast.seconds_ahead(tenant, arrival.num_prompt_tokens), forecast.num_waiting(tenant)
+        num_over = (
+            num_waiting + arrival.num_sequences - max(0, forecast.num_slots - forecast.count) - settings.max_queue
         )
-
-    def is_full(self, ahead: Ahead) -> bool:
-        """Whether as many wait as may."""
-        return ahead.num_waiting >= self.settings.max_queue
-
-    def check(self, ahead: Ahead, costs: Costs, num_prompt_tokens: int) -> None:
-        """Raises ApiError 429, but never of a server that has nothing to do: to come back would not help."""
-        settings = self.settings
-        wait = seconds_to_first_token(ahead, costs, settings.slots, num_prompt_tokens)
-        if self.is_full(ahead):
-            told = f"{ahead.num_waiting} requests wait already"
-            retry = seconds_to_slot(ahead, costs, settings.slots) / max(1, ahead.num_waiting)
-        elif ahead.num_requests and wait > settings.max_ttft:
-            told = f"the first token would come after {wait:.0f} s, {settings.max_ttft:g} s are allowed"
-            retry = wait - settings.max_ttft
-        else:
+        tickets = self._tickets.get(tenant)
+        is_promised = tickets is not None and tickets.is_promised(now)
+        digest = blake2b(body, digest_size=16).digest() if wait or num_over > 0 or is_promised else b""
+        has_ticket = tickets is not None and tickets.take(digest, now)
+        allowed = settings.max_ttft * (_LATE if has_ticket else _EARLY if is_promised else 1.0)
+        if num_over <= 0 and wait <= allowed:
             return
-        headers = retry_headers(retry, random.uniform(-1, 1))
-        raise ApiError(429, f"the server is busy: {told}", code="rate_limit_exceeded", headers=headers)
+        if num_over > 0:
+            told = f"{num_waiting} answers of yours wait already, {settings.max_queue} may"
+            wait_more = forecast.seconds_to_slot(tenant) * min(1.0, num_over / max(1, num_waiting))
+        else:
+            told = f"the first token would come after {wait:.0f} s, {settings.max_ttft:g} s are allowed"
+            wait_more = max(0.0, wait - settings.max_ttft)
+        if has_ticket and tickets is not None:
+            seconds = tickets.renew(digest, now, wait_more)
+        else:
+            service = forecast.service_seconds(
+                arrival.num_prompt_tokens, arrival.num_sequences * self.answer_tokens(arrival)
+            )
+            jitter = 1 + _JITTER * random.uniform(-1, 1)
+            shared = forecast.shared_seconds(tenant, service)
+            seconds = self._tickets[tenant].issue(digest, now, wait_more, shared, jitter)
+        raise ApiError(429, f"the server is busy: {told}", code="rate_limit_exceeded", headers=retry_headers(seconds))

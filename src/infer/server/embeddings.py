@@ -11,9 +11,10 @@ from starlette.responses import Response
 
 from infer.errors import InvalidRequestError
 from infer.server.asked import refusal
-from infer.server.asking import read_request, while_connected
+from infer.server.asking import enter, read_request, text_tokens, while_connected
 from infer.server.call import call_of
 from infer.server.completions import prompts_of
+from infer.server.door import Arrival
 from infer.server.endpoint import ApiRoute
 from infer.server.errors import ApiError
 from infer.server.models import check_model
@@ -47,6 +48,7 @@ async def embeddings(request: Request, state: ServerState) -> Response:
     if (dimensions := body.dimensions or most) > most:
         message = f"dimensions must be at most {most}, got {dimensions}"
         raise refuse(message, "dimensions")
+    await enter(request, state, Arrival("", num_prompt_tokens=text_tokens(texts), num_answer_tokens=0))
 
     async def embed() -> bytes:
         ids = await host.answers.prepare(lambda check: [host.encode(text) for text in texts])

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
 from typing import NamedTuple, final
 
 from starlette.requests import ClientDisconnect, Request
@@ -18,12 +17,12 @@ from infer.server.state import ServerState
 
 log = logging.getLogger("infer.server")
 Handler = Callable[[Request, ServerState], Awaitable[Response]]
-_BYTES_PER_TOKEN = 3  # of a body, before it is read
 
 
 class ApiRoute(NamedTuple):
-    """`path` in Starlette's notation. `operation` is what the model is asked for, in OpenTelemetry's words: such a
-    request goes through the door. `is_open`: no key is needed. `shape` makes of an exception what a client is told.
+    """`path` in Starlette's notation. `operation` is what the model is asked for, in OpenTelemetry's words: the handler
+    of such a request asks the door (`asking.enter`). `is_open`: no key is needed. `shape` makes of an exception what a
+    client is told.
     """
 
     method: str
@@ -46,31 +45,28 @@ class Endpoint:
         self._route, self._state = route, state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call = call_of(Request(scope))
+        try:
+            await self._answer(call, scope, receive, send)
+        finally:
+            if call.entry is not None:
+                call.entry.close()
+
+    async def _answer(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        call = call_of(request)
         call.route, call.operation = self._route.path, self._route.operation
         try:
             body = await read_body(request, self._state.settings)
             if call.num_sent_bytes:
                 call.sent = unpack(body[: call.num_sent_bytes])
             request._body = body[call.num_sent_bytes :]
-            with ExitStack() as stack:
-                if call.operation and not call.sent:
-                    self._enter(call, len(request._body), stack)
-                response = await self._route.handler(request, self._state)
+            response = await self._route.handler(request, self._state)
         except (ClientDisconnect, ClientGoneError):
             call.leave()
             return
         except Exception as error:
             response = refusal_of(error, call, self._route.shape).response
         await response(scope, receive, send)
-
-    def _enter(self, call: Call, num_bytes: int, stack: ExitStack) -> None:
-        """Through the door. Raises ApiError 429 and 503."""
-        state, door, num_tokens = self._state, self._state.door, num_bytes // _BYTES_PER_TOKEN
-        door.check(state.ahead(), state.llm().host.engine.scheduler.costs.costs, num_tokens)
-        stack.enter_context(door.preparing(num_tokens))
-        call.on_accepted = stack.close
 
 
 def refusal_of(error: Exception, call: Call, shape: Callable[[Exception], ApiError] = api_error) -> ApiError:

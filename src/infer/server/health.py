@@ -12,21 +12,22 @@ _STUCK = 4  # times sooner than the watchdog ends the process, its health is bad
 
 
 async def health(request: Request, state: ServerState) -> Response:
-    """503 while the model is loading, and where the engine is stuck or has failed: a supervisor may restart it."""
+    """503 while the model is loading, and if the engine hangs or has failed: a supervisor may restart it."""
     return JSONResponse(_report(state), 200 if is_alive(state) else 503)
 
 
 async def ready(request: Request, state: ServerState) -> Response:
-    """200 where a request would be taken now."""
-    is_ready = state.phase == "ready" and not _is_stuck(state) and not state.door.is_full(state.ahead())
+    """503 while the model is loading, while the server drains, and if the engine hangs or has failed. A server that is
+    busy is ready: the door refuses what is too much, with the time to come back."""
+    is_ready = state.phase == "ready" and not _is_hung(state)
     return JSONResponse(_report(state), 200 if is_ready else 503)
 
 
 def is_alive(state: ServerState) -> bool:
-    return state.phase in ("ready", "draining") and not _is_stuck(state)
+    return state.phase in ("ready", "draining") and not _is_hung(state)
 
 
-def _is_stuck(state: ServerState) -> bool:
+def _is_hung(state: ServerState) -> bool:
     """A step is a tenth of a second."""
     began = state.step_began
     return began is not None and time.monotonic() - began > state.settings.watchdog_seconds / _STUCK
@@ -34,7 +35,7 @@ def _is_stuck(state: ServerState) -> bool:
 
 def _report(state: ServerState) -> dict[str, object]:
     status = "ok" if state.phase == "ready" else state.phase
-    report: dict[str, object] = {"status": "stuck" if _is_stuck(state) else status}
+    report: dict[str, object] = {"status": "hung" if _is_hung(state) else status}
     return report | ({"progress": round(state.progress, 3)} if state.phase == "loading" else {})
 
 

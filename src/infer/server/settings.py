@@ -14,7 +14,7 @@ from infer.server.unknown_fields import UnknownFields
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
     """`model` is the name that clients see, or one of its `aliases`. Times are in seconds. `cors_origins` empty: no
-    page of another origin may call. `max_queue` counts requests that wait for a slot.
+    page of another origin may call. `max_queue` counts answers of one key that wait for a slot.
     """
 
     model: str = "smollm2"
@@ -29,7 +29,7 @@ class ServerSettings:
     allowed_hosts: tuple[str, ...] = ()  # names beside local ones, without keys on a loopback address; "*": all
     max_queue: int = 512
     step_ms: float = 1000 * GAP_SECONDS  # of 98 in 100 steps with prompts, while answers are streamed
-    max_ttft: float = 30.0  # a request that would wait longer for its first token is refused
+    max_ttft: float = 30.0  # seconds of work ahead of a request: with more it is refused
     max_body_bytes: int = 2 * 2**20
     body_seconds: float = 30.0
     max_header_bytes: int = 16 * 2**10

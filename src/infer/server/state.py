@@ -14,8 +14,9 @@ from infer.engine.scheduler import StepTaken
 from infer.errors import InferError, InvalidRequestError
 from infer.operands.limits import MAX_STEP_LOGITS
 from infer.server.call import Call
-from infer.server.door import Ahead, Door
+from infer.server.door import Door
 from infer.server.errors import ApiError
+from infer.server.forecast import Demand, Forecast
 from infer.server.metrics import Metrics
 from infer.server.settings import ServerSettings
 
@@ -63,10 +64,21 @@ class ServerState:
             message, headers = f"the server has failed: {self.failure}", {"x-should-retry": "false"}
             raise ApiError(503, message, code="failed", headers=headers)
 
-    def ahead(self) -> Ahead:
-        """What the engine has to do. Raises ApiError 503 unless requests are served."""
-        engine = self.llm().host.engine
-        return self.door.ahead(lambda: engine.sequences)
+    def look(self) -> Forecast:
+        """Return the load of the engine. Raises ApiError 503 unless requests are served."""
+        engine, lengths = self.llm().host.engine, self.door.lengths
+        runner = engine.runner
+
+        def fitting(num_tokens: int) -> int:
+            needed = zip(runner.pool_pages, runner.pages_of(num_tokens), strict=True)
+            return min((pages // max(1, each) for pages, each in needed), default=engine.max_running)
+
+        forecast = Forecast(engine.scheduler.costs, engine.max_running, fitting)
+        for each in engine.sequences:
+            tenant = each.request.tenant
+            answer = min(float(each.room), lengths.expected(tenant, len(each.pieces)))
+            forecast.add(Demand(tenant, each.has_slot, max(0, each.num_pending - 1), each.num_computed, answer))
+        return forecast
 
     def become_ready(self, llm: "infer.AsyncLLM") -> None:
         """Serve this model, unless the server is shutting down."""

@@ -1,0 +1,161 @@
+"""How long a tenant's next request would wait, from the engine's sequences and from its cost model.
+
+Tenants share what is computed (`engine.admission.Tenants`). While a tenant gets the work that is ahead of a request,
+every other tenant gets as much, or all that it asks for: so one tenant's flood does not lengthen another's wait without
+bound. Weights of tenants are left out: a server has none.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from math import ceil
+from typing import NamedTuple, final
+
+from infer.engine.scheduler import STREAM_SECONDS
+from infer.engine.step_costs import StepCosts, StepWork, context_of
+
+
+class Demand(NamedTuple):
+    """The work that is left of one sequence, in tokens."""
+
+    tenant: str
+    has_slot: bool
+    num_pending: int  # of its prompt
+    num_computed: int  # positions before these
+    num_answer: float  # expected
+
+
+class _Work(NamedTuple):
+    """What sequences still take: seconds to read prompts, and tokens of answers."""
+
+    prompt_seconds: float = 0.0
+    answer_tokens: float = 0.0
+
+
+@final
+@dataclass
+class _Load:
+    """The sequences of one tenant."""
+
+    running: list[_Work] = field(default_factory=list)
+    num_waiting: int = 0
+    waiting: _Work = field(default_factory=_Work)
+
+    @property
+    def count(self) -> int:
+        return len(self.running) + self.num_waiting
+
+
+@final
+class Forecast:
+    """The load of an engine, and what follows from it. `fitting` returns how many sequences of a length have pages."""
+
+    def __init__(self, costs: StepCosts, num_slots: int, fitting: Callable[[int], int] | None = None) -> None:
+        self._costs, self._max_slots, self._fitting = costs, num_slots, fitting
+        self._loads: dict[str, _Load] = {}
+        self._reading: list[tuple[int, float]] = []  # tokens and seconds of the prompts that are being read
+        self._count, self._num_tokens = 0, 0.0
+
+    def copy(self) -> "Forecast":
+        copied = Forecast(self._costs, self._max_slots, self._fitting)
+        copied._loads = {tenant: replace(load, running=list(load.running)) for tenant, load in self._loads.items()}
+        copied._reading, copied._count, copied._num_tokens = list(self._reading), self._count, self._num_tokens
+        return copied
+
+    def add(self, demand: Demand, count: int = 1) -> None:
+        """Count `count` sequences of this kind."""
+        load = self._loads.setdefault(demand.tenant, _Load())
+        seconds = self._prompt_seconds(demand.num_pending, demand.num_computed)
+        if demand.num_pending and (demand.has_slot or self._count < self._max_slots):
+            self._reading += [(demand.num_pending, seconds)] * count
+        if demand.has_slot:
+            load.running += [_Work(seconds, demand.num_answer)] * count
+        else:
+            load.num_waiting += count
+            before = load.waiting
+            answers = before.answer_tokens + count * demand.num_answer
+            load.waiting = _Work(before.prompt_seconds + count * seconds, answers)
+        self._count += count
+        self._num_tokens += count * (demand.num_computed + demand.num_pending + demand.num_answer)
+
+    @property
+    def count(self) -> int:
+        """Number of sequences."""
+        return self._count
+
+    @property
+    def num_slots(self) -> int:
+        """Number of sequences that can run at the same time: those that have slots and pages."""
+        if self._fitting is None or self._count == 0:
+            return self._max_slots
+        return max(1, min(self._max_slots, self._fitting(round(self._num_tokens / self._count))))
+
+    def num_waiting(self, tenant: str) -> int:
+        return self._load(tenant).num_waiting
+
+    def seconds_to_slot(self, tenant: str) -> float:
+        """Return when the tenant's next sequence gets a slot."""
+        num_slots, own = self.num_slots, self._load(tenant)
+        if self._count < num_slots:
+            return 0.0
+        num_tenants = len(self._loads) + (tenant not in self._loads)
+        share = max(1.0, num_slots / num_tenants, float(num_slots - (self._count - own.count)))
+        num_before = ceil(own.count + 1 - share)  # of its own that must end first
+        if num_before > 0:
+            return self.shared_seconds(tenant, self._seconds_until(own, num_before, share))
+        others = [load for name, load in self._loads.items() if name != tenant]
+        if own.count == 0 and max((len(load.running) for load in others), default=0) > 1:
+            return 0.0  # a tenant above its share gives a slot up
+        running = self._all_seconds(work for load in self._loads.values() for work in load.running)
+        return len(running) * min(running, default=0.0)
+
+    def _seconds_until(self, load: _Load, num_ended: int, share: float) -> float:
+        """Return when so many sequences of a tenant have ended, if it has the engine to itself.
+
+        All that run are computed at the same speed. Of those that run at the end, half is done.
+        """
+        running = sorted(self._all_seconds(load.running))
+        if num_ended <= len(running):
+            return len(running) * running[num_ended - 1]
+        waiting = self._seconds_of(load.waiting)
+        return sum(running) + waiting - (share - 1) * waiting / load.num_waiting / 2
+
+    def seconds_ahead(self, tenant: str, num_prompt_tokens: int) -> float:
+        """Return the wait before the tenant's next prompt is read: for a slot, or for shorter prompts."""
+        if waiting := self.seconds_to_slot(tenant):
+            return waiting
+        decoding = self._costs.predict(self._decoding(min(self._count, self._max_slots)))
+        share = max(0.5, 1 - decoding / STREAM_SECONDS)
+        return sum(seconds for tokens, seconds in self._reading if tokens <= num_prompt_tokens) / share
+
+    def shared_seconds(self, tenant: str, seconds: float) -> float:
+        """Return how long work takes that would take `seconds` without the other tenants."""
+        others = (load for name, load in self._loads.items() if name != tenant)
+        return seconds + sum(min(self._seconds(load), seconds) for load in others)
+
+    def service_seconds(self, prompt_tokens: int, answer_tokens: float) -> float:
+        """Return how long a request of this size occupies a busy engine."""
+        return self._prompt_seconds(prompt_tokens, 0) + answer_tokens * self._token_seconds()
+
+    def _load(self, tenant: str) -> _Load:
+        return self._loads.get(tenant, _Load())
+
+    def _seconds(self, load: _Load) -> float:
+        return sum(self._all_seconds(load.running)) + self._seconds_of(load.waiting)
+
+    def _all_seconds(self, works: Iterable[_Work]) -> list[float]:
+        token_seconds = self._token_seconds()
+        return [work.prompt_seconds + work.answer_tokens * token_seconds for work in works]
+
+    def _seconds_of(self, work: _Work) -> float:
+        return work.prompt_seconds + work.answer_tokens * self._token_seconds()
+
+    def _prompt_seconds(self, num_tokens: int, start: int) -> float:
+        return self._costs.predict_further(num_tokens, context_of(num_tokens, start))
+
+    def _token_seconds(self) -> float:
+        """Return what one token of an answer takes while all slots decode."""
+        return self._costs.predict(self._decoding(self.num_slots)) / self.num_slots
+
+    def _decoding(self, num_sequences: int) -> StepWork:
+        mean = self._num_tokens / self._count if self._count else 0.0
+        return StepWork(num_sequences, num_sequences, round(num_sequences * mean))

@@ -1,0 +1,67 @@
+"""Clients at the door of a simulated engine: who is refused comes back when it was told, a number of times."""
+
+import random
+from collections import defaultdict
+from math import inf
+from typing import final
+
+from infer.server.door import Arrival, Door
+from infer.server.errors import ApiError
+from infer.server.forecast import Demand, Forecast
+from infer.server.settings import ServerSettings
+from simulation import Machine, Request, Simulation
+
+
+@final
+class DoorSimulation:
+    """`told` are the seconds that each refused request was told, `predicted` the wait of each that was taken."""
+
+    def __init__(
+        self, machine: Machine, requests: list[Request], *, num_retries: int = 2, mean: float = 64.0, **limits: float
+    ) -> None:
+        self.life = Simulation(machine, requests, door=self.ask)
+        settings = ServerSettings(slots=machine.num_slots, **limits)  # type: ignore[arg-type]
+        self.door = Door(settings, clock=lambda: self.life.now)
+        self.door.lengths.mean = mean
+        self.num_retries, self.requests = num_retries, requests
+        self.first_asked: dict[Request, float] = {}
+        self.taken_at: dict[Request, float] = {}
+        self.told: defaultdict[Request, list[float]] = defaultdict(list)
+        self.predicted: dict[Request, float] = {}
+
+    def run(self) -> None:
+        random.seed(7)  # the door's jitter
+        self.life.run()
+
+    def look(self) -> Forecast:
+        machine, life = self.life.machine, self.life
+        forecast = Forecast(life.scheduler.costs, machine.num_slots, lambda n: machine.num_pages // machine.pages_of(n))
+        for each in [*life.running, *life.waiting]:
+            answer = min(float(each.max_new - each.num_given), self.door.lengths.expected(each.tenant, each.num_given))
+            left = max(0, each.num_tokens - each.num_computed - 1)
+            forecast.add(Demand(each.tenant, each in life.running, left, each.num_computed, answer))
+        return forecast
+
+    def ask(self, request: Request) -> float | None:
+        self.first_asked.setdefault(request, self.life.now)
+        arrival = Arrival(request.tenant, 1, 1, request.num_prompt, request.max_new)
+        forecast = self.door.forecast(self.look)
+        try:
+            entry = self.door.enter(arrival, b"%d" % id(request), self.look)
+        except ApiError as refused:
+            told = int(refused.headers["retry-after-ms"]) / 1000
+            self.told[request].append(told)
+            return told if len(self.told[request]) <= self.num_retries else inf
+        entry.submit()  # the engine has it from now on
+        entry.close()
+        self.taken_at[request] = self.life.now
+        self.predicted[request] = forecast.seconds_ahead(request.tenant, request.num_prompt)
+        return None
+
+    @property
+    def answered(self) -> list[Request]:
+        return [each for each in self.requests if each.ended_at is not None]
+
+    def waits(self) -> list[float]:
+        """Return the time to the first token of each that was taken, from then on."""
+        return [(each.first_token_at or inf) - self.taken_at[each] for each in self.answered]

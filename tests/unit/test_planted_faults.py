@@ -1,6 +1,7 @@
 """The faults of scripts/plant_faults.py: each can still be planted, and with INFER_TESTS=all its tests see it."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +43,25 @@ def test_an_unknown_id_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["no-such-fault"])
     assert "no fault has the id no-such-fault" in capsys.readouterr().err
+
+
+def test_a_fault_without_an_effect_survives_and_the_sources_stay_as_they_are(tmp_path: Path) -> None:
+    source, tests = tmp_path / "src" / "infer", tmp_path / "tests"
+    for folder in (source, tests):
+        folder.mkdir(parents=True)
+    (source / "__init__.py").touch()
+    (source / "half.py").write_text("def half(number):\n    return number // 2\n")
+    (tests / "test_half.py").write_text("from infer.half import half\n\n\ndef test_half():\n    assert half(4) == 2\n")
+    old, named = "number // 2", ["test_half.py::test_half"]
+    faults = [
+        Fault("rounds up", "no effect", "half.py", old, "-(-number // 2)", named),
+        Fault("quarter", "seen", "half.py", old, "number // 4", named),
+        Fault("broken", "seen", "half.py", old, "number //", named),
+    ]
+    assert [problem_of(fault, tmp_path) for fault in faults] == [None] * 3
+    found = plant(faults, 1, tmp_path)
+    assert found == {"rounds up": "survived", "quarter": "killed", "broken": "error"}
+    assert old in (source / "half.py").read_text()
 
 
 if IS_WHOLE:  # an hour

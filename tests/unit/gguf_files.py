@@ -56,6 +56,7 @@ def write_model(
     quantise: frozenset[str] = frozenset(),
     extend: Callable[[gguf.GGUFWriter], Any] | None = None,
     split_tensors: int = 0,
+    rope_base: float | None = 50_000.0,
 ) -> Path:
     """With `split_tensors` as several files of so many tensors each, whose names the package makes of the path's."""
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split_tensors)
@@ -67,7 +68,8 @@ def write_model(
     writer.add_head_count_kv(KV_HEADS)
     writer.add_key_length(HEAD_DIM)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(50_000.0)
+    if rope_base is not None:
+        writer.add_rope_freq_base(rope_base)
     if extend:
         extend(writer)
     for name, values in (random_tensors(architecture) if tensors is None else tensors).items():

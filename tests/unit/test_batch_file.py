@@ -3,16 +3,21 @@
 import json
 import os
 import resource
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from infer import LLM
+from infer.batch_file.answering import answer_rows
 from infer.batch_file.openai_logprobs import Spelling
 from infer.batch_file.output_file import OutputFile
 from infer.batch_file.result_line import error_line, result_line
 from infer.batch_file.row import Row, read_rows, seed_of
+from infer.batch_file.settings import BatchSettings, Line
 from infer.cli import main
+from infer.engine.request_options import RequestOptions
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult, GenerationTiming, TokenLogprob, ToolCall
 
@@ -138,6 +143,31 @@ def test_a_torn_line_is_cut_and_failed_rows_are_asked_again(tmp_path: Path) -> N
     assert os.listdir(tmp_path) == ["out.jsonl"]
     with pytest.raises(InvalidRequestError, match="holds answers of m, not of other"):
         OutputFile(path, "other")
+
+
+def test_failed_rows_of_an_earlier_run_are_counted_wherever_they_stand(tmp_path: Path) -> None:
+    path, good = tmp_path / "out.jsonl", result_line(Row("a"), result(), "m", SPELLING).text
+    failed = [error_line(Row(name), "x", "y", "m").text for name in "bc"]
+    path.write_text("".join([*failed, good]), encoding="utf-8")
+    with OutputFile(path, "m") as output:
+        assert (output.finished, output.num_failed) == ({"a", "b", "c"}, 2)
+
+
+def test_a_row_that_was_cancelled_gets_no_line_and_is_answered_by_the_next_run(llm: LLM) -> None:
+    cancel, ids = threading.Event(), list[str]()
+    values = {"temperature": 0.0, "ignore_eos": True}
+    rows = [Row("short", prompt="a", values={"max_new_tokens": 2})]
+    rows += [Row(name, prompt="b", values={"max_new_tokens": 100}) for name in ("long", "waiting")]
+
+    def write(line: Line) -> None:
+        ids.append(line.row_id)
+        cancel.set()
+
+    answer_rows(llm, rows, BatchSettings("m", 0, 2, values, RequestOptions(cancel=cancel)), write)
+    assert ids == ["short"]
+    left = [row for row in rows if row.id not in ids]
+    answer_rows(llm, left, BatchSettings("m", 0, 2, values, RequestOptions()), write)
+    assert sorted(ids) == ["long", "short", "waiting"]
 
 
 def test_a_file_of_somebody_elses_is_left_alone(tmp_path: Path) -> None:

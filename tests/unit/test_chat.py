@@ -228,6 +228,16 @@ def test_special_texts_are_found_longest_first(texts: list[str], text: str) -> N
     assert [found.span() for found in SpecialTexts(texts)._whole.finditer(text)] == expected
 
 
+def test_a_string_that_ends_in_all_but_the_last_character_of_a_special_text_is_hinted() -> None:
+    texts = ["<s>", "</s>", "<|im_start|>", "<|the_longest_of_all|>"]
+    specials = SpecialTexts(texts)
+    for text in texts:
+        for length in range(2, len(text)):
+            assert specials.are_hinted_in("hello " + text[:length]), text[:length]
+            assert specials.are_hinted_in(text[-length:] + " hello"), text[-length:]
+    assert not specials.are_hinted_in("hello")
+
+
 def test_a_megabyte_of_angle_brackets_is_searched_in_linear_time() -> None:
     texts = SpecialTexts([f"<unused{index}>" for index in range(6000)])
     assert not texts.are_hinted_in("<unused" * 150_000 + "x")

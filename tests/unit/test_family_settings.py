@@ -91,6 +91,8 @@ def test_what_published_configs_leave_out_is_what_transformers_has_by_default() 
     assert make("phi3").norm_eps == make("olmo2").norm_eps == 1e-5
     assert make("qwen3").layers[0].head_dim == 128
     assert all(layer.window is None for layer in make("qwen2", sliding_window=8).layers)
+    windowed = make("qwen2", sliding_window=8, use_sliding_window=True, num_hidden_layers=30)
+    assert [layer.window for layer in windowed.layers] == [None] * 28 + [8] * 2
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,12 @@ def test_the_same_bytes_without_a_fault_are_read(tmp_path: Path) -> None:
     assert read_weight(file.tensors["b"]).data.tolist() == list(range(8, 16))
 
 
+def test_a_file_without_a_rope_base_has_that_of_llama_cpp(tmp_path: Path) -> None:
+    given = open_checkpoint(write_model(tmp_path / "given.gguf")).config
+    left_out = open_checkpoint(write_model(tmp_path / "without.gguf", rope_base=None)).config
+    assert (given["rope_theta"], left_out["rope_theta"]) == (50_000.0, 10_000.0)
+
+
 def test_padding_after_the_last_tensor_is_no_trailing_byte(tmp_path: Path) -> None:
     assert read_bytes(tmp_path, raw_file((), (tensor_entry("a", (2,), 0, 0),), bytes(32))).tensors["a"].shape == (2,)
 

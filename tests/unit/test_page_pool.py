@@ -65,6 +65,7 @@ class Model:
         self.token_ids: list[list[int]] = [[] for _ in range(NUM_ROWS)]
         self.written: list[dict[tuple[int, int], float]] = [{} for _ in range(NUM_ROWS)]
         self.parts = [[part.numpy() for part in parts_of(cache, index)] for index in range(len(cache.memory.layers))]
+        self.remembered: list[list[int]] = []
         self.num_refused = 0
 
     def append(self, row: int) -> None:
@@ -113,14 +114,19 @@ class Model:
 
     def remember(self, row: int) -> None:
         self.cache.remember(row, self.token_ids[row])
+        self.remembered.append(list(self.token_ids[row]))
 
     def adopt(self, row: int) -> None:
-        source = self.random.randrange(NUM_ROWS)
-        wanted = [*self.token_ids[source], 1]
+        """A text that a row has now, or that one had when it was remembered."""
+        wanted = [*self.random.choice([*self.token_ids, *self.remembered]), 1]
         self.cache.truncate(row, 0)
         count = self.cache.adopt(row, wanted)
-        written = {key: value for key, value in self.written[source].items() if key[1] < count}
-        self.token_ids[row], self.written[row] = wanted[:count], written
+        self.token_ids[row] = []
+        contents, num_layers = [self.content(row, wanted[: at + 1]) for at in range(count)], len(self.parts)
+        self.token_ids[row] = wanted[:count]
+        self.written[row] = {
+            (index, at): content + index / 4 for at, content in enumerate(contents) for index in range(num_layers)
+        }
 
     def clear(self, row: int) -> None:
         self.cache.truncate(row, 0)

@@ -1,8 +1,9 @@
 """Several processes with the model and one that clients talk to: kills that no client notices."""
 
 import asyncio
+import re
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -11,13 +12,15 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from infer.distributed.asked_body import AskedBody, with_seed
-from infer.distributed.exchange import Exchange, GoneError
+from infer.distributed.exchange import Exchange, GoneError, Head
 from infer.distributed.failover import Answering
 from infer.distributed.replicas import Replicas
 from infer.distributed.router import RoutedPrompt
+from infer.outputs import Piece
 from infer.server.call import Call, call_of, put_call
 from infer.server.errors import ApiError
 from infer.server.exposition import labelled, merged
+from infer.server.resumption import SentPart, note_of, unpack
 from infer.server.settings import ServerSettings
 from infer.server.sse import failure_events
 from infer.server.state import ServerState
@@ -35,6 +38,7 @@ FRONT = f"""
 import sys
 from infer.distributed.front import run_replicas
 from infer.server.process import bind
+from infer.server.resumption import SentPart, note_of, unpack
 from infer.server.settings import ServerSettings
 from infer.server.state import ServerState
 settings = ServerSettings(port=int(sys.argv[2]))
@@ -74,6 +78,61 @@ def test_a_request_that_three_replicas_died_of_is_given_up(monkeypatch: pytest.M
         asyncio.run(answering.response())
     assert (caught.value.code, len(died)) == ("engine_died", 3)
     assert not call_of(Request(scope)).is_forwarded
+
+
+PARTS = [SentPart(0, [token_id]) for token_id in (11, 12, 13)]
+NOTES = [note_of(0, [Piece(part.token_ids[0], "x")]) for part in PARTS]
+EVENTS = [b"data: %d\n\n" % number for number in range(3)]
+
+
+@pytest.mark.parametrize("cuts", [(0, 1), (1, 2), (2, 1), (1, 3), (3, 2), (3, 4), (5, 5)])
+def test_a_part_is_asked_for_again_once_and_only_if_its_event_was_sent(
+    cuts: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two replicas die after so many notes and events; a third gives the rest."""
+    lives, asked, expected, body = [*cuts, None], list[list[SentPart]](), list[list[SentPart]](), list[bytes]()
+
+    class Living:
+        async def head(self, request: bytes) -> Head:
+            head, _, content = request.partition(b"\r\n\r\n")
+            (length,) = re.findall(rb"x-infer-sent: (\d+)", head)
+            asked.append(unpack(content[: int(length)]) if int(length) else [])
+            expected.append(PARTS[: len(body)])
+            return Head(200, [(b"content-type", b"text/event-stream")])
+
+        async def events(self) -> AsyncGenerator[list[bytes], None]:
+            num_given, cut = len(asked[-1]), lives.pop(0)
+            new = [each for pair in zip(NOTES[num_given:], EVENTS[num_given:], strict=True) for each in pair]
+            for event in [*EVENTS[:num_given], *new][:cut]:
+                yield [event]
+            if cut is not None:
+                raise GoneError
+
+    @asynccontextmanager
+    async def living(prompt: RoutedPrompt) -> AsyncIterator[Living]:
+        yield Living()
+
+    async def until_gone() -> Message:
+        return await asyncio.get_running_loop().create_future()
+
+    async def keep(message: Message) -> None:
+        if chunk := message.get("body"):
+            body.append(chunk)
+
+    async def answer() -> None:
+        response = await answering.response()
+        await response(scope, until_gone, keep)
+
+    replicas = Replicas(ServerState(ServerSettings()), [], [])
+    monkeypatch.setattr(replicas, "exchange", living)
+    scope = {"type": "http", "method": "POST", "raw_path": b"/v1/completions", "query_string": b"", "headers": []}
+    put_call(scope, Call("req-1", None, "POST"))
+    repeatable = AskedBody(b"{}", RoutedPrompt(0), is_repeatable=True)
+    answering = Answering(Request(scope, until_gone), repeatable, replicas, failure_events)
+    asyncio.run(answer())
+    assert body == EVENTS
+    assert asked == expected
+    assert not lives
 
 
 def test_a_request_without_a_seed_gets_one_and_any_other_body_stays_as_it_is() -> None:

@@ -76,6 +76,13 @@ def test_only_the_last_pages_of_a_replica_are_known() -> None:
     assert router.choose(prompt_of(b"x" * 1024), idle) == "a"
 
 
+def test_of_a_prompt_longer_than_a_cache_the_first_pages_are_known() -> None:
+    """A later page is of no use without those before it."""
+    router, idle = Router(2), {"a": 0.0, "b": 0.0}
+    router.sent(prompt_of(b"x" * 768), "b")
+    assert router.choose(prompt_of(b"x" * 512 + b"y" * 512), idle) == "b"
+
+
 def test_texts_of_different_salts_share_no_key() -> None:
     text = b"x" * 600
     assert len(text_keys(text)) == 2

@@ -231,6 +231,23 @@ def test_who_gives_way() -> None:
     assert victim([Running(1, 99, False), came_back]) == came_back  # the oldest never
 
 
+def test_one_that_came_back_and_has_given_as_few_tokens_as_are_kept_gives_way_again() -> None:
+    came_back = Running(3, FEWEST_KEPT, True)
+    assert victim([Running(1, 0, False), Running(2, 99, False), came_back]) == came_back
+
+
+def test_a_tenant_whose_account_was_kept_does_not_come_back_below_the_others() -> None:
+    tenants = Tenants()
+    for tenant, work in (("ahead", 2000), ("busy", 1000)):
+        tenants.come(tenant)
+        tenants.charge(tenant, work - tenants.accounts[tenant])
+    tenants.go("ahead")
+    assert tenants.accounts["ahead"] == 2000
+    tenants.charge("busy", 4000)
+    tenants.come("ahead")
+    assert tenants.accounts["ahead"] == tenants.accounts["busy"] == 5000
+
+
 def test_a_tenant_that_was_away_has_saved_nothing_up() -> None:
     tenants = Tenants()
     tenants.come("busy")

@@ -197,6 +197,19 @@ def test_a_body_that_comes_in_single_bytes_is_read(served: Served) -> None:
         assert status_of(plain.recv(65536)) == 200
 
 
+def test_a_body_of_as_many_bytes_as_are_allowed_is_read(llm: LLM) -> None:
+    body = json.dumps({"prompt": "hello", "max_tokens": 1}).encode().ljust(1000)
+
+    def chunks() -> Iterator[bytes]:
+        yield body[:600]
+        yield body[600:]
+
+    with serving(llm, table=TABLE, max_body_bytes=len(body)) as served:
+        for content in (body, chunks()):
+            answer = served.client.post(PATH, content=content, headers={"content-type": "application/json"})
+            assert answer.status_code == 200, answer.text
+
+
 @pytest.mark.parametrize("num_bytes", [1001, 100_000])
 def test_a_body_that_is_too_large_is_refused_counted_or_announced(served: Served, num_bytes: int) -> None:
     def chunks() -> Iterator[bytes]:

@@ -2,6 +2,8 @@
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ import torch
 from transformers import LlamaConfig
 
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
-from infer import LLM, InvalidRequestError, SamplingParams
+from infer import LLM, InvalidRequestError, SamplingParams, Session
+from infer.engine.stream import Stream
 from infer.errors import ContextLengthError
 from infer.operands.step import Chunk
 from infer.outputs import GenerationResult
@@ -235,6 +238,34 @@ def test_a_stream_that_is_left_early_frees_the_session(llm: LLM, num_read: int, 
     assert len(session.messages) == (2 if num_read else 0)
     result = session.send("go on", GREEDY)
     check_fresh(llm, session.token_ids[: -len(result.token_ids)], GREEDY, result)
+
+
+def test_of_two_threads_that_enter_a_session_at_the_same_time_one_is_refused(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is held up after it has seen that nobody has the session, until the other has seen it too or cannot."""
+    session, both_have_seen = llm.session(), threading.Barrier(2)
+
+    def caller(asked: Any) -> object:
+        found = vars(asked)["_caller"]
+        if found is None:
+            with suppress(threading.BrokenBarrierError):
+                both_have_seen.wait(0.5)
+        return found
+
+    def begin(number: int) -> object:
+        try:
+            return session.stream("hello", GREEDY)
+        except InvalidRequestError as error:
+            return str(error)
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        change = property(caller, lambda asked, found: vars(asked).update(_caller=found))
+        patch.setattr(Session, "_caller", change, raising=False)
+        found = list(pool.map(begin, range(2)))
+    assert sorted(type(each).__name__ for each in found) == ["Stream", "str"]
+    (stream,) = (each for each in found if isinstance(each, Stream))
+    assert stream.run().token_ids == llm.chat([{"role": "user", "content": "hello"}], GREEDY).token_ids
 
 
 def test_a_dropped_stream_leaves_nothing_in_the_next_answer(llm: LLM) -> None:

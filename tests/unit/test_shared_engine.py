@@ -6,13 +6,16 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from infer import LLM
+from infer.engine.admission import work_of
 from infer.engine.engine import Engine
 from infer.engine.request_options import RequestOptions
 from infer.engine.sequence import Sequence
+from infer.engine.stream import Stream
 from infer.errors import InvalidRequestError
 from infer.kvcache.settings import CacheSettings
 from infer.runner.runner import CachedRunner
@@ -140,6 +143,53 @@ def test_prefixes_are_shared_among_those_of_one_salt_alone(world: World, engine:
         assert Outcome.of(sequence.result()) == by_definition(world, case)
         reused.append(sequence.num_reused)
     assert reused == [0, 32, 0, 32, 0]
+
+
+def test_a_tenant_does_not_pay_for_tokens_of_a_prompt_that_were_not_computed(world: World, engine: Engine) -> None:
+    """Nor for a part of an answer that was not given."""
+    case = replace(SHORT, name="a page", prompt=tuple(b"abc " * 10))
+    accounts = [0.0]
+    for expected in (0, 32, 32):
+        sequence = submit(world, engine, case, tenant="one")
+        run(engine)
+        assert sequence.num_reused == expected
+        accounts.append(engine.snapshot().work_by_tenant["one"])
+    first, second, third = (after - before for before, after in pairwise(accounts))
+    assert first == work_of(40, 4)
+    assert second == third == first - work_of(32, 0)
+    cancelled = submit(world, engine, replace(LONG, prompt=tuple(b"xyz")), tenant="one")
+    while len(cancelled.pieces) < 3:
+        engine.step()
+    cancelled.cancel()
+    run(engine)
+    assert engine.snapshot().work_by_tenant["one"] - accounts[-1] == work_of(3, len(cancelled.pieces))
+
+
+def test_a_reader_is_told_of_its_prompt_only_when_more_of_it_is_read(world: World, engine: Engine) -> None:
+    engine.max_running, told = 1, list[tuple[int, int]]()
+    submit(world, engine, SHORT)
+    sequence = make_sequence(world, LONG, Way())
+    sequence.request = replace(sequence.request, prefill_chunk=3)
+    pieces = list(Stream(engine, engine.submit(sequence), on_prefill=lambda *found: told.append(found)))
+    assert told == [(3, 7), (6, 7)]
+    assert len(pieces) == LONG.params.max_new_tokens
+
+
+def test_one_that_was_preempted_comes_back_when_another_leaves_though_a_third_runs(
+    world: World, engine: Engine
+) -> None:
+    running, preempted, ending = (submit(world, engine, case) for case in (LONG, LONG, SHORT))
+    engine.step()
+    engine._slots.preempt(preempted)
+    while not ending.has_ended:
+        engine.step()
+        assert ending.has_ended or not preempted.has_slot, "the pages that it gave up are not yet free"
+    while not preempted.has_slot:
+        engine.step()
+        assert not running.has_ended
+    run(engine)
+    for sequence in (running, preempted):
+        assert Outcome.of(sequence.result()) == by_definition(world, LONG)
 
 
 def test_one_prompt_is_remembered_for_at_most_half_of_the_pool(world: World) -> None:

@@ -35,7 +35,11 @@ ROWS = [
     (4, 256, 1, 0),
     (4, 260, 60, 0),  # a prompt
     (4, 300, 1, 0),
+    (0, 700, 1, 0),  # from here on rows whose contents differ where their pages do
+    (0, 640, 1, 0),
+    (5, 700, 2, 0),
 ]
+OWN_CONTENTS = {10: (8, 0), 11: (9, 5), 12: (9, 5)}  # seed, and pages in common with the others of this seed
 
 
 @pytest.fixture(params=[1, 2, 5])
@@ -61,15 +65,16 @@ def make_layer(kv_type: str) -> LayerCache:
 
 def make_qkv(row: int, start: int, count: int) -> torch.Tensor:
     """Equal in all rows as far as any two have pages in common."""
-    out = torch.randn(PAGES_PER_ROW * PAGE, (NUM_HEADS + 2 * KV_HEADS) * DIM, generator=torch.manual_seed(7))
+    seed, num_common = OWN_CONTENTS.get(row, (7, 9))
+    out = torch.randn(PAGES_PER_ROW * PAGE, (NUM_HEADS + 2 * KV_HEADS) * DIM, generator=torch.manual_seed(seed))
     own = torch.randn(PAGES_PER_ROW * PAGE, out.shape[1], generator=torch.manual_seed(100 + row))
-    out[9 * PAGE :] = own[9 * PAGE :]
+    out[num_common * PAGE :] = own[num_common * PAGE :]
     return out[start : start + count].clone()
 
 
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("kv_type", ["f32", "f16", "q8"])
-@pytest.mark.parametrize("rows", [range(len(ROWS)), range(3), (1, 2, 5, 6, 7), (0, 4, 9, 8, 3)])
+@pytest.mark.parametrize("rows", [range(len(ROWS)), range(3), (1, 2, 5, 6, 7), (0, 4, 9, 8, 3), (10, 11, 12)])
 def test_rows_that_share_pages_have_the_bits_that_each_has_alone(kv_type: str, rows: range | tuple[int, ...]) -> None:
     layer = make_layer(kv_type)
     alone, steps, qkvs = [], [], []
@@ -126,3 +131,4 @@ def test_neighbours_share_whole_chunks_that_all_of_them_see() -> None:
     assert prefixes([5, 6, 7, 8, 9]) == [(3, 1), (63, 0), (64, 0)]
     assert prefixes([0, 9]) == [(2, 1)]
     assert prefixes([0, 1, 9]) == [(3, 2), (4, 0)]  # fewer chunks in common than the others have
+    assert prefixes([10, 11, 12]) == [(1, 0), (4, 1)]  # no page, then 5 pages: one chunk of the two that each has

@@ -121,6 +121,16 @@ def test_a_last_message_is_continued_as_transformers_does(template: str, content
     assert "".join(piece.text for piece in pieces) == ours.render(forged, continue_final_message=True)
 
 
+def test_a_message_that_holds_the_tag_of_the_continued_one_cuts_nothing() -> None:
+    chatml = ChatTemplate(TEMPLATES["chatml"], VARIABLES)
+    messages = [
+        {"role": "user", "content": "before CONTINUE_FINAL_MESSAGE_TAG after"},
+        {"role": "assistant", "content": "It is"},
+    ]
+    whole = chatml.render(messages[:1], add_generation_prompt=True)
+    assert chatml.render(messages, continue_final_message=True) == whole + "It is"
+
+
 def test_what_cannot_be_continued_is_said() -> None:
     chatml = ChatTemplate(TEMPLATES["chatml"], VARIABLES)
     with pytest.raises(InvalidRequestError, match="contradict"):

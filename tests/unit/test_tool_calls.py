@@ -263,6 +263,19 @@ def test_reasoning_is_told_apart_counted_and_closed_by_its_budget(llm: LLM, is_o
     assert result.text == raw.text.partition("</think>")[2].lstrip()
 
 
+def test_a_session_keeps_an_answer_that_was_cancelled_while_it_reasoned(llm: LLM) -> None:
+    letters = {"allowed_token_ids": [*range(97, 123)], "ignore_eos": True, "max_new_tokens": 50}
+    with llm.session(chat_template=THINKING, open=True) as session:
+        stream = session.stream("weather?", temperature=0, **letters)
+        for _ in range(5):
+            next(stream)
+        stream.close()
+        result = stream.result
+        assert (result.finish_reason, result.text, len(result.reasoning or "")) == ("abort", "", 5)
+        assert session.messages[1:] == [result.to_message()]
+        assert session.messages[1]["reasoning_content"] == result.reasoning
+
+
 def test_a_schema_and_a_forced_call_hold_after_the_reasoning(llm: LLM) -> None:
     asked: dict[str, Any] = {"chat_template": THINKING, "open": True, "reasoning_budget": 9, **SAMPLED}
     result = llm.chat(ASKED, json_schema={"type": "boolean"}, **asked)

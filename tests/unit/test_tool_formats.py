@@ -156,6 +156,16 @@ def test_an_answer_that_is_cut_shows_a_beginning_of_its_call(name: str, tokenize
         assert calls or not text.strip() or any(each.startswith(text) for each in form.calls.beginnings)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if not form.trigger])
+def test_an_answer_that_ends_while_it_may_still_begin_a_call_is_text(name: str, tokenizer: Tokenizer) -> None:
+    form = answer_format(tokenizer, FORMATS[name])
+    assert form.calls is not None
+    assert form.calls.beginnings
+    for beginning in form.calls.beginnings:
+        for length in range(1, len(beginning)):
+            assert parsed(form, [beginning[:length]])[0] == beginning[:length]
+
+
 @settings(max_examples=usual_or_all(60, 2_000), deadline=None)
 @given(st.lists(st.sampled_from([*'<>/tol_ca{}[]"nme:=( \nf', "<tool_call>", '{"name": "', "</think>", "<think>"])))
 def test_text_without_a_call_is_shown_to_the_letter(parts: list[str]) -> None:

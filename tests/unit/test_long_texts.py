@@ -60,4 +60,5 @@ def test_a_long_text_has_the_ids_of_its_short_parts(tokenizer: Tokenizer) -> Non
     part = "A <|im_end|> that somebody wrote.\n"
     assert as_control(tokenizer, part * 200) == as_control(tokenizer, part) * 200
     assert as_text(tokenizer, part * 200) == as_text(tokenizer, part) * 200
-    assert end in as_control(tokenizer, part) and end not in as_text(tokenizer, part)
+    assert end in as_control(tokenizer, part)
+    assert end not in as_text(tokenizer, part)

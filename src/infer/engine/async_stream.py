@@ -40,15 +40,20 @@ class _Loop:
         self._arrived = set[Sequence]()
         self._of_ends = set[Sequence]()  # of which nobody reads the pieces as they come
         self._is_called = False
-        self._waiting: dict[Sequence, asyncio.Future[None]] = {}
+        self._waiting: dict[Sequence, set[asyncio.Future[None]]] = {}
 
     async def wait(self, sequence: Sequence) -> None:
-        """Until the service has told of the sequence, unless it has ended. One task waits for a sequence."""
-        if not sequence.has_ended:
-            self._waiting[sequence] = self._loop.create_future()
-            try:
-                await self._waiting[sequence]
-            finally:
+        """Wait until the service reports the sequence, unless it has ended. For any number of tasks."""
+        if sequence.has_ended:
+            return
+        future = self._loop.create_future()
+        futures = self._waiting.setdefault(sequence, set())
+        futures.add(future)
+        try:
+            await future
+        finally:
+            futures.discard(future)
+            if not futures and self._waiting.get(sequence) is futures:
                 del self._waiting[sequence]
 
     async def wait_for_end(self, sequence: Sequence) -> None:
@@ -82,9 +87,9 @@ class _Loop:
     def _wake(self) -> None:
         self._is_called = False  # first: what arrives now calls again
         while self._arrived:
-            future = self._waiting.get(self._arrived.pop())
-            if future is not None and not future.done():
-                future.set_result(None)
+            for future in self._waiting.get(self._arrived.pop(), ()):
+                if not future.done():
+                    future.set_result(None)
 
 
 class _Begun(NamedTuple):

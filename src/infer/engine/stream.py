@@ -1,6 +1,5 @@
 """`Stream`: an answer as it comes, read by one thread at a time and closed by any."""
 
-import asyncio
 import os
 import threading
 import weakref
@@ -43,16 +42,6 @@ class Stream(Iterator[Piece]):
 
     def __next__(self) -> Piece:
         return self.reading.next()
-
-    def __aiter__(self) -> Self:
-        """For `async for`: each step runs in another thread."""
-        return self
-
-    async def __anext__(self) -> Piece:
-        piece = await asyncio.to_thread(next, self, None)
-        if piece is None:
-            raise StopAsyncIteration
-        return piece
 
     def __enter__(self) -> Self:
         return self

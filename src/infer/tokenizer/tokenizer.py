@@ -15,8 +15,7 @@ from tokenizers import AddedToken
 
 from infer.errors import InvalidRequestError
 from infer.system.json_file import read_json_file, read_text_file
-from infer.system.locks import short_lock
-from infer.tokenizer.backend import MAX_TOKENS, encode, load_backend, read_vocabulary
+from infer.tokenizer.backend import MAX_TOKENS, encode, load_backend, make_text_backend, read_vocabulary
 from infer.tokenizer.chat_template import ChatTemplate
 from infer.tokenizer.detokenizer import (
     DecodingRules,
@@ -53,7 +52,7 @@ class Tokenizer:
         self._named_tokens = dict(named_tokens)
         self._chat_templates = dict(chat_templates or {})
         self.allow_special = False  # in messages, where a call does not say
-        self._lock = short_lock()  # guards backend.encode_special_tokens
+        self._text_backend = make_text_backend(backend)  # two, since a flag that changes would need a lock
         added = backend.get_added_tokens_decoder()
         self._added_token_ids = frozenset(added)
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -136,8 +135,7 @@ class Tokenizer:
             added = self.encode("", add_special_tokens)
             return [*added[: self.adds_bos], *self._encode_as_text(text), *added[self.adds_bos :]]
         _check_encodable(text)
-        with self._lock:
-            return encode(self.backend, text, add_special_tokens)
+        return encode(self.backend, text, add_special_tokens)
 
     def least_num_tokens(self, text: str) -> int:
         """No encoding of the text has fewer; 0 where nothing is known. Takes a small part of the time of `encode`."""
@@ -241,12 +239,7 @@ class Tokenizer:
 
     def _encode_as_text(self, text: str) -> list[int]:
         _check_encodable(text)
-        with self._lock:
-            self.backend.encode_special_tokens = True
-            try:
-                ids = encode(self.backend, text, add_special_tokens=False)
-            finally:
-                self.backend.encode_special_tokens = False
+        ids = encode(self._text_backend, text, add_special_tokens=False)
         forged = self.special_token_ids.intersection(ids) - self._unknown_ids
         if forged:
             name = self.backend.id_to_token(min(forged))

@@ -88,8 +88,8 @@ def running_cluster(num_cpus: int) -> Iterator[RayCluster]:
             "--port=0",
         ]
         command += [f"--num-cpus={num_cpus}", f"--temp-dir={name}", f"--object-store-memory={_OBJECT_STORE_BYTES}"]
-        subprocess.run(command, env=environment_of(cluster.folder), check=True, capture_output=True)
         try:
+            subprocess.run(command, env=environment_of(cluster.folder), check=True, capture_output=True)
             yield cluster
         finally:
             for process in cluster.processes():

@@ -171,12 +171,14 @@ def test_a_file_has_the_lines_of_infer_batch_whoever_is_killed(smollm2_path: Pat
     command = script_command(ROOT / "examples" / "ray_batch.py", rows, output, smollm2_path, 1)
     victims, deaths, has_ended = [PROGRAM, BATCH_ENGINE], list[str](), False
     while not has_ended and len(deaths) < MOST_HEADS:
-        with running_cluster(num_cpus=1) as cluster:
-            try:
+        try:
+            with running_cluster(num_cpus=1) as cluster:
                 while not has_ended:
                     has_ended = run_until_killed(cluster, command, output, victims) == 0
-            except HeadDiedError as error:
-                deaths.append(str(error))
+        except HeadDiedError as error:
+            deaths.append(str(error))
+        except subprocess.CalledProcessError as error:  # `ray start` gives up on a busy machine
+            deaths.append(error.stderr.decode())
     assert has_ended, deaths[-1]
     assert not victims
     assert sorted(output.read_text().splitlines()) == sorted(expected.read_text().splitlines())

@@ -14,6 +14,7 @@ from typing import NamedTuple, final
 
 PATIENCE = 120.0  # on a busy machine
 _OBJECT_STORE_BYTES = 100 * 2**20
+_LOG_LINES = 40
 _TOKEN = os.urandom(32).hex()
 _ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
@@ -44,6 +45,15 @@ class RayCluster(NamedTuple):
         """For programs that join it."""
         found = (re.search(r"--gcs[-_]address=([\d.]+:\d+)", words) for _, words in self._commands())
         return next(match[1] for match in found if match)
+
+    def has_head(self) -> bool:
+        """Return True while Ray's control service (GCS) runs. Without it nothing of the cluster works."""
+        return any(words.split(" ", 1)[0].endswith("/gcs_server") for _, words in self._commands())
+
+    def head_log(self) -> str:
+        """Return the last lines that the control service has logged."""
+        files = sorted(self.folder.rglob("gcs_server.*"))
+        return "\n".join("\n".join([file.name, *file.read_text().splitlines()[-_LOG_LINES:]]) for file in files)
 
     def _commands(self) -> Iterator[tuple[int, str]]:
         for number in filter(str.isdecimal, os.listdir("/proc")):
@@ -78,8 +88,8 @@ def running_cluster(num_cpus: int) -> Iterator[RayCluster]:
             "--port=0",
         ]
         command += [f"--num-cpus={num_cpus}", f"--temp-dir={name}", f"--object-store-memory={_OBJECT_STORE_BYTES}"]
-        subprocess.run(command, env=environment_of(cluster.folder), check=True, capture_output=True)
         try:
+            subprocess.run(command, env=environment_of(cluster.folder), check=True, capture_output=True)
             yield cluster
         finally:
             for process in cluster.processes():

@@ -36,6 +36,10 @@ class OutOfPagesError(InferError):
     """The cache has too few free pages for what a sequence needs next: it can go on once others have ended."""
 
 
+class EngineFailedError(InferError):
+    """The engine has failed for good: the model must be loaded again."""
+
+
 class ModelError(InferError):
     """The model cannot be used as it is."""
 

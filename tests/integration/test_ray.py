@@ -21,11 +21,13 @@ from infer.cli import main
 from watched import python_command, script_command
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from ray_cluster import PATIENCE, RayCluster, environment_of, wait_until
+from ray_cluster import PATIENCE, RayCluster, environment_of, running_cluster, wait_until
 
 ROOT = Path(__file__).parents[2]
 PROMPT, LENGTH = "Once upon a time", 150
 ENGINE, BATCH_ENGINE = "ray::ServeReplica:infer:Engine", "ray::MapWorker(MapBatches(BatchEngine)"
+PROGRAM = "program"
+MOST_HEADS = 3  # clusters whose control service may die before the test fails
 
 READ_DEPLOYMENT = """
 import sys, yaml
@@ -120,10 +122,46 @@ def test_engines_come_die_and_go_while_clients_stream(served: Served, smollm2_pa
     assert "".join(client.pieces()) == expected
 
 
-def test_a_file_has_the_lines_of_infer_batch_whoever_is_killed(
-    served: Served, smollm2_path: Path, tmp_path: Path
-) -> None:
-    """The program, which joins the cluster, after the first lines, then an engine."""
+class HeadDiedError(Exception):
+    """Ray's control service died, and with it the cluster. The text is the end of its log."""
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def run_until_killed(cluster: RayCluster, command: list[str], output: Path, victims: list[str]) -> int:
+    """Return the program's exit status. After its first new line the first of `victims` is killed and removed.
+
+    Raise HeadDiedError if Ray's control service died meanwhile.
+    """
+    wait_until(lambda: not cluster.processes(BATCH_ENGINE))  # the engines of a killed program end a moment later
+    before, told = size_of(output), output.with_suffix(".stderr")
+    environment = environment_of(cluster.folder, cluster.address())
+    with told.open("w") as stderr, subprocess.Popen(command, stderr=stderr, env=environment) as program:
+
+        def has_ended() -> bool:
+            return program.poll() is not None or not cluster.has_head()
+
+        try:
+            wait_until(lambda: has_ended() or size_of(output) > before)
+            if victims and not has_ended():
+                victim = victims.pop(0)
+                os.kill(program.pid if victim == PROGRAM else cluster.processes(victim)[0], signal.SIGKILL)
+            wait_until(has_ended)
+        finally:
+            program.kill()
+    text = told.read_text()
+    if not cluster.has_head() or "Failed to connect to GCS" in text:
+        raise HeadDiedError(cluster.head_log() + text)
+    assert program.returncode in (0, -signal.SIGKILL), text
+    return program.returncode
+
+
+def test_a_file_has_the_lines_of_infer_batch_whoever_is_killed(smollm2_path: Path, tmp_path: Path) -> None:
+    """The program is killed after its first lines, then an engine. The cluster is of this test alone: Ray's own
+    control service sometimes dies when a process of the cluster is killed. Then the program goes on on another cluster.
+    """
     rows, expected, output = (tmp_path / name for name in ("in.jsonl", "expected.jsonl", "out.jsonl"))
     prompts = [
         {"id": f"row {number}", "prompt": f"The number {number} is", "max_new_tokens": 20} for number in range(90)
@@ -131,14 +169,18 @@ def test_a_file_has_the_lines_of_infer_batch_whoever_is_killed(
     rows.write_text("".join(json.dumps(each) + "\n" for each in prompts))
     assert main(["batch", str(rows), str(expected), "-q", "--model", str(smollm2_path)]) == 0
     command = script_command(ROOT / "examples" / "ray_batch.py", rows, output, smollm2_path, 1)
-    environment = environment_of(served.cluster.folder, served.cluster.address())
-    for name in ("", BATCH_ENGINE):
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
-            before = output.stat().st_size if output.exists() else 0
-            wait_until(lambda before=before: output.exists() and output.stat().st_size > before)
-            os.kill(served.cluster.processes(name)[0] if name else process.pid, signal.SIGKILL)
-            told = process.communicate()[1]
-    assert process.returncode == 0, told
+    victims, deaths, has_ended = [PROGRAM, BATCH_ENGINE], list[str](), False
+    while not has_ended and len(deaths) < MOST_HEADS:
+        try:
+            with running_cluster(num_cpus=1) as cluster:
+                while not has_ended:
+                    has_ended = run_until_killed(cluster, command, output, victims) == 0
+        except HeadDiedError as error:
+            deaths.append(str(error))
+        except subprocess.CalledProcessError as error:  # `ray start` gives up on a busy machine
+            deaths.append(error.stderr.decode())
+    assert has_ended, deaths[-1]
+    assert not victims
     assert sorted(output.read_text().splitlines()) == sorted(expected.read_text().splitlines())
 
 

@@ -1,12 +1,19 @@
 """Several processes with the model and one that clients talk to: kills that no client notices."""
 
 import asyncio
+import json
+import os
 import re
+import signal
 import sys
+import threading
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+import httpx
 import pytest
 from starlette.requests import Request
 from starlette.types import Message
@@ -25,14 +32,14 @@ from infer.server.settings import ServerSettings
 from infer.server.sse import failure_events
 from infer.server.state import ServerState
 from shapes import SOURCE
-from test_server_process import CHILD
+from test_server_process import CHILD, SECONDS
 from test_session import make_model
 from watched import python_command
 
 sys.path.append(str(SOURCE.parents[1] / "benchmarks"))
-from check_failover import check
+from check_failover import check, num_running, replica_processes, until_ready
 from failover_cases import cases
-from server_process import running
+from server_process import HOST, ServerProcess, running
 
 FRONT = f"""
 import sys
@@ -54,6 +61,83 @@ def test_clients_notice_no_kill(tmp_path: Path) -> None:
     with running(python_command(FRONT, folder, "PORT", seconds=600), tmp_path / "log") as server:
         found = check(server, asked, num_kills=3, num_replicas=2, seed=1)
     assert (found["kills"], found["different"]) == (3, 0), found["tries"]
+
+
+def front_of(child: str, **settings: float) -> str:
+    own = "".join(f", {name}={value}" for name, value in settings.items())
+    return FRONT.replace(repr(CHILD), repr(child)).replace("port=int(sys.argv[2])", f"port=int(sys.argv[2]){own}")
+
+
+class Story:
+    """A long answer, read by a thread."""
+
+    def __init__(self, server: ServerProcess, *, stream: bool = True) -> None:
+        self._begun, self._pool = threading.Event(), ThreadPoolExecutor(1)
+        body = {"prompt": "hello", "max_tokens": 60, "ignore_eos": True, "seed": 1, "stream": stream}
+        self._asked = f"http://{HOST}:{server.port}/v1/completions", body
+        self._answer = self._pool.submit(self._listen)
+
+    def wait_until_begun(self) -> None:
+        assert self._begun.wait(SECONDS)
+
+    def text(self) -> str:
+        return self._answer.result(SECONDS)
+
+    def _listen(self) -> str:
+        """Return the answer without ids, times and comments."""
+        url, body = self._asked
+        found = list[str]()
+        with httpx.stream("POST", url, json=body, timeout=SECONDS) as answer:
+            for line in answer.iter_lines():
+                if not line.startswith(":"):
+                    found.append(re.sub(r'"(id|created|\w+_per_second|\w+_seconds)":[^,}]*', "", line))
+                    self._begun.set()
+        return "\n".join(found)
+
+
+def test_the_streams_of_a_stopped_replica_go_on_elsewhere_and_the_server_stays_ready(tmp_path: Path) -> None:
+    """Killed after the watchdog's seconds, the replica comes back."""
+    folder = make_model(tmp_path / "model", context=1500)
+    command = python_command(front_of(CHILD, watchdog_seconds=6), folder, "PORT", seconds=600)
+    with running(command, tmp_path / "log") as server:
+        until_ready(server, 2)
+        expected = Story(server).text()
+        sockets, story = sorted(replica_processes(server)), Story(server)
+        story.wait_until_begun()
+        busy = max(found := num_running(server), key=found.__getitem__)
+        stopped = replica_processes(server)[sockets[busy]]
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            assert json.loads(server.get("/ready")) == {"status": "ok"}
+            assert "smollm2" in server.get("/v1/models")
+            assert story.text() == expected
+            assert list(num_running(server)) == [1 - busy]
+            assert [Story(server).text() for _ in range(2)] == [expected] * 2
+            until_ready(server, 2)
+            assert stopped not in replica_processes(server).values()
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(stopped, signal.SIGKILL)
+
+
+def test_an_answer_whose_engine_fails_goes_on_in_another_process(tmp_path: Path) -> None:
+    """A rank of tensor parallelism that was killed is such a failure: the leader lives."""
+    folder, fault = make_model(tmp_path / "model", context=1500), tmp_path / "fault"
+    step = f"        if os.path.exists({str(fault)!r}):\n            os.remove({str(fault)!r})\n"
+    step += '            raise RuntimeError("rank 1 ended by signal 9")\n        time.sleep(0.05)\n'
+    child = CHILD.replace("        time.sleep(0.05)\n", step)
+    with running(python_command(front_of(child), folder, "PORT", seconds=600), tmp_path / "log") as server:
+        until_ready(server, 2)
+        for stream in (True, False):
+            expected = Story(server, stream=stream).text()
+            story = Story(server, stream=stream)
+            while not any(num_running(server).values()):
+                time.sleep(0.02)
+            if stream:
+                story.wait_until_begun()
+            fault.touch()
+            assert story.text() == expected
+            assert not fault.exists()
 
 
 def test_a_request_that_three_replicas_died_of_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The router by simulation: a chat trace over eight replicas, whose caches hold pages by the cache's own keys."""
 
 import sys
+from collections import Counter
 from itertools import cycle
 from pathlib import Path
 
@@ -67,6 +68,25 @@ def test_a_replica_that_was_started_again_has_nothing() -> None:
     router.sent(prompt_of(b"x" * 4000, "s"), "b")
     router.forget("b")
     assert router.choose(prompt_of(b"x" * 4000, "s"), idle) == "a"
+
+
+def test_a_replica_in_the_place_of_dead_ones_gets_no_more_than_its_share() -> None:
+    """Ray gives each new replica a new name."""
+    router, shares = Router(100), Counter[str]()
+
+    def send(names: set[str], count: int) -> None:
+        shares.clear()
+        for number in range(count):
+            prompt = RoutedPrompt(100, text_keys(b"%d" % number * 600))
+            name = router.choose(prompt, dict.fromkeys(names, 0.0))
+            router.sent(prompt, name)
+            shares[name] += 1
+
+    send({"a", "b"}, 2000)
+    router.forget("b")
+    send({"a"}, 2000)
+    send({"a", "c"}, 200)
+    assert abs(shares["a"] - shares["c"]) <= 20
 
 
 def test_only_the_last_pages_of_a_replica_are_known() -> None:

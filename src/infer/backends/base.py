@@ -149,8 +149,9 @@ class Backend(ABC):
         """What a forward computes in, where weights are asked for in `dtype` (None: as they are stored)."""
 
     @abstractmethod
-    def kv_type(self, dtype: torch.dtype | None) -> str:
-        """How keys and values are stored where nothing else is asked for."""
+    def kv_type(self, dtype: torch.dtype | None, stored: str = "F32") -> str:
+        """How keys and values are stored if nothing else is asked for. `stored` is the type of the keys' matrix in the
+        file."""
 
     @abstractmethod
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -31,7 +31,7 @@ class TorchBackend(Backend):
     def activation_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         return torch.float32 if self.computes_on_host else dtype or torch.bfloat16
 
-    def kv_type(self, dtype: torch.dtype | None) -> str:
+    def kv_type(self, dtype: torch.dtype | None, stored: str = "F32") -> str:
         """On a CPU in 16 bits, which cost a mean KL of less than 1e-6, but whole where all is asked for in float32."""
         if self.computes_on_host and dtype is None:
             return "f16"

@@ -21,6 +21,10 @@ class GoneError(Exception):
     """The other side died, or is not there."""
 
 
+class EngineFailedError(GoneError):
+    """The other side's engine has failed: its process lives, and answers nothing any more."""
+
+
 class Head(NamedTuple):
     status: int
     headers: list[tuple[bytes, bytes]]
@@ -135,4 +139,4 @@ class Exchanges(Protocol):
         """With the one that the prompt goes to, once one is ready. Raises GoneError where that dies meanwhile."""
 
     async def get(self, target: bytes) -> dict[str, tuple[int, bytes]]:
-        """Status and body, by the names of those that are ready."""
+        """Status and body, by the names of those that are ready and answer soon."""

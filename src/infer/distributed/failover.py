@@ -1,8 +1,8 @@
 """An answer that outlives the replica that gives it.
 
-When one dies, the request is asked again of another, with the parts of its stream that the client has
-(`server.resumption`): the events come again, byte by byte, and those that were sent are dropped. An answer that is no
-stream is asked for again from its beginning.
+When one dies, hangs, or says that its engine has failed, the request is asked again of another, with the parts of its
+stream that the client has (`server.resumption`): the events come again, byte by byte, and those that were sent are
+dropped. An answer that is no stream is asked for again from its beginning.
 """
 
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -10,19 +10,21 @@ from contextlib import aclosing
 from math import inf
 from typing import final
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from infer.distributed.asked_body import AskedBody
-from infer.distributed.exchange import HOP_BY_HOP, Exchanges, GoneError, Head, request_bytes
+from infer.distributed.exchange import HOP_BY_HOP, EngineFailedError, Exchanges, GoneError, Head, request_bytes
 from infer.server.asking import while_connected
 from infer.server.call import CREATED_HEADER, ID_HEADER, KEY_NAME_HEADER, SENT_HEADER, call_of
-from infer.server.errors import ApiError
-from infer.server.resumption import NOTE, SentPart, pack, read_note
+from infer.server.errors import ENGINE_FAILED, ApiError
+from infer.server.resumption import FAILED, NOTE, SentPart, pack, read_note
 from infer.server.sse import EventStream
 
 Fail = Callable[[ApiError], bytes]
 _MOST_DEATHS = 3  # of replicas that have the same request: it may be what they die of
+_FAILED_CODES = (ENGINE_FAILED, "failed")  # of a process whose engine has failed: it is about to end
 _NOT_HANDED_ON = HOP_BY_HOP | {
     *(b"authorization", b"x-api-key", b"x-request-id", b"content-length"),
     *(KEY_NAME_HEADER, ID_HEADER, CREATED_HEADER, SENT_HEADER),
@@ -30,6 +32,17 @@ _NOT_HANDED_ON = HOP_BY_HOP | {
 _DIED = ApiError(
     503, "the engine's process died: it is started again", code="engine_died", headers={"Retry-After": "2"}
 )
+
+
+class _Error(msgspec.Struct):
+    code: str | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _Error
+
+
+_error_decoder = msgspec.json.Decoder(_ErrorBody)
 
 
 @final
@@ -74,6 +87,8 @@ class Answering:
                     head = await exchange.head(self._request_bytes())
                     if not _is_stream(head):
                         body = await exchange.body()
+                        if head.status >= 500 and _code_of(body) in _FAILED_CODES:
+                            raise EngineFailedError
                         if has_head:
                             raise _DIED
                         yield head
@@ -84,8 +99,12 @@ class Answering:
                         yield head
                     async with aclosing(exchange.events()) as arriving:
                         async for events in arriving:
-                            if unsent := self._unsent(events):
+                            has_failed = FAILED in events
+                            answered = events[: events.index(FAILED)] if has_failed else events
+                            if unsent := self._unsent(answered):
                                 yield unsent
+                            if has_failed:
+                                raise EngineFailedError
                     return
             except GoneError:
                 if has_head and not self._asked.is_repeatable:
@@ -124,6 +143,14 @@ class Answering:
         kept = [(name, value) for name, value in scope["headers"] if name not in _NOT_HANDED_ON]
         headers = [*kept, *((name, value.encode()) for name, value in own.items())]
         return request_bytes(self._request.method, target, headers, packed + self._asked.content)
+
+
+def _code_of(body: bytes) -> str | None:
+    """Return the code of an error's body, if it has one."""
+    try:
+        return _error_decoder.decode(body).error.code
+    except msgspec.DecodeError:
+        return None
 
 
 def _is_stream(head: Head) -> bool:

@@ -26,6 +26,7 @@ from infer.server.state import ServerState
 from infer.system.locked_folder import locked_folder
 
 _REPEATABLE = {route.path for route in ROUTES if route.operation not in ("", "embeddings")}
+_STUCK = b'{"status":"stuck"}'  # no replica answers
 _SESSION_HEADER = "x-session-id"
 
 
@@ -68,11 +69,11 @@ class Front:
         return await Answering(request, asked, self._replicas, fail).response()
 
     async def _ready(self, request: Request, state: ServerState) -> Response:
-        """Of any replica that is; of another where none is."""
-        answers = (await self._replicas.get(b"/ready")).values() if state.phase == "ready" else ()
-        if not answers:
+        """The answer of a replica that is ready; of another if none is."""
+        if state.phase != "ready":
             return await ready(request, state)
-        status, body = min(answers)
+        answers = (await self._replicas.get(b"/ready")).values()
+        status, body = min(answers, default=(503, _STUCK))
         return Response(body, status, media_type="application/json")
 
     async def _read_metrics(self, request: Request, state: ServerState) -> Response:

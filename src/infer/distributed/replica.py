@@ -2,9 +2,12 @@
 
 It is the same server, at a socket of its own, and gives all answers; clients talk to its parent, which has no model.
 With a spare it is back sooner: a process that has loaded torch but no model, and waits for a byte on stdin.
+While it has requests it is asked each second for its health. A process that gives no answer twice in a row hangs: it
+was stopped, or its disk hangs. Its requests go to another replica, and it is killed after the watchdog's seconds.
 """
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -14,10 +17,13 @@ from contextlib import asynccontextmanager, suppress
 from importlib import import_module
 from typing import final
 
-from infer.distributed.exchange import Exchange, GoneError, connected, request_bytes
+from infer.distributed.exchange import EngineFailedError, Exchange, GoneError, connected, request_bytes
 from infer.errors import InferError
 
+log = logging.getLogger("infer.server")
 _POLL_SECONDS, _NOTICE_SECONDS, _ANSWER_SECONDS = 0.05, 0.002, 1.0
+_CHECK_SECONDS = 1.0
+_MOST_MISSED = 2  # checks of its health in a row, before it is taken to hang
 _SHORT_LIFE = 10.0  # seconds: one that lived no longer, and answered nothing, is not started for ever
 _MOST_SHORT = 5  # of them in a row
 
@@ -31,13 +37,19 @@ def await_turn() -> bool:
 @final
 class Replica:
     """`command` starts it; the number of its socket's descriptor is added. `on_change` is called when it becomes ready,
-    and when it has died.
+    when it begins or ceases to hang, and when it has died.
     """
 
     def __init__(
-        self, name: str, own: socket.socket, command: Sequence[str], on_change: Callable[["Replica"], None]
+        self,
+        name: str,
+        own: socket.socket,
+        command: Sequence[str],
+        on_change: Callable[["Replica"], None],
+        watchdog_seconds: float,
     ) -> None:
         self.name, self.is_ready = name, False
+        self._watchdog_seconds, self._num_missed = watchdog_seconds, 0
         self.num_answered = 0  # requests of clients, since it is ready
         self._own, self._on_change = own, on_change
         self._command = [*command, str(own.fileno())]
@@ -57,17 +69,24 @@ class Replica:
             if num_short > _MOST_SHORT:
                 raise InferError("the engine's process dies again and again")
 
+    @property
+    def hangs(self) -> bool:
+        """True if it lives and gives no answer."""
+        return self._num_missed >= _MOST_MISSED
+
     @asynccontextmanager
     async def exchange(self) -> AsyncIterator[Exchange]:
-        """For one request. Raises GoneError where it dies meanwhile."""
-        was_ready = self.is_ready
+        """For one request. Raises GoneError where it dies meanwhile, or its requests are dropped."""
+        was_ready, process = self.is_ready, self._process
         exchange = await connected(self._own.getsockname())
         self._exchanges.add(exchange)
         try:
             if was_ready and not self.is_ready:
                 raise GoneError
             yield exchange
-        except GoneError:
+        except GoneError as error:
+            if isinstance(error, EngineFailedError):  # the process would end by itself, but later
+                _signal(process, signal.SIGKILL)
             await self._notice_death()
             raise
         finally:
@@ -79,6 +98,19 @@ class Replica:
         async with self.exchange() as exchange:
             head = await exchange.head(request_bytes("GET", target, []))
             return head.status, await exchange.body()
+
+    async def try_get(self, target: bytes) -> tuple[int, bytes] | None:
+        """Status and body; None if it gives no answer within a second."""
+        try:
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                return await self.get(target)
+        except (GoneError, TimeoutError):
+            return None
+
+    def drop_requests(self) -> None:
+        """Raise GoneError in all that read an answer."""
+        for exchange in self._exchanges:
+            exchange.close()
 
     def terminate(self) -> None:
         """It drains."""
@@ -96,14 +128,16 @@ class Replica:
         self._process = process = await self._spawn() if spare is None or spare.returncode is not None else spare
         assert process.stdin is not None
         process.stdin.write(b"\n")
-        self.num_answered = 0
+        self.num_answered = self._num_missed = 0
         becoming_ready = asyncio.create_task(self._become_ready(has_spare=has_spare))
+        watching = asyncio.create_task(self._watch(process))
         status = await process.wait()
         becoming_ready.cancel()
+        watching.cancel()
+        self._num_missed = 0
         was_ready, self.is_ready = self.is_ready, False
         served_seconds = time.monotonic() - self._ready_at if was_ready else 0.0
-        for exchange in self._exchanges:
-            exchange.close()
+        self.drop_requests()
         self._on_change(self)
         if status > 0 and not (was_ready or self._is_ending):
             raise InferError(f"the engine's process ended with status {status}")
@@ -113,7 +147,7 @@ class Replica:
         """It is seen a moment after that of a connection; until then one could connect to the socket."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_ANSWER_SECONDS):
-                while self.is_ready:
+                while self.is_ready and not self.hangs:
                     await asyncio.sleep(_NOTICE_SECONDS)
 
     async def _become_ready(self, *, has_spare: bool) -> None:
@@ -125,12 +159,23 @@ class Replica:
             self._spare = await self._spawn()
 
     async def _says_ready(self) -> bool:
-        try:
-            async with asyncio.timeout(_ANSWER_SECONDS):
-                status, _ = await self.get(b"/ready")
-        except (GoneError, TimeoutError):
-            return False
-        return status == 200
+        answer = await self.try_get(b"/ready")
+        return answer is not None and answer[0] == 200
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        """While it is ready and has requests, or hangs: time is counted in checks, as this process may be stopped."""
+        while True:
+            await asyncio.sleep(_CHECK_SECONDS)
+            if not self.is_ready or not (self._exchanges or self._num_missed):
+                continue
+            did_hang = self.hangs
+            self._num_missed = self._num_missed + 1 if await self.try_get(b"/health") is None else 0
+            if self.hangs != did_hang:
+                log.error("replica %s %s", self.name, "gives no answer" if self.hangs else "answers again")
+                self._on_change(self)
+            if self.hangs and self._num_missed * _CHECK_SECONDS >= self._watchdog_seconds:
+                log.error("replica %s has given no answer for %g s: it is killed", self.name, self._watchdog_seconds)
+                _signal(process, signal.SIGKILL)
 
     async def _spawn(self) -> asyncio.subprocess.Process:
         fds = (self._own.fileno(),)

@@ -4,10 +4,10 @@ import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import final
 
-from infer.distributed.exchange import Exchange, GoneError
+from infer.distributed.exchange import Exchange
 from infer.distributed.replica import Replica
 from infer.distributed.router import NUM_PAGES, RoutedPrompt, Router
 from infer.errors import InferError
@@ -24,7 +24,7 @@ class Replicas:
     def __init__(self, state: ServerState, commands: Sequence[Sequence[str]], sockets: Sequence[socket.socket]) -> None:
         self._state, self._router = state, Router(NUM_PAGES)
         self._replicas = [
-            Replica(str(index), own, command, self._notice)
+            Replica(str(index), own, command, self._notice, state.settings.watchdog_seconds)
             for index, (own, command) in enumerate(zip(sockets, commands, strict=True))
         ]
         self._queued = {replica.name: 0.0 for replica in self._replicas}  # tokens
@@ -46,7 +46,7 @@ class Replicas:
     @asynccontextmanager
     async def exchange(self, prompt: RoutedPrompt) -> AsyncIterator[Exchange]:
         """With the replica that the prompt goes to, once one is ready. Raises GoneError where that dies meanwhile."""
-        while not (ready := {each.name: each for each in self._replicas if each.is_ready}):
+        while not (ready := {each.name: each for each in self._choosable()}):
             await self._is_any_ready.wait()
         name = self._router.choose(prompt, {name: self._queued[name] for name in ready})
         self._router.sent(prompt, name)
@@ -60,13 +60,10 @@ class Replicas:
             self._queued[name] -= work
 
     async def get(self, target: bytes) -> dict[str, tuple[int, bytes]]:
-        """Status and body, by the names of those that are ready."""
-        found = dict[str, tuple[int, bytes]]()
-        for replica in self._replicas:
-            if replica.is_ready:
-                with suppress(GoneError):
-                    found[replica.name] = await replica.get(target)
-        return found
+        """Status and body, by the names of those that are ready and answer within a second."""
+        asked = self._choosable()
+        answers = await asyncio.gather(*(replica.try_get(target) for replica in asked))
+        return {replica.name: answer for replica, answer in zip(asked, answers, strict=True) if answer is not None}
 
     def terminate(self) -> None:
         """They drain."""
@@ -90,9 +87,17 @@ class Replicas:
                 log.error("replica %s: %s", replica.name, error)
             await asyncio.sleep(_PAUSE_SECONDS)
 
+    def _choosable(self) -> list[Replica]:
+        """Replicas that are ready. Those that hang are among them only if all do."""
+        ready = [each for each in self._replicas if each.is_ready]
+        return [each for each in ready if not each.hangs] or ready
+
     def _notice(self, replica: Replica) -> None:
         if not replica.is_ready:
             self._router.forget(replica.name)
+        for each in self._replicas:
+            if each.hangs and each not in self._choosable():
+                each.drop_requests()
         if any(each.is_ready for each in self._replicas):
             self._is_any_ready.set()
         else:

@@ -79,6 +79,7 @@ class Router:
 
     def forget(self, replica: str) -> None:
         self._pages.pop(replica, None)
+        self._sent.pop(replica, None)  # else a new replica would begin at this one's count, which decays towards 0
         self._replica_by_session = {
             session: name for session, name in self._replica_by_session.items() if name != replica
         }

@@ -20,7 +20,7 @@ from typing import NamedTuple, final
 from infer.engine.engine import Engine, Output
 from infer.engine.scheduler import MAX_SECONDS
 from infer.engine.sequence import Sequence
-from infer.errors import ClosedError, InferError
+from infer.errors import ClosedError, EngineFailedError, InferError
 from infer.runner.closing import closed
 from infer.system.locks import short_lock
 
@@ -160,7 +160,7 @@ class Service:
         why = " ".join(f"the engine has failed: {type(error).__name__}: {error}".split()).rstrip(":")
         with self._changed:
             self.failure = error
-            self._refusal = lambda: InferError(f"{why:.200}: load the model again")
+            self._refusal = lambda: EngineFailedError(f"{why:.200}: load the model again")
             failed = list(self._readers)
         for sequence in failed:
             sequence.cancel()

@@ -82,7 +82,8 @@ class PageMemory:
         """Which of its two sets of rope factors a model has for the row. Published at once."""
         if self.rope_sets[row] != index:
             self.rope_sets[row] = index
-            _copy_array(self.rope_sets, self._tables[0].rope_sets)
+            with self._backend.threads():
+                _copy_array(self.rope_sets, self._tables[0].rope_sets)
 
     def publish(self) -> None:
         """Let kernels see the tables and windows as they are now."""
@@ -90,8 +91,9 @@ class PageMemory:
             if self._published[index] != rows.version:
                 arrays = (rows.table.table, rows.shifts, rows.sinks, rows.windows)
                 tensors = (tables.table, tables.shifts, tables.sinks, tables.windows)
-                for tensor, array in zip(tensors, arrays, strict=True):
-                    _copy_array(array, tensor)
+                with self._backend.threads():
+                    for tensor, array in zip(tensors, arrays, strict=True):
+                        _copy_array(array, tensor)
                 self._published[index] = rows.version
 
     def parts(self, rows: GroupRows) -> Iterator[tuple[str, Shaped[Tensor, "kv_heads pages blocks lanes *size"]]]:
@@ -175,7 +177,10 @@ def _tables_of(rows: GroupRows, rope_sets: Int64[Tensor, "rows"]) -> Pages:
 
 
 def _copy_array(array: npt.NDArray[np.int64], tensor: Int64[Tensor, "*shape"]) -> None:
-    """On the host without torch, which takes long for so little; to a device without a wait."""
+    """On the host without torch, which takes long for so little; to a device without a wait.
+
+    Pinning opens a context on the current device, which the caller sets.
+    """
     if tensor.device.type == "cpu":
         tensor.numpy()[...] = array
     else:

@@ -72,7 +72,7 @@ def load_transformer(
         max_seq_len=positions,
         backend=backend,
         dtype=backend.activation_dtype(dtype),
-        kv_type=backend.kv_type(dtype),
+        kv_type=backend.kv_type(dtype, weights["model.layers.0.self_attn.k_proj.weight"].type),
         rope_border=beyond if beyond < positions else None,
     )
 

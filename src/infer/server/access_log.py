@@ -28,7 +28,7 @@ def with_access_log(app: ASGIApp, state: ServerState) -> ASGIApp:
             await app(scope, receive, send)
         finally:
             state.calls.discard(call)
-            if not call.is_forwarded:
+            if not (call.is_forwarded or call.is_probe):
                 _count(call, state)
 
     return call_app

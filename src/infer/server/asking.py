@@ -13,7 +13,7 @@ from infer.outputs import GenerationResult
 from infer.server.call import call_of
 from infer.server.door import Arrival
 from infer.server.endpoint import ClientGoneError
-from infer.server.errors import ApiError
+from infer.server.errors import ENGINE_FAILED, ApiError
 from infer.server.read_body import Complete, as_given, read_body
 from infer.server.state import ServerState
 from infer.server.unknown_fields import Reading
@@ -32,7 +32,9 @@ async def read_request(request: Request, state: ServerState, kind: type[_Body], 
 def check_result(result: GenerationResult, state: ServerState) -> None:
     """Raises ApiError for an answer that ended as no client may be told: failed, or cut by the server."""
     if result.finish_reason == "error":
-        raise ApiError(500, result.error or "the answer failed", headers={"x-should-retry": "false"})
+        has_engine_failed = result.stop_reason == "internal" and state.has_engine_failed
+        code, headers = ENGINE_FAILED if has_engine_failed else None, {"x-should-retry": "false"}
+        raise ApiError(500, result.error or "the answer failed", code=code, headers=headers)
     if result.finish_reason == "abort" and result.stop_reason != "timeout":
         state.llm()  # raises where the server is shutting down
         raise ApiError(500, "the answer was cancelled")

@@ -40,6 +40,7 @@ class Call:
     warnings: list[str] = field(default_factory=list)  # about its body: the answer shows them
     sequences: list[Any] = field(default_factory=list)  # `engine.sequence.Sequence`
     is_forwarded: bool = False  # to the engine's process, which counts and logs it
+    is_probe: bool = False  # a question of the process that clients talk to: neither counted nor logged
     is_noted: bool = False  # its stream notes its parts, for who may have to ask again
     notes: list[bytes] = field(default_factory=list)  # of parts whose events come next
     num_sent_bytes: int = 0  # before its body

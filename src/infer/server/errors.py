@@ -5,9 +5,17 @@ from collections.abc import Mapping
 import msgspec
 from starlette.responses import Response
 
-from infer.errors import ClosedError, ContextLengthError, InferError, InvalidRequestError, OutOfPagesError
+from infer.errors import (
+    ClosedError,
+    ContextLengthError,
+    EngineFailedError,
+    InferError,
+    InvalidRequestError,
+    OutOfPagesError,
+)
 
 _TYPE_BY_STATUS = {429: "rate_limit_error"}
+ENGINE_FAILED = "engine_failed"  # the code of an error that is the engine's: another process can answer
 _NO_RETRY = {"x-should-retry": "false"}
 
 
@@ -53,6 +61,8 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(400, str(error))
         case OutOfPagesError():
             return ApiError(503, str(error), code="out_of_memory", headers={"Retry-After": "1"})
+        case EngineFailedError():
+            return ApiError(500, str(error), code=ENGINE_FAILED, headers=_NO_RETRY)
         case InferError():
             return ApiError(500, str(error), headers=_NO_RETRY)
     return ApiError(500, "the server failed to answer: its log says why", code="internal_error", headers=_NO_RETRY)

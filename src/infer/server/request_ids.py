@@ -57,3 +57,5 @@ def _be_handed(call: Call, headers: Headers) -> None:
     if call_id := headers.get(ID_HEADER.decode()):
         call.id, call.created, call.is_noted = call_id, int(headers[CREATED_HEADER.decode()]), True
         call.num_sent_bytes = int(headers[SENT_HEADER.decode()])
+    else:
+        call.is_probe = True

@@ -15,6 +15,7 @@ import msgspec
 from infer.outputs import Piece, TokenLogprob
 
 NOTE = b": infer "
+FAILED = b": infer-engine-failed\n\n"  # before the last event of a stream whose engine has failed
 _END = b"\n\n"
 
 

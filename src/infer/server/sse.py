@@ -17,7 +17,8 @@ from infer.server.asking import until_gone
 from infer.server.call import call_of
 from infer.server.connection import is_stalled
 from infer.server.endpoint import refusal_of
-from infer.server.errors import ApiError
+from infer.server.errors import ENGINE_FAILED, ApiError
+from infer.server.resumption import FAILED
 
 DONE = b"data: [DONE]\n\n"
 _COMMENT = b": the answer goes on\n\n"
@@ -82,7 +83,11 @@ class EventStream(Response):
                     raise ApiError(408, "the answer was ended: its reader took too little of it", code="slow_reader")
             last = b""
         except Exception as error:
-            last = self._fail(refusal_of(error, call_of(request)))
+            call = call_of(request)
+            refusal = refusal_of(error, call)
+            last = self._fail(refusal)
+            if call.is_noted and refusal.code == ENGINE_FAILED:
+                last = FAILED + last
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _comment(self, send: Send) -> None:

@@ -118,6 +118,10 @@ class ServerState:
         self.has_failed.set()
 
     @property
+    def has_engine_failed(self) -> bool:
+        return self._llm is not None and self._llm.host.service.failure is not None
+
+    @property
     def has_answers(self) -> bool:
         """Whether somebody is being answered by the model."""
         return any(call.operation or call.is_forwarded for call in self.calls)

@@ -23,9 +23,14 @@ class CudaBackend(TorchBackend):
         """The residual stream is nothing beside the weights: whole."""
         return torch.float32
 
-    def kv_type(self, dtype: torch.dtype | None) -> str:
-        """In 16 bits, which cost a mean KL of less than 1e-6, but whole where all is asked for in float32."""
-        return "f16" if dtype is None else KV_TYPE_BY_DTYPE[dtype]
+    def kv_type(self, dtype: torch.dtype | None, stored: str = "F32") -> str:
+        """In 16 bits, which cost a mean KL of less than 1e-6, but whole where all is asked for in float32.
+
+        A model in BF16 may have keys above 65,504, which are infinite in f16.
+        """
+        if dtype is not None:
+            return KV_TYPE_BY_DTYPE[dtype]
+        return "bf16" if stored == "BF16" else "f16"
 
     def capture(self, forward: Forward, capacity: int, max_logits: int) -> Captured:
         graphs = CudaGraphs(self.device) if self.device.type == "cuda" else Repeats()

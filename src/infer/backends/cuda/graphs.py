@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import NamedTuple, Protocol, final
 
 import torch
@@ -59,13 +59,17 @@ class CudaGraphs(Graphs):
             graph.capture_begin(self._pool, "thread_local")
             try:
                 result = work()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # "capture invalidated" would hide the cause
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         here.wait_stream(self._side)
         return Recording(graph.replay, result)
 
     def mirror(self, size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.int64, pin_memory=True)
+        with self.on_device():  # pinning opens a context on the current device
+            return torch.zeros(size, dtype=torch.int64, pin_memory=True)
 
     def event(self) -> Event:
         event: Event = torch.cuda.Event()

@@ -1,0 +1,126 @@
+"""The host's side of CUDA without a GPU: which device is current, which error is raised, how keys are stored."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from infer import ops
+from infer.checkpoint import open_checkpoint
+from infer.checkpoint.lazy_weights import LazyWeights
+from infer.model.families import make_architecture
+from infer.model.load import load_transformer
+from infer.operands.step import Step
+from tiny import Tiny, make_tiny
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from infer.backends.cuda.graphs import CudaGraphs
+from test_families import make_reserved
+
+pytestmark = pytest.mark.usefixtures("quick_interpreter")
+SECOND = torch.device("cuda:1")
+
+
+class Graph:
+    """A capture that an error has invalidated, as CUDA tells of it."""
+
+    def capture_begin(self, *arguments: object) -> None:
+        return
+
+    def capture_end(self) -> None:
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+
+class Stream:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def wait_stream(self, other: object) -> None:
+        return
+
+
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """The devices that are current, the last of them now, on a machine that seems to have two."""
+    current = [torch.device("cuda:0")]
+
+    @contextmanager
+    def device(chosen: torch.device) -> Iterator[None]:
+        current.append(chosen)
+        yield
+        current.pop()
+
+    fakes: dict[str, Any] = {
+        "device": device,
+        "graph_pool_handle": lambda: 0,
+        "Stream": Stream,
+        "CUDAGraph": Graph,
+        "current_stream": Stream,
+        "stream": lambda stream: nullcontext(),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    return current
+
+
+def test_an_error_inside_a_capture_is_the_one_that_is_raised(current: list[torch.device]) -> None:
+    calls = []
+
+    def work() -> Tensor:
+        calls.append(0)
+        if len(calls) == 2:
+            raise ValueError("the cause")
+        return torch.zeros(1)
+
+    with pytest.raises(ValueError, match="the cause"):
+        CudaGraphs(SECOND).record(work)
+
+
+def test_memory_for_the_second_gpu_is_pinned_while_that_is_current(
+    current: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned, zeros = list[torch.device](), torch.zeros
+
+    def recorded(*sizes: Any, pin_memory: bool = False, **named: Any) -> Tensor:
+        if pin_memory:
+            pinned.append(current[-1])
+        return zeros(*sizes, **named)
+
+    monkeypatch.setattr(torch, "zeros", recorded)
+    assert len(CudaGraphs(SECOND).mirror(8)) == 8
+    assert pinned == [SECOND]
+    assert len(current) == 1
+
+
+@torch.inference_mode()
+def test_a_model_in_bf16_may_have_keys_that_f16_cannot_hold(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_bias=True,
+    )
+    oracle = make_tiny(Tiny("bias", config), tmp_path)
+    for name, parameter in oracle.named_parameters():
+        if name.endswith("k_proj.bias"):
+            parameter.fill_(1e5)
+    oracle.to(torch.bfloat16).save_pretrained(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    with ops.using("cuda"):
+        backend = ops.backend_of(torch.device("cpu"))
+        architecture = make_architecture(checkpoint.config)
+        model = load_transformer(architecture, LazyWeights(checkpoint.tensors), backend=backend, dtype=None)
+    cache = make_reserved(model)
+    for start, ids in ((0, [5, 6, 7]), (3, [8])):
+        logits = model.forward(Step.of(ids, start, logit_indices=range(len(ids))), cache)
+        cache.commit(0, len(ids))
+        assert logits.isfinite().all()

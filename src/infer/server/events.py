@@ -48,10 +48,9 @@ def seen_by(tenant: str, snapshot: Json) -> Json:
 
 
 async def _snapshots(state: ServerState, tenant: str, seconds: float) -> AsyncGenerator[bytes, None]:
-    """A snapshot waits for the step that is under way: not on the loop."""
     last: tuple[Any, ...] | None = None
     while True:
-        snapshot = await asyncio.to_thread(state.llm().host.engine.snapshot)
+        snapshot = await state.snapshots.latest(state.llm().host.engine.snapshot)
         what_counts = snapshot.num_steps, len(snapshot.sequences), snapshot.pools
         if what_counts != last:
             last = what_counts

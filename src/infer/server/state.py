@@ -19,6 +19,8 @@ from infer.server.errors import ApiError
 from infer.server.forecast import Demand, Forecast
 from infer.server.metrics import Metrics
 from infer.server.settings import ServerSettings
+from infer.server.snapshots import Snapshots
+from infer.server.turns import Turns
 
 # What may change while requests are served: its type, and the most that it may be.
 CHANGEABLE: dict[str, tuple[Any, float]] = {
@@ -44,6 +46,7 @@ class ServerState:
         self.ticked_at: float | None = None  # the event loop; None while it is not asked to
         self.calls = set[Call]()  # under way
         self.door, self.metrics = Door(settings), Metrics()
+        self.turns, self.snapshots = Turns(), Snapshots()
         self._llm: infer.AsyncLLM | None = None
 
     def llm(self) -> "infer.AsyncLLM":

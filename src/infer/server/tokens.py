@@ -98,15 +98,17 @@ async def tokenize(request: Request, state: ServerState) -> Response:
             ids = tokenizer.encode(body.content or "", body.add_special is True, parse_special=is_parsed)
         return ids
 
-    ids = await prepared(request, state, encode, kind)
-    if kind == "content":
-        return json_response(
-            {"tokens": _with_pieces(ids, tokenizer.token_bytes) if body.with_pieces else ids}, call_of(request)
-        )
-    answer = {"count": len(ids), "max_model_len": host.model.max_seq_len, "tokens": ids}
-    if body.return_token_strs:
-        answer["token_strs"] = [_shown(tokenizer.token_bytes[each]) for each in ids]
-    return json_response(answer, call_of(request))
+    def answer() -> Response:
+        ids = encode()
+        if kind == "content":
+            tokens = _with_pieces(ids, tokenizer.token_bytes) if body.with_pieces else ids
+            return json_response({"tokens": tokens}, call_of(request))
+        found = {"count": len(ids), "max_model_len": host.model.max_seq_len, "tokens": ids}
+        if body.return_token_strs:
+            found["token_strs"] = [_shown(tokenizer.token_bytes[each]) for each in ids]
+        return json_response(found, call_of(request))
+
+    return await prepared(request, state, answer, kind)
 
 
 async def detokenize(request: Request, state: ServerState) -> Response:
@@ -134,9 +136,12 @@ async def apply_template(request: Request, state: ServerState) -> Response:
 
 
 async def prepared(request: Request, state: ServerState, prepare: Callable[[], _Found], param: str) -> _Found:
-    """What is found away from the loop. Raises ApiError that names `param` where the library refuses it."""
+    """Return what is found on a thread, in the tenant's turn. Raises ApiError: 429 when too much of the tenant's waits,
+    400 that names `param` when the library refuses it.
+    """
+    state.check_ready()
     try:
-        return await while_connected(request, state.llm().host.answers.prepare(lambda check: prepare()))
+        return await while_connected(request, state.turns.run(call_of(request).key_name, prepare))
     except InvalidRequestError as error:
         raise refusal(error, param) from error
 

@@ -1,0 +1,164 @@
+"""Texts to be tokenised wait for the tenant's own, and the engine is looked at once for all who listen."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from infer import LLM
+from infer.server.errors import ApiError
+from infer.server.turns import Turns
+from served import Served, serving
+from test_session import make_model
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return LLM(make_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def served(llm: LLM) -> Iterator[Served]:
+    with serving(llm, api_keys={"sk-loud": "loud", "sk-quiet": "quiet"}) as served:
+        yield served
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        await asyncio.wait_for(work(), 60)
+
+    asyncio.run(limited())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def test_one_piece_of_work_of_a_tenant_runs_at_a_time_and_another_s_beside_it() -> None:
+    async def work() -> None:
+        turns, gate, running = Turns(), threading.Event(), list[str]()
+
+        def held(name: str) -> str:
+            running.append(name)
+            gate.wait()
+            return name
+
+        loud = [
+            asyncio.create_task(turns.run("loud", lambda number=number: held(f"loud {number}"))) for number in range(3)
+        ]
+        await until(lambda: running == ["loud 0"])
+        quiet = asyncio.create_task(turns.run("quiet", lambda: held("quiet")))
+        await until(lambda: len(running) == 2)
+        third = asyncio.create_task(turns.run("third", lambda: held("third")))
+        await asyncio.sleep(0.02)
+        assert running == ["loud 0", "quiet"]
+        gate.set()
+        assert await asyncio.gather(*loud, quiet, third) == ["loud 0", "loud 1", "loud 2", "quiet", "third"]
+
+    run(work)
+
+
+def test_a_tenant_of_whom_too_much_waits_is_refused_and_the_others_are_not() -> None:
+    async def work() -> None:
+        turns, gate = Turns(most_running=1, most_waiting=2), threading.Event()
+        tasks = [asyncio.create_task(turns.run("loud", gate.wait)) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="2 texts wait already") as error:
+            await turns.run("loud", gate.wait)
+        assert (error.value.status, error.value.headers["Retry-After"]) == (429, "1")
+        tasks.append(asyncio.create_task(turns.run("quiet", gate.wait)))
+        await asyncio.sleep(0)
+        gate.set()
+        assert await asyncio.gather(*tasks) == [True] * 4
+
+    run(work)
+
+
+def test_the_turn_of_who_has_gone_ends_with_the_work_and_the_next_comes() -> None:
+    async def work() -> None:
+        turns, gate, begun = Turns(most_running=1), threading.Event(), threading.Event()
+        gone = asyncio.create_task(turns.run("a", lambda: (begun.set(), gate.wait())))
+        await until(begun.is_set)
+        waiting = [asyncio.create_task(turns.run("b", lambda: "b")) for _ in range(2)]
+        await asyncio.sleep(0)
+        gone.cancel()
+        waiting[0].cancel()
+        await asyncio.sleep(0.02)
+        assert not waiting[1].done(), "two pieces of work ran at once"
+        gate.set()
+        assert await waiting[1] == "b"
+
+    run(work)
+
+
+def test_failures_are_those_of_the_work() -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    async def work() -> None:
+        turns = Turns(most_running=1)
+        with pytest.raises(ZeroDivisionError):
+            await turns.run("a", fail)
+        assert await turns.run("a", lambda: 1) == 1
+
+    run(work)
+
+
+def test_texts_of_one_key_do_not_keep_another_s_request_waiting(served: Served, llm: LLM) -> None:
+    """More of them than there are threads that prepare requests."""
+    gate, tokenizer = threading.Event(), llm.tokenizer
+    statuses = list[int]()
+    encode = tokenizer.encode
+
+    def held(text: str, *given: Any, **named: Any) -> list[int]:
+        if text == "held":
+            gate.wait()
+        return encode(text, *given, **named)
+
+    def tokenize() -> None:
+        headers = {"Authorization": "Bearer sk-loud"}
+        statuses.append(served.client.post("/tokenize", json={"content": "held"}, headers=headers).status_code)
+
+    threads = [threading.Thread(target=tokenize) for _ in range(8)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer, "encode", held)
+        for thread in threads:
+            thread.start()
+        for path, body in (("/v1/completions", {"prompt": "ab", "max_tokens": 2}), ("/tokenize", {"content": "ab"})):
+            answer = served.client.post(path, json=body, headers={"Authorization": "Bearer sk-quiet"})
+            assert answer.status_code == 200
+        assert statuses == []
+        gate.set()
+        for thread in threads:
+            thread.join()
+    assert statuses == [200] * 8
+
+
+def test_many_listeners_look_at_the_engine_once(served: Served, llm: LLM) -> None:
+    engine, count = llm._host.engine, list[int]()
+    snapshot, gate = engine.snapshot, threading.Event()
+
+    def held() -> Any:
+        count.append(1)
+        gate.wait()
+        return snapshot()
+
+    def listen() -> None:
+        headers = {"Authorization": "Bearer sk-quiet"}
+        with served.client.stream("GET", "/v1/engine/events", headers=headers) as answer:
+            next(answer.iter_lines())
+
+    threads = [threading.Thread(target=listen) for _ in range(12)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "snapshot", held)
+        for thread in threads:
+            thread.start()
+        while len(served.state.calls) < 12:
+            threading.Event().wait(0.01)
+        assert len(count) == 1
+        gate.set()
+        for thread in threads:
+            thread.join()

@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 PROMPT, LENGTH = "Once upon a time", 150
 ENGINE, BATCH_ENGINE = "ray::ServeReplica:infer:Engine", "ray::MapWorker(MapBatches(BatchEngine)"
 PROGRAM = "program"
+SECONDS = 1800.0  # of a program: a cluster ends with the program that started it
 MOST_HEADS = 3  # clusters whose control service may die before the test fails
 
 READ_DEPLOYMENT = """
@@ -89,7 +90,8 @@ def served(smollm2_path: Path) -> Iterator[Served]:
     """One engine with a slot; two while more is asked. Nothing of it runs afterwards."""
     options = ["--model", smollm2_path, "--served-model-name", "smollm2", "--port", 0, "--threads", 1, "--slots", 1]
     options += ["--max-replicas", 2, "--upscale-seconds", 0.5, "--downscale-seconds", 2]
-    command = python_command("import sys; from infer.cli import main; sys.exit(main())", "ray", "deploy", *options)
+    code = "import sys; from infer.cli import main; sys.exit(main())"
+    command = python_command(code, "ray", "deploy", *options, seconds=SECONDS)
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as name:
         cluster, told = RayCluster(Path(name)), Path(name) / "stderr"
         environment = environment_of(cluster.folder)
@@ -159,8 +161,8 @@ def run_until_killed(cluster: RayCluster, command: list[str], output: Path, vict
 
 
 def test_a_file_has_the_lines_of_infer_batch_whoever_is_killed(smollm2_path: Path, tmp_path: Path) -> None:
-    """The program is killed after its first lines, then an engine. The cluster is of this test alone: Ray's own
-    control service sometimes dies when a process of the cluster is killed. Then the program goes on on another cluster.
+    """The program is killed after its first lines, then an engine. The cluster is of this test alone. If
+    Ray's control service dies, the program goes on with another cluster.
     """
     rows, expected, output = (tmp_path / name for name in ("in.jsonl", "expected.jsonl", "out.jsonl"))
     prompts = [
@@ -168,7 +170,7 @@ def test_a_file_has_the_lines_of_infer_batch_whoever_is_killed(smollm2_path: Pat
     ]
     rows.write_text("".join(json.dumps(each) + "\n" for each in prompts))
     assert main(["batch", str(rows), str(expected), "-q", "--model", str(smollm2_path)]) == 0
-    command = script_command(ROOT / "examples" / "ray_batch.py", rows, output, smollm2_path, 1)
+    command = script_command(ROOT / "examples" / "ray_batch.py", rows, output, smollm2_path, 1, seconds=SECONDS)
     victims, deaths, has_ended = [PROGRAM, BATCH_ENGINE], list[str](), False
     while not has_ended and len(deaths) < MOST_HEADS:
         try:

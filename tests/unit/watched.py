@@ -19,6 +19,6 @@ def python_command(
     return [sys.executable, *options, "-c", _WATCH.format(seconds=seconds) + code, *map(str, arguments)]
 
 
-def script_command(script: object, *arguments: object) -> list[str]:
+def script_command(script: object, *arguments: object, seconds: float = LIMIT_SECONDS) -> list[str]:
     """`python SCRIPT ARGUMENTS`."""
-    return python_command(_RUN_SCRIPT, script, *arguments)
+    return python_command(_RUN_SCRIPT, script, *arguments, seconds=seconds)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import openai
 import pytest
 
@@ -26,7 +27,7 @@ from ray_cluster import PATIENCE, RayCluster, environment_of, running_cluster, w
 ROOT = Path(__file__).parents[2]
 PROMPT, LENGTH = "Once upon a time", 150
 ENGINE, BATCH_ENGINE = "ray::ServeReplica:infer:Engine", "ray::MapWorker(MapBatches(BatchEngine)"
-PROGRAM = "program"
+FRONT, PROGRAM = "ray::ServeReplica:infer:Front", "program"
 SECONDS = 1800.0  # of a program: a cluster ends with the program that started it
 MOST_HEADS = 3  # clusters whose control service may die before the test fails
 
@@ -36,7 +37,9 @@ from ray.serve.schema import ServeDeploySchema
 from infer.distributed.serve import app
 with open(sys.argv[1]) as file:
     (application,) = ServeDeploySchema(**yaml.safe_load(file)).applications
-app(application.args)
+front = app(application.args)._bound_deployment
+assert front._deployment_config.graceful_shutdown_timeout_s >= 300
+assert app({})._bound_deployment.num_replicas == 2
 assert {each.name for each in application.deployments} == {"Engine", "Front"}
 """
 
@@ -53,6 +56,11 @@ sys.exit(main())
 class Client:
     def __init__(self, url: str) -> None:
         self._client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE)
+
+    def get(self, path: str) -> tuple[int, str]:
+        """Status and text. The path is the server's."""
+        answer = httpx.get(str(self._client.base_url.join(path)), timeout=PATIENCE)
+        return answer.status_code, answer.text
 
     def pieces(self, length: int = LENGTH) -> Iterator[str]:
         asked: dict[str, Any] = {"model": "smollm2", "prompt": PROMPT, "temperature": 0, "max_tokens": length}
@@ -112,6 +120,9 @@ def test_engines_come_die_and_go_while_clients_stream(served: Served, smollm2_pa
     with LLM(smollm2_path) as llm:
         expected = llm.generate(PROMPT, temperature=0, max_new_tokens=LENGTH).text
     assert "".join(client.pieces()) == expected
+    assert client.get("/ready") == (200, '{"status":"ok"}')
+    assert re.search(r'infer:num_requests_running\{replica="\w+"\} 0', client.get("/metrics")[1])
+    assert len(cluster.processes(FRONT)) == 2
     with asked_all_the_time(client) as answers:
         wait_until(lambda: len(cluster.processes(ENGINE)) == 2)
         wait_until(lambda: len(answers) > 4)

@@ -10,8 +10,9 @@ import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import pytest
@@ -21,9 +22,11 @@ from starlette.types import Message
 from infer.distributed.asked_body import AskedBody, with_seed
 from infer.distributed.exchange import Exchange, GoneError, Head
 from infer.distributed.failover import Answering
+from infer.distributed.front import Front
 from infer.distributed.replicas import Replicas
 from infer.distributed.router import RoutedPrompt
 from infer.outputs import Piece
+from infer.server.app import make_app
 from infer.server.call import Call, call_of, put_call
 from infer.server.errors import ApiError
 from infer.server.exposition import labelled, merged
@@ -217,6 +220,36 @@ def test_a_part_is_asked_for_again_once_and_only_if_its_event_was_sent(
     assert body == EVENTS
     assert asked == expected
     assert not lives
+
+
+def test_a_front_without_an_answer_of_any_engine_is_not_ready_and_says_so() -> None:
+    """Ray's fronts were never ready: they have no model to ask."""
+
+    class Answers(NamedTuple):
+        found: dict[str, tuple[int, bytes]]
+        are_several: bool = True
+
+        async def get(self, target: bytes) -> dict[str, tuple[int, bytes]]:
+            return self.found
+
+        def exchange(self, prompt: RoutedPrompt) -> AbstractAsyncContextManager[Exchange]:
+            raise NotImplementedError
+
+    def ask(answers: Answers) -> tuple[int, str]:
+        state = ServerState(ServerSettings())
+        state.phase = "ready"
+        transport = httpx.ASGITransport(make_app(state, Front(answers).table))
+
+        async def get() -> httpx.Response:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+                return await client.get("/ready")
+
+        answer = asyncio.run(get())
+        return answer.status_code, answer.json()["status"]
+
+    assert ask(Answers({})) == (503, "hung")
+    assert ask(Answers({"a": (503, b'{"status":"loading"}')})) == (503, "loading")
+    assert ask(Answers({"a": (503, b'{"status":"hung"}'), "b": (200, b'{"status":"ok"}')})) == (200, "ok")
 
 
 def test_a_request_without_a_seed_gets_one_and_any_other_body_stays_as_it_is() -> None:

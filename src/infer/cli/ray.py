@@ -25,7 +25,7 @@ def run_deploy(options: Mapping[str, Any], load: Mapping[str, Any]) -> int:
     settings = make_settings({**options, "tls_cert": None, "tls_key": None})
     most = options["max_replicas"] or options["replicas"]
     threads = load["threads"] or max(1, num_processors() // most)
-    names = ("replicas", "max_replicas", "upscale_seconds", "downscale_seconds")
+    names = ("replicas", "fronts", "max_replicas", "upscale_seconds", "downscale_seconds")
     asked = Deployed(load={**load, "threads": threads}, settings=settings, **{name: options[name] for name in names})
     is_own = _join(num_cpus=threads * most)
     try:

@@ -36,6 +36,8 @@ def deploy_options(function: Function) -> Function:
     """Of `infer ray deploy`."""
     options = [
         click.option("--replicas", type=_COUNT, default=1, show_default=True, help="Engines, each with the model."),
+        click.option("--fronts", type=_COUNT, default=2, show_default=True,
+                     help="Processes without a model that pass requests on: while one is started again, others serve."),
         click.option("--max-replicas", type=_COUNT,
                      help="Engines are added up to so many while more requests go on than they have slots."),
         click.option("--upscale-seconds", type=_SECONDS, default=10.0, show_default=True, metavar="SECONDS",
@@ -44,8 +46,8 @@ def deploy_options(function: Function) -> Function:
                      help="Of too few, before one is taken away."),
         client_options,
         engine_options,
-        click.option("--drain-seconds", type=click.FloatRange(min=0), default=30.0, show_default=True,
-                     help="For answers under way of an engine that is taken away."),
+        click.option("--drain-seconds", type=click.FloatRange(min=0), default=600.0, show_default=True,
+                     help="At most, for answers under way of an engine or a front that is taken away."),
     ]  # fmt: skip
     return apply_options(options, function)
 

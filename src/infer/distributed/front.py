@@ -26,7 +26,7 @@ from infer.server.state import ServerState
 from infer.system.locked_folder import locked_folder
 
 _REPEATABLE = {route.path for route in ROUTES if route.operation not in ("", "embeddings")}
-_STUCK = b'{"status":"stuck"}'  # no replica answers
+_HUNG = b'{"status":"hung"}'  # no replica answers
 _SESSION_HEADER = "x-session-id"
 
 
@@ -73,7 +73,7 @@ class Front:
         if state.phase != "ready":
             return await ready(request, state)
         answers = (await self._replicas.get(b"/ready")).values()
-        status, body = min(answers, default=(503, _STUCK))
+        status, body = min(answers, default=(503, _HUNG))
         return Response(body, status, media_type="application/json")
 
     async def _read_metrics(self, request: Request, state: ServerState) -> Response:

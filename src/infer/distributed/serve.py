@@ -5,6 +5,7 @@ engine hands them to the server in its own process, which listens nowhere.
 """
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 import infer
-from infer.distributed.exchange import Exchange
+from infer.distributed.exchange import EngineFailedError, Exchange, request_bytes
 from infer.distributed.front import Front
 from infer.distributed.router import RoutedPrompt
 from infer.errors import InferError, InvalidRequestError
@@ -36,19 +37,24 @@ from infer.system.core_share import take_cores
 
 _READ_BYTES, _NO_LIMIT = 2**16, 1 << 60
 _HEALTH_SECONDS = 2.0
+_ANSWER_SECONDS = 3.0  # of an engine that is asked how it is
+_ENDING_SECONDS = 2.0  # of an engine's process, after the engine has failed
+DRAIN_SECONDS = 600.0  # at most, for answers under way: a long one takes minutes on a CPU
 _ROUTER = "infer.distributed.ray_router.PrefixRouter"
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Deployed:
-    """`load` is what `LLM` is given, `threads` among it. With `max_replicas` engines are added while more requests go
-    on than there are slots, and taken away again.
+    """`load` is what `LLM` is given, `threads` among it. `fronts` is the number of fronts: one may die.
+
+    With `max_replicas` engines are added while more requests go on than there are slots, and taken away again.
     """
 
     load: Mapping[str, Any]
     settings: ServerSettings
     replicas: int = 1
+    fronts: int = 2
     max_replicas: int | None = None
     upscale_seconds: float = 10.0  # of more requests, before an engine is added
     downscale_seconds: float = 300.0  # of fewer, before one is taken away
@@ -64,7 +70,9 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
     given = dict(arguments)
     load = {"model": "smollm2", "threads": 1, "reuse_prefixes": True, **given.pop("load", {})}
     keys = read_keys(Path(given.pop("api_key_file"))) if "api_key_file" in given else {}
-    settings = ServerSettings(**{"model": load["model"], "api_keys": keys, **given.pop("settings", {})})
+    settings = ServerSettings(
+        **{"model": load["model"], "api_keys": keys, "drain_seconds": DRAIN_SECONDS, **given.pop("settings", {})}
+    )
     return application(Deployed(load=load, settings=settings, **given))
 
 
@@ -84,7 +92,12 @@ def application(asked: Deployed) -> serve.Application:
         **_scale(asked),
     )
     front = serve.deployment(
-        serve.ingress()(RayFront), name="Front", ray_actor_options={"num_cpus": 0}, max_ongoing_requests=10**6
+        serve.ingress()(RayFront),
+        name="Front",
+        num_replicas=asked.fronts,
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=10**6,
+        graceful_shutdown_timeout_s=settings.drain_seconds,
     )
     bound: serve.Application = front.bind(engines.bind(load, settings), settings)
     return bound
@@ -123,6 +136,7 @@ class Engine:
         self._server = make_http_server(self._state)
         self._serving = asyncio.create_task(self._server.serve([]))
         await self._server.listening.wait()
+        self._ending = asyncio.create_task(_end_when_failed(self._state))
 
     async def answer(self, request: bytes, prompt: RoutedPrompt) -> AsyncGenerator[bytes, None]:
         """HTTP's bytes for HTTP's bytes. The prompt is for the router."""
@@ -134,6 +148,15 @@ class Engine:
         finally:
             writer.close()
 
+    async def get(self, target: bytes) -> tuple[str, int, bytes]:
+        """Name, status and body, for a front that asks all engines."""
+        exchange = Exchange(*await self._server.connect())
+        try:
+            head = await exchange.head(request_bytes("GET", target, []))
+            return serve.get_replica_context().replica_id.unique_id, head.status, await exchange.body()
+        finally:
+            exchange.close()
+
     async def check_health(self) -> None:
         """Ray starts an engine again whose check raises three times in a row."""
         if not is_alive(self._state):
@@ -142,6 +165,12 @@ class Engine:
     async def reconfigure(self, limits: Mapping[str, Any]) -> None:
         """`user_config` of the YAML, which is changed without a restart. Raises InvalidRequestError."""
         self._state.change_limits(limits)
+
+
+async def _end_when_failed(state: ServerState) -> None:
+    """End this process, which cannot answer any more: Ray starts another one."""
+    await state.has_failed.wait()
+    os._exit(1)
 
 
 def _load(load: Mapping[str, Any], on_progress: OnProgress) -> "infer.AsyncLLM":
@@ -186,7 +215,7 @@ class Engines:
     are_several = True
 
     def __init__(self, handle: DeploymentHandle) -> None:
-        self._handle = handle
+        self._handle, self._asked = handle.options(stream=True), handle
 
     @asynccontextmanager
     async def exchange(self, prompt: RoutedPrompt) -> AsyncIterator[Exchange]:
@@ -194,11 +223,21 @@ class Engines:
         exchange = Exchange(connection, connection)
         try:
             yield exchange
+        except EngineFailedError:
+            await asyncio.sleep(_ENDING_SECONDS)  # until no router chooses it
+            raise
         finally:
             exchange.close()
 
     async def get(self, target: bytes) -> dict[str, tuple[int, bytes]]:
-        return {}
+        """Ask all engines in parallel. None of them answers if Ray has none that runs."""
+        try:
+            asked = await self._asked.broadcast("get", target)._fetch_replica_results_async()
+        except (RayError, RayServeException):
+            return {}
+        waits = (asyncio.wait_for(each.get_async(), _ANSWER_SECONDS) for each in asked)
+        answers = await asyncio.gather(*waits, return_exceptions=True)
+        return {each[0]: each[1:] for each in answers if not isinstance(each, BaseException)}
 
 
 class RayFront:
@@ -206,7 +245,7 @@ class RayFront:
 
     def __init__(self, engines: DeploymentHandle, settings: ServerSettings) -> None:
         own = replace(settings, allowed_hosts=("*",))  # Ray's proxy has the address
-        self._front, self._state = Front(Engines(engines.options(stream=True))), ServerState(own)
+        self._front, self._state = Front(Engines(engines)), ServerState(own)
         self._state.phase = "ready"
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

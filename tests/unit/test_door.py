@@ -79,6 +79,7 @@ def test_a_flood_delays_its_own_tenant_and_no_other() -> None:
     flood = forecast_of(busy("a", 1000))
     assert flood.seconds_to_slot("a") > 300
     assert flood.seconds_ahead("b", 100) == 0.0
+    assert forecast_of(busy("a", 1000, 1)).seconds_to_slot("b") == 0.0, "before the step that fills the slots"
     beside = forecast_of([*busy("a", 1000), *busy("b", 10, 8)])
     alone = forecast_of([*busy("b", 10, 8)], num_slots=8)
     assert beside.seconds_to_slot("b") <= 2.01 * alone.seconds_to_slot("b")

@@ -214,7 +214,7 @@ def use_all():
 ended = threading.Event()
 use_all()
 host = llm._host
-locks = [llm.tokenizer._lock, compiled._lock, packed_weight._pieces._taking, host._compiler._lock, host.open._changing]
+locks = [compiled._lock, packed_weight._pieces._taking, host._compiler._lock, host.open._changing]
 for lane in (trial_lane("llguidance"), template_process._lane()):
     locks += [lane._changed, lane._children[-1]._lock]
 for lock in locks:

@@ -331,7 +331,10 @@ def test_all_choices_end_with_the_client_that_asked_for_them(
         "stop": "never said",
     }
     body = json.dumps(asked).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = (
+        f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
     with Connection(served.port) as connection:
         connection.send(head.encode() + body)
         assert all_seen.wait(SECONDS)

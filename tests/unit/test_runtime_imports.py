@@ -30,11 +30,9 @@ ALLOWED = {
     ("batch_file/workers.py", "multiprocessing.process"),
     ("system/child_process.py", "subprocess"),  # grammars and templates of strangers, in a process that may die
     ("grammar/schema_places.py", "urllib.parse"),  # joins the names inside a schema
-    ("grammar/schema_places.py", "urllib.parse"),
     ("checkpoint/hub_download.py", "huggingface_hub"),  # asked for by the user
     ("async_llm.py", "asyncio"),  # answers for programs that use it: threads, no network
     ("engine/async_stream.py", "asyncio"),
-    ("engine/stream.py", "asyncio"),
     ("server/asking.py", "asyncio"),  # the server: what `infer serve` is asked for
     ("server/choices.py", "asyncio"),
     ("server/connection.py", "http"),
@@ -58,6 +56,9 @@ ALLOWED = {
     ("server/limits.py", "asyncio"),
     ("server/metrics_page.py", "asyncio"),
     ("server/state.py", "asyncio"),
+    ("server/snapshots.py", "asyncio"),
+    ("server/turns.py", "asyncio"),
+    ("server/local_names.py", "socket"),  # asks what address a name of this machine has
     ("server/tls.py", "ssl"),
     ("tensor_parallel/follower.py", "multiprocessing.connection"),  # calls, from the process that started this one
     ("tensor_parallel/ranks.py", "multiprocessing.connection"),

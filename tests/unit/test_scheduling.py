@@ -240,7 +240,7 @@ def test_a_tenant_whose_account_was_kept_does_not_come_back_below_the_others() -
     tenants = Tenants()
     for tenant, work in (("ahead", 2000), ("busy", 1000)):
         tenants.come(tenant)
-        tenants.charge(tenant, work - tenants.accounts[tenant])
+        tenants.charge(tenant, work - round(tenants.accounts[tenant]))
     tenants.go("ahead")
     assert tenants.accounts["ahead"] == 2000
     tenants.charge("busy", 4000)

@@ -195,8 +195,15 @@ def test_what_runs_is_answered_and_what_waits_is_refused_when_it_drains(folder: 
         assert "ended 0" in process.ends()
 
 
+def with_sighup(handler: str, folder: Path) -> AbstractContextManager[Process]:
+    """The tests themselves may run where it is ignored."""
+    return running(
+        python_command(f"import signal; signal.signal(signal.SIGHUP, signal.{handler})\n{SERVER}", folder, 60.0, "")
+    )
+
+
 def test_a_terminal_that_closes_drains_the_server(folder: Path) -> None:
-    with started(folder) as process, ThreadPoolExecutor(1) as pool:
+    with with_sighup("SIG_DFL", folder) as process, ThreadPoolExecutor(1) as pool:
         process.load()
         running = pool.submit(process.ask, LONG, stream=True)
         until_running(process, 0)
@@ -208,8 +215,7 @@ def test_a_terminal_that_closes_drains_the_server(folder: Path) -> None:
 
 
 def test_a_server_that_was_told_to_ignore_a_closed_terminal_goes_on(folder: Path) -> None:
-    ignoring = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + SERVER
-    with running(python_command(ignoring, folder, 60.0, "")) as process:
+    with with_sighup("SIG_IGN", folder) as process:
         process.child.send_signal(signal.SIGHUP)
         process.load()
         assert process.ask(SHORT).status_code == 200

@@ -178,9 +178,10 @@ def test_a_reader_is_told_of_its_prompt_only_when_more_of_it_is_read(world: Worl
 def test_one_that_was_preempted_comes_back_when_another_leaves_though_a_third_runs(
     world: World, engine: Engine
 ) -> None:
-    running, preempted, ending = (submit(world, engine, case) for case in (LONG, LONG, SHORT))
+    running, ending, preempted = (submit(world, engine, case) for case in (LONG, SHORT, LONG))
     engine.step()
-    engine._slots.preempt(preempted)
+    assert engine._slots.preempt_one()
+    assert not preempted.has_slot
     while not ending.has_ended:
         engine.step()
         assert ending.has_ended or not preempted.has_slot, "the pages that it gave up are not yet free"

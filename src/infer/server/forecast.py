@@ -102,9 +102,10 @@ class Forecast:
         num_before = ceil(own.count + 1 - share)  # of its own that must end first
         if num_before > 0:
             return self.shared_seconds(tenant, self._seconds_until(own, num_before, share))
-        others = [load for name, load in self._loads.items() if name != tenant]
-        if own.count == 0 and max((len(load.running) for load in others), default=0) > 1:
-            return 0.0  # a tenant above its share gives a slot up
+        num_free = max(0, num_slots - sum(len(load.running) for load in self._loads.values()))
+        others = (load for name, load in self._loads.items() if name != tenant)
+        if own.count == 0 and any(min(load.count, len(load.running) + num_free) > 1 for load in others):
+            return 0.0  # a tenant above its share gives a slot up, also one that it is only about to get
         running = self._all_seconds(work for load in self._loads.values() for work in load.running)
         return len(running) * min(running, default=0.0)
 

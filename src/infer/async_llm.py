@@ -193,6 +193,7 @@ class AsyncLLM:
         finally:
             for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # none goes on after the first error
         return [results[number] for number, _ in requests]
 
     async def embed(

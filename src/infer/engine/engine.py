@@ -102,15 +102,19 @@ class Engine:
         self._queue.join(sequence)
         self._sequences.append(sequence)
         if len(self._sequences) <= self.max_running:
-            self._interrupt.value = 1
+            self.interrupt()
         if self._open_slots is None:
             self.close()
         return sequence
 
+    def interrupt(self) -> None:
+        """Let several steps without a return to Python end after the one under way. For any thread."""
+        self._interrupt.value = 1
+
     def cancel(self, sequence: Sequence) -> None:
         """End a sequence: no later step is for it. Called inside a step, it takes effect after that."""
         sequence.cancel()
-        self._interrupt.value = 1
+        self.interrupt()
         if not (sequence.has_ended or self.is_stepping_here):
             with self._lock:
                 if self._open_slots is not None:

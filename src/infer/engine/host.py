@@ -34,7 +34,7 @@ from infer.kvcache.settings import CacheSettings
 from infer.model.transformer import Transformer
 from infer.operands.limits import MAX_STEP_LOGITS
 from infer.runner.caches import default_pool_pages
-from infer.runner.closing import OpenAnswers
+from infer.runner.closing import OpenAnswers, closed
 from infer.runner.hidden_states import HiddenStates
 from infer.runner.runner import CachedRunner
 from infer.sampling.keywords import Params, params_of, refuse_sampling, split_keywords
@@ -79,7 +79,8 @@ class Host:
         """`ranks` are the others of a model that is shared out: they load their shares."""
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
         self.vocab_size = vocab_size_of(model, tokenizer)
-        self.runner, self._ranks = _make_runner(model, settings, ranks), ranks
+        self._ranks = ranks
+        self._open_runner: CachedRunner | LeadingRunner | None = _make_runner(model, settings, ranks)
         self.engine = Engine(self.runner)
         self.service = Service(self.engine)
         self.answers = AsyncAnswers(self.service)
@@ -96,9 +97,16 @@ class Host:
         self.service.close()
         self.answers.close()
         self.engine.close()
-        del self.runner
+        self._open_runner = None
         if self._ranks is not None:
             self._ranks.close()
+
+    @property
+    def runner(self) -> CachedRunner | LeadingRunner:
+        """Raises ClosedError after `close`."""
+        if (runner := self._open_runner) is None:
+            raise closed()
+        return runner
 
     @cached_property
     def hidden_states(self) -> HiddenStates:

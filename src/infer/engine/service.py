@@ -83,8 +83,9 @@ class Service:
             self._changed.notify_all()
 
     def cancel(self, sequence: Sequence) -> None:
-        """Its slot is free when the step under way has ended."""
+        """Its slot is free when the step under way has ended, which several steps in one end early for."""
         sequence.cancel()
+        self._engine.interrupt()
 
     def drain(self, timeout_seconds: float | None = None) -> bool:
         """Refuse what is submitted from now on, and wait until all sequences have ended; False if they have not."""

@@ -51,6 +51,13 @@ async def while_connected(request: Request, coroutine: Coroutine[Any, Any, _Foun
     finally:
         for task in (working, leaving):
             task.cancel()
+            task.add_done_callback(_retrieve)
+
+
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    """What a task raised for a client that is gone interests nobody: asyncio would log it."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def until_gone(request: Request) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal, final
 
 import infer
 from infer.engine.scheduler import StepTaken
-from infer.errors import InferError, InvalidRequestError
+from infer.errors import ClosedError, InferError, InvalidRequestError
 from infer.operands.limits import MAX_STEP_LOGITS
 from infer.server.call import Call
 from infer.server.door import Door
@@ -122,7 +122,7 @@ class ServerState:
 
     @property
     def has_engine_failed(self) -> bool:
-        return self._llm is not None and self._llm.host.service.failure is not None
+        return (host := self._host) is not None and host.service.failure is not None
 
     @property
     def has_answers(self) -> bool:
@@ -135,7 +135,10 @@ class ServerState:
         self.metrics.count_lag(max(0.0, lag_seconds))
         if self._llm is None:
             return
-        host = self._llm.host
+        if (host := self._host) is None:
+            if self.phase == "ready":
+                self.fail(InferError("the model was closed"))
+            return
         self.metrics.count_steps(_taken(host.engine.scheduler.taken))
         if (failure := host.service.failure) is not None and self.phase != "failed":
             self.fail(InferError(f"the engine has failed: {type(failure).__name__}"))
@@ -143,10 +146,17 @@ class ServerState:
     @property
     def step_began(self) -> float | None:
         """When the step began that is under way, if one is."""
-        if self._llm is None:
+        if (host := self._host) is None:
             return None
-        beat = self._llm.host.service.heartbeat
+        beat = host.service.heartbeat
         return beat.seconds if beat.is_stepping else None
+
+    @property
+    def _host(self) -> Any:
+        """The `Host`; None before the model is loaded, and after the program that started the server has closed it."""
+        with suppress(ClosedError):
+            return self._llm and self._llm.host
+        return None
 
     @property
     def loaded(self) -> "infer.AsyncLLM | None":

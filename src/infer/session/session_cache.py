@@ -4,6 +4,7 @@ The engine may take the slot away, or lose what it held: then `token_ids` are no
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import final
 
@@ -11,10 +12,15 @@ from torch import Tensor
 
 from infer.engine.host import Host
 from infer.engine.lease import Lease, common_length
-from infer.errors import OutOfPagesError
+from infer.errors import InferError, OutOfPagesError
 from infer.runner.closing import closed
 
 Tensors = Callable[[], Iterator[tuple[str, Tensor]]]
+_SLICE_BYTES = 16 << 20  # copied between two steps: some 5 ms
+
+
+class _TakenAwayError(InferError):
+    """Raised while a slot is copied that the engine took away."""
 
 
 @final
@@ -81,16 +87,42 @@ class SessionCache:
         self._host.engine.change(self.lease, copy)
 
     def export(self, token_ids: Sequence[int], write: Callable[[int, Tensors], None]) -> None:
-        """`write(number, tensors)` is given what is stored of these ids: of their first so many."""
+        """Call `write(number, tensors)` with what is stored of these ids: of their first `number`.
 
-        def export(slot: int) -> None:
-            num_cached = self._keep_common(token_ids, slot)
-            if self._host.runner.has_whole_slots:
-                write(num_cached, partial(self._host.runner.cache.export_row, slot))
-            else:
-                write(0, lambda: iter(()))
+        Steps go on meanwhile. If the engine takes the slot away before all is written, `write` is called again, with
+        nothing.
+        """
+        lease = self.lease
 
-        self._host.engine.change(self.lease, export)
+        def keep(slot: int) -> Sequence[int]:
+            self._keep_common(token_ids, slot)
+            return lease.token_ids
+
+        held = self._host.engine.change(lease, keep)
+        if self._host.runner.has_whole_slots:
+            with suppress(_TakenAwayError):
+                return write(len(held), partial(self._copies, held))
+        return write(0, lambda: iter(()))
+
+    def _copies(self, held: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
+        """Copy what the slot holds, some of it between two steps. Raises _TakenAwayError."""
+        lease, engine, cache = self.lease, self._host.engine, self._host.runner.cache
+        rows: Iterator[tuple[str, Tensor]] | None = None
+
+        def copy_some(slot: int) -> list[tuple[str, Tensor]]:
+            nonlocal rows
+            if lease.token_ids is not held:  # the engine replaces them when it takes the slot
+                raise _TakenAwayError
+            if rows is None:
+                rows = cache.export_row(slot)
+            copies, num_bytes = list[tuple[str, Tensor]](), 0
+            while num_bytes < _SLICE_BYTES and (found := next(rows, None)) is not None:
+                copies.append(found)
+                num_bytes += found[1].nbytes
+            return copies
+
+        while copies := engine.change(lease, copy_some):
+            yield from copies
 
     def load(self, tensors: Mapping[str, Tensor], token_ids: Sequence[int]) -> None:
         """Hold what was exported for these ids, or nothing where that cannot be. Raises InvalidRequestError, nothing

@@ -1,0 +1,82 @@
+"""What uses a model that another part of the program has closed, or a task whose reader has gone."""
+
+import asyncio
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer import AsyncLLM, InvalidRequestError, SamplingParams
+from infer.engine.host import Host
+from infer.errors import ClosedError
+from infer.server.asking import while_connected
+from infer.server.endpoint import ClientGoneError
+from infer.server.settings import ServerSettings
+from infer.server.state import ServerState
+
+ANSWER = SamplingParams(temperature=0, max_new_tokens=400, ignore_eos=True)
+
+
+@pytest.fixture
+def llm(folder: Path) -> AsyncLLM:
+    return AsyncLLM(folder)
+
+
+def test_a_server_whose_model_is_closed_goes_on_and_says_that_it_failed(llm: AsyncLLM) -> None:
+    state = ServerState(ServerSettings())
+    state.become_ready(llm)
+    state.tick(0.0)
+    assert state.phase == "ready"
+    llm.llm.close()
+    state.tick(0.0)
+    assert (state.phase, str(state.failure)) == ("failed", "the model was closed")
+    assert state.step_began is None
+    assert not state.has_engine_failed
+
+
+def test_what_prepares_a_request_while_the_model_closes_is_told_so(llm: AsyncLLM) -> None:
+    host: Host = llm.host
+    host.close()
+    with pytest.raises(ClosedError):
+        _ = host.system_fingerprint
+
+
+def test_no_answer_goes_on_after_the_error_that_ends_all(llm: AsyncLLM) -> None:
+    async def ask() -> list[Any]:
+        def refuse(number: int, result: Any) -> None:
+            raise InvalidRequestError("enough")
+
+        before = asyncio.all_tasks()
+        with pytest.raises(InvalidRequestError, match="enough"):
+            await llm.generate_all(
+                ["a", "b"], [SamplingParams(max_new_tokens=1), ANSWER], batch_size=2, on_result=refuse
+            )
+        return [task for task in asyncio.all_tasks() - before if not task.done()]
+
+    assert asyncio.run(ask()) == []
+    llm.llm.close()
+
+
+def test_what_fails_for_a_client_that_is_gone_is_not_logged() -> None:
+    logged = list[Any]()
+
+    class Gone:
+        async def receive(self) -> dict[str, str]:
+            return {"type": "http.disconnect"}
+
+    async def fail_when_cancelled() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            raise RuntimeError("nobody asks") from None
+
+    async def ask() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: logged.append(context))
+        with pytest.raises(ClientGoneError):
+            await while_connected(Gone(), fail_when_cancelled())  # type: ignore[arg-type]
+        await asyncio.sleep(0.01)
+        gc.collect()
+
+    asyncio.run(ask())
+    assert logged == []

@@ -1,4 +1,4 @@
-"""What uses a model that another part of the program has closed, or a task whose reader has gone."""
+"""A model is closed while another part of the program uses it, or a task ends after its reader has gone."""
 
 import asyncio
 import gc

@@ -55,7 +55,7 @@ async def while_connected(request: Request, coroutine: Coroutine[Any, Any, _Foun
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:
-    """What a task raised for a client that is gone interests nobody: asyncio would log it."""
+    """Take the error of a task whose client has gone, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()
 

@@ -87,10 +87,10 @@ class SessionCache:
         self._host.engine.change(self.lease, copy)
 
     def export(self, token_ids: Sequence[int], write: Callable[[int, Tensors], None]) -> None:
-        """Call `write(number, tensors)` with what is stored of these ids: of their first `number`.
+        """Call `write(number, tensors)` with the keys and values of the first `number` of these ids.
 
-        Steps go on meanwhile. If the engine takes the slot away before all is written, `write` is called again, with
-        nothing.
+        Steps go on meanwhile. If the engine takes the slot away before all is written, `write` is called again,
+        without any. `tensors` copies anew each time that it is called.
         """
         lease = self.lease
 

@@ -51,11 +51,12 @@ def write_session(
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"a session whose messages are no JSON cannot be saved: {error}") from error
     digests: list[bytes] = []
-    num_blocks = 3 + sum(1 for _ in cache_tensors())
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
+        num_blocks = 3  # the header, the ids and the record
         yield "token_ids", torch.tensor(token_ids, dtype=torch.int64)
         for name, tensor in cache_tensors():
+            num_blocks += 1
             yield _CACHE + name, tensor
         yield "record", torch.frombuffer(bytearray(text), dtype=torch.uint8)
         known = b"".join(digests).ljust(num_blocks * DIGEST_BYTES, b"\0")

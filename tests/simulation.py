@@ -23,8 +23,9 @@ from infer.engine.admission import (
     victim,
     work_of,
 )
-from infer.engine.scheduler import MAX_SECONDS, MAX_STEPS, Demand, Scheduler
+from infer.engine.scheduler import MAX_SECONDS, MAX_STEPS, Demand, Plan, Scheduler
 from infer.engine.step_costs import StepWork
+from infer.engine.step_shares import Part, StepShares
 
 
 @dataclass(eq=False)
@@ -94,6 +95,7 @@ class Simulation:
     def run(self) -> None:
         machine = self.machine
         self.scheduler, self.tenants = Scheduler(64, prompt_seconds=0.1), Tenants(self.weights)
+        self.shares = StepShares(self.scheduler.costs, self.tenants.weight)
         self.free, self.served = machine.num_pages, dict.fromkeys((each.tenant for each in self.requests), 0)
         self.lengths, self.is_full = AnswerLengths(self.expected_answer), False
         self.learn_costs()
@@ -239,19 +241,23 @@ class Simulation:
                        request.num_tokens)  # fmt: skip
 
     def step(self) -> None:
+        chosen = self.shares.choose([Part(each.tenant, 1, each.num_computed) for each in self.running])
         while True:
-            demands = [self.demand(each) for each in self.running]
-            plan = self.scheduler.plan(demands, self.machine.step_tokens, len(self.waiting))
-            asked = list(zip(self.running, plan.num_tokens, strict=True))
+            active = [each for each in self.running if each.tenant in chosen]
+            resting = [each for each in self.running if each.tenant not in chosen]
+            plan = self.plan(active, resting)
+            asked = list(zip(active, plan.num_tokens, strict=True))
             num_ready = sum(self.reserve(each, max(plan.num_steps, count)) for each, count in asked)
-            if num_ready == len(asked) == len(self.running):
+            if num_ready == len(asked) == sum(each in self.running for each in active):
                 break
         assert sum(plan.num_tokens) > 0, "a step computes something"
         seconds = sum(self.machine.seconds(plan.work) for _ in range(plan.num_steps))
         self.now += seconds
         self.num_steps += 1
         self.scheduler.update(plan, plan.num_steps, seconds, None)
-        for request, count in zip(list(self.running), plan.num_tokens, strict=True):
+        parts = [Part(each.tenant, count, each.num_computed) for each, count in asked if count]
+        self.shares.computed(parts, plan.num_steps, seconds)
+        for request, count in asked:
             given = 0
             if request.num_computed + count == request.num_tokens:
                 given = min(plan.num_steps, request.num_new - request.num_given)
@@ -266,6 +272,14 @@ class Simulation:
                 self.leave(request)
             else:
                 self.trim(request)
+
+    def plan(self, active: Items[Request], resting: Items[Request]) -> Plan:
+        """Mirror `Engine._plan`."""
+        demands = [self.demand(each) for each in active]
+        if (most_steps := self.shares.most_steps) is not None:
+            demands = [demand._replace(max_steps=min(demand.max_steps, most_steps)) for demand in demands]
+        num_waiting, others_stream = len(self.waiting) + len(resting), any(each.is_streamed for each in resting)
+        return self.scheduler.plan(demands, self.machine.step_tokens, num_waiting, others_stream=others_stream)
 
     def demand(self, request: Request) -> Demand:
         useful = min(MAX_STEPS, request.max_new - request.num_given)

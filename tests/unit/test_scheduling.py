@@ -1,6 +1,7 @@
 """The scheduler in simulated lives: nobody starves, no page is lost, nothing idles, tenants share."""
 
 import random
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -265,3 +266,39 @@ def test_a_tenant_that_was_away_has_saved_nothing_up() -> None:
     tenants.charge("busy", 1000)
     tenants.go("busy")
     assert not {"busy", "new"} - set(tenants.accounts)
+
+
+QUIET = Request(0.5, 20, 400, 400, tenant="quiet")
+
+
+def quiet_rate(machine: Machine, others: list[Request], weight: float = 1.0) -> float:
+    """Return the tokens per second of a single stream beside others."""
+    quiet, *crowd = deepcopy([QUIET, *others])
+    life = Simulation(machine, [quiet, *crowd], {"quiet": weight})
+    life.run()
+    assert quiet.first_token_at is not None
+    assert quiet.ended_at is not None
+    return quiet.num_new / (quiet.ended_at - quiet.first_token_at)
+
+
+def test_one_stream_beside_another_tenants_crowd_has_half_its_speed() -> None:
+    machine = Machine(8, 10_000, (2e-3, 1e-3, 4.5e-4, 9e-4))
+    alone = quiet_rate(machine, [])
+    flood = [Request(0.0, 10, 500, 500, tenant="loud", is_streamed=False) for _ in range(12)]
+    readers = [Request(0.0, 3000, 4, 4, tenant="loud") for _ in range(24)]
+    for crowd in (flood, readers):
+        assert 0.5 * alone <= quiet_rate(machine, crowd) <= 0.7 * alone
+        assert quiet_rate(machine, crowd, weight=3.0) >= 0.7 * alone
+        assert quiet_rate(machine, [replace(each, tenant="quiet") for each in crowd]) < 0.45 * alone
+
+
+def test_every_step_is_for_all_where_that_gives_each_tenant_its_share() -> None:
+    machine = Machine(8, 10_000)
+    for tenants in ("abcdefgh", "aaaabbbb"):
+        requests = [Request(0.0, 1, 500, 500, tenant=tenant) for tenant in tenants]
+        alone = Simulation(machine, [replace(each, tenant="a") for each in requests])
+        shared = Simulation(machine, requests)
+        shared.run()
+        alone.run()
+        assert shared.num_steps == alone.num_steps
+        assert shared.now == pytest.approx(alone.now)

@@ -3,10 +3,13 @@
 import json
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
+from random import Random
+from unittest.mock import PropertyMock
 
 import pytest
 
@@ -14,7 +17,10 @@ from infer import LLM
 from infer.engine.admission import work_of
 from infer.engine.engine import Engine
 from infer.engine.request_options import RequestOptions
+from infer.engine.scheduler import Demand, Plan
 from infer.engine.sequence import Sequence
+from infer.engine.step_costs import StepCosts
+from infer.engine.step_shares import Part, StepShares
 from infer.engine.stream import Stream
 from infer.errors import InvalidRequestError
 from infer.kvcache.settings import CacheSettings
@@ -100,6 +106,57 @@ def test_tenants_take_turns_however_many_one_sends(world: World, engine: Engine)
     assert [each.request.tenant for each in order[:6]] == ["loud", "quiet"] * 3
     assert [each for each in order if each in loud] == loud
     assert [each for each in order if each in quiet] == quiet
+
+
+def test_answers_are_their_own_however_the_tenants_sit_steps_out(
+    world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which steps these are depends on the clock: here on chance."""
+    draw, chosen, most_steps = Random(5), list[set[str]](), PropertyMock(return_value=3)
+
+    def choose(parts: Iterable[Part]) -> set[str]:
+        tenants = sorted({part.tenant for part in parts})
+        chosen.append(set(draw.sample(tenants, draw.randint(1, len(tenants)))) if tenants else set())
+        return chosen[-1]
+
+    monkeypatch.setattr(engine._shares, "choose", choose)
+    monkeypatch.setattr(StepShares, "most_steps", most_steps)
+    cases = {"a": [LONG, SHORT, SHORT], "b": [LONG], "c": [SHORT]}
+    asked = {tenant: [submit(world, engine, case, tenant=tenant) for case in own] for tenant, own in cases.items()}
+    while engine.sequences:
+        before = {each: len(each.pieces) for each in engine.sequences}
+        tenants = {output.sequence.request.tenant for output in engine.step()}
+        assert tenants == chosen[-1]
+        assert all(len(each.pieces) - count <= 3 * (each.request.tenant in tenants) for each, count in before.items())
+    for tenant, sequences in asked.items():
+        assert [Outcome.of(each.result()) for each in sequences] == [by_definition(world, c) for c in cases[tenant]]
+
+
+def test_the_steps_that_a_quiet_tenant_is_owed_are_for_it_alone(
+    world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock on which each sequence takes as long as the step itself."""
+    monkeypatch.setattr(StepCosts, "predict", lambda self, work: 1e-3 * (1 + work.num_sequences))
+    computed, counts, alone = StepShares.computed, list[int](), 0
+    monkeypatch.setattr(
+        StepShares, "computed", lambda self, parts, num, _: computed(self, parts, num, 1e-3 * (1 + counts[-1]))
+    )
+    plan = engine.scheduler.plan
+
+    def counted(demands: Items[Demand], *rest: int, **options: bool) -> Plan:
+        found = plan(demands, *rest, **options)
+        counts.append(found.work.num_sequences)
+        return found._replace(num_steps=1)
+
+    monkeypatch.setattr(engine.scheduler, "plan", counted)
+    for _ in range(3):
+        submit(world, engine, LONG, tenant="loud")
+    quiet = submit(world, engine, LONG, tenant="quiet")
+    while not quiet.has_ended:
+        tenants = sorted(output.sequence.request.tenant for output in engine.step())
+        alone += tenants == ["quiet"]
+        assert tenants in (["quiet"], ["loud", "loud", "loud", "quiet"])
+    assert 10 <= alone <= 40
 
 
 def test_prompts_are_read_in_the_order_in_which_their_sequences_entered(world: World, engine: Engine) -> None:

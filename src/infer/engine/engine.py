@@ -20,6 +20,7 @@ from infer.engine.sequence import Sequence
 from infer.engine.slot_params import SlotParams
 from infer.engine.slots import Slots
 from infer.engine.snapshot import EngineSnapshot, take_snapshot
+from infer.engine.step_shares import Part, StepShares
 from infer.errors import InferError, OutOfPagesError
 from infer.operands.limits import MAX_STEP_LOGITS
 from infer.operands.step import Chunk, Clock, Interrupt, Masks, StepEnd
@@ -70,6 +71,8 @@ class Engine:
         self._num_waiting = 0  # of those whose callers wait, how many got no slot
         self.max_running = runner.num_slots  # at once
         self.scheduler = Scheduler(MAX_STEP_LOGITS, max_steps)
+        self._shares = StepShares(self.scheduler.costs, self._queue.tenants.weight)
+        self._resting: list[Sequence] = []  # that sit a step out
         self._slot_params = SlotParams(runner)
         self._filler = MaskFiller(runner.model.backend)
         self._interrupt = Interrupt()  # set by those who come while there are slots, and by those who leave
@@ -231,7 +234,7 @@ class Engine:
         self._interrupt.value = 0
         self._drop_finished()
         self._admit()
-        active = [each for each in self._slots.sequences if each.wants_tokens]
+        active = self._take_turns([each for each in self._slots.sequences if each.wants_tokens])
         for sequence in active:
             sequence.num_before_step = len(sequence.pieces)
             if sequence.grammar is not None:
@@ -262,6 +265,13 @@ class Engine:
                 self._slot_params.write(sequence)
         self._num_waiting = sum(not each.has_slot and each.wants_tokens for each in self._sequences) if waiting else 0
 
+    def _take_turns(self, wanting: list[Sequence]) -> list[Sequence]:
+        """Return those of the sequences that the step is for."""
+        parts = (Part(each.request.tenant, 1, each.num_computed) for each in wanting)
+        chosen = self._shares.choose(parts)
+        self._resting = [each for each in wanting if each.request.tenant not in chosen]
+        return [each for each in wanting if each.request.tenant in chosen]
+
     def _force(self, sequence: Sequence) -> None:
         """Accept the tokens that the grammar leaves no choice about."""
         forced, forcing = list[int](), sequence.force()
@@ -281,13 +291,16 @@ class Engine:
         if masks is not None:
             masks.wait()
         clock = Clock(started, ends, time.perf_counter())
-        self._learn(plan, works, len(ends) if is_multi_step else 1, clock)
-        for work, found in zip(works, sampled, strict=True):
-            if work.chunk.has_logits:
-                self._settle(work, found, clock, is_multi_step=is_multi_step)
-            else:
-                self.runner.commit(work.chunk.slot, len(work.chunk.token_ids))
-                work.sequence.prefilled(len(work.chunk.token_ids), clock.ended - started)
+        num_steps, held_up = len(ends) if is_multi_step else 1, 0.0 if masks is None else self._filler.held_up(ends)
+        self._learn(plan, works, num_steps, clock, held_up)
+        parts = [Part(each.request.tenant, len(chunk.token_ids), each.num_computed) for each, chunk in works]
+        each_held_up = held_up / max(1, sum(sequence.grammar is not None for sequence, _ in works))
+        for index, (work, found) in enumerate(zip(works, sampled, strict=True)):
+            settled = time.perf_counter()
+            self._settle(work, found, clock, is_multi_step=is_multi_step)
+            if work.sequence.grammar is not None:
+                parts[index] = parts[index]._replace(delay=each_held_up + time.perf_counter() - settled)
+        self._shares.computed(parts, num_steps, clock.ended - clock.started - held_up)
         self._slot_params.renew()
         shares = self.runner.shares_prefixes
         for sequence, _ in works:
@@ -316,7 +329,10 @@ class Engine:
         times, most = self._step_times(active), self.scheduler.max_drafts(len(active))
         demands = [sequence.demand(most, self._rope_room(sequence), times) for sequence in active]
         step_tokens = min([sequence.request.prefill_chunk for sequence in active])
-        plan = self.scheduler.plan(demands, step_tokens, self._num_waiting)
+        if (most_steps := self._shares.most_steps) is not None:
+            demands = [demand._replace(max_steps=min(demand.max_steps, most_steps)) for demand in demands]
+        num_waiting, others_stream = self._num_waiting + len(self._resting), any(map(_streams, self._resting))
+        plan = self.scheduler.plan(demands, step_tokens, num_waiting, others_stream=others_stream)
         return plan, [
             _Work(sequence, sequence.schedule(num_tokens, num_drafts))
             for sequence, num_tokens, num_drafts in zip(active, plan.num_tokens, plan.num_drafts, strict=True)
@@ -360,15 +376,19 @@ class Engine:
                 del sampled[row].token_ids[count:], sampled[row].logprobs[count:]
                 self._slot_params.mark_stale(works[row].sequence)
 
-    def _learn(self, plan: Plan, works: Items[_Work], num_steps: int, clock: Clock) -> None:
+    def _learn(self, plan: Plan, works: Items[_Work], num_steps: int, clock: Clock, held_up: float) -> None:
         """Before the tokens are accepted."""
         times = self._step_times([work.sequence for work in works])
         if not all(sequence.pieces and len(chunk.token_ids) == chunk.num_logits for sequence, chunk in works):
             times = None
-        self.scheduler.update(plan, num_steps, clock.ended - clock.started, times)
+        self.scheduler.update(plan, num_steps, clock.ended - clock.started, times, held_up)
 
     def _settle(self, work: _Work, sampled: SampledTokens, clock: Clock, *, is_multi_step: bool) -> None:
         sequence, chunk = work
+        if not chunk.has_logits:
+            self.runner.commit(chunk.slot, len(chunk.token_ids))
+            sequence.prefilled(len(chunk.token_ids), clock.ended - clock.started)
+            return
         num_before = len(sequence.pieces)
         num_drafts = 0 if is_multi_step else len(sampled.token_ids) - 1  # right ones
         sequence.attempt(partial(sequence.accept_all, sampled, num_drafts), None)
@@ -392,3 +412,7 @@ class Engine:
 
         self._slots.with_pages(sequence, compress)
         sequence.timer.waited(time.perf_counter() - started)
+
+
+def _streams(sequence: Sequence) -> bool:
+    return sequence.is_streamed and sequence.is_decoding

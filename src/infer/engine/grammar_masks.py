@@ -17,7 +17,7 @@ from infer import ops
 from infer.engine.sequence import Sequence
 from infer.errors import ConstraintError
 from infer.grammar.base import Mask
-from infer.operands.step import Chunk, Masks, TokenIds
+from infer.operands.step import Chunk, Masks, StepEnd, TokenIds
 from infer.sampling.masks import num_mask_words
 
 Works = Items[tuple[Sequence, Chunk]]  # what a step computes of each sequence
@@ -52,6 +52,10 @@ class MaskFiller:
         """Of the last multi-step, how many tokens count of rows whose grammar came to where it is done, forces a token
         or fails. While these are fewer than half of all rows, the others go on."""
         return {} if self._filling is None else self._filling.num_counted
+
+    def held_up(self, ends: Items[StepEnd]) -> float:
+        """Return for how many seconds the last steps waited for masks, or for grammars between them."""
+        return 0.0 if self._filling is None else self._filling.held_up(ends)
 
     def learn(self, num_logits: int, seconds: float) -> bool:
         """What filling so many took; whether it is quick enough to do at once."""
@@ -118,6 +122,8 @@ class _Filling:
         self.num_counted: dict[int, int] = {}  # in a multi-step, tokens of rows whose grammar wants a step of its own
         self._promise: Future[None] | None = None
         self._is_apart = False  # in a multi-step, another thread fills the lines
+        self._filled_at = list[float]()  # of each step, if another thread fills the lines
+        self._seconds_between = 0.0  # steps, in which their grammars advanced
 
     def fits(self, works: Works) -> bool:
         """Whether it serves this step too: the same sequences, which go on token by token."""
@@ -125,8 +131,14 @@ class _Filling:
         is_same = self._has_one_each and self._sequences == [sequence for sequence, _ in works]
         return is_same and is_done and all(chunk.num_logits == 1 for _, chunk in works)
 
+    def held_up(self, ends: Items[StepEnd]) -> float:
+        late = (max(0.0, filled - end.forward) for filled, end in zip(self._filled_at, ends, strict=False))
+        return sum(late) + self._seconds_between
+
     def begin(self) -> None:
         self.num_counted.clear()
+        self._filled_at.clear()
+        self._seconds_between = 0.0
         self._begin_fill()
 
     def _begin_fill(self) -> None:
@@ -143,7 +155,8 @@ class _Filling:
             self._is_apart = self._promise is not None
         if self._is_apart:
             self._wait()  # it is done: this raises what it raised
-        started = time.perf_counter() if num_generated == 1 else 0.0  # the clock alone takes 9 µs here
+        is_timed = self._is_apart or num_generated == 1  # the clock alone takes 9 µs here
+        started = time.perf_counter() if is_timed else 0.0
         for job in self._jobs:
             if job.row in self.num_counted:
                 continue
@@ -152,6 +165,8 @@ class _Filling:
                 job.masks[0][:] = -1
             elif not self._is_apart:
                 job.sequence.stats.masks_filled += not is_last
+        if self._is_apart:
+            self._seconds_between += time.perf_counter() - started
         if self.num_counted and 2 * len(self.num_counted) >= len(self._sequences):
             return False
         if self._is_apart:
@@ -166,6 +181,7 @@ class _Filling:
                 if job.row not in self.num_counted:
                     job.sequence.attempt(partial(job.sequence.fill, job.masks, job.drafts), None)
         finally:
+            self._filled_at.append(time.perf_counter())
             self._publish()
 
 

@@ -96,8 +96,13 @@ class Scheduler:
         """What a step with prompts takes from now on while nobody streams."""
         self._prompt_seconds = seconds
 
-    def plan(self, demands: Sequence[Demand], step_tokens: int, num_waiting: int = 0) -> Plan:
-        """At most `step_tokens` tokens in all (more if more sequences than that decode)."""
+    def plan(
+        self, demands: Sequence[Demand], step_tokens: int, num_waiting: int = 0, *, others_stream: bool = False
+    ) -> Plan:
+        """Plan at most `step_tokens` tokens in all (more if more sequences than that decode).
+
+        `others_stream` tells whether an answer is being streamed that this step gives nothing.
+        """
         num_tokens, num_drafts = [0] * len(demands), [0] * len(demands)
         decoding = [index for index, demand in enumerate(demands) if demand.num_pending == 1]
         prefilling = [index for index, demand in enumerate(demands) if demand.num_pending != 1]
@@ -113,7 +118,7 @@ class Scheduler:
             work = _work(demands, num_tokens, num_drafts)
             return Plan(num_tokens, num_drafts, self._num_steps(demands, work, num_waiting), work)
         if prefilling:
-            seconds = self._seconds_for_prompts(demands, decoding, num_drafts)
+            seconds = self._seconds_for_prompts(demands, decoding, num_drafts, others_stream)
             for index, count in self._shares(demands, prefilling, budget + kept, seconds):
                 num_tokens[index] += count
             budget += kept - sum(num_tokens[index] for index in prefilling)
@@ -123,14 +128,14 @@ class Scheduler:
                 budget -= num_drafts[index]
         return Plan(num_tokens, num_drafts, 1, _work(demands, num_tokens, num_drafts))
 
-    def update(self, plan: Plan, num_steps: int, seconds: float, times: StepTimes | None) -> None:
-        """What a plan took: `num_steps` steps ran in so many seconds. `times` are those of its kind, where every token
-        was sampled after, as drafts are.
+    def update(self, plan: Plan, num_steps: int, seconds: float, times: StepTimes | None, held_up: float = 0.0) -> None:
+        """Learn what a plan took: `num_steps` steps ran in so many seconds. `times` are those of its kind, where every
+        token was sampled after, as drafts are. For `held_up` of the seconds the steps waited for a grammar.
         """
         self.taken.append(StepTaken.of(plan, num_steps, seconds))
         self._num_plain = 0 if any(plan.num_drafts) else self._num_plain + num_steps
         self._has_decoded |= plan.work.num_tokens == plan.work.num_sequences
-        self.costs.learn(plan.work, seconds / num_steps)
+        self.costs.learn(plan.work, (seconds - held_up) / num_steps)
         if times is not None:
             times.learn(plan.work.num_tokens - plan.work.num_sequences + 1, seconds / num_steps)
 
@@ -174,10 +179,10 @@ class Scheduler:
     # Prompts
 
     def _seconds_for_prompts(
-        self, demands: Sequence[Demand], decoding: Sequence[int], num_drafts: Sequence[int]
+        self, demands: Sequence[Demand], decoding: Sequence[int], num_drafts: Sequence[int], others_stream: bool
     ) -> float:
         """What the tokens of prompts may take in a step, the others being planned."""
-        is_streamed = any(demands[index].is_streamed for index in decoding)
+        is_streamed = others_stream or any(demands[index].is_streamed for index in decoding)
         seconds = min(self._prompt_seconds, self._stream_seconds()) if is_streamed else self._prompt_seconds
         drafts = [num_drafts[index] for index in decoding]
         others = _work([demands[index] for index in decoding], [1] * len(decoding), drafts)

@@ -1,0 +1,81 @@
+"""Whose sequences the next step is for: of each tenant those that run, or only of those tenants that are behind.
+
+A step with many sequences takes longer than one with few. So one tenant with many sequences, or with long prompts,
+would slow the answers of all others down. Each tenant is owed its share of the time, and is paid what its own part of a
+step would have taken alone. While a step for all pays each tenant enough, as it does when all have about as many
+sequences, every step is for all. When a tenant is owed a whole step, the others sit out one or more steps.
+"""
+
+from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple, final
+
+from infer.engine.step_costs import StepCosts, StepWork, context_of
+
+MARGIN = 0.2  # of its share, that the costliest tenant leaves to all others: what no cost model knows
+MOST_OWED = 1.0  # seconds
+
+
+class Part(NamedTuple):
+    """The tokens of one sequence in a step."""
+
+    tenant: str
+    num_tokens: int
+    start: int  # positions before them
+    delay: float = 0.0  # seconds, for which all waited for its grammar
+
+
+@final
+class StepShares:
+    def __init__(self, costs: StepCosts, weight: Callable[[str], float]) -> None:
+        """`weight` returns that of a tenant."""
+        self._costs, self._weight = costs, weight
+        self._owed: dict[str, float] = {}  # seconds, of the tenants that have something to compute
+        self._last: dict[str, float] = {}  # seconds, of one step, when each last took part
+        self._most_steps: int | None = None
+
+    @property
+    def most_steps(self) -> int | None:
+        """How many steps the chosen tenants may run before the others run again; None: as many as they want."""
+        return self._most_steps
+
+    def choose(self, parts: Iterable[Part]) -> Collection[str]:
+        """Return the tenants that the next step is for. `parts` are the smallest ones of all that could run in it: a
+        prompt takes about as long as in the last step.
+        """
+        costs = {tenant: max(cost, self._last.get(tenant, 0.0)) for tenant, cost in self._costs_alone(parts).items()}
+        self._last = {tenant: self._last.get(tenant, 0.0) for tenant in costs}
+        self._owed = {tenant: self._owed.get(tenant, 0.0) for tenant in costs} if len(costs) > 1 else {}
+        behind = {tenant: owed / costs[tenant] for tenant, owed in self._owed.items() if costs[tenant] > 0}
+        behind = {tenant: num_steps for tenant, num_steps in behind.items() if num_steps >= 1}
+        self._most_steps = int(min(behind.values())) if 0 < len(behind) < len(costs) else None
+        return behind.keys() or costs.keys()
+
+    def computed(self, parts: Collection[Part], num_steps: int, seconds: float) -> None:
+        """Count steps that took `seconds` in all, without the delays of their parts."""
+        if not (predicted := self._costs.predict(_work(parts))):
+            return
+        costs, pace = self._costs_alone(parts), seconds / predicted
+        paid = {tenant: cost * pace for tenant, cost in costs.items()}
+        for part in parts:
+            paid[part.tenant] += part.delay
+        self._last |= {tenant: cost / num_steps for tenant, cost in paid.items()}
+        seconds += sum(part.delay for part in parts)
+        total = sum(map(self._weight, self._owed))
+        shares = {tenant: self._weight(tenant) / total for tenant in self._owed}
+        costliest = max(shares, key=lambda tenant: self._last[tenant] / shares[tenant], default="")
+        for tenant, share in shares.items():
+            more = -MARGIN * (1 - share) if tenant == costliest else MARGIN * shares[costliest]
+            earned = share * (1 + more) * seconds - paid.get(tenant, 0.0)
+            self._owed[tenant] = min(max(self._owed[tenant] + earned, 0.0), MOST_OWED)
+
+    def _costs_alone(self, parts: Iterable[Part]) -> dict[str, float]:
+        """Return the seconds that a step with the parts of one tenant alone takes, for each tenant."""
+        own: dict[str, list[Part]] = {}
+        for part in parts:
+            own.setdefault(part.tenant, []).append(part)
+        return {tenant: self._costs.predict(_work(each)) for tenant, each in own.items()}
+
+
+def _work(parts: Collection[Part]) -> StepWork:
+    contexts = (context_of(part.num_tokens, part.start) for part in parts)
+    return StepWork(len(parts), sum(part.num_tokens for part in parts), sum(contexts))

@@ -14,6 +14,7 @@ from infer.engine.admission import (
     EXPECTED_ANSWER,
     AnswerLengths,
     Blocked,
+    KeptSlots,
     Running,
     Tenants,
     Waiting,
@@ -97,7 +98,7 @@ class Simulation:
         self.scheduler, self.tenants = Scheduler(64, prompt_seconds=0.1), Tenants(self.weights)
         self.shares = StepShares(self.scheduler.costs, self.tenants.weight)
         self.free, self.served = machine.num_pages, dict.fromkeys((each.tenant for each in self.requests), 0)
-        self.lengths, self.is_full = AnswerLengths(self.expected_answer), False
+        self.lengths, self.is_full, self.kept = AnswerLengths(self.expected_answer), False, KeptSlots()
         self.learn_costs()
         self.waiting, self.running = list[Request](), list[Request]()
         coming = sorted(self.requests, key=lambda each: each.arrives_at)
@@ -163,6 +164,7 @@ class Simulation:
             used = work_of(min(request.num_computed, request.num_prompt), request.num_given)
             self.tenants.charge(request.tenant, used - request.charged)
             self.lengths.learn(request.tenant, request.num_given)
+        self.kept.left(request.tenant, request.number, self.now)
         self.is_full = False
         self.tenants.go(request.tenant)
 
@@ -173,7 +175,8 @@ class Simulation:
         """Mirror `Slots.admit`."""
         blocked = list[Request]()
         while self.waiting:
-            is_full = len(self.running) >= self.machine.num_slots
+            num_kept = self.kept.count((each.tenant for each in self.running), self.now, self.machine.num_slots)
+            is_full = len(self.running) >= self.machine.num_slots - num_kept
             able = self.idle() if is_full else self.passing(blocked)
             if not able:
                 return
@@ -186,6 +189,7 @@ class Simulation:
                 continue
             for giver in givers:
                 self.tenants.gave(self.running_of(giver), self.num_given)
+                self.kept.got(request.number)
                 self.preempt(giver)
             for each in blocked:
                 each.passed += self.waiting_of(request).work
@@ -195,6 +199,7 @@ class Simulation:
         self.waiting.remove(request)
         self.running.append(request)
         request.given_at_entry, request.num_computed = request.num_given, 0
+        self.kept.entered(request.tenant, request.number)
         if request.charged is None:
             request.entered_at, request.charged = self.now, self.waiting_of(request).work
             self.tenants.charge(request.tenant, request.charged)

@@ -302,3 +302,14 @@ def test_every_step_is_for_all_where_that_gives_each_tenant_its_share() -> None:
         alone.run()
         assert shared.num_steps == alone.num_steps
         assert shared.now == pytest.approx(alone.now)
+
+
+def test_who_asks_one_question_after_the_other_takes_a_slot_from_long_answers_once() -> None:
+    machine = Machine(8, 10_000, (2e-3, 1e-3, 4.5e-4, 9e-4))
+    loud = [Request(0.0, 10, 3000, 3000, tenant="loud", is_streamed=False) for _ in range(20)]
+    questions = [Request(20.0 + index, 10, 10, 10, tenant="quiet") for index in range(30)]
+    Simulation(machine, [*loud, *questions]).run()
+    waits = [each.first_token_at - each.arrives_at for each in questions if each.first_token_at is not None]
+    assert len(waits) == len(questions)
+    assert max(waits[1:]) < 0.5
+    assert sum(each.num_preemptions for each in loud) == 1

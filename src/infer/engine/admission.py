@@ -7,7 +7,8 @@ Of a tenant's own requests the oldest enters first; a priority counts as having 
 it is an advantage that the others catch up with. Whoever was preempted comes before all.
 
 A tenant that has nothing running takes slots and pages from one that has more (`Tenants.giver`). Slots change
-hands only as often as the work that is lost by it stays small. Short sequences pass a long one that waits for pages,
+hands only as often as the work that is lost by it stays small, and stays free for a moment for the next request of the
+tenant that got it (`KeptSlots`). Short sequences pass a long one that waits for pages,
 until they have taken as much work as it is itself (`may_pass`).
 """
 
@@ -21,6 +22,8 @@ ANSWER_WORK = 2  # of a token of an answer, in tokens of a prompt
 FEWEST_KEPT = 16  # tokens that a sequence gives before it is preempted again
 PASSING = 4  # times fewer tokens than those that it passes has a sequence that enters before its turn
 LEARNT = 0.1  # weight of an answer that ends, in the mean length
+KEPT_SECONDS = 1.0  # for which a slot that a tenant got from another waits for its next request
+_MOST_KEPT = 8  # one of so many slots
 _MOST_LENGTHS = 1024  # tenants whose lengths are kept
 _NEARLY = 1 - 1e-9
 _WORTH = 3  # times the tokens that a preemption wastes, all sequences give before a slot changes hands again
@@ -184,6 +187,35 @@ class Tenants:
         gaps = [max(0.0, reached - max(self._accounts.get(tenant, least), least)) for tenant in others]
         theirs = (most + self.weight(tenant) * gap for tenant, gap in zip(others, gaps, strict=True))
         return float(running + 2 * (ahead + sum(theirs)) + one.work)
+
+
+@final
+class KeptSlots:
+    """The slots that tenants got from others, free for a moment after each request: whoever asks short questions one
+    after the other takes a slot from a long answer once, and not for each question.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = set[int]()  # of the sequences that run in such slots
+        self._until: dict[str, float] = {}  # by tenant, whose slot is free
+
+    def got(self, number: int) -> None:
+        """Count a sequence that enters because another gave its slot."""
+        self._numbers.add(number)
+
+    def entered(self, tenant: str, number: int) -> None:
+        if self._until.pop(tenant, None) is not None:
+            self._numbers.add(number)
+
+    def left(self, tenant: str, number: int, now: float) -> None:
+        if number in self._numbers:
+            self._numbers.remove(number)
+            self._until[tenant] = now + KEPT_SECONDS
+
+    def count(self, running: Iterable[str], now: float, num_slots: int) -> int:
+        """Return how many slots are free that only a tenant without a running sequence may take."""
+        self._until = {tenant: until for tenant, until in self._until.items() if until > now}
+        return min(len(self._until.keys() - set(running)), num_slots // _MOST_KEPT) if self._until else 0
 
 
 def has_pages(free: Sequence[int], growths: Iterable[Sequence[int]], needed: Sequence[int]) -> bool:

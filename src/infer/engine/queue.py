@@ -11,6 +11,7 @@ from infer.engine.admission import (
     EXPECTED_ANSWER,
     AnswerLengths,
     Blocked,
+    KeptSlots,
     Running,
     Tenants,
     Waiting,
@@ -27,7 +28,7 @@ class Queue:
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         """`weights` of tenants' shares; 1 for those that are not named."""
         self.tenants = Tenants(weights)
-        self.lengths = AnswerLengths(EXPECTED_ANSWER)
+        self.lengths, self._kept = AnswerLengths(EXPECTED_ANSWER), KeptSlots()
         self._numbers, self._entries = count(1), count(1)
         self._num_ended_tokens = 0
         self._present = set[Sequence]()  # that count as their tenants'
@@ -48,6 +49,7 @@ class Queue:
             self.tenants.charge(tenant, work_of(num_read, len(sequence.pieces)) - charged)
             self.lengths.learn(tenant, len(sequence.pieces))
             self._num_ended_tokens += len(sequence.pieces)
+        self._kept.left(tenant, sequence.number, time.perf_counter())
         self._given.pop(sequence, None)
         self._passed.pop(sequence, None)
         if sequence in self._present:
@@ -111,9 +113,14 @@ class Queue:
         )
         return None if found is None else by_number[found.number]
 
-    def gave(self, sequence: Sequence) -> None:
-        """Count a sequence that gave its slot to another tenant."""
+    def gave(self, sequence: Sequence, to: Sequence) -> None:
+        """Count a sequence that gave its slot to one of another tenant."""
         self.tenants.gave(self._running(sequence, 0.0), self._num_given)
+        self._kept.got(to.number)
+
+    def num_kept(self, running: Items[Sequence], num_slots: int) -> int:
+        """Return how many free slots wait for a tenant that has nothing running."""
+        return self._kept.count((each.request.tenant for each in running), time.perf_counter(), num_slots)
 
     @property
     def _num_given(self) -> int:
@@ -127,6 +134,7 @@ class Queue:
 
     def entered(self, sequence: Sequence) -> None:
         self._given[sequence] = len(sequence.pieces)
+        self._kept.entered(sequence.request.tenant, sequence.number)
         if sequence not in self._charged:
             self._charged[sequence], sequence.entry = self._waiting(sequence).work, next(self._entries)
             self.tenants.charge(sequence.request.tenant, self._charged[sequence])

@@ -39,7 +39,7 @@ class Slots:
         others give theirs; if pages are, those that may pass."""
         running, blocked = [each for each in self.sequences if each.wants_tokens], list[Sequence]()
         while waiting:
-            is_full = len(running) >= max_running
+            is_full = len(running) >= max_running - self._queue.num_kept(running, max_running)
             able = self._queue.idle(waiting, running) if is_full else self._queue.passing(waiting, running, blocked)
             if not able:
                 return
@@ -50,7 +50,7 @@ class Slots:
                 blocked.append(sequence)
                 continue
             for giver in givers:
-                self._queue.gave(giver)
+                self._queue.gave(giver, sequence)
                 self.preempt(giver)
             sequence.timer.begin()
             if not self.enter(sequence):

@@ -11,7 +11,7 @@ from typing import NamedTuple, final
 
 from infer.engine.step_costs import StepCosts, StepWork, context_of
 
-MARGIN = 0.2  # of its share, that the costliest tenant leaves to all others: what no cost model knows
+MARGIN = 0.3  # of its share, that the costliest tenant leaves to all others: what no cost model knows
 MOST_OWED = 1.0  # seconds
 
 

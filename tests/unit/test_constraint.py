@@ -341,6 +341,7 @@ POINTED = {
     ): "at /properties/a: .*minItems.* is greater than maxItems",
     ("json_schema", '{"items": {"anyOf": [{"minItems": 2}, {"format": 3}]}}'): "at /items/anyOf/1: 'format' must be",
     ("json_schema", '{"properties": {"a": {"pattern": "(x"}}}'): "at /properties/a: pattern, column 1: ",
+    ("regex", r"a\x{110000}"): r"column 2: \\x\{110000\} is no character: the last is 10FFFF",
     ("json_schema", '{"not": {"$ref": "#/nowhere"}}'): "at /not: '\\$ref' leads to no schema",
     ("json_schema", '{"minItems": 2, "items": {"$ref": "#"}, "type": "array"}'): "at /items: nothing can fulfil it",
     ("json_schema", "{"): "is not JSON: .* line 1 column 2",

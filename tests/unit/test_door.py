@@ -91,6 +91,19 @@ def test_short_prompts_wait_for_shorter_ones() -> None:
     assert reading.seconds_ahead("a", 5000) > 2
 
 
+def test_prompts_that_are_being_read_are_counted_once() -> None:
+    """By hand: a step with both answers' tokens takes 5 ms of 30; a prompt takes 0.5 ms a token and 0.1 ms for
+    each 1,024 positions before one."""
+    read = Demand("a", True, 100, 0, 0.0)
+    decoding = 0.001 + 2 * 0.002 + 2 * 100 * 0.0001 / 1024
+    reading = 100 * 0.0005 + 99 * 100 / 2 * 0.0001 / 1024
+    ahead = forecast_of([read, read]).seconds_ahead("b", 100)
+    assert ahead == pytest.approx(2 * reading / (1 - decoding / 0.03))
+    together = Forecast(known_costs(), 16)
+    together.add(read, 2)
+    assert together.seconds_ahead("b", 100) == ahead
+
+
 def test_sequences_that_have_no_pages_have_no_slots() -> None:
     costs, long = known_costs(), [Demand("a", index < 4, 8000, 0, 100.0) for index in range(12)]
     few = Forecast(costs, 16, lambda num_tokens: 32_000 // num_tokens)

@@ -182,6 +182,40 @@ def test_a_head_that_is_late_is_refused(served: Served, sent: bytes) -> None:
         assert status_of(all_of(plain)) == 408
 
 
+@pytest.mark.parametrize(
+    ("sent", "status", "code"),
+    [
+        (b"no request\r\n\r\n", 400, "bad_request"),
+        (b"GET /health HTTP/1.1\r\n\r\n", 400, "bad_request"),
+        (b"GET /health HTTP/1.1\r\nx-endless: " + b"y" * 5000, 431, "headers_too_large"),
+        (b"GET /health HTTP/1.1\r\n", 408, "timeout"),
+        (b"", 408, None),  # as browsers open connections before they need them
+    ],
+)
+def test_what_is_refused_before_it_is_a_request_is_logged_and_counted(
+    served: Served, caplog: pytest.LogCaptureFixture, sent: bytes, status: int, code: str | None
+) -> None:
+    def counted() -> float:
+        families = text_string_to_metric_families(served.client.get("/metrics").text)
+        samples = [sample for family in families for sample in family.samples]
+        return sum(
+            each.value for each in samples if each.name == "infer:refusals_total" and each.labels["reason"] == code
+        )
+
+    before = counted()
+    with caplog.at_level(logging.INFO, "infer.access"), connected(served) as plain:
+        plain.sendall(sent)
+        answer = all_of(plain)
+    assert status_of(answer) == status
+    entries = [json.loads(record.getMessage()) for record in caplog.records if record.name == "infer.access"]
+    entries = [entry for entry in entries if entry["http.request.method"] == "_OTHER"]
+    assert [(each["http.response.status_code"], each["error.type"]) for each in entries] == [(status, code)] * bool(
+        code
+    )
+    assert all(f"x-request-id: {each['infer.request.id']}".encode() in answer for each in entries)
+    assert counted() - before == bool(code)
+
+
 def test_a_body_that_is_late_is_refused(served: Served) -> None:
     with connected(served) as plain:
         plain.sendall(request_bytes(b'{"prom', num_announced=20))

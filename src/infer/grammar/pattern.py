@@ -9,6 +9,8 @@ MAX_DEPTH = 64
 MAX_WRITTEN_OUT = 20_000
 
 _END = {"^": "beginning", "$": "end"}
+_ESCAPE = re.compile(r"\\(?:([xuU])|[pP])\{([^}]*)\}")  # of a character by its number, of a class by its name
+_LAST_CHARACTER = 0x10FFFF
 _COUNT = re.compile(r"\{(\d+)(?:,(\d*))?\}")
 
 
@@ -46,7 +48,7 @@ def check_pattern(pattern: str, where: str, *, allows_anchors: bool = True) -> N
             if character == "\\" and at == len(pattern):
                 raise InvalidRequestError(f"{where}, column {at}: '\\' escapes nothing")
             if character in "\\[":
-                at = at + 1 if character == "\\" else _class_end(pattern, at)
+                at = _escape_end(pattern, start, where) if character == "\\" else _class_end(pattern, at)
             added = last = 1
         sizes[-1] += added
         if sizes[-1] > MAX_WRITTEN_OUT:
@@ -70,6 +72,18 @@ def encoded(text: str, where: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequestError(f"{where}: character {error.start + 1} is a lone surrogate, no text") from None
+
+
+def _escape_end(pattern: str, start: int, where: str) -> int:
+    """Return the place after an escape. Raises InvalidRequestError for a character beyond the last."""
+    if (escape := _ESCAPE.match(pattern, start)) is None:
+        return start + 2
+    kind, digits = escape.groups()
+    if kind and re.fullmatch("[0-9a-fA-F]+", digits) and int(digits, 16) > _LAST_CHARACTER:
+        raise InvalidRequestError(
+            f"{where}, column {start + 1}: {escape[0]:.40} is no character: the last is {_LAST_CHARACTER:X}"
+        )
+    return escape.end()
 
 
 def _class_end(pattern: str, at: int) -> int:

@@ -29,12 +29,12 @@ def with_access_log(app: ASGIApp, state: ServerState) -> ASGIApp:
         finally:
             state.calls.discard(call)
             if not (call.is_forwarded or call.is_probe):
-                _count(call, state)
+                count_call(state, call)
 
     return call_app
 
 
-def _count(call: Call, state: ServerState) -> None:
+def count_call(state: ServerState, call: Call) -> None:
     """Log the call, then count it. No failure of one keeps the others from being done."""
     for note in (_log, partial(_learn, state), state.metrics.count_call):
         try:

@@ -5,26 +5,32 @@ uvicorn limits neither headers nor the time that they take, and answers in plain
 
 import asyncio
 import time
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, final
 
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from infer.server.call import Call
 from infer.server.errors import ApiError
+from infer.server.request_ids import new_id
 from infer.server.settings import ServerSettings
 
 _KEY = "infer.connection"
 _LINGER_SECONDS = 1.0  # what still arrives after a refusal is dropped: closed at once, the client might not see it
+_UNKNOWN_METHOD = "_OTHER"  # OpenTelemetry's name
 _FIELD_BYTES = 4  # ": " and the end of the line
 
 
 @final
 class Connection(HttpToolsProtocol):
-    def __init__(self, settings: ServerSettings, **arguments: Any) -> None:
+    def __init__(self, settings: ServerSettings, on_refusal: Callable[[Call], None], **arguments: Any) -> None:
+        """`on_refusal` is called for each answer that no app gives."""
         super().__init__(**arguments)
-        self._settings = settings
+        self._settings, self._on_refusal = settings, on_refusal
         self._is_in_head, self._is_refused = True, False
+        self._has_heard = False  # a byte
         self._is_surplus = False  # more connections than allowed were open when this one was made
         self._num_head_bytes = 0  # of fields that are complete
         self._num_fed_bytes = 0  # since the head began, in reads that did not complete it
@@ -47,6 +53,7 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
+        self._has_heard = True
         if self._is_in_head:
             self._time_head()
         self._has_completed = False
@@ -136,7 +143,11 @@ class Connection(HttpToolsProtocol):
                 return
             self.cycle.disconnected = True  # for the app its client has gone away
             self.cycle.message_event.set()
+        call = Call(new_id(), None, _UNKNOWN_METHOD, status=error.status, error_code=error.code or "")
+        if self._has_heard and not self._is_answering:  # the app counts its own; a browser opens some to have them
+            self._on_refusal(call)
         headers = {"Content-Type": "application/json", "Content-Length": len(error.body), "Connection": "close"}
+        headers["x-request-id"] = call.id
         fields = "".join(f"{name}: {value}\r\n" for name, value in {**headers, **error.headers}.items())
         head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n{fields}\r\n"
         self.transport.write(head.encode() + error.body)

@@ -10,6 +10,7 @@ from typing import Any, final
 
 import uvicorn
 
+from infer.server.access_log import count_call
 from infer.server.app import ROUTES, make_app
 from infer.server.connection import Connection
 from infer.server.endpoint import ApiRoute
@@ -60,7 +61,7 @@ class HttpServer(uvicorn.Server):
 
 def make_http_server(state: ServerState, table: Sequence[ApiRoute] = ROUTES) -> HttpServer:
     settings = state.settings
-    http: Any = partial(Connection, settings)
+    http: Any = partial(Connection, settings, partial(count_call, state))
     config = uvicorn.Config(
         make_app(state, table),
         loop="asyncio",

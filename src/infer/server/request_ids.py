@@ -24,7 +24,7 @@ def with_request_ids(app: ASGIApp, *, is_child: bool) -> ASGIApp:
         headers = Headers(scope=scope)
         asked = headers.get("x-request-id", "")
         client_id = asked if _CLEAN.fullmatch(asked) else None
-        call = Call(f"req-{secrets.token_hex(12)}", client_id, scope["method"])
+        call = Call(new_id(), client_id, scope["method"])
         if is_child:
             _be_handed(call, headers)
         put_call(scope, call)
@@ -41,6 +41,10 @@ def with_request_ids(app: ASGIApp, *, is_child: bool) -> ASGIApp:
         await app(scope, receive, send_with_id)
 
     return call_app
+
+
+def new_id() -> str:
+    return f"req-{secrets.token_hex(12)}"
 
 
 def _as_header(warnings: Sequence[str]) -> str:

@@ -1,0 +1,182 @@
+"""Clients ask for twice what a server can compute, and come back when they are told to: are they served, and when?
+
+The capacity is that of a crowd that asks at once. Then clients come at random, at `--load` times that rate. A client
+that is refused waits as long as it is told, and asks again until it is answered. The goals:
+
+    served           answers that end during the load, of what the capacity allows: at least 0.95
+    kept             clients that were told at most once to wait for less than the longest time that clients are told,
+                     and that had their first token within 1.2 times `--max-ttft` of being taken: at least 0.95
+    refusals         for each client that was answered: at most 3
+    refusals_after   of a client that comes after all others were answered: none
+
+    python benchmarks/check_overload.py --seconds 600 --report benchmarks/reports/overload.json
+"""
+
+import asyncio
+import json
+import math
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from command_line import make_parser
+from infer import __version__
+from infer.outputs import percentile
+from machine import cpu_model
+from server_process import running
+
+NUM_AT_ONCE, PROMPT_TOKENS, ANSWER_TOKENS = 96, 64, 48
+MAX_TTFT = 30.0  # seconds, `infer serve`'s own
+LONGEST_TOLD = 55.0  # seconds: who is told a minute may have to come again
+LEAST_SERVED, LEAST_KEPT, MOST_REFUSALS, LATE = 0.95, 0.95, 3.0, 1.2
+
+
+@dataclass
+class Client:
+    """All times are in seconds since the load began."""
+
+    came_at: float
+    told: list[float] = field(default_factory=list)  # seconds to wait, at each refusal
+    taken_at: float = math.nan
+    first_at: float = math.nan  # its first token
+    ended_at: float = math.nan
+    error: str = ""
+
+    @property
+    def is_kept(self) -> bool:
+        is_late = self.first_at - self.taken_at > LATE * MAX_TTFT
+        short = [seconds for seconds in self.told if seconds < LONGEST_TOLD]
+        return not (self.error or is_late) and len(short) <= 1
+
+
+class Load:
+    def __init__(self, http: httpx.AsyncClient, seed: int = 1) -> None:
+        self._http, self._draw, self._began = http, random.Random(seed), time.perf_counter()
+        self.clients: list[Client] = []
+
+    @property
+    def now(self) -> float:
+        return time.perf_counter() - self._began
+
+    async def ask(self) -> Client:
+        """Return when the client has its answer, however often it is refused."""
+        client = Client(self.now)
+        self.clients.append(client)
+        prompt = [self._draw.randrange(100, 40_000) for _ in range(PROMPT_TOKENS)]
+        body = {"prompt": prompt, "max_tokens": ANSWER_TOKENS, "stream": True, "ignore_eos": True}
+        try:
+            while (seconds := await self._try(client, body)) is not None:
+                client.told.append(seconds)
+                await asyncio.sleep(seconds)
+        except (httpx.HTTPError, ValueError) as error:
+            client.error = repr(error)[:200]
+        return client
+
+    async def _try(self, client: Client, body: dict[str, Any]) -> float | None:
+        """Return the seconds that a refused client is told; None after an answer."""
+        client.taken_at = self.now
+        async with self._http.stream("POST", "/v1/completions", json=body) as answer:
+            if answer.status_code == 429:
+                return float(answer.headers["retry-after-ms"]) / 1000
+            answer.raise_for_status()
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    found = json.loads(line.removeprefix("data: "))
+                    if "error" in found:
+                        raise ValueError(found["error"]["message"])
+                    if math.isnan(client.first_at) and any(choice["text"] for choice in found["choices"]):
+                        client.first_at = self.now
+        client.ended_at = self.now
+        return None
+
+    async def come(self, rate: float, seconds: float) -> "list[asyncio.Task[Client]]":
+        """Let clients come at random for so long."""
+        tasks, due = list[asyncio.Task[Client]](), 0.0
+        while (due := due + self._draw.expovariate(rate)) < seconds:
+            await asyncio.sleep(due - self.now)
+            tasks.append(asyncio.create_task(self.ask()))
+        await asyncio.sleep(max(0.0, seconds - self.now))
+        return tasks
+
+
+async def measure(port: int, load: float, seconds: float) -> dict[str, float]:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=600, limits=limits) as http:
+        capacity = 0.0
+        for seed in (2, 3):  # the first one compiles, and teaches what steps cost
+            crowd = Load(http, seed)
+            await asyncio.gather(*(crowd.ask() for _ in range(NUM_AT_ONCE)))
+            capacity = NUM_AT_ONCE / crowd.now
+        print(f"capacity: {capacity:.2f} requests a second", file=sys.stderr)
+        crowd = Load(http)
+        tasks = await crowd.come(load * capacity, seconds)
+        served = sum(client.ended_at <= seconds for client in crowd.clients) / (capacity * seconds)
+        print(f"served {served:.2f} of the capacity", file=sys.stderr)
+        await asyncio.wait(tasks)
+        after = await Load(http, 4).ask()
+    return figures(crowd.clients, after) | {
+        "capacity": capacity,
+        "served": served,
+        "drained_after": crowd.now - seconds,
+    }
+
+
+def figures(clients: Sequence[Client], after: Client) -> dict[str, float]:
+    answered = [client for client in clients if not client.error]
+    waits = [client.first_at - client.taken_at for client in answered]
+    tries = [1 + len(client.told) for client in answered]
+    return {
+        "clients": len(clients),
+        "errors": len(clients) - len(answered),
+        "refusals": sum(len(client.told) for client in clients) / max(1, len(answered)),
+        "kept": sum(client.is_kept for client in clients) / max(1, len(clients)),
+        "tries_median": statistics.median(tries),
+        "tries_most": max(tries),
+        "first_token_median": statistics.median(waits),
+        "first_token_p99": percentile(waits, 99.0),
+        "refusals_after": len(after.told),
+    }
+
+
+def is_good(found: dict[str, float]) -> bool:
+    return (
+        found["served"] >= LEAST_SERVED
+        and found["kept"] >= LEAST_KEPT
+        and found["refusals"] <= MOST_REFUSALS
+        and found["errors"] == found["refusals_after"] == 0
+    )
+
+
+def main() -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument("--model", default="smollm2", help="a model that `infer serve` takes")
+    parser.add_argument("--threads", type=int, default=1, help="of the engine (1: a core is left for the clients)")
+    parser.add_argument("--load", type=float, default=2.0, help="times the capacity (2)")
+    parser.add_argument("--seconds", type=float, default=600.0, help="of the load (600)")
+    parser.add_argument("--report", type=Path, help="write the figures there as JSON")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "infer", "serve", options.model, "--port", "PORT", "--no-access-log"]
+        with running([*command, "--threads", str(options.threads)], Path(folder) / "log") as server:
+            found = asyncio.run(measure(server.port, options.load, options.seconds))
+    for name, value in found.items():
+        print(f"{name:20} {value:8.2f}")
+    if options.report:
+        head = {"version": __version__, "cpu": cpu_model(), "threads": options.threads, "load": options.load}
+        head |= {"seconds": options.seconds, "time": datetime.now(UTC).isoformat(timespec="seconds")}
+        options.report.write_text(json.dumps(head | found, indent=1) + "\n")
+    print("within the goals" if is_good(found) else "out of bounds")
+    return 0 if is_good(found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,8 +2,11 @@
 
 Every answer must add up to the undisturbed one: tokens, log-probabilities, calls, reasoning, ids and usage. The pause
 is the longest time between two reads of a stream, beside that of undisturbed ones. Ends with 1 where an answer differs.
+With `--end stop` the replica is stopped, as a debugger does it; with `--end rank` each replica has two processes that
+share the model out, and the second one is killed.
 
     python benchmarks/check_failover.py --kills 200 --report benchmarks/reports/failover.json
+    python benchmarks/check_failover.py --kills 20 --end rank
 """
 
 import json
@@ -15,9 +18,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,13 +76,29 @@ def num_running(server: ServerProcess) -> dict[int, float]:
     return {int(line.split('"')[1]): float(line.split()[-1]) for line in lines}
 
 
-def kill_busiest(server: ServerProcess, sockets: Sequence[int]) -> bool:
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+
+
+def kill_rank(pid: int) -> None:
+    ranks = [each for each in children(pid) if b"tensor_parallel" in Path(f"/proc/{each}/cmdline").read_bytes()]
+    kill(ranks[0])
+
+
+ENDS: dict[str, Callable[[int], None]] = {"kill": kill, "stop": stop, "rank": kill_rank}
+
+
+def end_busiest(server: ServerProcess, sockets: Sequence[int], end: Callable[[int], None]) -> bool:
     """`sockets` of the replicas in their order. False where none answers any more."""
     running_by_index = num_running(server)
     if not any(running_by_index.values()):
         return False
     index = max(running_by_index, key=running_by_index.__getitem__)
-    os.kill(replica_processes(server)[sockets[index]], signal.SIGKILL)
+    end(replica_processes(server)[sockets[index]])
     return True
 
 
@@ -102,17 +122,17 @@ def ask_all(client: httpx.Client, num_replicas: int) -> None:
 
 
 def listen_while_killing(
-    server: ServerProcess, client: httpx.Client, path: str, body: dict[str, Any], after: float, sockets: Sequence[int]
+    client: httpx.Client, path: str, body: dict[str, Any], after: float, end: Callable[[], bool]
 ) -> tuple[Heard, bool]:
     """`after` so many seconds from its first byte; and whether the replica that had the stream was killed in time."""
     begun, killed = threading.Event(), list[bool]()
 
-    def kill() -> None:
+    def end_later() -> None:
         begun.wait()
         time.sleep(after)
-        killed.append(kill_busiest(server, sockets))
+        killed.append(end())
 
-    killer = threading.Thread(target=kill)
+    killer = threading.Thread(target=end_later)
     killer.start()
     heard = listen(client, path, body, begun)
     killer.join()
@@ -127,6 +147,7 @@ def check(
     seed: int,
     *,
     most_seconds: float = math.inf,
+    end: Callable[[int], None] = kill,
 ) -> dict[str, Any]:
     """`asked` are the route and the body of each case."""
     rng, found, started = random.Random(seed), list[dict[str, Any]](), time.monotonic()
@@ -139,7 +160,8 @@ def check(
             ask_all(client, num_replicas)
             name = rng.choice(list(asked))
             after = rng.uniform(0, 0.9) * expected[name].seconds
-            heard, was_killed = listen_while_killing(server, client, *asked[name], after, sockets)
+            ends = partial(end_busiest, server, sockets, end)
+            heard, was_killed = listen_while_killing(client, *asked[name], after, ends)
             if was_killed:
                 equal = heard.adds_up_to == expected[name].adds_up_to
                 found.append({"case": name, "after_seconds": after, "equal": equal, "gap": heard.longest_gap})
@@ -160,6 +182,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further replica is killed")
     parser.add_argument("--tokens", type=int, default=120)
+    parser.add_argument("--end", choices=ENDS, default="kill", help="what becomes of the replica (kill)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--report", type=Path)
     options = parser.parse_args()
@@ -168,15 +191,18 @@ def main() -> int:
         template.write_text(TEMPLATE)
         command = [sys.executable, "-m", "infer", "serve", "--model", options.model, "--port", "PORT"]
         command += ["--replicas", str(options.replicas), "--chat-template", str(template), "--no-access-log"]
+        if options.end == "rank":
+            command += ["--tensor-parallel", "2", "--threads", "1"]
         with running(command, Path(folder) / "log") as server:
-            asked, most = cases(options.tokens), options.seconds
-            found = check(server, asked, options.kills, options.replicas, options.seed, most_seconds=most)
+            asked, most, end = cases(options.tokens), options.seconds, ENDS[options.end]
+            found = check(server, asked, options.kills, options.replicas, options.seed, most_seconds=most, end=end)
     report = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "version": __version__,
         "cpu": cpu_model(),
         "model": str(options.model),
         "replicas": options.replicas,
+        "end": options.end,
         **found,
     }
     print(json.dumps({name: value for name, value in report.items() if name != "tries"}))

@@ -1,9 +1,13 @@
-"""Whose sequences the next step is for: of each tenant those that run, or only of those tenants that are behind.
+"""Choose the tenants that the next step is for: all, or only those that are behind with their share of the time.
 
-A step with many sequences takes longer than one with few. So one tenant with many sequences, or with long prompts,
-would slow the answers of all others down. Each tenant is owed its share of the time, and is paid what its own part of a
-step would have taken alone. While a step for all pays each tenant enough, as it does when all have about as many
-sequences, every step is for all. When a tenant is owed a whole step, the others sit out one or more steps.
+A step with many sequences takes longer than a step with few. One tenant with many sequences, or with long prompts,
+would slow down the answers of all others. So each tenant is owed its share of the time that steps take, and each step
+pays it the time that its own part would have taken alone. If all tenants have about the same number of sequences, a
+step for all pays each one enough, and every step is for all. When some tenants are owed a whole step, the others sit
+out.
+
+The shares add up to the whole time. If they added up to more, then without a gain from batching all tenants would
+fall behind, every step would be for all again, and the small ones would lose.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -11,8 +15,8 @@ from typing import NamedTuple, final
 
 from infer.engine.step_costs import StepCosts, StepWork, context_of
 
-MARGIN = 0.3  # of its share, that the costliest tenant leaves to all others: what no cost model knows
-MOST_OWED = 1.0  # seconds
+MARGIN = 0.3  # of its share leaves the costliest tenant to the others, for the time that no cost model knows
+MOST_OWED = 1.0  # seconds: a tenant that waited long does not make the others wait as long
 
 
 class Part(NamedTuple):

@@ -159,6 +159,26 @@ def test_the_steps_that_a_quiet_tenant_is_owed_are_for_it_alone(
     assert 10 <= alone <= 40
 
 
+@pytest.mark.parametrize("salt", ["", "another"])
+def test_a_prompt_that_another_is_reading_is_read_once(
+    world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch, salt: str
+) -> None:
+    monkeypatch.setattr("infer.engine.slots._SHARED_TOKENS", 32)
+    beginning, params = tuple(b"abc cab " * 15), SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
+    first, second, short = (
+        Case(name, beginning[:count] + tuple(rest), params)
+        for name, count, rest in (("first", 120, b"ab"), ("second", 120, b"ca"), ("short", 30, b"b"))
+    )
+    asked = [submit(world, engine, case, prefill_chunk=16) for case in (first, second, short)]
+    asked[1].request = replace(asked[1].request, cache_salt=salt)
+    engine.step()
+    assert [each.has_slot for each in asked] == [True, bool(salt), True]
+    run(engine)
+    for sequence, case in zip(asked, (first, second, short), strict=True):
+        assert Outcome.of(sequence.result()) == by_definition(world, case)
+    assert asked[1].num_reused == 0 if salt else asked[1].num_reused >= 120 - 32 - 16
+
+
 def test_prompts_are_read_in_the_order_in_which_their_sequences_entered(world: World, engine: Engine) -> None:
     """Tenants enter in turns: a slot without a first token until the other's prompts are read would be no turn."""
     tenants, begun = ("loud", "loud", "quiet"), list[Sequence]()

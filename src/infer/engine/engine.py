@@ -267,8 +267,11 @@ class Engine:
 
     def _take_turns(self, wanting: list[Sequence]) -> list[Sequence]:
         """Return those of the sequences that the step is for."""
-        parts = (Part(each.request.tenant, 1, each.num_computed) for each in wanting)
-        chosen = self._shares.choose(parts)
+        is_shared = len({each.request.tenant for each in wanting}) > 1
+        chosen = self._shares.choose(Part(each.request.tenant, 1, each.num_computed) for each in wanting if is_shared)
+        if not is_shared:
+            self._resting = []
+            return wanting
         self._resting = [each for each in wanting if each.request.tenant not in chosen]
         return [each for each in wanting if each.request.tenant in chosen]
 
@@ -293,14 +296,17 @@ class Engine:
         clock = Clock(started, ends, time.perf_counter())
         num_steps, held_up = len(ends) if is_multi_step else 1, 0.0 if masks is None else self._filler.held_up(ends)
         self._learn(plan, works, num_steps, clock, held_up)
-        parts = [Part(each.request.tenant, len(chunk.token_ids), each.num_computed) for each, chunk in works]
+        is_shared, parts = self._shares.is_shared, list[Part]()
+        if is_shared:
+            parts = [Part(each.request.tenant, len(chunk.token_ids), each.num_computed) for each, chunk in works]
         each_held_up = held_up / max(1, sum(sequence.grammar is not None for sequence, _ in works))
         for index, (work, found) in enumerate(zip(works, sampled, strict=True)):
-            settled = time.perf_counter()
+            settled = time.perf_counter() if is_shared else 0.0
             self._settle(work, found, clock, is_multi_step=is_multi_step)
-            if work.sequence.grammar is not None:
+            if is_shared and work.sequence.grammar is not None:
                 parts[index] = parts[index]._replace(delay=each_held_up + time.perf_counter() - settled)
-        self._shares.computed(parts, num_steps, clock.ended - clock.started - held_up)
+        if is_shared:
+            self._shares.computed(parts, num_steps, clock.ended - clock.started - held_up)
         self._slot_params.renew()
         shares = self.runner.shares_prefixes
         for sequence, _ in works:

@@ -42,6 +42,11 @@ class StepShares:
         """How many steps the chosen tenants may run before the others run again; None: as many as they want."""
         return self._most_steps
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether the last choice was among several tenants."""
+        return bool(self._owed)
+
     def choose(self, parts: Iterable[Part]) -> Collection[str]:
         """Return the tenants that the next step is for. `parts` are the smallest ones of all that could run in it: a
         prompt takes about as long as in the last step.

@@ -71,6 +71,7 @@ class Team:
         self._last: tuple[npt.NDArray[Any], Any, int] | None = None  # of the last walk: state, fields, address
         self._pace = Pace(self.num_threads)
         self._workers: list[threading.Thread] = []
+        self._starting = threading.RLock()  # a signal handler may close the team while this thread starts workers
         self._failure: str | None = None  # why there are no workers
         self.walk_seconds = 0.0  # of all walks
 
@@ -103,11 +104,13 @@ class Team:
         return bool(self._job.is_closed[0])
 
     def close(self) -> None:
-        """When the walk that runs, if any, has ended, the workers leave."""
+        """Wait for the walk that runs, if any, and for the workers to leave. None is started afterwards."""
         self._check_caller()
         while not self.is_closed:
             self._close(self._job_at, self._job_at, 0, 0)
-        for worker in self._workers:
+        with self._starting:
+            workers = list(self._workers)
+        for worker in workers:
             if worker.is_alive():
                 worker.join()
 
@@ -130,28 +133,31 @@ class Team:
         self._pace.learn((walk.serial, class_), choice, Outcome(ended, seconds, lost, seconds / units, dismissed))
 
     def _start_workers(self) -> None:
-        """Those that do not serve yet. One that was started twice, as an exception came in between, leaves at once.
+        """Start the workers that do not serve yet. One that is started twice leaves at once.
 
-        Raises InferError where the system starts no more; those that were started leave.
+        Raises:
+            InferError: the system starts no more threads. Those that were started leave.
         """
         if self._failure is not None:
             raise InferError(self._failure)
-        if self.is_closed:
-            return
         for thread in range(1, self.num_threads):
-            if self._job.is_served[thread]:
-                continue
-            worker = threading.Thread(target=self._work, args=(thread,), name=f"infer-{thread}", daemon=True)
-            self._workers.append(worker)
-            try:
-                start_worker(worker)
-            except (RuntimeError, MemoryError) as error:
-                self.close()
-                self._failure = (
-                    f"the system starts {thread} of {self.num_threads} threads and no more "
-                    f"({str(error) or 'out of memory'}): use threads={thread} or fewer"
-                )
-                raise InferError(self._failure) from None
+            if not self._job.is_served[thread]:
+                with self._starting:
+                    if not self.is_closed:
+                        self._start_worker(thread)
+
+    def _start_worker(self, thread: int) -> None:
+        worker = threading.Thread(target=self._work, args=(thread,), name=f"infer-{thread}", daemon=True)
+        self._workers.append(worker)
+        try:
+            start_worker(worker)
+        except (RuntimeError, MemoryError) as error:
+            self.close()
+            self._failure = (
+                f"the system starts {thread} of {self.num_threads} threads and no more "
+                f"({str(error) or 'out of memory'}): use threads={thread} or fewer"
+            )
+            raise InferError(self._failure) from None
 
     def _work(self, thread: int) -> None:
         keep_on_node(self._rank * self.num_threads + thread, self._num_ranks * self.num_threads)

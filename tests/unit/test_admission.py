@@ -1,0 +1,217 @@
+"""The rules of admission and of steps asked at their exact limits, with numbers computed by hand."""
+
+import pytest
+
+from infer.engine.admission import (
+    KEPT_SECONDS,
+    AnswerLengths,
+    Blocked,
+    KeptSlots,
+    Running,
+    Tenants,
+    Waiting,
+    may_pass,
+)
+from infer.engine.scheduler import Demand, Scheduler
+from infer.engine.step_costs import Costs, StepCosts, StepWork
+from infer.engine.step_shares import MOST_OWED, Part, StepShares
+
+# Tenants
+
+
+def test_a_mean_length_moves_a_tenth_of_the_way_to_each_answer() -> None:
+    lengths = AnswerLengths(200)
+    lengths.learn("a", 100)
+    assert (lengths.mean, lengths.expected("a"), lengths.expected("new")) == pytest.approx((190, 190, 190))
+    lengths.learn("a", 0)
+    assert (lengths.mean, lengths.expected("a")) == pytest.approx((171, 171))
+    lengths.learn("b", 371)  # begins at the mean of all
+    assert (lengths.mean, lengths.expected("b"), lengths.expected("a")) == pytest.approx((191, 191, 171))
+    assert lengths.expected("b", 100) == pytest.approx(91)
+    assert lengths.expected("b", 180) == pytest.approx(191 / 4)
+
+
+def test_a_tenant_that_has_had_as_much_work_as_another_is_owed_and_one_with_more_is_not() -> None:
+    tenants = Tenants({"heavy": 2.0})
+    for tenant in ("a", "b", "heavy"):
+        tenants.come(tenant)
+    assert tenants.is_owed("a", ["b", "heavy"])
+    tenants.charge("a", 10)
+    assert not tenants.is_owed("a", ["b"])
+    assert tenants.is_owed("b", ["a"])
+    tenants.charge("b", 10)
+    assert tenants.is_owed("a", ["b"])
+    assert not tenants.is_owed("a", ["b", "heavy"])
+    tenants.charge("heavy", 20)
+    assert tenants.is_owed("a", ["b", "heavy"])
+
+
+def test_a_slot_that_changed_hands_is_kept_for_some_seconds_until_its_tenant_runs_again() -> None:
+    kept = KeptSlots()
+    kept.got(1)
+    assert kept.count([], 100.0, 8) == 0, "its sequence runs"
+    kept.left("a", 1, 100.0)
+    kept.left("b", 2, 100.0)  # had a slot of its own
+    assert kept.count([], 100.0, 8) == 1
+    assert kept.count(["b"], 100.0, 8) == 1
+    assert kept.count(["b", "a"], 100.0, 8) == 0, "a tenant that runs needs no slot to be kept"
+    assert kept.count([], 100.0, 7) == 0, "one of eight slots"
+    assert kept.count([], 100.0 + KEPT_SECONDS - 0.01, 8) == 1
+    assert kept.count([], 100.0 + KEPT_SECONDS, 8) == 0
+    assert kept.count([], 100.0, 8) == 0, "forgotten"
+
+
+def test_the_next_request_in_a_kept_slot_keeps_it_for_the_one_after() -> None:
+    kept = KeptSlots()
+    kept.got(1)
+    kept.left("a", 1, 0.0)
+    kept.entered("a", 2)
+    kept.entered("a", 3)  # there was one slot
+    assert kept.count([], 1.0, 16) == 0
+    kept.left("a", 3, 2.0)
+    assert kept.count([], 2.0, 16) == 0
+    kept.left("a", 2, 3.0)
+    assert kept.count([], 3.0 + KEPT_SECONDS - 0.01, 16) == 1
+
+
+def test_at_most_one_of_eight_slots_is_kept() -> None:
+    kept = KeptSlots()
+    for number in range(5):
+        kept.got(number)
+        kept.left(f"tenant {number}", number, 0.0)
+    assert [kept.count([], 0.0, num_slots) for num_slots in (7, 8, 15, 16, 40, 64)] == [0, 1, 1, 2, 5, 5]
+
+
+def test_a_sequence_passes_others_until_they_were_passed_by_their_own_work() -> None:
+    blocked = Blocked(num_tokens=400, work=1000, passed=900)
+    assert may_pass(100, 100, [blocked])
+    assert not may_pass(100, 101, [blocked])
+    assert not may_pass(101, 100, [blocked])
+    assert not may_pass(100, 100, [blocked, blocked._replace(passed=901)])
+    assert not may_pass(100, 100, [blocked._replace(num_tokens=399), blocked])
+    assert may_pass(401, 2000, [])
+
+
+def test_slots_change_hands_when_three_times_the_tokens_that_were_wasted_have_been_given() -> None:
+    """However long the engine has run before."""
+    tenants = Tenants()
+    for tenant in ("a", "a", "b"):
+        tenants.come(tenant)
+    running = [Running(number, 9, False, "a", 0, 0.5) for number in (1, 2)]
+    waiting = Waiting(3, "b", 0.0, 10)
+    assert tenants.giver(waiting, 0.5, running, 0) == running[1]
+    for start in (0, 10_000, 1_000_000):
+        tenants.gave(Running(2, 9, False, "a", num_tokens=50), start)
+        assert tenants.giver(waiting, 0.5, running, start + 149) is None
+        assert tenants.giver(waiting, 0.5, running, start + 150) == running[1]
+
+
+# Steps
+
+
+def test_a_prompt_gets_a_token_of_a_step_that_others_fill() -> None:
+    scheduler = Scheduler(64)
+    for step_tokens in (1, 4, 5):
+        plan = scheduler.plan([*[Demand(1, 3)] * 4, Demand(100, number=9)], step_tokens)
+        assert plan.num_tokens == [1, 1, 1, 1, 1]
+        assert plan.num_drafts == [0] * 5
+    assert scheduler.plan([*[Demand(1, 3)] * 4, Demand(100, number=9)], 7).num_tokens == [1, 1, 1, 1, 1]
+    assert scheduler.plan([*[Demand(1, 3)] * 4, Demand(100, number=9)], 7).num_drafts == [2, 0, 0, 0, 0]
+
+
+def test_a_prompt_that_ends_in_a_step_is_followed_by_as_many_drafts_as_the_step_holds() -> None:
+    scheduler = Scheduler(64)
+    for room, expected in ((0, 0), (1, 1), (3, 3), (9, 3)):
+        plan = scheduler.plan([Demand(5, 3, number=1)], 5 + room)
+        assert (plan.num_tokens, plan.num_drafts) == ([5], [expected])
+    both = scheduler.plan([Demand(1, 2, number=1), Demand(5, 3, number=2)], 1 + 2 + 5 + 1)
+    assert (both.num_tokens, both.num_drafts) == ([1, 5], [2, 1])
+    assert scheduler.plan([Demand(6, 3, number=1)], 5).num_drafts == [0]
+
+
+def test_a_step_that_was_taken_counts_the_tokens_of_all_its_steps() -> None:
+    scheduler = Scheduler(64)
+    decoding, prompt = Demand(1, max_steps=8), Demand(20, number=9)
+    for demands, num_steps in (([decoding] * 3, 4), ([decoding] * 2, 1), ([decoding, prompt], 1), ([prompt], 1)):
+        scheduler.update(scheduler.plan(demands, 512), num_steps, 0.5, None)
+    found = [(taken.kind, taken.num_sequences, taken.num_tokens, taken.seconds) for taken in scheduler.taken]
+    assert found == [("chain", 3, 12, 0.5), ("decode", 2, 2, 0.5), ("mixed", 2, 21, 0.5), ("prompt", 1, 20, 0.5)]
+
+
+def test_the_pace_goes_a_part_of_the_way_at_each_step_and_comes_back() -> None:
+    costs, work = StepCosts(), StepWork(2, 2, 100)
+    for _ in range(400):
+        costs.learn(work, 0.010)
+    assert costs.predict(work) == pytest.approx(0.010, rel=1e-3)
+    predictions = list[float]()
+    for _ in range(4):
+        costs.learn(work, 0.011)
+        predictions.append(costs.predict(work))
+    assert predictions == sorted(predictions)
+    assert 0.0101 < predictions[0] < 0.0104
+    assert 0.0104 < predictions[3] < 0.011
+
+
+def test_steps_with_further_tokens_alone_displace_each_other() -> None:
+    """Steps in which as many tokens as sequences are computed have none."""
+    costs, single, further = StepCosts(), StepWork(4, 4, 0), StepWork(4, 104, 0)
+    for _ in range(100):
+        costs.learn(single, 0.004)
+    for _ in range(100):
+        costs.learn(further, 0.054)
+    for _ in range(1000):
+        costs.learn(single, 0.004)
+    assert costs.costs.per_token == pytest.approx(0.0005, rel=0.05)
+    assert costs.predict(further) == pytest.approx(0.054, rel=0.05)
+
+
+# Shares of steps
+
+
+LOUD, QUIET = Part("loud", 1, 0), Part("quiet", 1, 0)
+ALL = [LOUD, LOUD, LOUD, QUIET]
+
+
+def make_shares() -> StepShares:
+    """A step takes a millisecond, and another for each sequence: 5 for all four, 2 for the quiet tenant alone."""
+    costs = StepCosts()
+    costs._costs = Costs(1e-3, 1e-3, 0.0, 0.0)
+    return StepShares(costs, lambda tenant: 1.0)
+
+
+@pytest.mark.parametrize("num_steps", [1, 10, 40])
+def test_a_tenant_is_owed_as_many_steps_as_its_time_is_worth_one_by_one(num_steps: int) -> None:
+    """Of 5 ms a step it has a half and 15 %, and was paid 2 ms: 0.875 ms are left, of 2 ms that a step of its own
+    takes."""
+    shares = make_shares()
+    assert set(shares.choose(ALL)) == {"loud", "quiet"}
+    assert shares.most_steps is None
+    shares.computed(ALL, num_steps, num_steps * 5e-3)
+    chosen, num_owed = set(shares.choose(ALL)), int(num_steps * 0.875 / 2)
+    assert (chosen, shares.most_steps) == (({"quiet"}, num_owed) if num_owed else ({"loud", "quiet"}, None))
+
+
+def test_a_tenant_pays_for_its_grammar_besides_what_it_computes() -> None:
+    """10 steps take 50 ms and 20 ms of waiting for the quiet tenant's grammar, so it owes 20 + 20 ms; its share of 70
+    ms is 40.25: 0.25 ms are left, not a step. Without that debt it would be owed steps."""
+    shares = make_shares()
+    shares.choose(ALL)
+    shares.computed([LOUD, LOUD, LOUD, QUIET._replace(delay=20e-3)], 10, 50e-3)
+    assert set(shares.choose(ALL)) == {"loud", "quiet"}
+    other = make_shares()
+    other.choose(ALL)
+    other.computed([LOUD, LOUD, LOUD._replace(delay=20e-3), QUIET], 10, 50e-3)
+    assert set(other.choose(ALL)) == {"quiet"}
+    assert other.most_steps == 10  # of 70 ms 40.25 are its share, and 20 of these were paid
+
+
+def test_a_tenant_that_sat_out_for_long_is_owed_a_second_at_most() -> None:
+    shares, num_alone = make_shares(), 0
+    shares.choose(ALL)
+    shares.computed([LOUD] * 3, 1, 600.0)  # the machine slept
+    shares.choose(ALL)
+    assert shares.most_steps == int(MOST_OWED / 2e-3)
+    while set(shares.choose(ALL)) == {"quiet"}:
+        shares.computed([QUIET], 1, 2e-3)
+        num_alone += 1
+    assert MOST_OWED / 2e-3 <= num_alone <= 2.5 * MOST_OWED / 2e-3

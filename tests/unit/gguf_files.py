@@ -57,15 +57,18 @@ def write_model(
     extend: Callable[[gguf.GGUFWriter], Any] | None = None,
     split_tensors: int = 0,
     rope_base: float | None = 50_000.0,
+    kv_heads: int | None = KV_HEADS,
+    num_layers: int = 1,
 ) -> Path:
     """With `split_tensors` as several files of so many tensors each, whose names the package makes of the path's."""
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split_tensors)
-    writer.add_block_count(1)
+    writer.add_block_count(num_layers)
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)
     writer.add_feed_forward_length(INTERMEDIATE)
     writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
+    if kv_heads is not None:
+        writer.add_head_count_kv(kv_heads)
     writer.add_key_length(HEAD_DIM)
     writer.add_layer_norm_rms_eps(1e-5)
     if rope_base is not None:

@@ -53,6 +53,28 @@ def test_a_file_without_a_rope_base_has_that_of_llama_cpp(tmp_path: Path) -> Non
     assert (given["rope_theta"], left_out["rope_theta"]) == (50_000.0, 10_000.0)
 
 
+def test_a_file_without_kv_heads_has_as_many_as_heads(tmp_path: Path) -> None:
+    given = open_checkpoint(write_model(tmp_path / "given.gguf")).config
+    left_out = open_checkpoint(write_model(tmp_path / "without.gguf", kv_heads=None)).config
+    assert (given["num_key_value_heads"], left_out["num_key_value_heads"]) == (KV_HEADS, HEADS)
+    assert KV_HEADS != HEADS
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [(None, "sssssfss"), (1, "ffffffff"), (2, "sfsfsfsf"), (3, "ssfssfss"), ([True, False] * 4, "sfsfsfsf")],
+)
+def test_the_last_layer_of_each_pattern_sees_everything(tmp_path: Path, pattern: Any, expected: str) -> None:
+    def extend(writer: gguf.GGUFWriter) -> None:
+        writer.add_sliding_window(512)
+        if pattern is not None:
+            writer.add_sliding_window_pattern(pattern)
+
+    path = write_model(tmp_path / "m.gguf", "gemma3", extend=extend, num_layers=8)
+    kinds = {"s": "sliding_attention", "f": "full_attention"}
+    assert open_checkpoint(path).config["layer_types"] == [kinds[letter] for letter in expected]
+
+
 def test_padding_after_the_last_tensor_is_no_trailing_byte(tmp_path: Path) -> None:
     assert read_bytes(tmp_path, raw_file((), (tensor_entry("a", (2,), 0, 0),), bytes(32))).tensors["a"].shape == (2,)
 

@@ -94,6 +94,30 @@ def test_the_turn_of_who_has_gone_ends_with_the_work_and_the_next_comes() -> Non
     run(work)
 
 
+def test_a_turn_that_is_given_to_one_that_goes_in_the_same_moment_is_the_next_one_s() -> None:
+    async def work() -> None:
+        turns, gate, begun = Turns(most_running=1), threading.Event(), threading.Event()
+        first = asyncio.create_task(turns.run("a", lambda: (begun.set(), gate.wait())))
+        await until(begun.is_set)
+        going, last = (asyncio.create_task(turns.run(tenant, lambda: "done")) for tenant in ("b", "c"))
+        await asyncio.sleep(0)
+        end = turns._end
+
+        def end_and_go(tenant: str) -> None:
+            end(tenant)
+            going.cancel()  # it has the turn, and has not run since
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(turns, "_end", end_and_go)
+            gate.set()
+            await first
+            await asyncio.sleep(0)
+        assert await asyncio.wait_for(last, 10) == "done"
+        assert going.cancelled()
+
+    run(work)
+
+
 def test_failures_are_those_of_the_work() -> None:
     def fail() -> None:
         raise ZeroDivisionError

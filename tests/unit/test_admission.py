@@ -152,19 +152,6 @@ def test_the_pace_goes_a_part_of_the_way_at_each_step_and_comes_back() -> None:
     assert 0.0104 < predictions[3] < 0.011
 
 
-def test_steps_with_further_tokens_alone_displace_each_other() -> None:
-    """Steps in which as many tokens as sequences are computed have none."""
-    costs, single, further = StepCosts(), StepWork(4, 4, 0), StepWork(4, 104, 0)
-    for _ in range(100):
-        costs.learn(single, 0.004)
-    for _ in range(100):
-        costs.learn(further, 0.054)
-    for _ in range(1000):
-        costs.learn(single, 0.004)
-    assert costs.costs.per_token == pytest.approx(0.0005, rel=0.05)
-    assert costs.predict(further) == pytest.approx(0.054, rel=0.05)
-
-
 # Shares of steps
 
 

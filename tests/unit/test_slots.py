@@ -1,0 +1,87 @@
+"""Who gives up slots and pages: paused answers first. A lease is lost only when others need its slot."""
+
+import pytest
+
+from infer.engine.engine import Engine
+from infer.engine.lease import Lease
+from infer.engine.sequence import Sequence
+from infer.kvcache.settings import CacheSettings
+from infer.runner.runner import CachedRunner
+from infer.sampling_params import SamplingParams
+from path_cases import CONTEXT, Case, Outcome, Way, World, by_definition, make_sequence
+
+PARAMS = SamplingParams(temperature=0, max_new_tokens=60, ignore_eos=True)
+TURN = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
+
+
+def make_engine(world: World, num_slots: int, pool_pages: int | None = None) -> Engine:
+    sizes = {"num_slots": num_slots, "pool_pages": pool_pages, "settings": CacheSettings(page_tokens=16)}
+    return Engine(CachedRunner(world.model, CONTEXT, **sizes), max_steps=4)  # type: ignore[arg-type]
+
+
+def test_a_paused_answer_gives_its_pages_before_one_that_runs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten pages: two answers of 67 tokens fill them."""
+    monkeypatch.setattr("infer.engine.queue.EXPECTED_ANSWER", 1)
+    engine = make_engine(world, 3, pool_pages=CONTEXT // 16)
+    cases = [
+        Case(name, tuple(text), PARAMS) for name, text in (("paused", b"abc"), ("b", b"abc cab"), ("c", b"cab abc"))
+    ]
+    paused, *running = asked = [engine.submit(make_sequence(world, case, Way())) for case in cases]
+    paused.is_asked = True
+    while not paused.pieces:
+        engine.step()
+    for sequence in running:
+        sequence.runs_ahead = True
+    while not all(sequence.has_ended for sequence in running):
+        engine.step()
+        engine.runner.cache.check_integrity()  # type: ignore[attr-defined]
+    assert [sequence.stats.preemptions for sequence in asked] == [1, 0, 0]
+    paused.runs_ahead = True
+    while engine.sequences:
+        engine.step()
+    assert [Outcome.of(sequence.result()) for sequence in asked] == [by_definition(world, case) for case in cases]
+    engine.close()
+
+
+class Talk:
+    """Answers that follow one another, with a lease."""
+
+    def __init__(self, world: World, engine: Engine, text: bytes) -> None:
+        self.world, self.engine, self.lease, self.token_ids = world, engine, Lease(), list(text)
+
+    def turn(self) -> Sequence:
+        case = Case("", tuple(self.token_ids), TURN)
+        sequence = make_sequence(self.world, case, Way())
+        sequence.runs_ahead = True
+        self.engine.submit(sequence, self.lease)
+        while not sequence.has_ended:
+            self.engine.step()
+        assert Outcome.of(sequence.result()) == by_definition(self.world, case)
+        self.token_ids += [*sequence.generated, *b"ab"]
+        return sequence
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_leases_that_fit_are_kept_also_after_a_reset(world: World, is_reset: bool) -> None:
+    engine = make_engine(world, 2)
+    first, second = (Talk(world, engine, text) for text in (b"abc", b"cab "))
+    assert first.turn().num_reused == 0
+    if is_reset:
+        engine._is_sound = False  # as an exception within a step leaves it
+    assert bool(first.turn().num_reused) is not is_reset
+    assert second.turn().num_reused == 0
+    assert first.turn().num_reused > 0
+    assert second.turn().num_reused > 0
+    engine.close()
+
+
+def test_the_lease_used_longest_ago_is_lost_when_another_needs_its_slot(world: World) -> None:
+    engine = make_engine(world, 2)
+    first, second, third = (Talk(world, engine, text) for text in (b"abc", b"cab ", b"bca"))
+    for talk in (first, second, first, third):
+        talk.turn()
+    assert [talk.lease.slot is None for talk in (first, second, third)] == [False, True, False]
+    assert first.turn().num_reused > 0
+    assert second.turn().num_reused == 0
+    assert [talk.lease.slot is None for talk in (first, second, third)] == [False, False, True]
+    engine.close()

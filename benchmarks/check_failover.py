@@ -2,8 +2,8 @@
 
 Every answer must add up to the undisturbed one: tokens, log-probabilities, calls, reasoning, ids and usage. The pause
 is the longest time between two reads of a stream, beside that of undisturbed ones. Ends with 1 where an answer differs.
-With `--end stop` the replica is stopped, as a debugger does it; with `--end rank` each replica has two processes that
-share the model out, and the second one is killed.
+With `--end stop` the replica is stopped, as a debugger does it, and killed some seconds later; with `--end rank` each
+replica has two processes that share the model out, and the second one is killed.
 
     python benchmarks/check_failover.py --kills 200 --report benchmarks/reports/failover.json
     python benchmarks/check_failover.py --kills 20 --end rank
@@ -34,6 +34,7 @@ from machine import cpu_model
 from server_process import ServerProcess, children, running
 
 SECONDS = 120.0
+STOPPED_SECONDS = 8.0  # after which a stopped replica is killed: the next try needs it again
 
 
 class Heard(NamedTuple):
@@ -193,6 +194,8 @@ def main() -> int:
         command += ["--replicas", str(options.replicas), "--chat-template", str(template), "--no-access-log"]
         if options.end == "rank":
             command += ["--tensor-parallel", "2", "--threads", "1"]
+        if options.end == "stop":
+            command += ["--watchdog-seconds", str(STOPPED_SECONDS)]
         with running(command, Path(folder) / "log") as server:
             asked, most, end = cases(options.tokens), options.seconds, ENDS[options.end]
             found = check(server, asked, options.kills, options.replicas, options.seed, most_seconds=most, end=end)

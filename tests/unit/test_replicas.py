@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -13,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -23,6 +25,7 @@ from infer.distributed.asked_body import AskedBody, with_seed
 from infer.distributed.exchange import Exchange, GoneError, Head
 from infer.distributed.failover import Answering
 from infer.distributed.front import Front
+from infer.distributed.replica import Replica
 from infer.distributed.replicas import Replicas
 from infer.distributed.router import RoutedPrompt
 from infer.outputs import Piece
@@ -121,6 +124,34 @@ def test_the_streams_of_a_stopped_replica_go_on_elsewhere_and_the_server_stays_r
         finally:
             with suppress(ProcessLookupError):
                 os.kill(stopped, signal.SIGKILL)
+
+
+def test_a_replica_that_hangs_is_killed_when_its_checks_took_the_watchdog_s_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A check that is missed takes the second before it and the second in which no answer comes."""
+    num_checks, killed_after = 0, list[int]()
+
+    async def silent(target: bytes) -> None:
+        nonlocal num_checks
+        num_checks += 1
+        await asyncio.sleep(0.02)
+
+    async def watch() -> None:
+        watching = asyncio.create_task(replica._watch(Mock()))
+        while not killed_after:
+            await asyncio.sleep(0.001)
+        watching.cancel()
+
+    monkeypatch.setattr("infer.distributed.replica._CHECK_SECONDS", 0.01)
+    monkeypatch.setattr("infer.distributed.replica._ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr("infer.distributed.replica._signal", lambda *_: killed_after.append(num_checks))
+    with socket.socket(socket.AF_UNIX) as own:
+        replica = Replica("0", own, ["none"], lambda _: None, watchdog_seconds=0.05)
+        monkeypatch.setattr(replica, "try_get", silent)
+        replica.is_ready, replica._num_missed = True, 1
+        asyncio.run(watch())
+    assert killed_after[0] == 3
 
 
 def test_an_answer_whose_engine_fails_goes_on_in_another_process(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ class Replica:
     ) -> None:
         self.name, self.is_ready = name, False
         self._watchdog_seconds, self._num_missed = watchdog_seconds, 0
+        self._silent_seconds = 0.0  # that the checks took which it missed
         self.num_answered = 0  # requests of clients, since it is ready
         self._own, self._on_change = own, on_change
         self._command = [*command, str(own.fileno())]
@@ -129,6 +130,7 @@ class Replica:
         assert process.stdin is not None
         process.stdin.write(b"\n")
         self.num_answered = self._num_missed = 0
+        self._silent_seconds = 0.0
         becoming_ready = asyncio.create_task(self._become_ready(has_spare=has_spare))
         watching = asyncio.create_task(self._watch(process))
         status = await process.wait()
@@ -168,12 +170,15 @@ class Replica:
             await asyncio.sleep(_CHECK_SECONDS)
             if not self.is_ready or not (self._exchanges or self._num_missed):
                 continue
-            did_hang = self.hangs
-            self._num_missed = self._num_missed + 1 if await self.try_get(b"/health") is None else 0
+            did_hang, asked_at = self.hangs, time.monotonic()
+            is_missed = await self.try_get(b"/health") is None
+            self._num_missed = self._num_missed + 1 if is_missed else 0
+            waited_seconds = min(time.monotonic() - asked_at, _ANSWER_SECONDS)
+            self._silent_seconds = self._silent_seconds + _CHECK_SECONDS + waited_seconds if is_missed else 0.0
             if self.hangs != did_hang:
                 log.error("replica %s %s", self.name, "gives no answer" if self.hangs else "answers again")
                 self._on_change(self)
-            if self.hangs and self._num_missed * _CHECK_SECONDS >= self._watchdog_seconds:
+            if self.hangs and self._silent_seconds >= self._watchdog_seconds:
                 log.error("replica %s has given no answer for %g s: it is killed", self.name, self._watchdog_seconds)
                 _signal(process, signal.SIGKILL)
 

@@ -25,9 +25,9 @@ import llguidance
 from infer.errors import InvalidRequestError
 from infer.grammar.grammar import Grammar
 from infer.grammar.libraries import Source, llguidance_limits, schema_source
+from infer.grammar.library_trials import llguidance_follow
 from infer.grammar.reading import check
 from infer.grammar.schema_places import draft_of
-from infer.grammar.trial_child import llguidance_follow
 
 _MAX_TRIES = 6_000
 _CAUTIOUS_TRIES = 1_000

@@ -10,7 +10,6 @@ from infer import Tokenizer
 from infer.engine.conversation import Conversation, TemplateProbes
 from infer.engine.request_options import RequestOptions
 from infer.grammar.compiler import make_compiler
-from infer.toolcalls.lark import answer_lark
 from infer.toolcalls.parser import AnswerParser
 from watched import script_command
 
@@ -56,9 +55,9 @@ def test_a_real_template_shows_a_call_as_its_grammar_writes_it(
     answer = found.answer_format(found.encode([ASKED]))
     assert answer is not None
     compiler = make_compiler(tokenizer)
-    lark = answer_lark(answer, compiler, is_held=False)
-    assert lark is not None
-    constraint, parser = compiler.compile_around(lark, None), AnswerParser(answer, str)
+    source = AnswerGrammars(compiler).prepare(answer, None).source
+    assert source is not None
+    constraint, parser = compiler.compile_answer(source), AnswerParser(answer, str)
     ids = tokenizer.encode(call, add_special_tokens=False)
     assert constraint.accept(ids) == len(ids)
     detokenizer = tokenizer.make_detokenizer()

@@ -17,9 +17,9 @@ from infer import LLM, InvalidRequestError
 from infer.errors import ConstraintError
 from infer.grammar.compiler import Compiler, make_compiler
 from infer.grammar.grammar import Grammar
-from infer.grammar.sized_cache import SizedCache
 from infer.grammar.trial import trial_lane, try_grammar
 from infer.system.lane import Lane, asking_for
+from infer.system.sized_cache import SizedCache
 from served import Served, serving
 from test_session import make_model
 

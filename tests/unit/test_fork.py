@@ -215,6 +215,7 @@ ended = threading.Event()
 use_all()
 host = llm._host
 locks = [compiled._lock, packed_weight._pieces._taking, host._compiler._lock, host.open._changing]
+locks += [host._answer_grammars._lock, host._probes._lock]
 for lane in (trial_lane("llguidance"), template_process._lane()):
     locks += [lane._changed, lane._children[-1]._lock]
 for lock in locks:

@@ -12,7 +12,7 @@ from infer.errors import ConstraintError, InvalidRequestError
 from infer.grammar.compiler import Compiler, make_compiler
 from infer.grammar.grammar import Grammar, GrammarKind
 from infer.grammar.libraries import Source
-from infer.grammar.trial_child import llguidance_follow
+from infer.grammar.library_trials import llguidance_follow
 from infer.tokenizer import Tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -21,10 +21,10 @@ from infer.grammar.budget import Budget, BudgetConstraint
 from infer.grammar.compiler import Compiler, make_compiler
 from infer.grammar.grammar import Grammar
 from infer.outputs import ReasoningDelta, ToolCall, assembled
+from infer.prepare.answer import AnswerGrammars
 from infer.tokenizer import Tokenizer
 from infer.toolcalls.answer_format import AnswerFormat, Calls, written_arguments
 from infer.toolcalls.formats import FORMATS, REASONING_FORMATS, ToolCallFormat, in_vocabulary, literals_of, marks_of
-from infer.toolcalls.lark import answer_lark
 from infer.toolcalls.parser import AnswerParser
 from infer.toolcalls.tools import Kind, Tool, read_tool_choice, read_tools
 
@@ -87,9 +87,9 @@ def answer_format(
 
 
 def constraint_of(compiler: Compiler, form: AnswerFormat, answer: Grammar | None = None) -> Constraint:
-    lark = answer_lark(form, compiler, is_held=answer is not None)
-    assert lark is not None
-    return compiler.compile_around(lark, answer)
+    source = AnswerGrammars(compiler).prepare(form, answer).source
+    assert source is not None
+    return compiler.compile_answer(source)
 
 
 def call_of(form: ToolCallFormat) -> str:
@@ -369,7 +369,7 @@ def test_what_a_format_cannot_hold_names_the_tool(tokenizer: Tokenizer, compiler
         ("functiongemma", {"properties": {"a": {"type": "array", "prefixItems": [{}]}}}, "prefixItems of a need"),
     ]
     for name, parameters, rule in cases:
-        tools = read_tools([{"name": "f", "parameters": parameters}])
+        tools = read_tools([{"name": "f", "parameters": parameters, "strict": True}])
         with pytest.raises(InvalidRequestError, match=rf"tools\[0\] \(f\): .*{rule}"):
             constraint_of(compiler, answer_format(tokenizer, FORMATS[name], tools))
 

@@ -8,6 +8,8 @@ from typing import Any, final
 from infer.engine.prompt_ids import Prompt, encode_conversation
 from infer.engine.request_options import RequestOptions
 from infer.errors import InvalidRequestError
+from infer.system.locks import short_lock
+from infer.system.sized_cache import SizedCache
 from infer.tokenizer import Tokenizer
 from infer.toolcalls.answer_format import AnswerFormat, Calls
 from infer.toolcalls.formats import in_vocabulary, literals_of, marks_of
@@ -15,6 +17,8 @@ from infer.toolcalls.messages import shown_messages
 from infer.toolcalls.template_formats import TemplateFormats, probe_template, reasoning_of
 from infer.toolcalls.tools import Tool, ToolChoice, read_tool_choice, read_tools
 
+MAX_TEMPLATE_BYTES = 8 << 20
+_LEAST_BYTES, _BYTES_PER_CHARACTER = 1_000, 4
 _END_LENGTH = 32  # ids in which a prompt may open the reasoning
 
 
@@ -24,12 +28,15 @@ class TemplateProbes:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._found: dict[tuple[str | None, str | None], TemplateFormats] = {}
+        self._lock = short_lock()  # guards what is below
+        self._found = SizedCache[TemplateFormats](MAX_TEMPLATE_BYTES)  # requests bring templates
 
     def of(self, chat_template: str | None, tool_format: str | None) -> TemplateFormats:
         """Raises InvalidRequestError."""
         key = chat_template, tool_format
-        if (found := self._found.get(key)) is None:
+        with self._lock:
+            found = self._found.get(key)
+        if found is None:
             tokenizer = self._tokenizer
 
             def render(messages: Sequence[Mapping[str, Any]], tools: Any) -> str:
@@ -37,9 +44,8 @@ class TemplateProbes:
                 return tokenizer.render_chat_template(messages, **variables)
 
             found = probe_template(render, tokenizer.template_source(chat_template, has_tools=True), tool_format)
-            if len(self._found) >= 64:  # templates that requests bring
-                self._found.clear()
-            self._found[key] = found
+            with self._lock:
+                self._found.put(key, found, _LEAST_BYTES + _BYTES_PER_CHARACTER * len(chat_template or ""))
         return found
 
 

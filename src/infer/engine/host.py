@@ -25,7 +25,7 @@ from infer.engine.request_options import RequestOptions, split_options
 from infer.engine.sequence import Sequence
 from infer.engine.service import Service
 from infer.engine.stream import OnPrefill, Stream
-from infer.errors import AnswerGrammarError, InvalidRequestError, MessageWarning, RequestWarning, SchemaWarning
+from infer.errors import InvalidRequestError, MessageWarning, RequestWarning, SchemaWarning
 from infer.grammar.base import Constraint
 from infer.grammar.budget import Budget, BudgetConstraint
 from infer.grammar.compiler import make_compiler
@@ -33,6 +33,7 @@ from infer.grammar.grammar import Grammar, grammar_of
 from infer.kvcache.settings import CacheSettings
 from infer.model.transformer import Transformer
 from infer.operands.limits import MAX_STEP_LOGITS
+from infer.prepare.answer import AnswerGrammars
 from infer.runner.caches import default_pool_pages
 from infer.runner.closing import OpenAnswers, closed
 from infer.runner.hidden_states import HiddenStates
@@ -46,9 +47,7 @@ from infer.tensor_parallel.ranks import Ranks
 from infer.tensor_parallel.settings import RunnerSettings
 from infer.tokenizer import Tokenizer
 from infer.toolcalls.answer_format import AnswerFormat
-from infer.toolcalls.lark import answer_lark
 from infer.toolcalls.past_calls import with_values
-from infer.toolcalls.tool_schemas import ToolSchemas
 
 _MAX_WARNED = 1_000
 Encode = Callable[[Prompt], list[int]]
@@ -87,7 +86,7 @@ class Host:
         self.open = OpenAnswers()
         self.hidden_states_lock = long_lock()
         self._compiler = make_compiler(tokenizer, self.vocab_size, backend=settings.grammar_backend)
-        self._tool_schemas = ToolSchemas(self._compiler)
+        self._answer_grammars = AnswerGrammars(self._compiler)
         self._probes = TemplateProbes(tokenizer)
         self.warns = True  # a server says them in its answers instead
         self._warned: set[str] = set()
@@ -298,28 +297,21 @@ class Host:
 
         Raises InvalidRequestError for a grammar or tools that cannot be compiled.
         """
+        compiler = self._compiler
+        source = None
         if form is not None:
-            form = self._tool_schemas.enforceable(form)
-        make = self._constraint_maker(grammar, form)
-        try:
-            if make is not None:
-                make()
-        except AnswerGrammarError as error:
-            looser = None if form is None else self._tool_schemas.loosest(form, error)
-            if looser is None:
-                raise
-            form, make = looser, self._constraint_maker(grammar, looser)
-            if make is not None:
-                make()
+            form, source = self._answer_grammars.prepare(form, grammar)
+        make: Callable[[], Constraint] | None = None
+        if form is not None and source is not None:
+            make = self._within_budget(form, partial(compiler.compile_answer, source))
+        elif grammar is not None:
+            make = partial(compiler.compile, grammar)
+        if make is not None:
+            make()
         return form, make
 
-    def _constraint_maker(self, grammar: Grammar | None, form: AnswerFormat | None) -> Callable[[], Constraint] | None:
-        """Of the user's grammar, with what may stand around it."""
-        compiler = self._compiler
-        lark = None if form is None else answer_lark(form, compiler, is_held=grammar is not None)
-        if form is None or lark is None:
-            return None if grammar is None else partial(compiler.compile, grammar)
-        make = partial(compiler.compile_around, lark, grammar)
+    def _within_budget(self, form: AnswerFormat, make: Callable[[], Constraint]) -> Callable[[], Constraint]:
+        """Return what closes the reasoning when its budget is used up."""
         budget = self._budget(form)
         return make if budget is None else lambda: BudgetConstraint(make(), budget)
 

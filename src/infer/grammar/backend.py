@@ -18,3 +18,7 @@ class Backend(ABC):
 
     @abstractmethod
     def make_matcher(self, compiled: Any) -> Matcher: ...
+
+    @abstractmethod
+    def num_bytes(self, compiled: Any, source: Source) -> int:
+        """Memory of a compiled grammar, measured or by estimate."""

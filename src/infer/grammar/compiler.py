@@ -4,33 +4,27 @@ Whatever a grammar is, it is compiled within its budget or refused with one Inva
 """
 
 import importlib.util
-import json
-import re
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
+from hashlib import blake2b
 from typing import Any, NamedTuple, final
 
-from infer.errors import AnswerGrammarError, InvalidRequestError, SchemaWarning
+from infer.errors import InvalidRequestError, SchemaWarning
 from infer.grammar.backend import Backend
 from infer.grammar.base import Constraint
 from infer.grammar.grammar import Grammar
 from infer.grammar.libraries import Source
 from infer.grammar.llguidance import LlguidanceBackend
 from infer.grammar.matcher import StepwiseConstraint
-from infer.grammar.pattern import check_pattern, without_anchors
 from infer.grammar.reading import pointed
-from infer.grammar.schema import unreadable_parts
-from infer.grammar.schema_pattern import translated
-from infer.grammar.sized_cache import SizedCache
 from infer.grammar.trial import try_grammar
 from infer.grammar.vocabulary import Vocabulary
 from infer.grammar.xgrammar import XgrammarBackend
 from infer.system.locks import long_lock
+from infer.system.sized_cache import SizedCache
 from infer.tokenizer import Tokenizer
 
 MAX_COMPILED_BYTES = 256 << 20  # of what is kept
-MAX_RULE_BYTES = 32 << 20  # of schemas of tools
-_BYTES_PER_SOURCE_BYTE = 80  # of a compiled grammar: 25 to 39 MB for 442 KiB
 _LEAST_BYTES = 20_000
 
 BACKENDS: dict[str, type[LlguidanceBackend] | type[XgrammarBackend]] = {
@@ -40,7 +34,7 @@ BACKENDS: dict[str, type[LlguidanceBackend] | type[XgrammarBackend]] = {
 
 
 class _Compiled(NamedTuple):
-    """A grammar as a library has it, and the bytes that it takes, by estimate."""
+    """A grammar as a library has it, and the bytes that it takes."""
 
     grammar: Any
     num_bytes: int
@@ -57,7 +51,6 @@ class Compiler:
         self._lock = long_lock()  # guards what is below
         self._loaded: tuple[Backend, Vocabulary] | None = None
         self._compiled = SizedCache[_Compiled](MAX_COMPILED_BYTES)
-        self._rules = SizedCache[str](MAX_RULE_BYTES)
 
     def compile(self, grammar: Grammar) -> Constraint:
         """A constraint at its beginning, whose first mask is known to allow something.
@@ -71,52 +64,26 @@ class Compiler:
         with self._lock:
             return self._load()[1].spell(text)
 
-    def json_rule(self, schema: Mapping[str, Any]) -> str:
-        """A schema, checked and tried, as an expression of Lark for `compile_around`. Raises InvalidRequestError."""
-        grammar = Grammar("json_schema", json.dumps(schema))
-        with self._lock:
-            backend, _ = self._load()
-            found = self._rules.get(grammar)
-        if found is None:
-            found = f"%json {json.dumps(_part(backend, grammar)['json_schema'])}"
-            with self._lock:
-                self._rules.put(grammar, found, len(grammar.text) + len(found))
-        return found
-
-    def unreadable_parts(self, schema: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Return the pointers of words of a schema that cannot be read, each with the reason."""
-        return unreadable_parts(schema)
-
-    def text_pattern(self, pattern: str) -> str:
-        """A schema's pattern, for a whole text, between the slashes of a pattern of Lark. Raises InvalidRequestError.
-
-        With an anchor it holds each of its alternatives.
-        """
-        self.json_rule({"type": "string", "pattern": pattern})
-        body = without_anchors(pattern)
-        check_pattern(body, "pattern", allows_anchors=False)
-        found = re.sub(r"(\\.)|/", lambda match: match[1] or "\\/", translated(body), flags=re.DOTALL)
-        before = "" if pattern.startswith("^") else "(.|\\n)*"
-        after = "" if pattern.removeprefix("^") != body else "(.|\\n)*"
-        return f"{before}({found})".replace("\n", "\\n") + after
-
-    def compile_around(self, lark: str, answer: Grammar | None) -> Constraint:
-        """A grammar of infer's own, in which `@answer` is the request's. It may name control tokens by their ids, so
-        nothing of a request may be in it but what `json_rule` and `text_pattern` give.
+    def compile_answer(self, source: str) -> Constraint:
+        """A grammar of infer's own, which `prepare` wrote and tried. No text of a request may come here, since it may
+        name control tokens by their ids.
         """
 
         def compile_(backend: Backend) -> _Compiled:
-            parts: list[dict[str, Any]] = [{"lark_grammar": lark}]
-            if answer is not None:
-                parts.append({**_part(backend, answer), "name": "answer"})
-            compiled = _compiled(backend, Source("", json.dumps({"grammars": parts})))
+            compiled = _compiled(backend, Source("", source))
             if problem := compiled.grammar.get_error():
-                raise AnswerGrammarError(f"the grammar of the answer cannot be compiled: {pointed(problem, 'tools')}")
+                raise InvalidRequestError(f"the grammar of the answer cannot be compiled: {pointed(problem, 'tools')}")
             return compiled
 
-        return self._constraint((lark, answer), compile_)
+        return self._constraint(source, compile_)
 
-    def _constraint(self, key: Hashable, compile_: Callable[[Backend], _Compiled]) -> Constraint:
+    def check_answers(self) -> None:
+        """Raise InvalidRequestError if the backend cannot compile grammars of answers with tools or reasoning."""
+        if self.backend != "llguidance":
+            raise InvalidRequestError(f"tools and reasoning need grammar_backend 'llguidance', got {self.backend!r}")
+
+    def _constraint(self, asked: Hashable, compile_: Callable[[Backend], _Compiled]) -> Constraint:
+        key = blake2b(repr(asked).encode(), digest_size=32).digest()  # a schema may be longer than its source
         with self._lock:
             backend, vocabulary = self._load()
             compiled = self._compiled.get(key)
@@ -147,7 +114,8 @@ def make_compiler(tokenizer: Tokenizer, vocab_size: int | None = None, *, backen
 
 
 def _compiled(backend: Backend, source: Source) -> _Compiled:
-    return _Compiled(backend.compile(source), _LEAST_BYTES + _BYTES_PER_SOURCE_BYTE * len(source.text))
+    compiled = backend.compile(source)
+    return _Compiled(compiled, _LEAST_BYTES + backend.num_bytes(compiled, source))
 
 
 def _read(backend: Backend, grammar: Grammar) -> Source:
@@ -156,12 +124,3 @@ def _read(backend: Backend, grammar: Grammar) -> Source:
     if read.ignored:
         warnings.warn(read.ignored, SchemaWarning, stacklevel=2)
     return read.source
-
-
-def _part(backend: Backend, grammar: Grammar) -> dict[str, Any]:
-    """Return one part of a grammar of several, as llguidance has them."""
-    if backend.name != "llguidance":
-        raise InvalidRequestError(f"tools and reasoning need grammar_backend 'llguidance', got {backend.name!r}")
-    text = _read(backend, grammar).text
-    found: dict[str, Any] = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
-    return found

@@ -24,6 +24,7 @@ _HOLDERS = frozenset(
         *("unevaluatedProperties", "then", "else", "contains", "propertyNames", "extends", "disallow", "type"),
     }
 )  # of schemas, of names or lists of such
+MAX_KEPT_CHARACTERS = 1_000  # of a reference and its base
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"})
 
 
@@ -35,9 +36,18 @@ class NamedPlaces(NamedTuple):
     num_dynamic: Counter[str]
 
 
-@lru_cache(maxsize=1_000)  # a reference is written hundreds of times
 def _joined(base: str, reference: str) -> str:
-    """Return the reference itself if it is no URI."""
+    """Return the reference itself if it is no URI. A short one is kept: it is written hundreds of times."""
+    is_short = len(base) + len(reference) <= MAX_KEPT_CHARACTERS
+    return _kept_joined(base, reference) if is_short else _join(base, reference)
+
+
+@lru_cache(maxsize=1_000)
+def _kept_joined(base: str, reference: str) -> str:
+    return _join(base, reference)
+
+
+def _join(base: str, reference: str) -> str:
     try:
         return urljoin(base, reference)
     except ValueError:

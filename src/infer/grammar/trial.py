@@ -7,6 +7,7 @@ Schemas multiply, llguidance 1.9 overflows its stack on a chain of 5,000 rules a
 import signal
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from infer.errors import InvalidRequestError, SchemaError
 from infer.grammar.grammar import Grammar
@@ -16,29 +17,39 @@ from infer.system.child_process import ChildError
 from infer.system.lane import Lane
 
 MEMORY_BYTES = 1 << 30
-READ_SECONDS = 4.0  # of a processor
+READ_SECONDS = 4.0  # of a processor, for one grammar
+ANSWER_SECONDS = 10.0  # of a processor, for all tools of a request and what is around them
 _WAIT_SECONDS = 120.0  # for a process that waits for a processor
 
 
 @cache
 def trial_lane(backend: str) -> Lane:
-    """The processes that try grammars for a library."""
-    return Lane(Path(__file__).with_name("trial_child.py"), backend, str(MEMORY_BYTES), str(READ_SECONDS))
+    """The processes that try grammars for a library. Their program, a package above this one, prepares tools too."""
+    program = Path(__file__).parents[1] / "prepare" / "preparing_child.py"
+    return Lane(program, backend, str(MEMORY_BYTES), str(READ_SECONDS), str(ANSWER_SECONDS))
+
+
+def ask_trial(backend: str, question: Any, name: str) -> dict[str, Any]:
+    """Return the answer of a process. `name` is that of the question in messages.
+
+    Raises InvalidRequestError, a SchemaError if the place in a schema is known.
+    """
+    try:
+        answer: dict[str, Any] = trial_lane(backend).ask(question, _WAIT_SECONDS)
+    except TimeoutError:
+        raise InvalidRequestError(f"{name}: not compiled within {_WAIT_SECONDS:g} s; try again later") from None
+    except ChildError as error:
+        is_slow = error.signal == signal.SIGPROF
+        problem = "takes too long to compile; make it smaller" if is_slow else "too large or too deep to compile"
+        raise InvalidRequestError(f"{name}: {problem}") from None
+    if "problem" in answer:
+        raise SchemaError(answer["error"], answer["pointer"], answer["problem"])
+    if "error" in answer:
+        raise InvalidRequestError(answer["error"])
+    return answer
 
 
 def try_grammar(backend: str, grammar: Grammar) -> Read:
     """Return the source that the library compiled. Raises InvalidRequestError that points into the grammar."""
-    kind, text = grammar
-    try:
-        answer = trial_lane(backend).ask([kind, text], _WAIT_SECONDS)
-    except TimeoutError:
-        raise InvalidRequestError(f"{kind}: was not compiled within {_WAIT_SECONDS:g} s; try again later") from None
-    except ChildError as error:
-        is_slow = error.signal == signal.SIGPROF
-        problem = "takes too long to compile; make it smaller" if is_slow else "too large or too deep to compile"
-        raise InvalidRequestError(f"{kind}: {problem}") from None
-    if "source" in answer:
-        return Read(Source(*answer["source"]), answer["ignored"])
-    if "problem" in answer:
-        raise SchemaError(answer["error"], answer["pointer"], answer["problem"])
-    raise InvalidRequestError(answer["error"])
+    answer = ask_trial(backend, [grammar.kind, grammar.text], grammar.kind)
+    return Read(Source(*answer["source"]), answer["ignored"])

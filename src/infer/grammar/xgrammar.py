@@ -41,6 +41,9 @@ class XgrammarBackend(Backend):
     def compile(self, source: Source) -> Any:
         return compile_with_xgrammar(self._compiler, self._library, source.kind, source.text)
 
+    def num_bytes(self, compiled: Any, source: Source) -> int:
+        return int(compiled.memory_size_bytes)
+
     def make_matcher(self, compiled: Any) -> Matcher:
         matcher = self._library.GrammarMatcher(compiled, terminate_without_stop_token=not self._vocabulary.end_ids)
         return _XgrammarMatcher(matcher, self._vocabulary, self._text, self._known)

@@ -21,7 +21,7 @@ import jinja2.parser
 import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_NUM_COMPILED = 8
+MAX_COMPILED, MAX_COMPILED_CHARACTERS = 8, 1 << 20  # of templates that are kept
 _STACK_BYTES = 4 << 20
 
 
@@ -127,7 +127,7 @@ class Renderer:
     def _compile(self, source: str) -> jinja2.Template:
         template = self._compiled.pop(source, None) or self._environment.from_string(source)
         self._compiled[source] = template
-        if len(self._compiled) > _NUM_COMPILED:
+        while len(self._compiled) > MAX_COMPILED or sum(map(len, self._compiled)) > MAX_COMPILED_CHARACTERS:
             self._compiled.popitem(last=False)
         return template
 

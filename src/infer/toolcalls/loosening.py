@@ -6,18 +6,18 @@ that place, the schema around it. The number of trials and the time of failures 
 """
 
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 from infer.errors import InvalidRequestError, PropertyNameError, SchemaError
+from infer.system.processor_limit import processor_seconds
 from infer.toolcalls.schema_cuts import Schema, cut, drop_property, pointer_of, schemas_in, steps_to
 from infer.toolcalls.schema_words import ASSERTIONS, DEFINITIONS, NOTES, OBJECT_KEYS, words_of
 
 MAX_TRIALS = 48
 MAX_BYTES = 1 << 20
-SECONDS = 4.0  # of failed trials, of all tools of a request together
+SECONDS = 4.0  # of a processor, for failed trials of all tools of a request
 _MAX_NAMES = 256
 _MAX_PASSES = 4
 _MAX_WORDS = 8  # that are tried at one place
@@ -32,7 +32,7 @@ Unreadable = Callable[[Mapping[str, Any]], list[tuple[str, str]]]
 
 @dataclass
 class Allowance:
-    """Seconds that failed trials may still take."""
+    """Seconds of a processor that failed trials may still take."""
 
     seconds: float = SECONDS
 
@@ -74,14 +74,9 @@ class Loosening:
 
     def run(self, name: str, parameters: Mapping[str, Any]) -> Loosened:
         """Raise InvalidRequestError if not even a schema that allows anything can be enforced."""
-        try:
-            text = json.dumps(parameters)
-            self._schema = json.loads(text)
-        except (TypeError, ValueError, RecursionError) as error:
-            problem: str | None = f"it is no JSON ({type(error).__name__})"
-        else:
-            problem = None if len(text) <= MAX_BYTES else f"it has more than {MAX_BYTES} bytes"
-            problem = problem or self._loosen()
+        text = json.dumps(parameters)
+        self._schema = json.loads(text)
+        problem = f"it has more than {MAX_BYTES} bytes" if len(text) > MAX_BYTES else self._loosen()
         if problem is not None:
             return self._give_up(name, parameters, problem)
         if not self._notes and self._is_json:
@@ -144,11 +139,11 @@ class Loosening:
 
     def _tried(self, schema: Mapping[str, Any]) -> InvalidRequestError | None:
         self._num_trials += 1
-        begin = time.perf_counter()
+        begin = processor_seconds()
         try:
             self._check(schema)
         except InvalidRequestError as error:
-            self._allowance.seconds -= time.perf_counter() - begin
+            self._allowance.seconds -= processor_seconds() - begin
             return error
         return None
 

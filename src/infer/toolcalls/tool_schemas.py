@@ -1,31 +1,27 @@
 """The tools of an answer with schemas that a grammar can enforce: strict ones as given, the others loosened."""
 
 import json
-from collections import OrderedDict
 from dataclasses import replace
-from hashlib import blake2b
-from threading import Lock
 from typing import final
 
 from infer.errors import InvalidRequestError
+from infer.system.sized_cache import SizedCache
 from infer.toolcalls.answer_format import AnswerFormat
-from infer.toolcalls.formats import ToolCallFormat
 from infer.toolcalls.lark import Rules, check_tool
 from infer.toolcalls.loosening import Allowance, Loosened, Loosening, anything_for
 from infer.toolcalls.tools import Tool
 
-_MAX_KNOWN = 512
-_Key = tuple[ToolCallFormat, str, bytes]
+MAX_KNOWN_BYTES = 16 << 20
+_BYTES_PER_CHARACTER = 12  # of a schema as JSON, as Python's objects
 
 
 @final
 class ToolSchemas:
-    """The loosened schemas are kept: an agent sends the same tools in every turn. For any thread."""
+    """The loosened schemas are kept: an agent sends the same tools in every turn."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
-        self._lock = Lock()
-        self._known: OrderedDict[_Key, Loosened] = OrderedDict()
+        self._known = SizedCache[Loosened](MAX_KNOWN_BYTES)
 
     def enforceable(self, form: AnswerFormat) -> AnswerFormat:
         """Return the format with tools whose schemas can be enforced, and warnings for what is left out.
@@ -36,7 +32,7 @@ class ToolSchemas:
         if calls is None or calls.kind == "none":
             return form
         allowance, found = Allowance(), dict[int, Loosened]()
-        texts = {index: _text_of(tool) for index, tool in enumerate(calls.tools) if not tool.is_strict}
+        texts = {index: json.dumps(tool.parameters) for index, tool in enumerate(calls.tools) if not tool.is_strict}
         for index in sorted(texts, key=lambda each: len(texts[each])):  # one bad schema is often a large one
             found[index] = self._loosened(form, calls.tools[index], texts[index], allowance)
         tools = tuple(
@@ -69,10 +65,8 @@ class ToolSchemas:
 
     def _loosened(self, form: AnswerFormat, tool: Tool, text: str, allowance: Allowance) -> Loosened:
         assert form.calls is not None
-        key = form.calls.form, tool.name, blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
-        with self._lock:
-            found = self._known.get(key)
-        if found is not None:
+        key = form.calls.form, tool.name, text
+        if (found := self._known.get(key)) is not None:
             return found
         is_json = form.calls.form.syntax == "json"
         if allowance.seconds <= 0:  # and not kept: the next request has time for it
@@ -85,15 +79,5 @@ class ToolSchemas:
             is_json=is_json,
         )
         found = loosening.run(tool.name, tool.parameters)
-        with self._lock:
-            self._known[key] = found
-            if len(self._known) > _MAX_KNOWN:
-                self._known.popitem(last=False)
+        self._known.put(key, found, _BYTES_PER_CHARACTER * (len(text) + len(json.dumps(found))))
         return found
-
-
-def _text_of(tool: Tool) -> str:
-    try:
-        return json.dumps(tool.parameters)
-    except (TypeError, ValueError, RecursionError):
-        return repr(id(tool.parameters))

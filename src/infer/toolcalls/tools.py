@@ -69,10 +69,12 @@ def read_tools(given: Any) -> tuple[Tool, ...]:
     if len(given) > MAX_TOOLS:
         raise InvalidRequestError(f"tools: there may be {MAX_TOOLS} of them, got {len(given)}")
     tools = tuple(_tool(f"tools[{index}]", each) for index, each in enumerate(given))
-    found = dict[str, Tool]()
+    found, texts = dict[str, Tool](), dict[str, str]()
     for tool in tools:
         known = found.setdefault(tool.name, tool)
-        if known is not tool and not _is_same(known.parameters, tool.parameters):
+        if known is not tool and tool.name not in texts:
+            texts[tool.name] = _text_of(known.parameters)  # once: it may be long
+        if known is not tool and _text_of(tool.parameters) != texts[tool.name]:
             raise InvalidRequestError(
                 f"tools: names must differ, got {tool.name!r} twice with different parameters: rename one"
             )
@@ -81,11 +83,12 @@ def read_tools(given: Any) -> tuple[Tool, ...]:
     return tuple(found.values())
 
 
-def _is_same(schema: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def _text_of(schema: Mapping[str, Any]) -> str:
+    """Return the same text for the same schema."""
     try:
-        return json.dumps(schema, sort_keys=True) == json.dumps(other, sort_keys=True)
+        return json.dumps(schema, sort_keys=True)
     except (TypeError, ValueError, RecursionError):
-        return schema is other
+        return repr(id(schema))
 
 
 def read_tool_choice(given: Any, tools: Sequence[Tool]) -> ToolChoice:

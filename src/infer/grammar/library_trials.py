@@ -1,44 +1,32 @@
-"""Reads grammars where a hang, a crash or a flood of memory hurts nobody: run as a program by `trial`.
+"""How a library tries a grammar, in a process that may hang, crash or run out of memory (`prepare.preparing_child`)."""
 
-Reads lines of JSON, [kind, text]; answers each with a line of JSON: {"source": …, "ignored": …}, or {"error": …,
-"pointer": …, "problem": …}. Imports neither numpy nor a tokenizer, so that it starts quickly.
-"""
-
-import importlib
-import json
 import os
 import random
-import resource
 import signal
-import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
-from infer.errors import InvalidRequestError, SchemaError
+from infer.errors import InvalidRequestError
 from infer.grammar.grammar import Grammar
 from infer.grammar.libraries import ENFORCED, Source, compile_with_xgrammar, llguidance_limits, source_of
-from infer.grammar.reading import read_grammar
+from infer.grammar.reading import Read, read_grammar
+from infer.system.processor_limit import OverLimitError, limited
 
 Try = Callable[[Source], str]
 
 COMPILE_SECONDS = 2.0  # of a processor, for the library
 _NUM_WALKS, _WALK_BYTES = 2, 8  # of texts that are begun, so that what cannot be followed is found here
-_STACK_BYTES = 4 << 20  # half of what a thread has: whatever passes here has room to spare there
-_NICENESS = 10
 
 
-class _LateError(BaseException):
-    """The time for what is ours is over. No handler of ours takes it for a grammar's fault."""
-
-
-def llguidance_try(library: Any) -> Try:
+def llguidance_try(library: Any, tokenizer: Any = None) -> Try:
     """Each trial runs in a fork of this process, which may hang or overflow its stack."""
-    follow = llguidance_follow(library)
+    follow = llguidance_follow(library, tokenizer)
     return lambda source: _in_a_fork(follow, source)
 
 
-def llguidance_follow(library: Any) -> Try:
-    tokenizer = library.LLTokenizer("byte")
+def llguidance_follow(library: Any, tokenizer: Any = None) -> Try:
+    """The first 256 ids of the tokenizer are the bytes. None has no others."""
+    tokenizer = tokenizer or library.LLTokenizer("byte")
 
     def follow(source: Source) -> str:
         limits = llguidance_limits(library, source.text)
@@ -108,46 +96,15 @@ def _in_a_fork(follow: Try, source: Source) -> str:
     return "too large or too deep to compile" if status else found
 
 
-def _late(number: int, frame: object) -> NoReturn:
-    raise _LateError
+def read_within(library: Any, name: str, try_: Try, grammar: Grammar, seconds: float) -> Read:
+    """Read and try a grammar within seconds of the processor, those of forks apart.
 
-
-def answer(name: str, library: Any, try_: Try, grammar: Grammar, seconds: float) -> dict[str, Any]:
-    """`seconds` are of a processor, for what is ours."""
-    kind = grammar.kind
-    signal.setitimer(signal.ITIMER_PROF, seconds)
+    Raises InvalidRequestError.
+    """
     try:
-        read = read_grammar(grammar, ENFORCED[name], lambda each: source_of(name, library, each), try_)
-        return {"source": read.source, "ignored": read.ignored}
-    except SchemaError as error:
-        return {"error": error.args[0], "pointer": error.pointer, "problem": error.problem}
-    except InvalidRequestError as error:
-        return {"error": error.args[0]}
-    except _LateError:
-        return {"error": f"{kind}: takes more than {seconds:g} s to read; make it smaller"}
+        with limited(seconds):
+            return read_grammar(grammar, ENFORCED[name], lambda each: source_of(name, library, each), try_)
+    except OverLimitError:
+        raise InvalidRequestError(f"{grammar.kind}: takes more than {seconds:g} s to read; make it smaller") from None
     except MemoryError:
-        return {"error": f"{kind}: takes too much memory; make it smaller"}
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def _limit(what: int, count: int) -> None:
-    hard = resource.getrlimit(what)[1]
-    resource.setrlimit(what, (count if hard < 0 else min(count, hard), hard))
-
-
-def main(name: str, memory_bytes: int, seconds: float) -> None:
-    _limit(resource.RLIMIT_STACK, _STACK_BYTES)
-    _limit(resource.RLIMIT_CORE, 0)
-    os.nice(_NICENESS)
-    library = importlib.import_module(name)
-    try_ = TRIES[name](library)
-    signal.signal(signal.SIGPROF, _late)
-    _limit(resource.RLIMIT_DATA, memory_bytes)
-    print('""', flush=True)
-    for line in sys.stdin:
-        print(json.dumps(answer(name, library, try_, Grammar(*json.loads(line)), seconds)), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
+        raise InvalidRequestError(f"{grammar.kind}: takes too much memory; make it smaller") from None

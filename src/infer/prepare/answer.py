@@ -1,0 +1,111 @@
+"""The grammar of an answer with tools or reasoning, from a process that reads, loosens and tries what a request brings.
+
+The server's own process only writes the question and compiles the source that was tried: neither runs Python for each
+part of a schema.
+"""
+
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Any, NamedTuple, final
+
+from infer.errors import InvalidRequestError, SchemaWarning
+from infer.grammar.compiler import Compiler
+from infer.grammar.grammar import Grammar
+from infer.grammar.trial import ask_trial
+from infer.prepare.answer_text import format_to_json
+from infer.system.locks import short_lock
+from infer.system.sized_cache import SizedCache
+from infer.toolcalls.answer_format import AnswerFormat
+from infer.toolcalls.loosening import anything_for
+from infer.toolcalls.tools import Tool
+
+MAX_PREPARED_BYTES = 64 << 20
+_LEAST_BYTES = 500
+_BYTES_PER_CHARACTER = 12  # of schemas and warnings as JSON, as Python's objects
+
+
+class PreparedAnswer(NamedTuple):
+    """A format whose tools can be enforced, and the source of its grammar; None if no grammar constrains it."""
+
+    form: AnswerFormat
+    source: str | None
+
+
+class _Prepared(NamedTuple):
+    source: str
+    parameters: Mapping[int, Mapping[str, Any]]  # of the tools that were changed, by their index
+    warnings: tuple[str, ...]
+
+
+@final
+class AnswerGrammars:
+    """What was prepared is kept, up to so many bytes: an agent sends the same tools in every turn. For any thread."""
+
+    def __init__(self, compiler: Compiler) -> None:
+        self._compiler = compiler
+        self._lock = short_lock()  # guards what is below
+        self._kept = SizedCache[_Prepared](MAX_PREPARED_BYTES)
+
+    def prepare(self, form: AnswerFormat, answer: Grammar | None) -> PreparedAnswer:
+        """`answer` is the grammar that the request gives its text. Raises InvalidRequestError."""
+        has_calls = form.calls is not None
+        if not has_calls and not (form.reasoning and (answer is not None or form.budget is not None)):
+            return PreparedAnswer(form, None)
+        self._compiler.check_answers()
+        form = _as_json(form)
+        question = {"format": format_to_json(form), "answer": answer}
+        line = json.dumps(question).encode()
+        key = blake2b(line, digest_size=32).digest()
+        with self._lock:
+            found = self._kept.get(key)
+        if found is None:
+            found = _asked(self._compiler.backend, question)
+            size = len(json.dumps([*found.parameters.values(), *found.warnings]))
+            with self._lock:
+                num_bytes = _LEAST_BYTES + len(found.source.encode()) + _BYTES_PER_CHARACTER * size
+                self._kept.put(key, found, num_bytes)
+        return PreparedAnswer(_with(form, found), found.source)
+
+
+def _asked(backend: str, question: Mapping[str, Any]) -> _Prepared:
+    answer = ask_trial(backend, question, "tools" if question["format"]["calls"] else "the grammar of the answer")
+    for line in answer["ignored"]:
+        warnings.warn(line, SchemaWarning, stacklevel=2)
+    return _Prepared(answer["source"], dict(answer["tools"]), tuple(answer["warnings"]))
+
+
+def _with(form: AnswerFormat, found: _Prepared) -> AnswerFormat:
+    """Return the format with the tools that were changed, and the warnings."""
+    if form.calls is None:
+        return form
+    tools = tuple(
+        replace(tool, parameters=found.parameters[index]) if index in found.parameters else tool
+        for index, tool in enumerate(form.calls.tools)
+    )
+    return replace(form, calls=replace(form.calls, tools=tools), warnings=found.warnings)
+
+
+def _as_json(form: AnswerFormat) -> AnswerFormat:
+    """Return the format without schemas that are no JSON, as programs of Python may give. Raises InvalidRequestError
+    for those of strict tools.
+    """
+    if form.calls is None:
+        return form
+    is_json = form.calls.form.syntax == "json"
+    tools = tuple(_tool_as_json(index, tool, is_json) for index, tool in enumerate(form.calls.tools))
+    return replace(form, calls=replace(form.calls, tools=tools))
+
+
+def _tool_as_json(index: int, tool: Tool, is_json: bool) -> Tool:
+    try:
+        json.dumps(tool.parameters)
+    except (TypeError, ValueError, RecursionError) as error:
+        problem = f"it is no JSON ({type(error).__name__})"
+        if tool.is_strict:
+            raise InvalidRequestError(f"tools[{index}] ({tool.name}): its schema cannot be used: {problem}") from None
+        said = f"tool {tool.name!r}: its whole schema is left out, its arguments may be any object: {problem}"
+        return replace(tool, parameters=anything_for(tool.parameters, is_json=is_json), warnings=(*tool.warnings, said))
+    return tool

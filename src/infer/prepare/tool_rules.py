@@ -1,0 +1,79 @@
+"""Schemas and patterns of tools as expressions of Lark, each read and tried within a limit of processor time."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple, final
+
+from infer.grammar.grammar import Grammar
+from infer.grammar.library_trials import Try, read_within
+from infer.grammar.pattern import check_pattern, without_anchors
+from infer.grammar.schema import unreadable_parts
+from infer.grammar.schema_pattern import translated
+from infer.system.processor_limit import LateError, processor_seconds
+from infer.system.sized_cache import SizedCache
+
+MAX_RULE_BYTES = 16 << 20
+_LIBRARY = "llguidance"
+
+
+class _Part(NamedTuple):
+    """One grammar of several, as llguidance has them, and the words of it that assert nothing, in one line."""
+
+    grammar: Mapping[str, Any]
+    ignored: str
+
+
+@final
+class ToolRules:
+    """The `Rules` of `toolcalls.lark`, for one library in this process. What was read is kept, up to so many bytes."""
+
+    def __init__(self, library: Any, try_: Try, read_seconds: float) -> None:
+        """`read_seconds` are those of one schema. `try_` compiles a source and returns the problem, or ""."""
+        self._library, self._try, self._read_seconds = library, try_, read_seconds
+        self._parts = SizedCache[_Part](MAX_RULE_BYTES)
+        self._ends_at = 0.0
+        self.ignored: dict[str, None] = {}  # words that assert nothing, one line for each grammar
+
+    def begin(self, seconds: float) -> None:
+        """Raise LateError from the first trial after so many seconds of the processor, its forks' among them."""
+        self._ends_at = processor_seconds() + seconds
+
+    def part(self, grammar: Grammar) -> Mapping[str, Any]:
+        """Return a grammar that was checked and tried. Raises InvalidRequestError."""
+        if (found := self._parts.get(grammar)) is None:
+            found = self._read(grammar)
+            num_bytes = len(grammar.text) + len(json.dumps(found.grammar)) + len(found.ignored)
+            self._parts.put(grammar, found, num_bytes)
+        if found.ignored:
+            self.ignored[found.ignored] = None
+        return found.grammar
+
+    def json_rule(self, schema: Mapping[str, Any]) -> str:
+        """Return a schema that was checked and tried. Raises InvalidRequestError."""
+        part = self.part(Grammar("json_schema", json.dumps(schema)))
+        return f"%json {json.dumps(part['json_schema'])}"
+
+    def unreadable_parts(self, schema: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """Return the pointers of words of a schema that cannot be read, each with the reason."""
+        return unreadable_parts(schema)
+
+    def text_pattern(self, pattern: str) -> str:
+        """Return a schema's pattern, for a whole text, between the slashes of a pattern of Lark. An anchor at an end
+        holds all of its alternatives. Raises InvalidRequestError.
+        """
+        self.json_rule({"type": "string", "pattern": pattern})
+        body = without_anchors(pattern)
+        check_pattern(body, "pattern", allows_anchors=False)
+        found = re.sub(r"(\\.)|/", lambda match: match[1] or "\\/", translated(body), flags=re.DOTALL)
+        before = "" if pattern.startswith("^") else "(.|\\n)*"
+        after = "" if pattern.removeprefix("^") != body else "(.|\\n)*"
+        return f"{before}({found})".replace("\n", "\\n") + after
+
+    def _read(self, grammar: Grammar) -> _Part:
+        if processor_seconds() > self._ends_at:
+            raise LateError
+        read = read_within(self._library, _LIBRARY, self._try, grammar, self._read_seconds)
+        text = read.source.text
+        part = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
+        return _Part(part, read.ignored)

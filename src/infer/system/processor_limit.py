@@ -1,0 +1,54 @@
+"""Limits of processor time for a block of Python: for the main thread of a program that nothing else runs in.
+
+The time is the processor's, so a busy machine refuses nothing.
+"""
+
+import math
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+_LEAST_SECONDS = 1e-3  # of a timer: 0 would stop it
+
+
+class LateError(BaseException):
+    """The time of some block is over. No handler of ours may take it for a fault of what the block reads."""
+
+
+class OverLimitError(Exception):
+    """A block took longer than its own limit."""
+
+
+def processor_seconds() -> float:
+    """Return the processor time of this process and of the processes that it waited for."""
+    usages = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def watch_limits() -> None:
+    """Install the signal handler that `limited` needs."""
+    signal.signal(signal.SIGPROF, _late)
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raise OverLimitError if the block takes longer. The limit of a block around this one goes on."""
+    around = signal.getitimer(signal.ITIMER_PROF)[0] or math.inf
+    begun = time.process_time()
+    signal.setitimer(signal.ITIMER_PROF, min(seconds, around))
+    try:
+        yield
+    except LateError:
+        if seconds > around:
+            raise
+        raise OverLimitError from None
+    finally:
+        left = max(around - (time.process_time() - begun), _LEAST_SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, 0.0 if around == math.inf else left)
+
+
+def _late(number: int, frame: object) -> NoReturn:
+    raise LateError

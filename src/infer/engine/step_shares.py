@@ -10,7 +10,7 @@ The shares add up to the whole time. If they added up to more, then without a ga
 fall behind, every step would be for all again, and the small ones would lose.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple, final
 
 from infer.engine.step_costs import StepCosts, StepWork, context_of
@@ -56,26 +56,41 @@ class StepShares:
         self._owed = {tenant: self._owed.get(tenant, 0.0) for tenant in costs} if len(costs) > 1 else {}
         behind = {tenant: owed / costs[tenant] for tenant, owed in self._owed.items() if costs[tenant] > 0}
         behind = {tenant: num_steps for tenant, num_steps in behind.items() if num_steps >= 1}
-        self._most_steps = int(min(behind.values())) if 0 < len(behind) < len(costs) else None
+        self._most_steps = None
+        if 0 < len(behind) < len(costs):  # a step earns a part of what it costs
+            rates = self._rates(costs)
+            self._most_steps = min(1 + int((behind[tenant] - 1) / (1 - rates[tenant])) for tenant in behind)
         return behind.keys() or costs.keys()
 
     def computed(self, parts: Collection[Part], num_steps: int, seconds: float) -> None:
-        """Count steps that took `seconds` in all, without the delays of their parts."""
+        """Count steps that took `seconds` in all, without the delays of their parts.
+
+        A thread that fills masks for long takes a core and memory's speed from the steps, too. So the time beyond what
+        was predicted is paid by the tenants of those grammars, up to as much again as the delays.
+        """
         if not (predicted := self._costs.predict(_work(parts))):
             return
-        costs, pace = self._costs_alone(parts), seconds / predicted
+        delay = sum(part.delay for part in parts)
+        slowed = min(max(0.0, seconds - num_steps * predicted), delay)
+        costs, pace = self._costs_alone(parts), (seconds - slowed) / predicted
         paid = {tenant: cost * pace for tenant, cost in costs.items()}
         for part in parts:
-            paid[part.tenant] += part.delay
+            paid[part.tenant] += part.delay * (1 + slowed / delay) if delay else 0.0
         self._last |= {tenant: cost / num_steps for tenant, cost in paid.items()}
-        seconds += sum(part.delay for part in parts)
+        seconds += delay
+        for tenant, rate in self._rates(self._last).items():
+            owed = self._owed[tenant] + rate * seconds - paid.get(tenant, 0.0)
+            self._owed[tenant] = min(max(owed, 0.0), MOST_OWED)
+
+    def _rates(self, costs: Mapping[str, float]) -> dict[str, float]:
+        """Return the part of all time that each tenant earns. The one that is costliest for its share earns less."""
         total = sum(map(self._weight, self._owed))
         shares = {tenant: self._weight(tenant) / total for tenant in self._owed}
-        costliest = max(shares, key=lambda tenant: self._last[tenant] / shares[tenant], default="")
-        for tenant, share in shares.items():
-            more = -MARGIN * (1 - share) if tenant == costliest else MARGIN * shares[costliest]
-            earned = share * (1 + more) * seconds - paid.get(tenant, 0.0)
-            self._owed[tenant] = min(max(self._owed[tenant] + earned, 0.0), MOST_OWED)
+        costliest = max(shares, key=lambda tenant: costs[tenant] / shares[tenant], default="")
+        return {
+            tenant: share * (1 + (-MARGIN * (1 - share) if tenant == costliest else MARGIN * shares[costliest]))
+            for tenant, share in shares.items()
+        }
 
     def _costs_alone(self, parts: Iterable[Part]) -> dict[str, float]:
         """Return the seconds that a step with the parts of one tenant alone takes, for each tenant."""

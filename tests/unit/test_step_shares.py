@@ -1,0 +1,54 @@
+"""Which tenants a step is for, on a clock on which each sequence takes as long as the step itself."""
+
+import pytest
+
+from infer.engine.step_costs import StepCosts
+from infer.engine.step_shares import Part, StepShares
+
+QUIET, LOUD = Part("quiet", 1, 100), Part("loud", 1, 100)
+
+
+@pytest.fixture
+def shares(monkeypatch: pytest.MonkeyPatch) -> StepShares:
+    monkeypatch.setattr(StepCosts, "predict", lambda self, work: cost(work.num_sequences))
+    return StepShares(StepCosts(), lambda tenant: 1.0)
+
+
+def cost(num_sequences: int) -> float:
+    return 1e-3 * (1 + num_sequences)
+
+
+def owed_after(shares: StepShares, parts: list[Part], num_steps: int, seconds: float) -> float:
+    """Return the seconds that the quiet tenant is owed."""
+    shares.choose([QUIET, LOUD])
+    shares.computed(parts, num_steps, seconds)
+    return shares._owed["quiet"]
+
+
+@pytest.mark.parametrize("num_loud", [4, 9, 15, 40])
+def test_all_steps_that_a_tenant_is_owed_may_run_without_a_return(shares: StepShares, num_loud: int) -> None:
+    """As many as if each was chosen for itself: a step earns a part of what it costs."""
+    others = [LOUD] * num_loud
+    for _ in range(6):
+        while len(shares.choose([QUIET, *others])) == 2:
+            shares.computed([QUIET, *others], 1, cost(1 + num_loud))
+        (promised, num_alone) = shares.most_steps, 0
+        while shares.choose([QUIET, *others]) == {"quiet"}:
+            shares.computed([QUIET], 1, cost(1))
+            num_alone += 1
+        assert promised == num_alone
+
+
+def test_a_step_that_a_grammar_s_masks_slow_down_is_paid_by_its_tenant(shares: StepShares) -> None:
+    """A thread that fills masks takes memory's speed and a core from the step, beyond the time that all wait for it."""
+    waiting = LOUD._replace(delay=10e-3)
+    before = owed_after(shares, [QUIET, waiting], 1, cost(2))
+    shares.choose([])
+    assert owed_after(shares, [QUIET, waiting], 1, cost(2) + 4e-3) > before + 1e-3
+
+
+def test_a_slow_step_is_paid_by_all_where_nobody_waited_for_a_grammar(shares: StepShares) -> None:
+    plain = owed_after(shares, [QUIET, LOUD], 1, 2 * cost(2))
+    shares.choose([])
+    quick = owed_after(shares, [QUIET, LOUD._replace(delay=1e-6)], 1, 2 * cost(2))
+    assert quick == pytest.approx(plain, abs=3e-6)

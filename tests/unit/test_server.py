@@ -125,7 +125,7 @@ def test_a_model_answers_to_each_of_its_names(served: Served) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [("GET", "/nothing", 404), ("GET", "/v1/unknown", 404), ("PUT", "/v1/models", 405), ("DELETE", "/health", 405),
-     ("PATCH", "/v1/models", 405), ("BREW", "/health", 400)],
+     ("PATCH", "/v1/models", 405), ("BREW", "/health", 400), ("GET", "/health%0a", 404)],
 )  # fmt: skip
 def test_what_no_route_takes_is_refused_in_openai_s_shape(served: Served, method: str, path: str, status: int) -> None:
     answer = served.client.request(method, path)

@@ -36,6 +36,7 @@ def with_known_paths(app: ASGIApp, paths: Iterable[str]) -> ASGIApp:
         await app(scope, receive, send)
 
     def known_path(path: str) -> str:
+        path = path.replace("\n", "%0A")  # `$` of a route's pattern stands before a newline, too
         candidates = _candidates(path)
         return next((each for each in candidates if any(known.match(each) for known in patterns)), path)
 

@@ -2,6 +2,7 @@
 
 import random
 from collections import defaultdict
+from functools import partial
 from math import inf
 from typing import final
 
@@ -35,8 +36,13 @@ class DoorSimulation:
 
     def look(self) -> Forecast:
         machine, life = self.life.machine, self.life
-        forecast = Forecast(life.scheduler.costs, machine.num_slots, lambda n: machine.num_pages // machine.pages_of(n))
-        for each in [*life.running, *life.waiting]:
+        sequences = [*life.running, *life.waiting]
+        is_streamed = any(each.is_streamed for each in sequences)
+        reading = partial(life.scheduler.prompt_tokens_beside, is_streamed=is_streamed)
+        forecast = Forecast(
+            life.scheduler.costs, machine.num_slots, lambda n: machine.num_pages // machine.pages_of(n), reading
+        )
+        for each in sequences:
             answer = min(float(each.max_new - each.num_given), self.door.lengths.expected(each.tenant, each.num_given))
             left = max(0, each.num_tokens - each.num_computed - 1)
             forecast.add(Demand(each.tenant, each in life.running, left, each.num_computed, answer))

@@ -114,6 +114,20 @@ def test_sequences_that_have_no_pages_have_no_slots() -> None:
     assert forecast_of(long).seconds_to_slot("a") == 0.0
 
 
+def test_slots_that_prompts_cannot_fill_are_not_counted() -> None:
+    """An answer of 50 tokens for 100 of a prompt: if a step reads 4 tokens, 2 answers are computed together."""
+    slow, fast = (Forecast(known_costs(), 16, None, lambda num, context, count=count: count) for count in (4, 32))
+    for forecast in (slow, fast):
+        forecast.add(Demand("a", True, 100, 0, 50.0), 16)
+        forecast.add(Demand("a", False, 100, 0, 50.0), 16)
+    assert (slow.num_decoding, fast.num_decoding) == (2, 16)
+    per_token = [(0.001 + 0.002 * count) / count for count in (2, 16)]
+    reading = 100 * 0.0005
+    expected = [(32 - 15 / 2) * (reading + 50 * seconds) for seconds in per_token]
+    waits = [forecast.seconds_to_slot("a") for forecast in (slow, fast)]
+    assert waits == pytest.approx(expected, rel=0.01)
+
+
 @given(demands, st.integers(1, 64), st.integers(0, 10_000))
 def test_no_prediction_is_negative_and_others_are_waited_for_once(
     found: list[Demand], num_slots: int, num_tokens: int

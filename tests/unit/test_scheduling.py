@@ -8,7 +8,14 @@ import pytest
 
 from extent import IS_WHOLE, usual_or_all
 from infer.engine.admission import EXPECTED_ANSWER, FEWEST_KEPT, HEAD_START, Running, Tenants, Waiting, victim
-from infer.engine.scheduler import LEAST_PROMPT_TOKENS, PLAIN_STEPS, STREAM_SECONDS, Demand, Scheduler
+from infer.engine.scheduler import (
+    FIRST_PROMPT_TOKENS,
+    LEAST_PROMPT_TOKENS,
+    PLAIN_STEPS,
+    STREAM_SECONDS,
+    Demand,
+    Scheduler,
+)
 from infer.engine.step_costs import Costs, StepWork, context_of
 from infer.outputs import percentile
 from simulation import Machine, Request, Simulation
@@ -177,6 +184,22 @@ def test_a_step_with_prompts_beside_streams_takes_its_time_and_no_more() -> None
         work = StepWork(4, 4 + tokens, 4 * start + context_of(tokens, start))
         slow.costs.learn(work, 0.05 + machine.seconds(work))
     assert slow.plan([*streams, Demand(8000, number=9)], 512).num_tokens[3] == LEAST_PROMPT_TOKENS
+
+
+@pytest.mark.parametrize(("base", "is_streamed"), [(0.0, True), (0.05, True), (0.0, False)])
+@pytest.mark.parametrize("num_decoding", [1, 8, 24])
+def test_a_step_reads_as_many_tokens_of_prompts_as_was_told_before(
+    base: float, is_streamed: bool, num_decoding: int
+) -> None:
+    scheduler, machine = Scheduler(64, prompt_seconds=0.1), MACHINES["2 cores"]
+    assert scheduler.prompt_tokens_beside(num_decoding, 0, is_streamed=True) == FIRST_PROMPT_TOKENS
+    for tokens, start in ((0, 0), (64, 0), (0, 2000), (64, 2000), (256, 100)) * 20:
+        work = StepWork(4, 4 + tokens, 4 * start + context_of(tokens, start))
+        scheduler.costs.learn(work, base + machine.seconds(work))
+    answers = [Demand(1, num_computed=100, number=number, is_streamed=is_streamed) for number in range(num_decoding)]
+    plan = scheduler.plan([*answers, Demand(8000, number=99)], 512)
+    told = scheduler.prompt_tokens_beside(num_decoding, 100 * num_decoding, is_streamed=is_streamed)
+    assert told == pytest.approx(plan.num_tokens[-1], rel=0.05, abs=1)
 
 
 def test_a_short_prompt_is_read_at_its_own_cost_beside_one_that_is_far_on() -> None:

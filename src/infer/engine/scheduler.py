@@ -12,6 +12,7 @@ from typing import NamedTuple, Self, final
 
 from infer.engine.admission import ANSWER_WORK
 from infer.engine.step_costs import StepCosts, StepWork, context_of
+from infer.operands.limits import MAX_STEP_TOKENS
 from infer.speculation.policy import StepTimes
 
 FIRST_STEPS = 8  # without a return to Python, while it is not known how long they take
@@ -95,6 +96,20 @@ class Scheduler:
     def limit_prompts(self, seconds: float) -> None:
         """What a step with prompts takes from now on while nobody streams."""
         self._prompt_seconds = seconds
+
+    def prompt_tokens_beside(self, num_decoding: int, context: int, *, is_streamed: bool) -> int:
+        """Return the number of tokens of prompts that a step reads beside `num_decoding` answers.
+
+        `context` is the number of positions before all their tokens together. At least 1.
+        """
+        costs = self.costs
+        if not (costs.costs.per_token or costs.costs.per_context):
+            return FIRST_PROMPT_TOKENS
+        seconds = self._seconds_beside(StepWork(num_decoding, num_decoding, context), is_streamed)
+        if seconds == inf:
+            return MAX_STEP_TOKENS
+        least = min(LEAST_PROMPT_TOKENS, costs.tokens_in(STREAM_SECONDS / 2, 0))
+        return max(1, least, costs.tokens_in(seconds, 0))
 
     def plan(
         self, demands: Sequence[Demand], step_tokens: int, num_waiting: int = 0, *, others_stream: bool = False
@@ -183,9 +198,14 @@ class Scheduler:
     ) -> float:
         """What the tokens of prompts may take in a step, the others being planned."""
         is_streamed = others_stream or any(demands[index].is_streamed for index in decoding)
-        seconds = min(self._prompt_seconds, self._stream_seconds()) if is_streamed else self._prompt_seconds
         drafts = [num_drafts[index] for index in decoding]
-        others = _work([demands[index] for index in decoding], [1] * len(decoding), drafts)
+        return self._seconds_beside(
+            _work([demands[index] for index in decoding], [1] * len(decoding), drafts), is_streamed
+        )
+
+    def _seconds_beside(self, others: StepWork, is_streamed: bool) -> float:
+        """Return how long the tokens of prompts may take in a step that also computes `others`."""
+        seconds = min(self._prompt_seconds, self._stream_seconds()) if is_streamed else self._prompt_seconds
         return seconds - self.costs.predict(others)
 
     def _stream_seconds(self) -> float:

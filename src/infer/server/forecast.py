@@ -47,18 +47,35 @@ class _Load:
 
 @final
 class Forecast:
-    """The load of an engine, and what follows from it. `fitting` returns how many sequences of a length have pages."""
+    """The load of an engine, and what follows from it.
 
-    def __init__(self, costs: StepCosts, num_slots: int, fitting: Callable[[int], int] | None = None) -> None:
-        self._costs, self._max_slots, self._fitting = costs, num_slots, fitting
+    `fitting` returns how many sequences of a length have pages. `reading_tokens` returns how many tokens of prompts a
+    step reads beside a number of answers with a number of positions before their tokens; None is no limit.
+    """
+
+    def __init__(
+        self,
+        costs: StepCosts,
+        num_slots: int,
+        fitting: Callable[[int], int] | None = None,
+        reading_tokens: Callable[[int, int], int] | None = None,
+    ) -> None:
+        self._costs, self._max_slots, self._fitting, self._reading_tokens = costs, num_slots, fitting, reading_tokens
         self._loads: dict[str, _Load] = {}
         self._reading: list[tuple[int, float]] = []  # tokens and seconds of the prompts that are being read
-        self._count, self._num_tokens = 0, 0.0
+        self._count = 0
+        self._num_pending, self._num_answer, self._num_tokens = 0, 0.0, 0.0  # of all sequences together
+        self._known_token_seconds: float | None = None
 
     def copy(self) -> "Forecast":
-        copied = Forecast(self._costs, self._max_slots, self._fitting)
+        copied = Forecast(self._costs, self._max_slots, self._fitting, self._reading_tokens)
         copied._loads = {tenant: replace(load, running=list(load.running)) for tenant, load in self._loads.items()}
-        copied._reading, copied._count, copied._num_tokens = list(self._reading), self._count, self._num_tokens
+        copied._reading, copied._count = list(self._reading), self._count
+        copied._num_pending, copied._num_answer, copied._num_tokens = (
+            self._num_pending,
+            self._num_answer,
+            self._num_tokens,
+        )
         return copied
 
     def add(self, demand: Demand, count: int = 1) -> None:
@@ -75,7 +92,10 @@ class Forecast:
             answers = before.answer_tokens + count * demand.num_answer
             load.waiting = _Work(before.prompt_seconds + count * seconds, answers)
         self._count += count
+        self._num_pending += count * demand.num_pending
+        self._num_answer += count * demand.num_answer
         self._num_tokens += count * (demand.num_computed + demand.num_pending + demand.num_answer)
+        self._known_token_seconds = None
 
     @property
     def count(self) -> int:
@@ -154,8 +174,29 @@ class Forecast:
         return self._costs.predict_further(num_tokens, context_of(num_tokens, start))
 
     def _token_seconds(self) -> float:
-        """Return what one token of an answer takes while all slots decode."""
-        return self._costs.predict(self._decoding(self.num_slots)) / self.num_slots
+        """Return what one token of an answer takes while the engine is busy."""
+        if self._known_token_seconds is None:
+            self._known_token_seconds = self._costs.predict(self._decoding(self.num_decoding)) / self.num_decoding
+        return self._known_token_seconds
+
+    @property
+    def num_decoding(self) -> int:
+        """Number of answers that are computed together while the engine is busy.
+
+        Each step gives each of these a token, and reads some tokens of prompts. If prompts are read slowly, answers end
+        as fast as prompts bring new ones before the slots are full.
+        """
+        if self._reading_tokens is None or not self._num_pending or not self._num_answer:
+            return self.num_slots
+        low, high = 1, self.num_slots
+        while low < high:  # the largest number for which prompts are read as fast as answers end
+            middle = (low + high + 1) // 2
+            num_read = self._reading_tokens(middle, self._decoding(middle).context)
+            if num_read * self._num_answer >= middle * self._num_pending:
+                low = middle
+            else:
+                high = middle - 1
+        return low
 
     def _decoding(self, num_sequences: int) -> StepWork:
         mean = self._num_tokens / self._count if self._count else 0.0

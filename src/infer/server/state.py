@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, final
 
 import infer
@@ -76,8 +77,11 @@ class ServerState:
             needed = zip(runner.pool_pages, runner.pages_of(num_tokens), strict=True)
             return min((pages // max(1, each) for pages, each in needed), default=engine.max_running)
 
-        forecast = Forecast(engine.scheduler.costs, engine.max_running, fitting)
-        for each in engine.sequences:
+        sequences = engine.sequences
+        is_streamed = any(each.is_streamed for each in sequences)
+        reading = partial(engine.scheduler.prompt_tokens_beside, is_streamed=is_streamed)
+        forecast = Forecast(engine.scheduler.costs, engine.max_running, fitting, reading)
+        for each in sequences:
             tenant = each.request.tenant
             answer = min(float(each.room), lengths.expected(tenant, len(each.pieces)))
             forecast.add(Demand(tenant, each.has_slot, max(0, each.num_pending - 1), each.num_computed, answer))

@@ -6,7 +6,7 @@ from functools import partial
 from math import inf
 from typing import final
 
-from infer.server.door import Arrival, Door
+from infer.server.door import Arrival, Door, Entry
 from infer.server.errors import ApiError
 from infer.server.forecast import Demand, Forecast
 from infer.server.settings import ServerSettings
@@ -29,6 +29,7 @@ class DoorSimulation:
         self.taken_at: dict[Request, float] = {}
         self.told: defaultdict[Request, list[float]] = defaultdict(list)
         self.predicted: dict[Request, float] = {}
+        self.entries: dict[Request, Entry] = {}  # of those that have no token yet
 
     def run(self) -> None:
         random.seed(7)  # the door's jitter
@@ -48,7 +49,12 @@ class DoorSimulation:
             forecast.add(Demand(each.tenant, each in life.running, left, each.num_computed, answer))
         return forecast
 
+    def learn_waits(self) -> None:
+        for request in [each for each in self.entries if each.first_token_at is not None]:
+            self.entries.pop(request).learn_wait((request.first_token_at or 0.0) - self.taken_at[request])
+
     def ask(self, request: Request) -> float | None:
+        self.learn_waits()
         self.first_asked.setdefault(request, self.life.now)
         arrival = Arrival(request.tenant, 1, 1, request.num_prompt, request.max_new)
         forecast = self.door.forecast(self.look)
@@ -60,8 +66,10 @@ class DoorSimulation:
             return told if len(self.told[request]) <= self.num_retries else inf
         entry.submit()  # the engine has it from now on
         entry.close()
-        self.taken_at[request] = self.life.now
-        self.predicted[request] = forecast.seconds_ahead(request.tenant, request.num_prompt)
+        self.taken_at[request], self.entries[request] = self.life.now, entry
+        self.predicted[request] = self.door.wait_ratio.value * forecast.seconds_ahead(
+            request.tenant, request.num_prompt
+        )
         return None
 
     @property

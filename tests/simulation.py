@@ -72,6 +72,7 @@ class Machine:
     page_tokens: int = 64
     step_tokens: int = 512
     slowness: Callable[[], float] = lambda: 1.0  # of one step, as its neighbours make it
+    between: float = 0.0  # seconds between two steps, which no step counts
 
     def seconds(self, work: StepWork) -> float:
         return self.slowness() * sum(cost * feature for cost, feature in zip(self.costs, work.features, strict=True))
@@ -92,6 +93,7 @@ class Simulation:
     now: float = 0.0
     num_steps: int = 0
     num_given: int = 0
+    num_come: int = 0
 
     def run(self) -> None:
         machine = self.machine
@@ -102,14 +104,13 @@ class Simulation:
         self.learn_costs()
         self.waiting, self.running = list[Request](), list[Request]()
         coming = sorted(self.requests, key=lambda each: each.arrives_at)
-        for number, request in enumerate(coming):
-            request.number = number
         while coming or self.waiting or self.running:
             if not self.waiting and not self.running:
                 self.now = max(self.now, coming[0].arrives_at)
             while coming and coming[0].arrives_at <= self.now:
                 request = coming.pop(0)
                 if (told := self.door(request)) is None:
+                    request.number, self.num_come = self.num_come, self.num_come + 1
                     self.come(request)
                 elif told < inf:
                     request.arrives_at = self.now + told
@@ -257,7 +258,7 @@ class Simulation:
                 break
         assert sum(plan.num_tokens) > 0, "a step computes something"
         seconds = sum(self.machine.seconds(plan.work) for _ in range(plan.num_steps))
-        self.now += seconds
+        self.now += seconds + self.machine.between
         self.num_steps += 1
         self.scheduler.update(plan, plan.num_steps, seconds, None)
         parts = [Part(each.tenant, count, each.num_computed) for each, count in asked if count]

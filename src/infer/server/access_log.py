@@ -51,6 +51,8 @@ def _log(call: Call) -> None:
 def _learn(state: ServerState, call: Call) -> None:
     for sequence in call.sequences:
         state.door.lengths.learn(call.key_name, len(sequence.pieces))
+    if call.entry is not None and call.sequences and (arrivals := call.sequences[0].timer.arrivals):
+        call.entry.learn_wait(arrivals[0] - call.sequences[0].submitted_at)
 
 
 def entry_of(call: Call) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from hashlib import blake2b
 from typing import NamedTuple, final
 
 from infer.engine.admission import AnswerLengths
@@ -17,13 +16,16 @@ from infer.server.errors import ApiError
 from infer.server.forecast import Demand, Forecast
 from infer.server.refusals import refuse
 from infer.server.settings import ServerSettings
-from infer.server.tickets import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, Tickets
+from infer.server.wait_ratio import WaitRatio
+from infer.server.waiting_line import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, WaitingLine
 
 _JITTER = 0.05
 _SEEN_SECONDS = 0.02  # in which the engine is not looked at again
 _LOOK_SHARE = 0.05  # of the event loop's time, for looking at the engine
-_LATE = 1.2  # times `max_ttft`: who comes back at the time that it was told is not sent away for less
-_EARLY = 0.5  # times `max_ttft`: below it all are accepted, also while promises are open
+# Shares of the longest wait that is allowed:
+_AIMED = 0.8  # a client that comes back when it was told is to find this wait
+_LATE = 1.2  # up to this wait it is accepted, so that small errors of the prediction refuse nobody twice
+_EARLY = 0.5  # up to this wait all are accepted, also before clients that are in the line: the engine must not idle
 
 
 class Arrival(NamedTuple):
@@ -47,10 +49,14 @@ def retry_headers(seconds: float) -> dict[str, str]:
 
 @final
 class Entry:
-    """A request that was accepted: its sequences count until the engine knows of them."""
+    """A request that was accepted: its sequences count until the engine knows of them.
 
-    def __init__(self, door: "Door", arrival: Arrival) -> None:
+    `predicted` is how many seconds its first token takes by the engine's costs.
+    """
+
+    def __init__(self, door: "Door", arrival: Arrival, predicted: float) -> None:
         self._door, self._arrival, self._num_submitted = door, arrival, 0
+        self._predicted = predicted
 
     def submit(self) -> None:
         """Count one sequence less: the engine has it. The first choices of the prompts come first."""
@@ -60,6 +66,10 @@ class Entry:
 
     def close(self) -> None:
         self._door.leave(self)
+
+    def learn_wait(self, seconds: float) -> None:
+        """Learn from the seconds between the request's submission and its first token."""
+        self._door.wait_ratio.learn(self._predicted, seconds)
 
     def add_to(self, forecast: Forecast) -> None:
         num_unread = max(0, self._arrival.num_prompts - self._num_submitted)
@@ -80,13 +90,13 @@ class Door:
 
     def __init__(self, settings: ServerSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self.settings = settings
-        self.lengths = AnswerLengths()
+        self.lengths, self.wait_ratio = AnswerLengths(), WaitRatio()
         self._clock = clock
         self._entries = set[Entry]()
         self._submitted: list[Demand] = []  # since the engine was looked at
         self._seen: Forecast | None = None
         self._seen_until = -math.inf
-        self._tickets: defaultdict[str, Tickets] = defaultdict(Tickets)
+        self._lines: defaultdict[str, WaitingLine] = defaultdict(WaitingLine)
 
     def answer_tokens(self, arrival: Arrival) -> float:
         """Return the expected length of each answer."""
@@ -116,9 +126,11 @@ class Door:
             given = f"{arrival.num_prompts} times {arrival.num_choices}"
             raise refuse(f"prompts times n must be at most {most} here, got {given}: ask several times", "n")
         forecast = self.forecast(look)
+        ahead = forecast.seconds_ahead(arrival.tenant, arrival.num_prompt_tokens)
         if forecast.count:
-            self._check(arrival, body, forecast)
-        entry = Entry(self, arrival)
+            self._check(arrival, body, forecast, self.wait_ratio.value * ahead)
+        own = forecast.service_seconds(arrival.num_prompt_tokens // arrival.num_prompts, 0.0)
+        entry = Entry(self, arrival, ahead + own)
         self._entries.add(entry)
         return entry
 
@@ -128,32 +140,37 @@ class Door:
     def note_submitted(self, demand: Demand) -> None:
         self._submitted.append(demand)
 
-    def _check(self, arrival: Arrival, body: bytes, forecast: Forecast) -> None:
+    def _check(self, arrival: Arrival, body: bytes, forecast: Forecast, wait: float) -> None:
+        """Raise ApiError 429 unless a request that would wait for `wait` seconds may enter now.
+
+        A client that is refused gets a place in its tenant's line, or keeps the place that it has.
+        """
         settings, now, tenant = self.settings, self._clock(), arrival.tenant
-        wait, num_waiting = forecast.seconds_ahead(tenant, arrival.num_prompt_tokens), forecast.num_waiting(tenant)
-        num_over = (
-            num_waiting + arrival.num_sequences - max(0, forecast.num_slots - forecast.count) - settings.max_queue
-        )
-        tickets = self._tickets.get(tenant)
-        is_promised = tickets is not None and tickets.is_promised(now)
-        digest = blake2b(body, digest_size=16).digest() if wait or num_over > 0 or is_promised else b""
-        has_ticket = tickets is not None and tickets.take(digest, now)
-        allowed = settings.max_ttft * (_LATE if has_ticket else _EARLY if is_promised else 1.0)
-        if num_over <= 0 and wait <= allowed:
+        line, num_waiting = self._lines[tenant], forecast.num_waiting(tenant)
+        num_free = max(0, forecast.num_slots - forecast.count)
+        is_full = num_waiting + arrival.num_sequences > num_free + settings.max_queue
+        if not (wait or is_full or line):
             return
-        if num_over > 0:
+        longest = min(settings.max_ttft, wait * settings.max_queue / num_waiting if num_waiting else math.inf)
+        place = line.find(body, now)
+        with_line = wait + line.seconds_before(place)
+        if not is_full and (with_line <= longest * (_LATE if place else 1.0) or wait <= longest * _EARLY):
+            if place:
+                line.remove(place)
+            return
+        seconds = min(max(with_line - longest * _AIMED, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
+        seconds *= 1 - random.uniform(0, _JITTER)
+        if place:
+            place.due = now + seconds
+        else:
+            line.append(body, self._seconds_of(arrival, forecast), now + seconds)
+        told = f"the first token would come after {with_line:.0f} s, {settings.max_ttft:g} s are allowed"
+        if is_full:
             told = f"{num_waiting} answers of yours wait already, {settings.max_queue} may"
-            wait_more = forecast.seconds_to_slot(tenant) * min(1.0, num_over / max(1, num_waiting))
-        else:
-            told = f"the first token would come after {wait:.0f} s, {settings.max_ttft:g} s are allowed"
-            wait_more = max(0.0, wait - settings.max_ttft)
-        if has_ticket and tickets is not None:
-            seconds = tickets.renew(digest, now, wait_more)
-        else:
-            service = forecast.service_seconds(
-                arrival.num_prompt_tokens, arrival.num_sequences * self.answer_tokens(arrival)
-            )
-            jitter = 1 + _JITTER * random.uniform(-1, 1)
-            shared = forecast.shared_seconds(tenant, service)
-            seconds = self._tickets[tenant].issue(digest, now, wait_more, shared, jitter)
         raise ApiError(429, f"the server is busy: {told}", code="rate_limit_exceeded", headers=retry_headers(seconds))
+
+    def _seconds_of(self, arrival: Arrival, forecast: Forecast) -> float:
+        """Return how long the request delays the tenant's next ones."""
+        num_answer_tokens = arrival.num_sequences * self.answer_tokens(arrival)
+        service = forecast.service_seconds(arrival.num_prompt_tokens, num_answer_tokens)
+        return self.wait_ratio.value * forecast.shared_seconds(arrival.tenant, service)

@@ -1,5 +1,7 @@
 """The rules of admission and of steps asked at their exact limits, with numbers computed by hand."""
 
+from math import inf
+
 import pytest
 
 from infer.engine.admission import (
@@ -136,6 +138,19 @@ def test_a_step_that_was_taken_counts_the_tokens_of_all_its_steps() -> None:
         scheduler.update(scheduler.plan(demands, 512), num_steps, 0.5, None)
     found = [(taken.kind, taken.num_sequences, taken.num_tokens, taken.seconds) for taken in scheduler.taken]
     assert found == [("chain", 3, 12, 0.5), ("decode", 2, 2, 0.5), ("mixed", 2, 21, 0.5), ("prompt", 1, 20, 0.5)]
+
+
+def test_the_time_of_a_step_with_prompts_is_that_which_was_set_last() -> None:
+    """A token of a prompt takes a millisecond: as much as a sequence, or a step."""
+    scheduler, prompt = Scheduler(64), Demand(8000, number=1)
+    scheduler.costs.learn(StepWork(1, 1, 0), 2e-3)
+    scheduler.costs._costs = Costs(1e-3, 1e-3, 1e-3, 0.0)
+    assert scheduler.plan([prompt], 512).num_tokens == [512]
+    found = list[int]()
+    for seconds in (0.05, 0.1, 0.2, inf):
+        scheduler.limit_prompts(seconds)
+        found += scheduler.plan([prompt], 512).num_tokens
+    assert found == pytest.approx([50, 100, 200, 512], abs=3)
 
 
 def test_the_pace_goes_a_part_of_the_way_at_each_step_and_comes_back() -> None:

@@ -182,8 +182,8 @@ def make_shares() -> StepShares:
 
 
 def steps_alone(owed: float) -> int:
-    """Return how many steps of its own the quiet tenant takes, one by one: it is owed this many, each takes one off, and
-    earns its share of that time.
+    """Return how many steps of its own the quiet tenant takes, one by one, if it is owed so many: each takes one off,
+    and earns its share of that time.
     """
     count = 0
     while owed >= 1:

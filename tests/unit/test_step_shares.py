@@ -52,3 +52,17 @@ def test_a_slow_step_is_paid_by_all_where_nobody_waited_for_a_grammar(shares: St
     shares.choose([])
     quick = owed_after(shares, [QUIET, LOUD._replace(delay=1e-6)], 1, 2 * cost(2))
     assert quick == pytest.approx(plain, abs=3e-6)
+
+
+def test_a_tenant_sits_out_until_all_delays_of_its_grammar_are_paid(shares: StepShares) -> None:
+    """Several steps without a return may all be slow, and were paid by what it was owed for one."""
+    num_steps, delay, num_alone, num_shared, seconds = 5, 0.25, 0, 0, 0.0
+    while num_shared < 40:
+        if len(shares.choose([QUIET, LOUD])) == 2:
+            shares.computed([QUIET, LOUD._replace(delay=delay)], num_steps, num_steps * cost(2))
+            num_shared, seconds = num_shared + 1, seconds + num_steps * cost(2) + delay
+        else:
+            assert shares.choose([QUIET, LOUD]) == {"quiet"}
+            shares.computed([QUIET], 1, cost(1))
+            num_alone, seconds = num_alone + 1, seconds + cost(1)
+    assert num_alone * cost(1) > 0.5 * seconds

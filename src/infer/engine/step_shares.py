@@ -8,6 +8,8 @@ out.
 
 The shares add up to the whole time. If they added up to more, then without a gain from batching all tenants would
 fall behind, every step would be for all again, and the small ones would lose.
+
+All wait while a grammar's masks are filled. That delay is exact, so a tenant may owe it for later steps.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -66,21 +68,23 @@ class StepShares:
         """Count steps that took `seconds` in all, without the delays of their parts.
 
         A thread that fills masks for long takes a core and memory's speed from the steps, too. So the time beyond what
-        was predicted is paid by the tenants of those grammars, up to as much again as the delays.
+        was predicted is paid by the tenants of those grammars, up to as much again as the delays. What a tenant cannot
+        pay is forgiven, since a step for many takes less time than its parts, but no delay is.
         """
         if not (predicted := self._costs.predict(_work(parts))):
             return
         delay = sum(part.delay for part in parts)
         slowed = min(max(0.0, seconds - num_steps * predicted), delay)
         costs, pace = self._costs_alone(parts), (seconds - slowed) / predicted
-        paid = {tenant: cost * pace for tenant, cost in costs.items()}
+        paid, waits = {tenant: cost * pace for tenant, cost in costs.items()}, dict.fromkeys(costs, 0.0)
         for part in parts:
-            paid[part.tenant] += part.delay * (1 + slowed / delay) if delay else 0.0
-        self._last |= {tenant: cost / num_steps for tenant, cost in paid.items()}
+            waits[part.tenant] += part.delay * (1 + slowed / delay) if delay else 0.0
+        self._last |= {tenant: (cost + waits[tenant]) / num_steps for tenant, cost in paid.items()}
         seconds += delay
         for tenant, rate in self._rates(self._last).items():
-            owed = self._owed[tenant] + rate * seconds - paid.get(tenant, 0.0)
-            self._owed[tenant] = min(max(owed, 0.0), MOST_OWED)
+            before = self._owed[tenant]
+            owed = max(before + rate * seconds - paid.get(tenant, 0.0), min(before, 0.0)) - waits.get(tenant, 0.0)
+            self._owed[tenant] = min(max(owed, -MOST_OWED), MOST_OWED)
 
     def _rates(self, costs: Mapping[str, float]) -> dict[str, float]:
         """Return the part of all time that each tenant earns. The one that is costliest for its share earns less."""

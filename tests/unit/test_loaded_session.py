@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from transformers import Phi3Config
 
@@ -147,6 +147,7 @@ def test_a_loaded_session_answers_as_the_one_that_was_saved(name: str, base: Pat
     llm = make_llm(name, base)
 
     @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+    @example(case=Case(65, False, 1, 0, 0, 0, False, False, KINDS[0]))  # its rope factors are those of 65 tokens
     @given(case=CASES)
     def always(case: Case) -> None:
         check(llm, case, tmp_path / "session")

@@ -96,6 +96,8 @@ class SessionCache:
 
         def keep(slot: int) -> Sequence[int]:
             self._keep_common(token_ids, slot)
+            if self._host.runner.choose_rope(slot, len(lease.token_ids)):  # a load takes those of the length
+                lease.token_ids = []
             return lease.token_ids
 
         held = self._host.engine.change(lease, keep)

@@ -50,7 +50,7 @@ class Replica:
     ) -> None:
         self.name, self.is_ready = name, False
         self._watchdog_seconds, self._num_missed = watchdog_seconds, 0
-        self._silent_seconds = 0.0  # that the checks took which it missed
+        self._silent_seconds = 0.0  # duration of the checks that it missed in a row
         self.num_answered = 0  # requests of clients, since it is ready
         self._own, self._on_change = own, on_change
         self._command = [*command, str(own.fileno())]

@@ -42,7 +42,7 @@ class _Prepared(NamedTuple):
 
 @final
 class AnswerGrammars:
-    """What was prepared is kept, up to so many bytes: an agent sends the same tools in every turn. For any thread."""
+    """Prepares answers and keeps them: an agent sends the same tools in every turn. For any thread."""
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler

@@ -46,9 +46,7 @@ class Load:
     def submit(self) -> Sequence:
         self.num_asked += 1
         request = make_request(self.model, self.tokenizer, [5], replace(PARAMS, seed=self.num_asked))
-        sequence = Sequence(request)
-        sequence.runs_ahead = True
-        return self.engine.submit(sequence)
+        return self.engine.submit(Sequence(request))
 
     def overhead(self) -> float:
         """Milliseconds of a step outside of compiled code."""
@@ -65,7 +63,7 @@ def measure(name: str, count: int, rounds: int) -> dict[str, float]:
         guest = load.submit()
         times["join"].append(load.overhead())
         load.overhead()
-        guest.cancel()
+        load.engine.cancel(guest)
         times["leave"].append(load.overhead())
         load.overhead()
     found = {what: median(each) for what, each in times.items()}

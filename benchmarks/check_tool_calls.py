@@ -150,7 +150,7 @@ def main() -> int:
         lambda _: time.perf_counter() - started < arguments.seconds, range(counts["answers"], arguments.count)
     )
     found = sequences(llm, numbers, arguments.seed, asked)
-    for number, result in answer_all(llm._opened.engine, found, BATCH_SIZE):
+    for number, result in answer_all(llm._opened.loop, found, BATCH_SIZE):
         request = asked.pop(number)
         count(counts, request, result)
         if here := problems(request, result):

@@ -80,13 +80,17 @@ class InferServer(AsyncServer):
         self._llm = AsyncLLM(path, threads=threads, max_seq_len=context, **options)
 
     def serve(self, asks: list[Ask]) -> list[Answer]:
-        self._num_preempted = self._llm.llm._opened.engine.snapshot().num_preemptions
+        self._num_preempted = self._snapshot().num_preemptions
         return super().serve(asks)
 
     def state(self) -> dict[str, Any]:
-        snapshot = self._llm.llm._opened.engine.snapshot()
+        snapshot = self._snapshot()
         spread = snapshot.predicted_over_measured
         return {"preemptions": snapshot.num_preemptions - self._num_preempted, "predicted_over_measured": spread}
+
+    def _snapshot(self) -> Any:
+        host = self._llm.llm._opened
+        return host.loop.run(host.engine.snapshot)
 
     def runs_on(self) -> str:
         from infer.backends.cpu.isa import instruction_set

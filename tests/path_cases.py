@@ -38,6 +38,7 @@ from infer.runner.runner import CachedRunner, Runner
 from infer.sampling import reference, sampler
 from infer.sampling_params import SamplingParams
 from infer.tokenizer import Tokenizer
+from looping import loop_of, open_stream
 from tiny import Tiny, make_tiny
 
 Drafts = Literal["none", "ngram", "adaptive", "right", "half", "random", "ends"]
@@ -368,9 +369,10 @@ class Place:
     def __init__(self, world: World, way: Way, runner: Runner | None = None) -> None:
         self.runner = runner or make_runner(world, way)
         self.engine, self.lease = Engine(self.runner, max_steps=way.chain), Lease()
+        self.loop = loop_of(self.engine)
 
     def stream(self, sequence: Answering) -> Stream:
-        return Stream(self.engine, self.engine.submit(sequence, self.lease))
+        return open_stream(self.loop, sequence, self.lease)
 
     @property
     def length(self) -> int:
@@ -401,5 +403,5 @@ def run_all(
     """`options` are a runner's."""
     made = {"capture": way.capture, "settings": world.settings, **options}
     engine = Engine(CachedRunner(world.model, CONTEXT, num_slots=num_slots, **made), max_steps=way.chain)
-    ended = dict(answer_all(engine, enumerate(waiting), num_slots))
+    ended = dict(answer_all(loop_of(engine), enumerate(waiting), num_slots))
     return [ended[number] for number in range(len(waiting))]

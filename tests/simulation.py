@@ -1,6 +1,6 @@
 """An engine without a model: the scheduler, the queue's rules and pages as integers, on a clock that steps' costs move.
 
-It mirrors `Engine._step` and `Slots`; what it finds of waits, shares and pages is found in seconds of simulated time.
+It mirrors `Engine.step` and `Slots`; what it finds of waits, shares and pages is found in seconds of simulated time.
 """
 
 from bisect import insort

@@ -14,7 +14,7 @@ _MODULE_BY_NAME = {
     "AsyncLLM": "infer.async_llm",
     "Session": "infer.session.session",
     "Stream": "infer.engine.stream",
-    "AsyncStream": "infer.engine.async_stream",
+    "AsyncStream": "infer.engine.stream",
     "load_model": "infer.llm",
     "load_tokenizer": "infer.llm",
     "SamplingParams": "infer.sampling_params",

@@ -1,6 +1,6 @@
 from infer.async_llm import AsyncLLM as AsyncLLM
-from infer.engine.async_stream import AsyncStream as AsyncStream
 from infer.engine.request_options import RequestOptions as RequestOptions
+from infer.engine.stream import AsyncStream as AsyncStream
 from infer.engine.stream import Stream as Stream
 from infer.errors import InferError as InferError
 from infer.errors import InvalidRequestError as InvalidRequestError

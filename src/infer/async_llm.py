@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, Unpack, final, overload
@@ -10,15 +11,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infer.checkpoint.pooling import Pooling
-from infer.engine.async_stream import AsyncStream, Check
-from infer.engine.batch import BATCH_SIZE, OnResult
+from infer.engine.batch import BATCH_SIZE, OnResult, answer_all_as_task
 from infer.engine.embedding import embed, texts_to_embed
 from infer.engine.host import Host
+from infer.engine.messages import once
+from infer.engine.preparing import Check
 from infer.engine.prompt_ids import Message, Prompt, is_list_of_texts, pairs_of
 from infer.engine.request import Request
 from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback, check_count, split_options
-from infer.engine.sequence import Sequence as Answering
-from infer.engine.token_trace import check_traceable, score_prompt, trace_answer
+from infer.engine.scheduler import MAX_SECONDS
+from infer.engine.stream import AsyncStream
+from infer.engine.token_trace import check_traceable, ids_to_score, score_prompt, trace_answer
 from infer.grammar.grammar import grammar_of
 from infer.llm import LLM
 from infer.operands.limits import MAX_STEP_LOGITS
@@ -39,6 +42,7 @@ class AsyncLLM:
     def __init__(self, model: LLM | str | Path = "smollm2", **settings: Any) -> None:
         """`settings` are those of `LLM`."""
         self.llm = model if isinstance(model, LLM) else LLM(model, **settings)
+        self.host.loop.call(once(self.host.engine.scheduler.limit_prompts, MAX_SECONDS))  # who comes is soon seen
 
     def __repr__(self) -> str:
         return f"Async{self.llm!r}"
@@ -147,7 +151,9 @@ class AsyncLLM:
 
     async def prompt_logprobs(self, prompt: Prompt, *, num: int = 0) -> list[TokenLogprob | None]:
         """`LLM.prompt_logprobs`."""
-        return await self.host.answers.compute(lambda check: score_prompt(self.host, prompt, num, check))
+        host = self.host
+        ids = await host.answers.prepare(lambda check: ids_to_score(host, prompt, num))
+        return await host.answers.call(score_prompt(host, ids, num))
 
     async def generate_all(
         self,
@@ -177,23 +183,12 @@ class AsyncLLM:
 
         requests = await host.answers.prepare(check_all)
         results: dict[int, GenerationResult] = {}
-        waiting = iter(requests)
-
-        async def answer_some() -> None:
-            for number, request in waiting:
-                sequence = await host.answers.prepare(partial(_sequence, request))
-                results[number] = await host.answers.answer(sequence)
+        async with aclosing(answer_all_as_task(host.answers, requests, batch_size)) as answers:
+            async for number, result in answers:
+                results[number] = result
                 if on_result is not None:
-                    on_result(number, results[number])
+                    on_result(number, result)
                 on_progress(len(results), len(requests))
-
-        tasks = [asyncio.create_task(answer_some()) for _ in range(min(batch_size, len(requests)))]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)  # none goes on after the first error
         return [results[number] for number, _ in requests]
 
     async def embed(
@@ -202,9 +197,7 @@ class AsyncLLM:
         """`LLM.embed`. Those of several tasks are computed one after the other, beside the answers."""
         host = self.host
         token_ids = await host.answers.prepare(lambda check: texts_to_embed(host, texts, pooling))
-        return await host.answers.compute(
-            lambda check: embed(host, token_ids, pooling, normalize=normalize, check=check)
-        )
+        return await host.answers.call(embed(host, token_ids, pooling, normalize=normalize))
 
     async def trace(
         self,
@@ -241,14 +234,12 @@ class AsyncLLM:
         """
         host = self.host
         check_traceable(host)
-        trace = partial(trace_answer, host, request, answer, first=first, last=last, is_given=is_given)
-        return await host.answers.compute(lambda check: trace(num_candidates=num_candidates, check=check))
+        work = trace_answer(
+            host, request, answer, first=first, last=last, num_candidates=num_candidates, is_given=is_given
+        )
+        return await host.answers.call(work)
 
     @property
     def host(self) -> Host:
         """The loaded model with its engine, for servers. Raises ClosedError after `close`."""
         return self.llm._opened
-
-
-def _sequence(request: Request, check: Check) -> Answering:
-    return Answering(request)

@@ -14,10 +14,10 @@ from infer.catalog.models import shown_as, weights_name
 from infer.checkpoint import open_checkpoint
 from infer.checkpoint.generation_config import defaults_of
 from infer.checkpoint.pooling import Pooling
-from infer.engine.async_stream import AsyncStream
 from infer.engine.batch import BATCH_SIZE, Ended, OnResult, answer_all, begun, check_batch_size, results_of
 from infer.engine.embedding import embed, texts_to_embed
 from infer.engine.host import Host, HostSettings, OnError
+from infer.engine.loop import Loop
 from infer.engine.model_settings import (
     DeviceName,
     DtypeName,
@@ -30,8 +30,8 @@ from infer.engine.model_settings import (
 )
 from infer.engine.prompt_ids import Message, Prompt, is_list_of_texts, pairs_as_needed, pairs_of
 from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback, split_options
-from infer.engine.stream import OnPrefill, OnToken, Stream
-from infer.engine.token_trace import logits_of, score_prompt, trace_token
+from infer.engine.stream import AsyncStream, OnPrefill, OnToken, Stream
+from infer.engine.token_trace import ids_to_score, logits_of, score_prompt, trace_token
 from infer.errors import InvalidRequestError
 from infer.kvcache.settings import CacheSettings
 from infer.model.from_checkpoint import (
@@ -121,11 +121,13 @@ class LLM:
                 start_rendering()
             self.sampling_defaults = defaults_of(checkpoint)
             ranks = start_ranks(checkpoint, (kept_dtype, weights, precision), str(device), cache, tensor_parallel)
-            asked = device, dtype, weights, precision, max_seq_len, on_progress, cache
-            network = load_checked(checkpoint, tokenizer, *asked, group=None if ranks is None else ranks.group)
+            loop, group = Loop(), None if ranks is None else ranks.group
+            asked = checkpoint, tokenizer, device, dtype, weights, precision, max_seq_len
+            # Rows of weights lie on the node of memory of the thread that packs them.
+            network = loop.load(lambda show: load_checked(*asked, show, cache, group=group), on_progress)
         fingerprint = f"{checkpoint.fingerprint()} {weights} {precision} {kept_dtype}"
         kept = fingerprint, cache, pool_pages, capture, grammar_backend, self.sampling_defaults, checkpoint.pooling
-        self._host = Host(network, tokenizer, HostSettings(*kept), ranks)
+        self._host = Host(loop, network, tokenizer, HostSettings(*kept), ranks)
         forms = kept_dtype, weights, stored
         self._shown = shown_as(model, checkpoint, network.architecture, forms, network.max_seq_len)
         self._host.warn_of_template(stacklevel=4)
@@ -134,7 +136,7 @@ class LLM:
         return f"LLM({self._shown}{', closed' if self._host is None else ''})"
 
     def __enter__(self) -> Self:
-        self._opened.open.check_open()
+        self._opened.loop.check_open()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -159,12 +161,14 @@ class LLM:
 
         Idle sessions lose what their cache holds, and compute it again with their next answer.
         """
-        return self._opened.engine.trim()
+        host = self._opened
+        return host.loop.run(host.engine.trim)
 
     @property
     def _opened(self) -> Host:
         if (host := self._host) is None:
             raise closed()
+        host.loop.check_open()
         return host
 
     @property
@@ -290,7 +294,7 @@ class LLM:
         check_batch_size(batch_size)
         options, sampling = split_options(options, keywords)
         requests = list(host.requests(pairs_of(prompts, params), options, sampling))
-        return results_of(host.engine, requests, batch_size, on_progress, on_result)
+        return results_of(host.loop, requests, batch_size, on_progress, on_result)
 
     def generate_iter(
         self,
@@ -302,16 +306,16 @@ class LLM:
         options: RequestOptions | None = None,
         **keywords: Unpack[RequestKeywords],
     ) -> Iterator[Ended]:
-        """`(index, result)` of each answer as it ends, for as many prompts as there are: each is taken from `prompts`,
-        and checked, when there is room for it. With `on_error(index, error)` one that is refused ends no others, and
-        leaving the loop ends those under way.
+        """`(index, result)` of each answer as it ends, for as many prompts as there are. Prompts are taken and checked
+        as they are needed: up to `batch_size` wait for those that are being answered. With `on_error(index, error)` one
+        that is refused ends no others, and leaving the loop ends those under way.
         """
         check_callback("on_error", on_error)
         host = self._opened
         check_batch_size(batch_size)
         options, sampling = split_options(options, keywords)
         requests = host.requests(pairs_as_needed(prompts, params), options, sampling, on_error)
-        return answer_all(host.engine, begun(requests), batch_size)
+        return answer_all(host.loop, begun(requests), batch_size)
 
     def chat(
         self,
@@ -363,7 +367,8 @@ class LLM:
 
         Of the raw logits. Of these there are never more in memory than for 64 tokens.
         """
-        return score_prompt(self._opened, prompt, num)
+        host = self._opened
+        return host.loop.call(score_prompt(host, ids_to_score(host, prompt, num), num)).get()
 
     def sample_trace(
         self,
@@ -393,8 +398,10 @@ class LLM:
 
         float32, of length 1 where `normalize`. Models that were trained for it give vectors that can be compared.
         """
-        return embed(self._opened, texts_to_embed(self._opened, texts, pooling), pooling, normalize=normalize)
+        host = self._opened
+        return host.loop.call(embed(host, texts_to_embed(host, texts, pooling), pooling, normalize=normalize)).get()
 
     def logits(self, token_ids: Sequence[int], *, last: int | None = None) -> Float[Tensor, "tokens vocab"]:
         """float32 logits after every token, or after the last few: `[tokens, vocab]` takes 4 bytes × vocab a token."""
-        return logits_of(self._opened, token_ids, last)
+        host = self._opened
+        return host.loop.call(logits_of(host, ids_to_score(host, token_ids), last)).get()

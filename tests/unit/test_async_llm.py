@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from infer import LLM, AsyncLLM, AsyncStream, InvalidRequestError, SamplingParams
-from infer.engine import async_stream
 from infer.engine.host import Host
+from infer.engine.mailbox import Relay
 from infer.errors import ClosedError, InferError
 from infer.outputs import GenerationResult, Piece
 
@@ -32,12 +32,18 @@ def steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator["Steps"]:
     made = Steps(llm, monkeypatch)
     yield made
     made.may_run.set()
-    while llm._opened.service.num_sequences:
-        pass
+    until_idle(llm)
     assert not llm._opened.engine.sequences
     cache = llm._opened.runner.cache
     llm.trim()
     assert cache.free_pages == cache.pool_pages
+
+
+def until_idle(llm: LLM) -> None:
+    loop = llm._opened.loop
+    loop.run(bool)  # what was submitted before is known
+    while loop.num_sequences:
+        time.sleep(0.001)
 
 
 class Steps:
@@ -49,7 +55,7 @@ class Steps:
         self.may_run.set()
         self.holds_after: Callable[[], object] = lambda: False
         host = llm._opened
-        step = host.engine._step
+        step = host.engine.step
 
         def watched_step() -> Any:
             self.may_run.wait()
@@ -60,7 +66,7 @@ class Steps:
                 self.may_run.clear()
             return outputs
 
-        monkeypatch.setattr(host.engine, "_step", watched_step)
+        monkeypatch.setattr(host.engine, "step", watched_step)
 
 
 def run(call: Callable[[], Awaitable[Any]]) -> Any:
@@ -130,14 +136,14 @@ def test_it_is_made_of_the_arguments_of_an_llm_and_closed(folder: Path) -> None:
 
 def test_results_come_as_they_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     ended, progress = dict[int, list[int]](), list[tuple[int, int]]()
-    engine, step = llm._opened.engine, llm._opened.engine._step
+    engine, step = llm._opened.engine, llm._opened.engine.step
 
     def step_of_two() -> object:
         while len(engine.sequences) < 2 and not ended:
             time.sleep(1e-3)
         return step()
 
-    monkeypatch.setattr(engine, "_step", step_of_two)
+    monkeypatch.setattr(engine, "step", step_of_two)
 
     async def ask() -> list[GenerationResult]:
         return await AsyncLLM(llm).generate_all(
@@ -198,18 +204,18 @@ def test_tasks_are_answered_in_one_step_and_the_loop_is_called_at_most_once_for_
 
     run(ask)
     assert max(steps.num_of_step) == len(PROMPTS)
-    assert 1 < calls.count("_Loop._wake") <= len(steps.num_of_step)
+    assert 1 < calls.count("Relay._wake") <= len(steps.num_of_step)
 
 
 def test_a_task_that_waits_for_the_whole_answer_is_woken_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     woken = list[None]()
-    wake = async_stream._Loop._wake
+    wake = Relay._wake
 
     def counted(loop: Any) -> None:
         woken.append(None)
         wake(loop)
 
-    monkeypatch.setattr(async_stream._Loop, "_wake", counted)
+    monkeypatch.setattr(Relay, "_wake", counted)
     run(lambda: AsyncLLM(llm).generate("hello", LONG))
     assert len(woken) == 1
 
@@ -246,7 +252,7 @@ def test_a_slow_reader_keeps_nobody_waiting_and_loses_nothing(llm: LLM, steps: S
     async def ask() -> None:
         slow = await same.stream("hello", LONG).begin()
         first = await anext(slow)
-        while llm._opened.service.num_sequences:
+        while not slow.sequence.has_ended:
             await asyncio.sleep(0.001)
         assert len(steps.num_of_step) < 120, "it ran ahead, several tokens a step"
         assert (await same.generate("go on", SHORT)).token_ids == llm.generate("go on", SHORT).token_ids
@@ -290,7 +296,7 @@ def test_a_loop_that_was_closed_hurts_nobody(llm: LLM, steps: Steps) -> None:
     run(leave)
     steps.may_run.set()
     assert run(lambda: same.generate("hello", LONG)).token_ids == llm.generate("hello", LONG).token_ids
-    assert all(stream._begun is not None for stream in streams)
+    assert all(stream._answer is not None for stream in streams)
 
 
 # Ends
@@ -318,7 +324,7 @@ async def cancel_the_reader(stream: AsyncStream) -> None:
 async def close_it(stream: AsyncStream) -> None:
     async with stream:
         await anext(stream)
-    assert not stream._begun.sequence.has_slot  # type: ignore[union-attr]
+    assert not stream.sequence.has_slot
 
 
 async def raise_within(stream: AsyncStream) -> None:
@@ -343,7 +349,7 @@ def test_a_stream_that_is_left_frees_its_slot_when_the_step_has_ended(
         del stream
         gc.collect()
         num_steps = len(steps.num_of_step)
-        while llm._opened.service.num_sequences > 1:
+        while llm._opened.loop.num_sequences > 1:
             await asyncio.sleep(0)
         assert len(steps.num_of_step) <= num_steps + 3
         assert len(await read(other)) == 119
@@ -420,11 +426,11 @@ def test_a_task_is_cancelled_in_every_phase(
     monkeypatch.setattr(Host, "request", noted_request)
     if phase not in PHASES[:2]:
         may_prepare.set()
-    others = {PHASES[0]: 4, PHASES[2]: 64}.get(phase, 0)
+    others, same = {PHASES[0]: 4, PHASES[2]: 64}.get(phase, 0), AsyncLLM(llm)
+    llm._opened.loop.run(bool)  # the loop's inbox is empty, so that what is in it can be counted
 
     async def asked() -> None:
         prompt = [5] * 300 if phase == PHASES[3] else "hello"
-        same = AsyncLLM(llm)
         if is_streamed:
             await same.stream(prompt, LONG, prefill_chunk=8).result()
         else:
@@ -437,28 +443,38 @@ def test_a_task_is_cancelled_in_every_phase(
             while not preparing:
                 await asyncio.sleep(0.001)
         else:
-            while len(host.engine.sequences) <= others:
-                await asyncio.sleep(0.001)
-            *_, sequence = host.engine.sequences
-            steps.holds_after = {
-                PHASES[2]: lambda: steps.num_of_step,
-                PHASES[3]: lambda: sequence.num_computed,
-                PHASES[4]: lambda: sequence.stats.multi_steps,
+            has_come: Callable[[Any], object] = {
+                PHASES[2]: lambda sequence: True,
+                PHASES[3]: lambda sequence: sequence.num_computed,
+                PHASES[4]: lambda sequence: sequence.stats.multi_steps,
             }[phase]
+
+            def holds() -> object:
+                asked = host.engine.sequences
+                return len(asked) > others and has_come(asked[-1])
+
+            while host.loop._inbox.qsize() + len(host.engine.sequences) <= others:
+                await asyncio.sleep(0.001)
+            steps.holds_after = holds
             steps.may_run.set()
             while steps.may_run.is_set():
                 await asyncio.sleep(0.001)
             steps.holds_after = lambda: False
-            assert sequence.has_slot == (phase != PHASES[2])
+            assert host.engine.sequences[-1].has_slot == (phase != PHASES[2])
 
     async def ask() -> None:
         steps.may_run.clear()
-        begun = [asyncio.create_task(AsyncLLM(llm).generate("a", LONG)) for _ in range(others)]
+        longer = replace(LONG, max_new_tokens=250)  # than the steps before the task is known
+        begun = [asyncio.create_task(same.generate("a", longer)) for _ in range(others)]
         if phase == PHASES[0]:
             while len(preparing) < 4:
                 await asyncio.sleep(0.001)
         if phase == PHASES[2]:
-            while len(host.engine.sequences) < others:
+            while host.loop._inbox.qsize() + len(host.engine.sequences) < others:
+                await asyncio.sleep(0.001)
+            steps.holds_after = lambda: len(host.engine.sequences) == others
+            steps.may_run.set()
+            while steps.may_run.is_set():
                 await asyncio.sleep(0.001)
         task = asyncio.create_task(asked())
         await has_come_to_it(task)
@@ -470,8 +486,7 @@ def test_a_task_is_cancelled_in_every_phase(
         await asyncio.gather(*begun, return_exceptions=True)
         may_prepare.set()
         steps.may_run.set()
-        while host.service.num_sequences:
-            await asyncio.sleep(0.001)
+        await asyncio.to_thread(until_idle, llm)
 
     run(ask)
     if phase in PHASES[:2]:
@@ -511,9 +526,7 @@ def test_the_failure_of_the_engine_reaches_every_task(folder: Path, monkeypatch:
         steps.may_run.clear()
         stream, whole = llm.stream("hello", LONG), asyncio.create_task(llm.generate("go on", LONG))
         await stream.begin()
-        while host.service.num_sequences < 2:
-            await asyncio.sleep(0.001)
-        steps.holds_after = lambda: len(steps.num_of_step) == 1
+        steps.holds_after = lambda: host.loop.num_sequences == 2
         steps.may_run.set()
         await anext(stream)
         monkeypatch.setattr(host.engine, "_sample", fail)
@@ -525,8 +538,6 @@ def test_the_failure_of_the_engine_reaches_every_task(folder: Path, monkeypatch:
             await llm.generate("hello")
 
     run(ask)
-    assert host.service._thread is not None
-    host.service._thread.join()
     assert len(said) == 1
     llm.llm.close()
 
@@ -563,7 +574,7 @@ def test_a_stream_gives_all_that_has_come_at_once(llm: LLM, steps: Steps) -> Non
 
     async def read_late() -> None:
         stream = await AsyncLLM(llm).stream("hello", SHORT).begin()
-        while llm._opened.service.num_sequences:
+        while not stream.sequence.has_ended:
             await asyncio.sleep(0.01)
         pieces = await stream.take()
         assert [piece.token_id for piece in pieces] == expected.token_ids
@@ -574,8 +585,8 @@ def test_a_stream_gives_all_that_has_come_at_once(llm: LLM, steps: Steps) -> Non
 
 def test_who_awaits_a_result_is_woken_at_its_end_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     woken = list[None]()
-    wake = async_stream._Loop._wake
-    monkeypatch.setattr(async_stream._Loop, "_wake", lambda loop: (woken.append(None), wake(loop)))
+    wake = Relay._wake
+    monkeypatch.setattr(Relay, "_wake", lambda loop: (woken.append(None), wake(loop)))
     result = run(AsyncLLM(llm).stream("hello", LONG).result)
     assert result.token_ids == llm.generate("hello", LONG).token_ids
     assert len(woken) == 1

@@ -39,7 +39,7 @@ def test_prompts_are_taken_when_there_is_room_for_them_and_results_come_as_they_
         if count == 12:
             break
     found.close()  # type: ignore[attr-defined]  # it is a generator
-    assert most <= 3
+    assert most <= 2 * 3, "those that are answered, and as many that wait for their turn"
     assert not llm._opened.engine.sequences, "what was under way has ended"
 
 

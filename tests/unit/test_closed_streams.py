@@ -16,13 +16,13 @@ SECONDS = 30.0
 def may_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Steps wait until it is set."""
     engine, may_step = llm._opened.engine, threading.Event()
-    step = engine._step
+    step = engine.step
 
     def waiting_step() -> Any:
         may_step.wait(SECONDS)
         return step()
 
-    monkeypatch.setattr(engine, "_step", waiting_step)
+    monkeypatch.setattr(engine, "step", waiting_step)
     may_step.set()
     return may_step
 

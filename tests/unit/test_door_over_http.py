@@ -24,14 +24,14 @@ SHORT: dict[str, Any] = {"prompt": [7, 8], "max_tokens": 1}
 def slow(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each step takes 10 ms, and is believed to take longer."""
     engine = llm._opened.engine
-    step = engine._step
+    step = engine.step
 
     def slow_step() -> Any:
         time.sleep(0.01)
         return step()
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine, "_step", slow_step)
+        patched.setattr(engine, "step", slow_step)
         patched.setattr(engine.scheduler, "_max_steps", 1)
         patched.setattr(engine.scheduler.costs, "_costs", Costs(0.05, 0.05, 0.05, 0.0))
         patched.setattr(engine.scheduler.costs, "_pace", 0.0)

@@ -1,9 +1,10 @@
-"""Random lives of an engine: whatever joins, leaves, waits, forks, is preempted or interrupted, with too few slots and
-pages for all, each answer is that of the sequence alone, and the cache is whole after each step.
+"""Random lives of an engine: whatever joins, leaves, pauses, forks, is preempted or fails in a step, with too few slots
+and pages for all, each answer is that of the sequence alone, and the cache is whole after each step.
 """
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -37,6 +38,7 @@ WORLDS = {
     "windows": ("windows", {}),
     "the oldest is evicted": ("llama", SLIDING),
 }
+CALLS = ("adopt", "truncate", "reserve", "sample", "multi_step", "commit", "remember")  # of the runner, in a step
 SOME = [*CASES[::5], CASES[1], CASES[14], CASES[27]]
 
 
@@ -57,6 +59,10 @@ def turn_after(world: World, case: Case) -> Case:
     return Case(f"{case.name}, then", prompt if len(prompt) < CONTEXT - 20 else case.prompt, params)
 
 
+class PlantedError(Exception):
+    """A step's own."""
+
+
 class Trace:
     """One life. `asked` are sequences with their cases, `told` leases with the tokens that they answered."""
 
@@ -69,7 +75,8 @@ class Trace:
         self.engine = Engine(self.runner, max_steps=self.draw.choice((1, 4, 16)))
         self.asked: list[tuple[Sequence, Case]] = []
         self.told: list[tuple[Lease, Case, Sequence]] = []
-        self.num_preempted = 0
+        self.delivered = set[Sequence]()
+        self.num_preempted = self.num_failed = 0
 
     def run(self) -> None:
         events = [
@@ -78,19 +85,19 @@ class Trace:
             self.step,
             self.step,
             self.step,
-            self.read,
+            self.proceed,
             self.follow_up,
             self.fork,
             self.rewind,
         ]
-        events += [self.cancel, self.pause, self.preempt, self.interrupt]
+        events += [self.cancel, self.pause, self.preempt, self.fail]
         for _ in range(NUM_EVENTS):
             self.draw.choice(events)()
             self.runner.cache.check_integrity()
-        for sequence, _ in self.asked:
-            sequence.runs_ahead = True
+        self.proceed()
         while self.engine.sequences:
             self.step()
+        assert self.delivered == {sequence for sequence, _ in self.asked}, "the reader of each knows of its end"
         for sequence, case in self.asked:
             self.check(sequence, case)
 
@@ -103,7 +110,6 @@ class Trace:
 
     def submit(self, case: Case, lease: Lease | None = None) -> None:
         sequence = make_sequence(self.world, case, self.way, by_definition(self.world, case).token_ids)
-        sequence.runs_ahead = self.draw.random() < 0.7
         self.engine.submit(sequence, lease)
         self.asked.append((sequence, case))
         if lease is not None:
@@ -113,14 +119,22 @@ class Trace:
         self.submit(self.draw.choice(SOME), self.draw.choice((None, Lease())))
 
     def step(self) -> None:
-        for sequence, pieces in self.engine.step():
-            assert list(pieces) == sequence.pieces[len(sequence.pieces) - len(pieces) :]
+        before = {sequence: len(sequence.pieces) for sequence in self.engine.sequences}
+        try:
+            found = self.engine.step()
+        except PlantedError:
+            self.engine.recover()
+        else:
+            changed = {each for each, count in before.items() if each.has_ended or len(each.pieces) > count}
+            assert changed <= set(found)
+            assert len(found) == len(set(found))
+            self.delivered.update(each for each in found if each.has_ended)
         self.runner.cache.check_integrity()
 
-    def read(self) -> None:
-        """The caller of a stream takes what there is, and asks for more."""
-        for sequence, _ in self.asked:
-            sequence.num_read, sequence.is_asked = len(sequence.pieces), True
+    def proceed(self) -> None:
+        """The readers take what there is, and have room again."""
+        for sequence in self.engine.sequences:
+            self.engine.proceed(sequence)
 
     def follow_up(self) -> None:
         """The next turn of a conversation, in the slot of the last."""
@@ -162,9 +176,10 @@ class Trace:
             self.engine.cancel(self.draw.choice(self.asked)[0])
 
     def pause(self) -> None:
-        """A caller that takes all becomes one that asks piece by piece."""
-        for sequence, _ in self.asked[::3]:
-            sequence.runs_ahead = False
+        """Readers lag behind."""
+        for sequence in self.engine.sequences:
+            if self.draw.random() < 0.3:
+                self.engine.pause(sequence)
 
     def preempt(self) -> None:
         running = list(self.engine._slots.sequences)
@@ -172,20 +187,33 @@ class Trace:
             self.engine._slots.preempt(self.draw.choice(running))
             self.num_preempted += 1
 
-    def interrupt(self) -> None:
-        """As if a signal's exception had left a step midway."""
+    def fail(self) -> None:
+        """One of the next calls of the runner raises, before it does anything or after it."""
         if self.draw.random() < 0.3:
-            self.engine._is_sound = False
+            name, is_before = self.draw.choice(CALLS), self.draw.random() < 0.5
+            real = getattr(self.runner, name)
+
+            def raise_once(*arguments: Any, **options: Any) -> Any:
+                delattr(self.runner, name)
+                if not is_before:
+                    real(*arguments, **options)
+                self.num_failed += 1
+                raise PlantedError
+
+            if name not in vars(self.runner):
+                setattr(self.runner, name, raise_once)
 
 
 @pytest.mark.parametrize("part", range(5))
 def test_every_answer_is_that_of_the_sequence_alone(world: World, part: int) -> None:
-    num_preempted = 0
+    num_preempted = num_failed = 0
     for seed in range(part * NUM_TRACES // 5, (part + 1) * NUM_TRACES // 5):
         trace = Trace(world, seed)
         trace.run()
         num_preempted += trace.num_preempted
+        num_failed += trace.num_failed
     assert num_preempted
+    assert num_failed
 
 
 def test_a_pool_that_is_too_small_for_two_answers_gives_both(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +231,6 @@ def test_a_pool_that_is_too_small_for_two_answers_gives_both(world: World, monke
     cases = [Case(str(index), tuple(b"abc ab" * (3 + index)), replace(long, seed=index)) for index in range(3)]
     sequences = [make_sequence(world, case, Way()) for case in cases]
     for sequence in sequences:
-        sequence.runs_ahead = True
         engine.submit(sequence)
     while engine.sequences:
         engine.step()

@@ -1,6 +1,6 @@
-"""A process that has generated forks: parent, children and grandchildren go on, each with its own memory.
+"""A process that has loaded a model forks: the parent goes on unharmed, and the child's calls raise ClosedError.
 
-None waits for a thread that it has not. Each case is a process of its own, whose children an alarm ends if they hang.
+A child may load a model of its own. Each case is a process of its own, whose children an alarm ends if they hang.
 """
 
 import os
@@ -15,24 +15,31 @@ from watched import LIMIT_SECONDS, python_command
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hardware: Linux only")
 
 PRELUDE = """
-import multiprocessing, os, signal, sys, threading
+import asyncio, multiprocessing, os, signal, sys, threading
 import torch
-from infer import LLM, SamplingParams
-from infer.grammar.trial import trial_lane
+from infer import LLM, AsyncLLM, SamplingParams
+from infer.errors import ClosedError
 from infer.backends.cpu import compiled, packed_weight
-from infer.sampling.history import History
+from infer.grammar.trial import trial_lane
 from infer.tokenizer import template_process
 
 folder, seconds = sys.argv[1], 60
-llm = LLM(folder, threads=2)
 GREEDY = SamplingParams(temperature=0, max_new_tokens=30, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_new_tokens=300, ignore_eos=True)
 PENALISED = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.4, seed=1, max_new_tokens=30, ignore_eos=True)
 PROMPTS = ["hello there", "and now for something", "one more"]
-EXPECTED = {params: [llm.generate(prompt, params).token_ids for prompt in PROMPTS] for params in (GREEDY, PENALISED)}
+ALL = GREEDY, PENALISED
 
-def check():
-    for params, expected in EXPECTED.items():
-        assert [llm.generate(prompt, params).token_ids for prompt in PROMPTS] == expected
+def answers(llm):
+    return {params: [llm.generate(prompt, params).token_ids for prompt in PROMPTS] for params in ALL}
+
+def is_refused(call):
+    try:
+        call()
+    except ClosedError as error:
+        assert "\\n" not in str(error) and "not to its fork: load it again here" in str(error), error
+    else:
+        raise AssertionError("it was not refused")
 
 def in_child(function):
     # Runs it there; the parent gets its process.
@@ -50,16 +57,21 @@ def in_child(function):
 
 def join(child):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+LOADED = """
+llm = LLM(folder, threads=2)
+EXPECTED = answers(llm)
 
-def use_openmp():
-    torch.set_num_threads(2)
-    torch.randn(1 << 20).exp().sum()
+def check():
+    assert answers(llm) == EXPECTED
 """
 
 
-def run(folder: Path, code: str) -> str:
+def run(folder: Path, code: str, *, is_watched: bool = True) -> str:
+    """`is_watched`: faulthandler's thread says where it hangs. A child that ends as programs do would wait for it."""
+    code = PRELUDE + LOADED + code
     done = subprocess.run(
-        python_command(PRELUDE + code, folder),
+        python_command(code, folder) if is_watched else [sys.executable, "-c", code, str(folder)],
         capture_output=True,
         text=True,
         timeout=LIMIT_SECONDS + 30,
@@ -70,47 +82,50 @@ def run(folder: Path, code: str) -> str:
     return done.stdout
 
 
-def test_what_a_child_writes_into_its_cache_the_parent_does_not_read(folder: Path) -> None:
-    """A session's row, and one that waits for the next request, filled by both after the fork."""
+def test_every_call_of_a_child_is_refused_in_one_line(folder: Path, tmp_path: Path) -> None:
     run(
         folder,
-        """
-prompt = [index * 7 % 90 + 33 for index in range(100)]
-expected = llm.generate(prompt, GREEDY).token_ids
-session = llm.session()
-session.append(prompt)
+        f"""
+path = {str(tmp_path / "talk")!r}
+session, other = llm.session(), llm.session()
+session.send("hello", GREEDY)
+session.save(path)
+stream, unread, other_unread, read = (llm.stream("hello", LONG) for _ in range(4))
+talk = other.stream("hello", LONG)
+next(stream), next(talk)
+whole = read.result
+chat = [{{"role": "user", "content": "a"}}]
+same = AsyncLLM(llm)
+calls = [
+    lambda: llm.generate("a"), lambda: llm.generate_all(["a"]), lambda: llm.stream("a"), lambda: llm.chat(chat),
+    lambda: llm.session(), lambda: llm.load_session(path), lambda: llm.prompt_logprobs("a"), lambda: llm.trim(),
+    lambda: llm.logits([1]), lambda: llm.tokenizer, lambda: llm.__enter__(),
+    lambda: next(stream), lambda: next(unread), lambda: other_unread.run(), lambda: next(talk),
+    lambda: session.send("a"), lambda: session.append("a"), lambda: session.rewind(1), lambda: session.fork(),
+    lambda: session.save(path), lambda: session.load(path),
+    lambda: asyncio.run(same.generate("a")), lambda: asyncio.run(anext(same.stream("a"))),
+]
 
-def go_on():
-    session.rewind(60)
-    session.append([40] * 60)
-    session.generate(PENALISED)
-    check()
+def ask_all():
+    assert len(session.messages) == 2 and repr(llm) and repr(session) and repr(stream)
+    for call in calls:
+        is_refused(call)
+    for each in (stream, unread, other_unread, talk):
+        each.cancel()
+        each.close()
+    session.close()
+    llm.close()
 
-join(in_child(go_on))
-assert session.generate(GREEDY).token_ids == expected
+join(in_child(ask_all))
+assert [piece.token_id for piece in stream] == whole.token_ids[1:]
+assert len(list(talk)) == 299
+assert session.send("go on", GREEDY).token_ids
 check()
 """,
     )
 
 
-def test_parent_children_and_grandchildren_answer_at_the_same_time(folder: Path) -> None:
-    run(
-        folder,
-        """
-def both():
-    grandchild = in_child(check)
-    check()
-    join(grandchild)
-
-children = [in_child(both) for _ in range(3)]
-check()
-for child in children:
-    join(child)
-""",
-    )
-
-
-def test_a_fork_while_another_thread_answers_leaves_the_child_able_to(folder: Path) -> None:
+def test_a_fork_while_other_threads_answer_harms_nobody(folder: Path) -> None:
     run(
         folder,
         """
@@ -127,8 +142,8 @@ def answer():
 threads = [threading.Thread(target=answer) for _ in range(2)]
 for thread in threads:
     thread.start()
-for _ in range(8):
-    join(in_child(check))
+for _ in range(16):
+    join(in_child(lambda: is_refused(lambda: llm.generate("a"))))
 ended.set()
 for thread in threads:
     thread.join()
@@ -137,55 +152,108 @@ assert not wrong, wrong
     )
 
 
-@pytest.mark.parametrize("form", ["{}", '{"regex": "[a-z]{25}"}'], ids=["free", "constrained"])
-def test_a_stream_that_is_open_at_the_fork_goes_on_in_both(folder: Path, form: str) -> None:
+def test_a_child_that_ends_as_programs_do_ends_at_once(folder: Path) -> None:
+    """With what its parent left open: functions of `atexit` and finalizers run there, too."""
     run(
         folder,
-        f"""
-params = SamplingParams(repetition_penalty=1.3, seed=2, max_new_tokens=25, ignore_eos=True, **{form})
-expected = llm.generate("hello", params).token_ids
-stream = llm.stream("hello", params)
-first = [next(stream).token_id for _ in range(9)]
-
-def finish():
-    assert first + [piece.token_id for piece in stream] == expected
-
-child = in_child(finish)
-finish()
-join(child)
+        """
+session, stream = llm.session(), llm.stream("hello", LONG)
+talk = session.stream("hello", LONG)
+next(stream), next(talk)
+child = os.fork()
+if child == 0:
+    signal.alarm(seconds)
+    sys.exit(7)
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+assert status == 7, status
+check()
+stream.close(), talk.close()
 """,
+        is_watched=False,
     )
 
 
-def test_a_pool_of_forked_processes_answers(folder: Path) -> None:
+def test_a_pool_of_forked_processes_is_refused_and_does_not_hang(folder: Path) -> None:
     run(
         folder,
         """
 def answer(prompt):
-    return llm.generate(prompt, PENALISED).token_ids
+    try:
+        return llm.generate(prompt, PENALISED).token_ids
+    except ClosedError as error:
+        return str(error)
 
 with multiprocessing.get_context("fork").Pool(2) as pool:
-    assert pool.map_async(answer, PROMPTS).get(seconds) == EXPECTED[PENALISED]
+    assert all("load it again here" in each for each in pool.map_async(answer, PROMPTS).get(seconds))
+check()
 """,
     )
 
 
-def test_torch_does_not_wait_in_a_child_for_threads_that_it_has_not(folder: Path) -> None:
-    """In a request, and with what a request gives back."""
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_processes_that_load_a_model_each_answer_alike(method: str, folder: Path, tmp_path: Path) -> None:
+    script = tmp_path / "pool.py"
+    loaded = LOADED.replace("\n", "\n    ")
+    script.write_text(f"""{PRELUDE}
+def begin():
+    global llm
+    signal.alarm(seconds)
+    llm = LLM(folder, threads=1)
+
+def answer(prompt):
+    return llm.generate(prompt, PENALISED).token_ids
+
+if __name__ == "__main__":{loaded}
+    with multiprocessing.get_context({method!r}).Pool(2, begin) as pool:
+        assert pool.map_async(answer, PROMPTS).get(seconds) == EXPECTED[PENALISED]
+    check()
+""")
+    command = [sys.executable, str(script), str(folder)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+def test_parent_and_child_load_models_after_the_fork_into_memory_of_their_own(folder: Path) -> None:
+    """And so does a grandchild, which has forked while its parent answered."""
     run(
         folder,
         """
-use_openmp()
+parent = os.getpid()
+
+def load():
+    for _ in range(2):
+        other = LLM(folder)
+        assert answers(other) == EXPECTED
+    if os.getpid() != parent:
+        is_refused(lambda: llm.generate("a"))
+    grandchild = in_child(lambda: (is_refused(lambda: other.generate("a")), LLM(folder).generate("a", GREEDY)))
+    assert answers(other) == EXPECTED
+    join(grandchild)
+
+children = [in_child(load) for _ in range(2)]
+load()
+for child in children:
+    join(child)
+check()
+""",
+    )
+
+
+def test_a_model_that_nobody_has_asked_may_be_loaded_after_a_fork_beside_openmp(folder: Path) -> None:
+    """OpenMP's threads are the parent's: torch in the child waits for none of them."""
+    run(
+        folder,
+        """
+torch.set_num_threads(2)
+torch.randn(1 << 20).exp().sum()
 
 def compute():
-    History(4, 50_000, 50_000)
-    use = llm.session()
-    use.append([40] * 300)
-    use.fork().generate(PENALISED)
-    assert llm.generate("hello", SamplingParams(logprobs=3, seed=1)).logprobs
-    llm.logits([40] * 300).log_softmax(-1).exp().sum()
+    other = LLM(folder)
+    other.generate("hello", SamplingParams(logprobs=3, seed=1))
+    other.logits([40] * 300).log_softmax(-1).exp().sum()
     torch.full((1 << 20,), 1.0).sum()
-    check()
+    assert answers(other) == EXPECTED
 
 join(in_child(compute))
 assert torch.get_num_threads() == 2
@@ -196,63 +264,35 @@ with torch.inference_mode():
 
 
 def test_a_lock_that_another_thread_holds_at_the_fork_is_free_in_the_child(folder: Path) -> None:
-    """Held for a moment, for which a fork may wait."""
+    """Held for a moment, for which a fork may wait; or for long, by those who ask a process."""
     run(
         folder,
         """
-def hold(lock, held):
+def hold(lock, held, ended, most):
     with lock:
         held.set()
-        ended.wait(0.1)
+        ended.wait(most)
 
-def use_all():
-    check()
-    LLM(folder)
+def use_all(llm):
     llm.generate("a", SamplingParams(regex="[a-z]{4}", max_new_tokens=5))
     llm.chat([{"role": "user", "content": "hello"}], GREEDY)
+    assert answers(llm) == EXPECTED
 
-ended = threading.Event()
-use_all()
-host = llm._host
-locks = [compiled._lock, packed_weight._pieces._taking, host._compiler._lock, host.open._changing]
-locks += [host._answer_grammars._lock, host._probes._lock]
+use_all(llm)
+short = [compiled._lock, packed_weight._pieces._taking]
 for lane in (trial_lane("llguidance"), template_process._lane()):
-    locks += [lane._changed, lane._children[-1]._lock]
-for lock in locks:
-    held = threading.Event()
-    thread = threading.Thread(target=hold, args=(lock, held))
+    short.append(lane._changed)
+long = [lane._children[-1]._lock for lane in (trial_lane("llguidance"), template_process._lane())]
+for lock, most in [*((lock, 0.1) for lock in short), *((lock, None) for lock in long)]:
+    held, ended = threading.Event(), threading.Event()
+    thread = threading.Thread(target=hold, args=(lock, held, ended, most))
     thread.start()
     held.wait()
-    child = in_child(use_all)
-    thread.join()
+    child = in_child(lambda: use_all(LLM(folder)))
     join(child)
-use_all()
-""",
-    )
-
-
-def test_a_long_held_lock_is_free_in_the_child_at_once(folder: Path) -> None:
-    run(
-        folder,
-        """
-held, ended = threading.Event(), threading.Event()
-
-def hold():
-    with template_process._lane()._children[-1]._lock, llm._host._compiler._lock:
-        held.set()
-        ended.wait()
-
-def use():
-    llm.chat([{"role": "user", "content": "hello"}], GREEDY)
-    llm.generate("a", SamplingParams(regex="[a-z]{4}", max_new_tokens=5))
-
-thread = threading.Thread(target=hold)
-thread.start()
-held.wait()
-join(in_child(use))
-ended.set()
-thread.join()
-use()
+    ended.set()
+    thread.join()
+use_all(llm)
 """,
     )
 
@@ -272,22 +312,5 @@ render("parent")
 for child in children:
     join(child)
 assert template_process._lane()._children[-1]._process.pid == before
-""",
-    )
-
-
-def test_parent_and_child_load_models_after_the_fork_into_memory_of_their_own(folder: Path) -> None:
-    run(
-        folder,
-        """
-def load():
-    for _ in range(3):
-        other = LLM(folder)
-        assert [other.generate(prompt, GREEDY).token_ids for prompt in PROMPTS] == EXPECTED[GREEDY]
-
-child = in_child(load)
-load()
-join(child)
-check()
 """,
     )

@@ -22,6 +22,7 @@ from infer.outputs import GenerationResult, Piece
 from infer.runner.runner import Runner
 from infer.sampling_params import SamplingParams
 from infer.tokenizer import Tokenizer
+from looping import loop_of, open_stream
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +92,7 @@ def make_request(tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingPa
 
 
 def make_stream(request: Request, runner: Runner, **options: Any) -> Stream:
-    engine = Engine(runner)
-    return Stream(engine, engine.submit(Answering(request)), **options)
+    return open_stream(loop_of(Engine(runner)), Answering(request), **options)
 
 
 def run(tokenizer: Tokenizer, script: Sequence[int] | bytes, limit: int = 1000, **values: Any) -> GenerationResult:
@@ -247,10 +247,10 @@ def test_logprobs_come_with_every_token(tokenizer: Tokenizer) -> None:
 
 
 def test_a_dropped_stream_gives_back_what_it_held(tokenizer: Tokenizer) -> None:
-    ended: list[bool] = []
-    params = SamplingParams(temperature=0, seed=0)
-    request = make_request(tokenizer, [1], params, 100)
-    stream = make_stream(request, Scripted(b"abc"), on_end=lambda: ended.append(True))
+    request = make_request(tokenizer, [1], SamplingParams(temperature=0, seed=0), 100)
+    stream = make_stream(request, Scripted(b"abc"))
     next(stream)
+    mailbox = stream.answer.mailbox
     del stream
-    assert ended == [True]
+    mailbox.wait_for_end()
+    assert mailbox.take() == []

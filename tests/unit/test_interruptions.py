@@ -1,39 +1,209 @@
-"""A signal's exception wherever one may come: the next call works. In child processes, as what fails is a hang."""
+"""Ctrl-C at any moment: it ends the caller's own wait and answer; the next answer is right and the process alive."""
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("interrupted.py")
+from extent import usual_or_all
+from watched import python_command
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="hardware: Linux only"),
+    pytest.mark.usefixtures("llm"),  # which has compiled the kernels: nothing is said of that on stderr
+]
+
+NUM_SIGNALS = usual_or_all(50, 500)
+PRELUDE = """
+import os, random, signal, sys, threading, time
+from infer import LLM, SamplingParams
+signal.signal(signal.SIGINT, signal.default_int_handler)
+LONG, SHORT = (SamplingParams(temperature=0, max_new_tokens=count, ignore_eos=True) for count in (200, 8))
+llm = LLM(sys.argv[1], threads=2)
+host = llm._opened
+expected = {params: llm.generate("abc", params).token_ids for params in (LONG, SHORT)}
+
+def interrupts(call):
+    # Whether Ctrl-C came while it ran.
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    return False
+
+def interrupt_in_step(number):
+    # From the loop's thread, at the beginning of a step.
+    launch, left = host.engine.launch, [number]
+    def interrupting_launch():
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+            host.engine.launch = launch
+        return launch()
+    host.engine.launch = interrupting_launch
+
+def check():
+    assert llm.generate("abc", SHORT).token_ids == expected[SHORT]
+    assert not host.engine.sequences and host.loop.failure is None
+"""
 
 
-def run(*arguments: str | Path) -> None:
-    """It ends itself, and says where it is, when one of its cases hangs for a minute."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", SCRIPT, *arguments], capture_output=True, text=True, check=False
+def run(folder: Path, code: str, *arguments: object, seconds: float = 150) -> None:
+    command = python_command(PRELUDE + code, folder, *arguments, options=("-W", "error"), seconds=seconds)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+
+
+@pytest.mark.parametrize("kind", ["generate", "stream", "session", "batch"])
+def test_after_ctrl_c_at_any_moment_of_an_answer_the_next_one_is_right(kind: str, folder: Path) -> None:
+    run(
+        folder,
+        """
+draw, started = random.Random(5), time.monotonic()
+session = llm.session()
+calls = {
+    "generate": lambda: llm.generate("abc", LONG),
+    "stream": lambda: list(llm.stream("abc", LONG)),
+    "session": lambda: session.generate(SHORT),
+    "batch": lambda: llm.generate_all(["abc"] * 5, LONG, batch_size=3),
+}
+call = calls[sys.argv[2]]
+session.append("abc")
+begun = len(session.token_ids)
+call()
+usual, num_stopped, num_signals = time.monotonic() - started, 0, int(sys.argv[3])
+session.rewind(len(session.token_ids) - begun)
+for _ in range(num_signals):
+    timer = threading.Timer(draw.uniform(0, usual), os.kill, (os.getpid(), signal.SIGINT))
+    try:
+        timer.start()
+        while True:
+            call()
+            session.rewind(len(session.token_ids) - begun)
+    except KeyboardInterrupt:
+        num_stopped += 1
+    timer.join()
+    said = session.token_ids
+    assert said[begun:] == llm.generate("abc", LONG).token_ids[: len(said) - begun]
+    session.rewind(len(said) - begun)
+    check()
+assert num_stopped == num_signals
+""",
+        kind,
+        max(1, NUM_SIGNALS // 4),
+        seconds=600,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_after_an_exception_at_any_place_of_a_walk_the_next_one_is_right() -> None:
-    run("walks")
+def test_ctrl_c_ends_the_caller_who_waits_and_nobody_else(folder: Path) -> None:
+    run(
+        folder,
+        """
+found, wrong = [], []
+def ask():
+    try:
+        found.append(llm.generate("abc", LONG).token_ids)
+    except BaseException as error:
+        wrong.append(error)
+
+for number in (1, 2, 5):
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    stream = llm.stream("abc", LONG)
+    interrupt_in_step(number)
+    assert interrupts(lambda: list(stream))
+    assert stream.sequence.has_ended and stream.result.finish_reason == "abort"
+    for thread in threads:
+        thread.join()
+    check()
+assert not wrong and found == [expected[LONG]] * 9
+""",
+    )
 
 
-def test_after_alarms_at_any_moment_of_a_walk_the_next_one_is_right() -> None:
-    run("alarms", "300")
+def test_ctrl_c_in_generate_all_ends_all_its_answers(folder: Path) -> None:
+    run(
+        folder,
+        """
+for number in (1, 2, 7):
+    interrupt_in_step(number)
+    assert interrupts(lambda: llm.generate_all(["abc"] * 20, LONG, batch_size=3))
+    assert not host.engine.sequences
+    check()
+found = llm.generate_all(["abc"] * 5, LONG, batch_size=3)
+assert [each.token_ids for each in found] == [expected[LONG]] * 5
+""",
+    )
 
 
-def test_after_an_exception_in_a_generation_the_next_one_gives_the_same_tokens(folder: Path) -> None:
-    run("generations", folder, "24", "3")
+def test_ctrl_c_in_a_session_keeps_what_was_said_and_it_goes_on(folder: Path) -> None:
+    run(
+        folder,
+        """
+for number in (1, 2, 5):
+    session = llm.session()
+    session.send("hello", SHORT)
+    before = session.token_ids
+    interrupt_in_step(number)
+    assert interrupts(lambda: session.send("go on", LONG))
+    assert session.token_ids[: len(before)] == before
+    result = session.send("and now", SHORT)
+    assert result.token_ids == llm.generate(session.token_ids[: -len(result.token_ids)], SHORT).token_ids
+    for call in (lambda: session.append("abc " * 50), lambda: session.fork(), lambda: llm.prompt_logprobs("abc " * 60)):
+        timer = threading.Timer(0.0, os.kill, (os.getpid(), signal.SIGINT))
+        assert interrupts(lambda: (timer.start(), call(), timer.join(), time.sleep(10)))
+    result = session.generate(SHORT) if session._transcript.num_raw_tokens else session.send("more", SHORT)
+    assert result.token_ids == llm.generate(session.token_ids[: -len(result.token_ids)], SHORT).token_ids
+    check()
+""",
+    )
 
 
-@pytest.mark.parametrize("names", ["send,stream,generate", "append,rewind,fork,save,close"])
-def test_after_an_exception_in_a_call_of_a_session_it_goes_on(names: str, folder: Path) -> None:
-    run("sessions", folder, names, "16", "3")
+def test_a_second_ctrl_c_while_the_first_one_waits_for_the_step(folder: Path) -> None:
+    run(
+        folder,
+        """
+draw = random.Random(2)
+for _ in range(10):
+    may_send, delays = threading.Event(), [draw.uniform(0, 0.03) for _ in range(2)]
+    def send():
+        may_send.wait()
+        for delay in delays:
+            time.sleep(delay)
+            os.kill(os.getpid(), signal.SIGINT)
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        try:
+            may_send.set()
+            while True:
+                llm.generate("abc", LONG)
+        finally:
+            sender.join()
+            time.sleep(0)
+    except KeyboardInterrupt:
+        pass
+    check()
+""",
+    )
 
 
-def test_after_an_exception_at_any_place_of_a_load_the_session_goes_on(folder: Path) -> None:
-    """Few places leave the cache of one conversation beside the ids of another: all are tried."""
-    run("sessions", folder, "load", "1000000", "0")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_program_that_a_signal_ends_does_not_hang(folder: Path, number: signal.Signals) -> None:
+    code = """
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+print("ready", flush=True)
+while True:
+    llm.generate("abc", LONG)
+"""
+    process = subprocess.Popen(python_command(PRELUDE + code, folder), stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    assert process.wait(60) == -number
+    process.stdout.close()

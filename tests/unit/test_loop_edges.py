@@ -14,12 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from infer import LLM, InvalidRequestError, SamplingParams, load_model
-from infer.engine.stream import Stream
+from infer.engine.engine import Engine
+from infer.engine.sequence import Sequence as Answering
 from infer.errors import ConstraintError
 from infer.grammar.base import Constraint
 from infer.operands.step import Chunk, Clock, StepEnd
 from infer.runner.runner import CachedRunner
 from infer.sampling.columns import SamplingColumns
+from looping import open_stream
 from path_cases import (
     CONTEXT,
     EMBEDDING,
@@ -298,20 +300,26 @@ def test_a_cancel_from_another_thread_ends_a_row_within_a_token(
         assert len(stream.result.timing.decode_times_s) <= count - 1
 
 
-def test_a_cancel_during_a_long_prompt_is_seen_behind_the_chunk(world: World) -> None:
+def test_a_cancel_during_a_long_prompt_is_seen_behind_the_chunk(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     cancel, seen = threading.Event(), list[int]()
+    running = make_sequence(world, Case("", prompt_of(100), LONG), Way(chunk=7), cancel=cancel)
+    place = Place(world, Way())
+    step = place.engine.step
 
     def on_prefill(done: int, total: int) -> None:
         seen.append(done)
         if done == 14:
             cancel.set()
 
-    running, engine = (
-        make_sequence(world, Case("", prompt_of(100), LONG), Way(chunk=7), cancel=cancel),
-        Place(world, Way()).engine,
-    )
-    result = Stream(engine, engine.submit(running), on_prefill=on_prefill).run()
+    def step_when_told() -> list[Answering]:
+        while seen[-1:] != [running.num_computed] != [0] and not cancel.is_set():
+            time.sleep(0)
+        return step()
+
+    monkeypatch.setattr(place.engine, "step", step_when_told)
+    result = open_stream(place.loop, running, on_prefill=on_prefill).run()
     assert (seen, result.token_ids, result.stop_reason) == ([7, 14], [], "cancelled")
+    assert running.num_computed <= 21
 
 
 def test_one_row_of_a_batch_is_cancelled_and_the_others_go_on(world: World) -> None:
@@ -319,9 +327,8 @@ def test_one_row_of_a_batch_is_cancelled_and_the_others_go_on(world: World) -> N
     expected = all_by_definition(world, cases)
     cancel = threading.Event()
     waiting = [make_sequence(world, case, Way(), cancel=cancel if case.name == "2" else None) for case in cases]
-    engine = Place(world, Way(chain=4), make_runner(world, Way(), num_slots=5)).engine
+    engine = Engine(make_runner(world, Way(), num_slots=5), max_steps=4)
     for sequence in waiting:
-        sequence.runs_ahead = True
         engine.submit(sequence)
     for _ in range(3):
         engine.step()
@@ -432,19 +439,23 @@ def test_work_between_two_steps_counts_with_the_next_forward(world: World) -> No
     assert (timing.ttft_s, timing.decode_times_s, timing.sampling_times_s) == (1.5, [0.25 + 4.0 + 1.0], [0.5])
 
 
-@pytest.mark.parametrize("is_interrupted", [False, True])
+@pytest.mark.parametrize("failing", ["nothing", "the sequence", "the step"])
 def test_a_prompt_is_compressed_after_its_first_token_but_not_after_an_error(
-    world: World, is_interrupted: bool, monkeypatch: pytest.MonkeyPatch
+    world: World, failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = list[int]()
     monkeypatch.setattr(CachedRunner, "compresses_prompts", True)
     monkeypatch.setattr(CachedRunner, "after_prompt", lambda runner, slot, token_ids: ended.append(len(token_ids)))
-    engine, sequence = Place(world, Way()).engine, make_sequence(world, Case("", prompt_of(3), LONG), Way())
+    engine, sequence = Engine(make_runner(world, Way())), make_sequence(world, Case("", prompt_of(3), LONG), Way())
     engine.submit(sequence)
-    if is_interrupted:
+    if failing == "the sequence":
+        monkeypatch.setattr(sequence, "accept", Mock(side_effect=KeyError))
+        assert engine.step() == [sequence]
+        assert sequence.finish_reason == "error"
+    elif failing == "the step":
         monkeypatch.setattr(sequence, "accept", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            engine.advance(sequence)
+            engine.step()
     else:
-        engine.advance(sequence)
-    assert ended == ([] if is_interrupted else [3])
+        engine.step()
+    assert ended == ([3] if failing == "nothing" else [])

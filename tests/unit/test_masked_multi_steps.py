@@ -16,7 +16,7 @@ from infer.backends.cpu.capture.sampled import StepCallback
 from infer.backends.cpu.control import call_python
 from infer.backends.cpu.records import SAMPLE
 from infer.backends.cpu.state import fields_of
-from infer.errors import ConstraintError
+from infer.errors import ConstraintError, EngineFailedError
 from infer.grammar.base import Constraint
 from infer.sampling_params import SamplingParams
 from path_cases import Case, Outcome, Place, Way, World, by_definition, make_sequence, run_all, run_alone
@@ -93,20 +93,29 @@ def test_a_chain_ends_where_the_grammar_leaves_no_choice(world: World, monkeypat
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0], ids=["another thread", "at once"])
-@pytest.mark.parametrize("error", [KeyError("bug"), KeyboardInterrupt()], ids=repr)
-def test_a_fault_while_a_mask_is_filled_ends_the_answer_and_an_interrupt_the_call(
-    world: World, seconds: float, error: BaseException, monkeypatch: pytest.MonkeyPatch
+def test_a_fault_while_a_mask_is_filled_ends_the_answer(
+    world: World, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("infer.engine.grammar_masks.HAND_OVER_SECONDS", seconds)
     place, running = Place(world, Way()), make_sequence(world, BOUND, Way())
-    running.grammar.constraint = Watched(running.grammar.constraint, at_mask=(6, fail(error)))
-    stream = place.stream(running)
-    if isinstance(error, KeyError):
-        assert "KeyError: 'bug'" in str(stream.run().error)
-    else:
-        with pytest.raises(KeyboardInterrupt):
-            stream.run()
+    running.grammar.constraint = Watched(running.grammar.constraint, at_mask=(6, fail(KeyError("bug"))))
+    assert "KeyError: 'bug'" in str(place.stream(running).run().error)
     assert Outcome.of(run_alone(world, BOUND, Way(), place=place)) == by_definition(world, BOUND)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0], ids=["another thread", "at once"])
+def test_an_exception_that_asks_the_program_to_end_while_a_mask_is_filled_ends_the_engine(
+    world: World, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported = list[type[BaseException] | None]()
+    monkeypatch.setattr("threading.excepthook", lambda arguments: reported.append(arguments.exc_type))
+    monkeypatch.setattr("infer.engine.grammar_masks.HAND_OVER_SECONDS", seconds)
+    place, running = Place(world, Way()), make_sequence(world, BOUND, Way())
+    running.grammar.constraint = Watched(running.grammar.constraint, at_mask=(6, fail(KeyboardInterrupt())))
+    with pytest.raises(EngineFailedError, match="the engine has failed: KeyboardInterrupt"):
+        place.stream(running).run()
+    place.loop.close()
+    assert reported == [KeyboardInterrupt]
 
 
 def test_a_grammar_that_cannot_take_a_token_fails_its_row_alone(world: World) -> None:

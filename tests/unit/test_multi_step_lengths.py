@@ -65,13 +65,11 @@ def test_what_a_draft_costs_is_learnt_from_steps_like_it(world: World) -> None:
     place, sequence = Place(world, Way(chain=1)), make_sequence(world, CASE, Way("adaptive"))
     place.engine.submit(sequence)
     times = place.engine.scheduler.step_times
-    place.engine.advance(sequence)
+    place.engine.step()
     sequence.token_ids += [98, 99]
-    sequence.num_read = len(sequence.pieces)
-    place.engine.advance(sequence)
+    place.engine.step()
     assert not any(times[Kind(1, 0, 1)].is_known(count) for count in (1, 3, 7))
-    sequence.num_read = len(sequence.pieces)
-    place.engine.advance(sequence)
+    place.engine.step()
     assert times[Kind(1, 0, 1)].is_known(1)
     assert list(times) == [Kind(1, 0, 1)]
 

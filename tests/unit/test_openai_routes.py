@@ -310,7 +310,7 @@ def test_all_choices_end_with_the_client_that_asked_for_them(
     served: Served, llm: LLM, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
 ) -> None:
     """The step in which all are there waits until they are cancelled."""
-    engine, step, seen, all_seen = llm._opened.engine, llm._opened.engine._step, set[Any](), threading.Event()
+    engine, step, seen, all_seen = llm._opened.engine, llm._opened.engine.step, set[Any](), threading.Event()
 
     def waiting_step() -> Any:
         seen.update(engine.sequences)
@@ -321,7 +321,7 @@ def test_all_choices_end_with_the_client_that_asked_for_them(
                 time.sleep(0.01)
         return step()
 
-    monkeypatch.setattr(engine, "_step", waiting_step)
+    monkeypatch.setattr(engine, "step", waiting_step)
     asked = {
         "messages": MESSAGES,
         "n": 3,

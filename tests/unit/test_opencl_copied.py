@@ -1,6 +1,5 @@
 """Devices with memory of their own: the host reads poison where it does not copy first, and answers are the CPU's."""
 
-import gc
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -12,6 +11,7 @@ from torch import Tensor
 import opencl_platform
 from infer import LLM, SamplingParams, ops
 from infer.errors import InvalidRequestError, ModelError
+from looping import until_freed
 from test_session import make_model
 
 pytest.importorskip("pyopencl")
@@ -108,14 +108,14 @@ def test_pages_that_the_host_saves_loads_copies_and_moves_are_those_of_the_devic
 
 def test_weights_and_pages_take_memory_of_the_device_while_they_live(memory: Memory, tmp_path: Path) -> None:
     folder = make_model(tmp_path)
-    gc.collect()  # what earlier tests have left
+    until_freed()  # what earlier tests have left
     before = memory.available_bytes()
     llm = LLM(folder, device="opencl")
     taken = before - memory.available_bytes()
     assert taken > sum(part.num_bytes for block in llm.model.blocks for part in block.gate_up.parts)
     assert ops.backend_named("opencl").available_bytes() == before - taken
     del llm
-    gc.collect()
+    until_freed()
     assert memory.available_bytes() == before
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from infer.engine.admission import EXPECTED_ANSWER, FEWEST_KEPT, work_of
+from infer.engine.admission import FEWEST_KEPT, work_of
 from infer.engine.engine import Engine
 from infer.engine.queue import Queue
 from infer.engine.sequence import Sequence
@@ -17,8 +17,7 @@ from path_cases import CONTEXT, Case, Outcome, Way, World, all_by_definition, ma
 def ask(world: World, queue: Queue, num_prompt: int, max_new: int, **options: object) -> Sequence:
     params = SamplingParams(temperature=0, max_new_tokens=max_new, ignore_eos=True)
     sequence = make_sequence(world, Case("", tuple(b"a" * num_prompt), params), Way(), **options)
-    queue.join(sequence)
-    queue.notice([sequence])
+    queue.join(sequence, None)
     return sequence
 
 
@@ -46,7 +45,7 @@ def test_a_sequence_that_was_preempted_is_paid_for_once(world: World) -> None:
         preempt(one)
     queue.leave(one)
     assert queue.tenants.accounts["other"] == work_of(10, 20)
-    queue.notice([one])  # as its tenant's next would begin: not below the others
+    queue.tenants.come("one")  # as its tenant's next would begin: not below the others
     queue.leave(other)
     assert queue.tenants.accounts["one"] == work_of(10, 20)
 
@@ -114,20 +113,6 @@ def test_who_waits_for_pages_is_passed_by_one_of_an_idle_tenant_that_is_owed_as_
     assert queue.passing([long, other], [other], [long]) == []
     queue.tenants.charge("other", 1)
     assert queue.passing([long, other], [], [long]) == []
-
-
-def test_after_an_exception_those_that_have_ended_leave_as_if_they_had_been_told(world: World) -> None:
-    queue = Queue()
-    ended, going = (ask(world, queue, 10, 20, tenant=tenant) for tenant in ("ended", "going"))
-    for sequence in (ended, going):
-        queue.entered(sequence)
-    give(ended, 7)
-    queue.recover([going])
-    assert not queue.tenants.has_idle(["going"])
-    assert queue.lengths.mean < EXPECTED_ANSWER, "its answer was learnt from"
-    queue.recover([going])
-    queue.leave(going)
-    assert not queue.tenants.has_idle([])
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """What one row's grammar, text or drafts raise ends that row alone: the others' tokens are the same."""
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +10,12 @@ import pytest
 
 from infer import LLM, SamplingParams
 from infer.engine.engine import Engine
+from infer.engine.messages import Reply, once
 from infer.engine.sequence import Sequence as Answering
-from infer.engine.stream import Stream
+from infer.errors import EngineFailedError
 from infer.kvcache.settings import CacheSettings
 from infer.runner.runner import CachedRunner
+from looping import open_stream
 from path_cases import (
     Case,
     Outcome,
@@ -21,6 +24,7 @@ from path_cases import (
     World,
     all_by_definition,
     by_definition,
+    make_runner,
     make_sequence,
     make_world,
     run_all,
@@ -152,7 +156,9 @@ def test_what_a_failed_row_stored_is_nobodys_prefix(world: World) -> None:
         running = make_sequence(world, Case("", PROMPT, LONG), Way())
         if has_fault:
             plant(running, "detokenizer", "push", 5)
-        Stream(engine, engine.submit(running)).run()
+        engine.submit(running)
+        while engine.step():
+            pass
         assert running.has_fault == has_fault
         assert runner.adopt(0, PROMPT) == (0 if has_fault else 32)
         runner.truncate(0, 0)
@@ -160,15 +166,37 @@ def test_what_a_failed_row_stored_is_nobodys_prefix(world: World) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_ends_the_call_all_the_same(world: World, error: type[BaseException]) -> None:
-    running = make_sequence(world, Case("", PROMPT, LONG), Way())
+def test_what_is_no_fault_of_a_row_ends_the_engine_and_keeps_no_caller_waiting(
+    world: World, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Signals reach the main thread alone: these are raised in a step by code that asks the program to end."""
+    reported = list[type[BaseException] | None]()
+    monkeypatch.setattr("threading.excepthook", lambda arguments: reported.append(arguments.exc_type))
+    place = Place(world, Way(), make_runner(world, Way(), num_slots=2))
+    running, beside = (make_sequence(world, Case("", PROMPT, LONG), Way()) for _ in "ab")
+    called, have_begun, accept = list[Reply[int]](), threading.Event(), running.accept
 
-    def stop(*args: object) -> None:
-        raise error
+    def stop(*arguments: Any) -> Any:
+        for _ in "ab":
+            caller = threading.Thread(target=lambda: called.append(place.loop.call(once(len, "abc"))))
+            caller.start()
+            caller.join()
+        if len(called) == 4:
+            raise error
+        return accept(*arguments)
 
     running.accept = stop  # type: ignore[method-assign,assignment]
-    with pytest.raises(error):
-        run_all(world, [running], Way(), 1)
+    streams = [open_stream(place.loop, sequence) for sequence in (beside, running)]
+    place.loop.call(once(have_begun.wait, 60))
+    for stream in streams:
+        stream.answer.begin()
+    have_begun.set()
+    for stream in streams:
+        with pytest.raises(EngineFailedError, match=f"the engine has failed: {error.__name__}"):
+            stream.run()
+    assert [reply.get() for reply in called] == [3] * 4
+    place.loop.close()
+    assert reported == [error]
 
 
 def test_what_a_callback_of_the_user_raises_ends_the_call(folder: Path, world: World) -> None:

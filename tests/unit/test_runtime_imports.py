@@ -32,7 +32,8 @@ ALLOWED = {
     ("grammar/schema_places.py", "urllib.parse"),  # joins the names inside a schema
     ("checkpoint/hub_download.py", "huggingface_hub"),  # asked for by the user
     ("async_llm.py", "asyncio"),  # answers for programs that use it: threads, no network
-    ("engine/async_stream.py", "asyncio"),
+    ("engine/mailbox.py", "asyncio"),
+    ("engine/preparing.py", "asyncio"),
     ("server/asking.py", "asyncio"),  # the server: what `infer serve` is asked for
     ("server/choices.py", "asyncio"),
     ("server/connection.py", "http"),
@@ -54,7 +55,6 @@ ALLOWED = {
     ("distributed/serve.py", "asyncio"),
     ("cli/serve.py", "socket"),
     ("server/limits.py", "asyncio"),
-    ("server/metrics_page.py", "asyncio"),
     ("server/state.py", "asyncio"),
     ("server/snapshots.py", "asyncio"),
     ("server/turns.py", "asyncio"),

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import threading
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule,
 
 from infer import LLM, InvalidRequestError, SamplingParams
 from infer.cli.chat import ChatSession, run_command
+from infer.engine.stream import Stream
 from infer.session import session_file
 from infer.session.session import Session
 from test_session import GREEDY, GREEDY_VALUES, NUM_TOKENS, SAMPLED, SAMPLED_VALUES, check_fresh, make_model
@@ -124,18 +124,22 @@ def test_a_file_does_not_hold_what_was_forgotten(talk: Session, tmp_path: Path) 
     assert contents[0] == contents[1]
 
 
-def stop_behind_nine(stop: threading.Event, done: int, total: int) -> None:
-    if done > 9:
-        stop.set()
-
-
-def test_a_file_does_not_hold_what_was_read_and_never_answered(talk: Session, tmp_path: Path) -> None:
+def test_a_file_does_not_hold_what_was_read_and_never_answered(
+    llm: LLM, talk: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A turn that is stopped in the midst of its prompt."""
-    contents = []
+    contents, step = [], llm._opened.engine.step
     for forgotten in ("a secret", "nothing that matters"):
-        stop = threading.Event()
-        stop_early = partial(stop_behind_nine, stop)
-        stream = talk.stream(forgotten, GREEDY, prefill_chunk=3, cancel=stop, on_prefill=stop_early)
+        held, stop = len(talk.token_ids), threading.Event()
+        stream = talk.stream(forgotten, GREEDY, prefill_chunk=3, cancel=stop)
+
+        def step_until_stopped(stream: Stream = stream, held: int = held, stop: threading.Event = stop) -> Any:
+            found = step()
+            if stream.sequence.num_computed > held:
+                stop.set()
+            return found
+
+        monkeypatch.setattr(llm._opened.engine, "step", step_until_stopped)
         assert list(stream) == []
         assert len(talk.token_ids) < len(talk._cache.token_ids) < stream.result.prompt_tokens
         talk.save(tmp_path / "talk")

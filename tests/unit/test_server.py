@@ -53,13 +53,13 @@ def guarded(llm: LLM) -> Iterator[Served]:
 @pytest.fixture
 def slow_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = llm._opened.engine
-    step = engine._step
+    step = engine.step
 
     def slow_step() -> Any:
         time.sleep(0.05)
         return step()
 
-    monkeypatch.setattr(engine, "_step", slow_step)
+    monkeypatch.setattr(engine, "step", slow_step)
 
 
 def ask(served: Served, **asked: Any) -> httpx.Response:
@@ -354,7 +354,9 @@ def test_a_key_opens_every_route(guarded: Served, headers: dict[str, str]) -> No
 
 def test_keys_are_tenants_that_share_no_prefixes(guarded: Served, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     requests, submit = list[Any](), llm._opened.engine.submit
-    monkeypatch.setattr(llm._opened.engine, "submit", lambda each: (requests.append(each.request), submit(each))[1])
+    monkeypatch.setattr(
+        llm._opened.engine, "submit", lambda each, lease: (requests.append(each.request), submit(each, lease))[1]
+    )
     for key in KEYS:
         answer = guarded.client.post(PATH, json={"prompt": "hello"}, headers={"authorization": f"Bearer {key}"})
         assert answer.status_code == 200

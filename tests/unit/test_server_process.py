@@ -37,11 +37,11 @@ def load(on_progress):
     from infer import LLM, AsyncLLM
     llm = LLM(folder)
     engine = llm._opened.engine
-    step = engine._step
+    step = engine.step
     def slow_step():
         time.sleep(1000 if hangs == "step" else 0.05)
         return step()
-    engine._step = slow_step
+    engine.step = slow_step
     engine.scheduler._max_steps = 1
     return AsyncLLM(llm)
 def hang_loop():
@@ -65,11 +65,11 @@ def load(on_progress):
     from infer import LLM, AsyncLLM
     llm = LLM(sys.argv[1])
     engine = llm._opened.engine
-    step = engine._step
+    step = engine.step
     def slow_step():
         time.sleep(0.05)
         return step()
-    engine._step = slow_step
+    engine.step = slow_step
     engine.scheduler._max_steps = 1
     return AsyncLLM(llm)
 on_ready = lambda state: print("ready", os.getpid(), flush=True)

@@ -63,7 +63,7 @@ def key(result: GenerationResult) -> tuple[Any, ...]:
 def watch_steps(llm: LLM) -> list[int]:
     """The number of sequences of each step; its cache is checked after it."""
     host, num_of_step = llm._opened, list[int]()
-    step = host.engine._step
+    step = host.engine.step
 
     def watched_step() -> Any:
         outputs = step()
@@ -71,7 +71,7 @@ def watch_steps(llm: LLM) -> list[int]:
         num_of_step.append(len(outputs))
         return outputs
 
-    host.engine._step = watched_step  # type: ignore[method-assign]
+    host.engine.step = watched_step  # type: ignore[method-assign]
     return num_of_step
 
 
@@ -141,7 +141,7 @@ def test_every_answer_under_load_is_that_of_the_request_alone(folder: Path, opti
 
     run_threads(3, in_thread)
     assert max(num_of_step) >= 8 or options.get("pool_pages")
-    assert llm._opened.service.drain()
+    assert llm._opened.loop.drain()
     assert not llm._opened.engine.sequences
     llm.trim()
     cache = llm._opened.runner.cache
@@ -268,7 +268,7 @@ async def ask_many(count):
         for _ in range(count // 20):
             await ask()
     await asyncio.gather(*(some() for _ in range(20)))
-    while host.service.num_sequences:
+    while host.loop.num_sequences:
         await asyncio.sleep(0.001)
 
 def state():
@@ -286,7 +286,7 @@ async def main():
     await ask_many(total)
     after = state()
     assert before[:3] == after[:3], (before, after)
-    assert not host.engine.sequences and not host.service.num_sequences
+    assert not host.engine.sequences and not host.loop.num_sequences
     assert after[3] <= 1.01 * before[3], (before, after)
 
 asyncio.run(main())

@@ -2,13 +2,13 @@
 
 import json
 import threading
-from collections import Counter
+import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
+from typing import Any
 from unittest.mock import PropertyMock
 
 import pytest
@@ -16,6 +16,7 @@ import pytest
 from infer import LLM
 from infer.engine.admission import work_of
 from infer.engine.engine import Engine
+from infer.engine.loop import Loop
 from infer.engine.request_options import RequestOptions
 from infer.engine.scheduler import Demand, Plan
 from infer.engine.sequence import Sequence
@@ -24,8 +25,10 @@ from infer.engine.step_shares import Part, StepShares
 from infer.engine.stream import Stream
 from infer.errors import InvalidRequestError
 from infer.kvcache.settings import CacheSettings
+from infer.outputs import Piece
 from infer.runner.runner import CachedRunner
 from infer.sampling_params import SamplingParams
+from looping import loop_of, open_stream
 from path_cases import CONTEXT, Case, Outcome, Way, World, by_definition, make_sequence
 from test_session import make_model
 
@@ -41,10 +44,16 @@ def engine(world: World) -> Iterator[Engine]:
     engine.close()
 
 
+@pytest.fixture
+def loop(engine: Engine) -> Iterator[Loop]:
+    loop = loop_of(engine)
+    yield loop
+    loop.close()
+
+
 def submit(world: World, engine: Engine, case: Case, **options: object) -> Sequence:
     sequence = make_sequence(world, case, Way())
     sequence.request = replace(sequence.request, **options)  # type: ignore[arg-type]
-    sequence.runs_ahead = True
     return engine.submit(sequence)
 
 
@@ -65,37 +74,46 @@ def test_who_waits_enters_by_priority_and_each_answer_is_its_own(world: World, e
         assert Outcome.of(sequence.result()) == by_definition(world, LONG)
 
 
-def test_a_stream_is_two_returns_ahead_of_its_reader_at_most(world: World, engine: Engine) -> None:
-    sequence, counts = engine.submit(make_sequence(world, LONG, Way())), list[int]()
-    sequence.is_asked = True
-    for num_read in (0, 0, 0, 1, 1, 5):
-        sequence.num_read = num_read
-        engine.step()
-        counts.append(len(sequence.pieces))
-    assert counts == [1, 5, 5, 9, 9, 13]
-
-
-def test_a_thread_that_waits_for_the_step_of_another_takes_part_in_it(
-    world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch
+def test_a_stream_pauses_where_its_reader_lags_behind_and_goes_on_with_it(
+    world: World, loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = [engine.submit(make_sequence(world, LONG, Way())) for _ in range(4)]
-    step, num_steps, is_within = engine._step, list[int](), threading.Event()
+    monkeypatch.setattr("infer.engine.mailbox.MAX_UNREAD", 8)
+    sequence = make_sequence(world, LONG, Way())
+    pieces, stream, other = list[Piece](), open_stream(loop, sequence), make_sequence(world, LONG, Way())
+    while (piece := next(stream, None)) is not None:
+        pieces.append(piece)
+        while not (sequence.is_paused or sequence.has_ended) and len(sequence.pieces) < len(pieces) + 8:
+            time.sleep(0)
+        assert len(sequence.pieces) < len(pieces) + 8 + 4, "a multi-step of 4 tokens more than may be unread"
+        if sequence.is_paused and len(pieces) == 1:
+            before = len(sequence.pieces)
+            assert Outcome.of(open_stream(loop, other).run()) == by_definition(world, LONG)
+            assert len(sequence.pieces) == before, "while it pauses the steps are for others"
+    assert Outcome.of(stream.result) == by_definition(world, LONG)
+    assert [piece.token_id for piece in pieces] == stream.result.token_ids
 
-    def held_step() -> object:
+
+def test_all_that_are_submitted_while_a_step_runs_take_part_in_the_next(
+    world: World, engine: Engine, loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [make_sequence(world, LONG, Way()) for _ in range(4)]
+    step, steps, is_within, may_go_on = engine.step, list[list[Sequence]](), threading.Event(), threading.Event()
+
+    def held_step() -> list[Sequence]:
         is_within.set()
-        while len(engine.followers._gates) < 3:
-            pass
-        num_steps.append(1)
-        return step()
+        assert may_go_on.wait(60)
+        steps.append(step())
+        return steps[-1]
 
-    monkeypatch.setattr(engine, "_step", held_step)
-    with ThreadPoolExecutor(4) as pool:
-        leading = pool.submit(engine.advance, asked[0])
-        is_within.wait()
-        list(pool.map(engine.advance, asked[1:]))
-        leading.result()
-    assert len(num_steps) == 1
-    assert [len(each.pieces) for each in asked] == [1] * 4
+    monkeypatch.setattr(engine, "step", held_step)
+    streams = [open_stream(loop, sequence) for sequence in asked]
+    streams[0].answer.begin()
+    assert is_within.wait(60)
+    for stream in streams[1:]:
+        stream.answer.begin()
+    may_go_on.set()
+    assert [Outcome.of(stream.run()) for stream in streams] == [by_definition(world, LONG)] * 4
+    assert steps[:2] == [asked[:1], asked]
 
 
 def test_tenants_take_turns_however_many_one_sends(world: World, engine: Engine) -> None:
@@ -125,7 +143,7 @@ def test_answers_are_their_own_however_the_tenants_sit_steps_out(
     asked = {tenant: [submit(world, engine, case, tenant=tenant) for case in own] for tenant, own in cases.items()}
     while engine.sequences:
         before = {each: len(each.pieces) for each in engine.sequences}
-        tenants = {output.sequence.request.tenant for output in engine.step()}
+        tenants = {each.request.tenant for each in engine.step()}
         assert tenants == chosen[-1] or (not chosen[-1] and len(tenants) == 1)
         assert all(len(each.pieces) - count <= 3 * (each.request.tenant in tenants) for each, count in before.items())
     for tenant, sequences in asked.items():
@@ -153,7 +171,7 @@ def test_the_steps_that_a_quiet_tenant_is_owed_are_for_it_alone(
         submit(world, engine, LONG, tenant="loud")
     quiet = submit(world, engine, LONG, tenant="quiet")
     while not quiet.has_ended:
-        tenants = sorted(output.sequence.request.tenant for output in engine.step())
+        tenants = sorted(each.request.tenant for each in engine.step())
         alone += tenants == ["quiet"]
         assert tenants in (["quiet"], ["loud", "loud", "loud", "quiet"])
     assert 10 <= alone <= 40
@@ -237,19 +255,29 @@ def test_a_tenant_does_not_pay_for_tokens_of_a_prompt_that_were_not_computed(wor
     cancelled = submit(world, engine, replace(LONG, prompt=tuple(b"xyz")), tenant="one")
     while len(cancelled.pieces) < 3:
         engine.step()
-    cancelled.cancel()
+    engine.cancel(cancelled)
     run(engine)
     assert engine.snapshot().work_by_tenant["one"] - accounts[-1] == work_of(3, len(cancelled.pieces))
 
 
-def test_a_reader_is_told_of_its_prompt_only_when_more_of_it_is_read(world: World, engine: Engine) -> None:
-    engine.max_running, told = 1, list[tuple[int, int]]()
-    submit(world, engine, SHORT)
-    sequence = make_sequence(world, LONG, Way())
-    sequence.request = replace(sequence.request, prefill_chunk=3)
-    pieces = list(Stream(engine, engine.submit(sequence), on_prefill=lambda *found: told.append(found)))
+def test_a_reader_is_told_of_its_prompt_only_when_more_of_it_is_read(
+    world: World, engine: Engine, loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.max_running, told, step = 1, list[tuple[int, int]](), engine.step
+    sequence = make_sequence(world, LONG, Way(), prefill_chunk=3)
+
+    def step_when_told() -> list[Sequence]:
+        while 0 < sequence.num_computed < 7 and (sequence.num_computed, 7) not in told:
+            time.sleep(0)
+        return step()
+
+    monkeypatch.setattr(engine, "step", step_when_told)
+    before = open_stream(loop, make_sequence(world, SHORT, Way()))
+    before.answer.begin()
+    pieces = list(open_stream(loop, sequence, on_prefill=lambda *found: told.append(found)))
     assert told == [(3, 7), (6, 7)]
     assert len(pieces) == LONG.params.max_new_tokens
+    assert Outcome.of(before.run()) == by_definition(world, SHORT)
 
 
 def test_one_that_was_preempted_comes_back_when_another_leaves_though_a_third_runs(
@@ -337,84 +365,46 @@ def test_a_call_has_these_options(tmp_path_factory: pytest.TempPathFactory) -> N
         assert llm.generate("hello", temperature=0, timeout=1e-9).stop_reason == "timeout"
 
 
-def test_a_step_that_was_left_midway_leaves_no_tenant_present(world: World, engine: Engine) -> None:
-    ended, going = submit(world, engine, LONG, tenant="ended"), submit(world, engine, LONG, tenant="going")
-    engine.step()
-    engine._sequences.remove(ended)  # as far as the end of one is seen to when a signal's exception comes
-    engine._is_sound = False
-    engine.step()
-    assert engine._queue.tenants._num_active == {"going": 1}
-    run(engine)
-    assert not engine._queue.tenants._num_active
-    assert Outcome.of(going.result()) == by_definition(world, LONG)
-
-
 @pytest.mark.parametrize(("max_running", "num_tokens"), [(2, 1), (1, 32)])
 def test_who_comes_while_there_is_a_slot_waits_for_one_step_alone(
     max_running: int, num_tokens: int, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(CachedRunner(world.model, CONTEXT, num_slots=2), max_steps=32)
-    engine.max_running, first = max_running, submit(world, engine, LONG)
-    engine.step()
-    come, multi_step = list[Sequence](), engine.runner.multi_step
+    engine.max_running, loop = max_running, loop_of(engine)
+    first, coming = (open_stream(loop, make_sequence(world, case, Way())) for case in (LONG, SHORT))
+    multi_step, counts = engine.runner.multi_step, list[int]()
 
-    def meanwhile(*arguments: object) -> object:
-        come.append(submit(world, engine, SHORT))
-        return multi_step(*arguments)
+    def meanwhile(*arguments: Any) -> Any:
+        if not counts:
+            begun = threading.Thread(target=coming.answer.begin)
+            begun.start()
+            begun.join()
+        found = multi_step(*arguments)
+        counts.append(len(found[1]))
+        return found
 
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.runner, "multi_step", meanwhile)
-        engine.step()
-    assert len(first.pieces) == 1 + num_tokens
-    run(engine)
-    assert Outcome.of(first.result()) == by_definition(world, LONG)
-    assert Outcome.of(come[0].result()) == by_definition(world, SHORT)
-    engine.close()
-
-
-@pytest.mark.parametrize("where", ["come", "go"])
-def test_an_exception_between_a_sequence_and_its_tenants_count_is_mended(
-    where: str, world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(tenant: str) -> None:
-        raise KeyboardInterrupt
-
-    for tenant in ("one", "other"):
-        submit(world, engine, LONG, tenant=tenant)
-    if where == "go":
-        engine.step()
-        engine.sequences[0].cancel()
-    with monkeypatch.context() as patch:
-        patch.setattr(engine._queue.tenants, where, interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            engine.step()
-    going = submit(world, engine, LONG, tenant="next")
-    engine.step()
-    assert engine._queue.tenants._num_active == Counter(each.request.tenant for each in engine.sequences)
-    run(engine)
-    assert not engine._queue.tenants._num_active
-    assert Outcome.of(going.result()) == by_definition(world, LONG)
+    monkeypatch.setattr(engine.runner, "multi_step", meanwhile)
+    assert Outcome.of(first.run()) == by_definition(world, LONG)
+    assert Outcome.of(coming.run()) == by_definition(world, SHORT)
+    assert counts[0] == num_tokens
+    loop.close()
 
 
-def test_requests_may_come_from_any_thread_while_a_step_runs(world: World, engine: Engine) -> None:
+def test_requests_may_come_from_any_thread_while_a_step_runs(world: World, engine: Engine, loop: Loop) -> None:
     """Tenants come and go with each: nothing that a step walks through changes under it."""
-    ended = threading.Event()
+    asked = list[Stream]()
 
     def ask(part: int) -> None:
         for number in range(50):
-            submit(world, engine, SHORT, tenant=f"{part} {number}")
-
-    def step() -> None:
-        while not ended.is_set() or engine.sequences:
-            engine.step()
+            asked.append(open_stream(loop, make_sequence(world, SHORT, Way(), tenant=f"{part} {number}")))
+            asked[-1].answer.begin(only_end=number % 2 == 0)
 
     threads = [threading.Thread(target=ask, args=(part,)) for part in range(3)]
-    with ThreadPoolExecutor(1) as pool:
-        stepping = pool.submit(step)
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        ended.set()
-        stepping.result()
-    assert not engine._queue.tenants._num_active
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected = by_definition(world, SHORT)
+    assert all(Outcome.of(stream.run()) == expected for stream in asked)
+    assert len(asked) == 150
+    assert not loop.run(lambda: dict(engine._queue.tenants._num_active))

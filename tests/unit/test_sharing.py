@@ -147,8 +147,6 @@ def test_a_slot_that_is_given_to_another_tenant_changes_no_answer(world: World) 
     engine = Engine(runner, max_steps=1)
     alice = [make_sequence(world, case, Way(), tenant="alice") for case in cases[:4]]
     bob = make_sequence(world, cases[4], Way(), tenant="bob")
-    for sequence in (*alice, bob):
-        sequence.runs_ahead = True
     for sequence in alice:
         engine.submit(sequence)
     for _ in range(5):

@@ -1,5 +1,6 @@
-"""What a signal's handler raises is the user's own: it is not taken for a failure of the call that it came out of."""
+"""An exception that a signal's handler raises is the user's own: it passes through the call, and the next one works."""
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 
 from infer import LLM, InvalidRequestError, SamplingParams
-from infer.system.signals import raised_by_handler
 from infer.tokenizer import backend
 
 NUMBER = signal.SIGUSR1
+SHORT = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_new_tokens=300, ignore_eos=True)
 
 
 class Stopping:
@@ -38,23 +40,20 @@ def handler(request: pytest.FixtureRequest) -> Iterator[None]:
     signal.signal(NUMBER, before)
 
 
-class Interrupted:
-    """Another object's stand-in: the signal comes in the first call of one of its methods."""
+def signal_in_step(llm: LLM, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send the signal from the loop's thread, in the step with this number."""
+    engine, num_steps = llm._opened.engine, 0
+    launch = engine.launch
 
-    def __init__(self, real: Any, name: str) -> None:
-        self._real, self._name = real, name
+    def signalling_launch() -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == number:
+            os.kill(os.getpid(), NUMBER)
+            assert llm._opened.loop.is_current
+        return launch()
 
-    def __getattr__(self, name: str) -> Any:
-        if name == self._name:
-            signal.raise_signal(NUMBER)
-        return getattr(self._real, name)
-
-
-def test_it_is_told_from_what_a_call_raises_itself() -> None:
-    for call, expected in (partial(signal.raise_signal, NUMBER), True), (partial(int, "no number"), False):
-        with pytest.raises(ValueError) as raised:
-            call()
-        assert raised_by_handler(raised.value) is expected
+    monkeypatch.setattr(engine, "launch", signalling_launch)
 
 
 def test_the_tokenizer_lets_it_pass() -> None:
@@ -62,14 +61,38 @@ def test_the_tokenizer_lets_it_pass() -> None:
         signal.raise_signal(NUMBER)
 
 
-def test_an_answer_lets_it_pass_and_the_next_one_is_right(folder: Path) -> None:
-    llm = LLM(folder)
-    params = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
-    expected = llm.generate("a", params).token_ids
-    stream = llm.stream("a", params)
-    sequence: Any = stream.sequence
-    sequence._text._detokenizer = Interrupted(sequence._text._detokenizer, "push")
+@pytest.mark.parametrize("step", [1, 2, 4])
+def test_an_answer_lets_it_pass_and_the_next_one_is_right(llm: LLM, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = llm.generate("a", LONG).token_ids
+
+    def read() -> None:
+        list(llm.stream("a", LONG))
+
+    for ask in (lambda: llm.generate("a", LONG), read, lambda: llm.session().send("a", LONG)):
+        with monkeypatch.context() as patched:
+            signal_in_step(llm, step, patched)
+            with pytest.raises(ValueError, match=r"\Astop\Z"):
+                ask()
+        assert not llm._opened.engine.sequences
+        assert llm.generate("a", LONG).token_ids == expected
+    assert llm._opened.loop.failure is None
+
+
+def test_a_callback_lets_it_pass(llm: LLM) -> None:
+    expected, seen = llm.generate("a", LONG).token_ids, list[int]()
+
+    def on_token(token_id: int, text: str) -> None:
+        seen.append(token_id)
+        if len(seen) == 5:
+            signal.raise_signal(NUMBER)
+
     with pytest.raises(ValueError, match=r"\Astop\Z"):
-        stream.run()
-    assert not sequence.has_fault
-    assert llm.generate("a", params).token_ids == expected
+        llm.generate("a", LONG, on_token=on_token)
+    assert seen == expected[:5]
+    assert llm.generate("a", LONG).token_ids == expected
+
+
+def test_a_load_lets_it_pass(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"\Astop\Z"):
+        LLM(folder, on_progress=lambda *_: os.kill(os.getpid(), NUMBER))
+    assert LLM(folder).generate("a", SHORT).generated_tokens == 8

@@ -27,16 +27,14 @@ def test_a_paused_answer_gives_its_pages_before_one_that_runs(world: World, monk
         Case(name, tuple(text), PARAMS) for name, text in (("paused", b"abc"), ("b", b"abc cab"), ("c", b"cab abc"))
     ]
     paused, *running = asked = [engine.submit(make_sequence(world, case, Way())) for case in cases]
-    paused.is_asked = True
     while not paused.pieces:
         engine.step()
-    for sequence in running:
-        sequence.runs_ahead = True
+    engine.pause(paused)
     while not all(sequence.has_ended for sequence in running):
         engine.step()
         engine.runner.cache.check_integrity()  # type: ignore[attr-defined]
     assert [sequence.stats.preemptions for sequence in asked] == [1, 0, 0]
-    paused.runs_ahead = True
+    engine.proceed(paused)
     while engine.sequences:
         engine.step()
     assert [Outcome.of(sequence.result()) for sequence in asked] == [by_definition(world, case) for case in cases]
@@ -52,7 +50,6 @@ class Talk:
     def turn(self) -> Sequence:
         case = Case("", tuple(self.token_ids), TURN)
         sequence = make_sequence(self.world, case, Way())
-        sequence.runs_ahead = True
         self.engine.submit(sequence, self.lease)
         while not sequence.has_ended:
             self.engine.step()
@@ -67,7 +64,7 @@ def test_leases_that_fit_are_kept_also_after_a_reset(world: World, is_reset: boo
     first, second = (Talk(world, engine, text) for text in (b"abc", b"cab "))
     assert first.turn().num_reused == 0
     if is_reset:
-        engine._is_sound = False  # as an exception within a step leaves it
+        engine.recover()  # as after a step that raised
     assert bool(first.turn().num_reused) is not is_reset
     assert second.turn().num_reused == 0
     assert first.turn().num_reused > 0

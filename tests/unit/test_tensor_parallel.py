@@ -31,6 +31,7 @@ from infer.tensor_parallel.digest import digest_of
 from infer.tensor_parallel.leading import LeadingRunner
 from infer.tensor_parallel.ranks import Ranks
 from infer.tensor_parallel.settings import ModelSource, RunnerSettings, Transport
+from looping import loop_of
 from path_cases import CASES, CONTEXT, Outcome, Way, World, make_sequence, make_world
 from tiny import LONGROPE, ONE_EACH, TINY, make_tiny
 
@@ -193,7 +194,7 @@ def test_answers_are_those_of_one_rank(world: World, folder: Path, pair: Ranks, 
     def run(runner: Runner) -> list[Outcome]:
         engine, ways = Engine(runner, max_steps=8), [Way("none"), Way("ngram")]
         made = [make_sequence(world, case, ways[index % 2]) for index, case in enumerate(cases)]
-        ended = dict(answer_all(engine, enumerate(made), NUM_SLOTS))
+        ended = dict(answer_all(loop_of(engine), enumerate(made), NUM_SLOTS))
         return [Outcome.of(ended[number]) for number in range(len(cases))]
 
     expected = run(runner_of(folder, settings=settings, capacity=CONTEXT))
@@ -260,8 +261,9 @@ def test_dropped_answers_of_a_model_whose_rank_died_print_nothing(
     world: World, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    unraisable = list[Any]()
+    unraisable, reported = list[Any](), list[str]()
     monkeypatch.setattr(sys, "unraisablehook", lambda found: unraisable.append(found.exc_value))
+    monkeypatch.setattr("threading.excepthook", lambda found: reported.append(str(found.exc_value)))
     with LLM(folder, threads=1, tensor_parallel=2) as llm:
         stream, session = llm.stream("abc abc", max_new_tokens=50, ignore_eos=True), llm.session()
         session.append([5, 6, 7])
@@ -275,6 +277,7 @@ def test_dropped_answers_of_a_model_whose_rank_died_print_nothing(
         gc.collect()
         assert list(tmp_path.iterdir()) == []  # which a killed process would leave
     assert unraisable == []
+    assert reported == ["rank 1 of the model's 2 ended by signal 9: load the model again"], "its end, and that once"
 
 
 def test_ranks_end_with_rank_0(families: list[Path]) -> None:

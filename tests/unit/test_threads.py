@@ -22,6 +22,7 @@ from infer.backends.cpu.threads import Team, aligned, set_num_threads, team
 from infer.errors import InferError, InvalidRequestError
 from infer.model import from_checkpoint as load_settings
 from infer.system import cores
+from infer.system.thread_start import start_thread
 from watched import python_command
 
 PARTS = np.dtype([("sums", np.int64), ("num_rows", np.int64), ("lag", np.int64)])
@@ -264,14 +265,14 @@ def test_a_team_has_room_for_all_threads_that_may_be_asked_for() -> None:
 def test_where_the_system_starts_no_more_threads_those_that_were_started_leave(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start, many, counter = threads.start_worker, Team(5), Counter()
+    start, many, counter = threads.start_thread, Team(5), Counter()
 
     def start_two(worker: threading.Thread) -> None:
         if worker.name == "infer-3":
             raise error
         start(worker)
 
-    monkeypatch.setattr(threads, "start_worker", start_two)
+    monkeypatch.setattr(threads, "start_thread", start_two)
     for _ in range(2):
         with pytest.raises(InferError, match=r"the system starts 3 of 5 threads and no more \(.+\): use threads=3"):
             counter.run(many, 5)
@@ -290,7 +291,7 @@ def test_workers_have_stack_enough_whatever_the_program_gives_its_threads() -> N
         assert threading.stack_size() == 128 << 10
         sizes = list[int | None]()
         worker = threading.Thread(target=lambda: sizes.append(stacks.stack_bytes()))
-        stacks.start_worker(worker)
+        start_thread(worker)
         worker.join()
         assert sizes[0] is None or sizes[0] >= 2 << 20
         three.close()

@@ -14,11 +14,12 @@ from extent import usual_or_all
 from infer.backends.cpu.threads import set_num_threads
 from infer.engine.engine import Engine
 from infer.engine.sequence import Sequence
-from infer.engine.service import Service
+from infer.engine.stream import Stream
 from infer.kvcache.settings import CacheSettings
 from infer.runner.runner import CachedRunner
 from infer.sampling_params import SamplingParams
 from infer.system.available_memory import give_back_freed
+from looping import loop_of, open_stream
 from path_cases import CONTEXT, GRAMMARS, SAMPLERS, Case, Outcome, Way, World, make_sequence, make_world
 
 NUM_REQUESTS = usual_or_all(100, 1000)  # with one thread, and as many with two
@@ -54,7 +55,6 @@ def random_case(draw: random.Random, number: int) -> Case:
 def alone(world: World, case: Case) -> Outcome:
     engine = Engine(CachedRunner(world.model, CONTEXT, settings=world.settings))
     sequence = make_sequence(world, case, WAY)
-    sequence.runs_ahead = True
     engine.submit(sequence)
     while engine.sequences:
         engine.step()
@@ -72,45 +72,39 @@ def test_an_answer_under_load_is_the_one_that_it_has_alone(
     cases = [random_case(draw, number) for number in range(NUM_REQUESTS)]
     runner = CachedRunner(world.model, CONTEXT, num_slots=7, settings=world.settings, pool_pages=12)
     engine = Engine(runner, max_steps=4)
-    step = engine._step
+    step = engine.step
 
-    def checked() -> Any:
-        outputs = step()
+    def checked() -> list[Sequence]:
+        found = step()
         runner.cache.check_integrity()
-        return outputs
+        return found
 
-    engine._step = checked  # type: ignore[method-assign]
-    service, ended, all_ended = Service(engine), set[Sequence](), threading.Event()
-
-    def on_outputs(outputs: Any) -> None:
-        ended.update(sequence for sequence, _ in outputs if sequence.has_ended)
-        if len(ended) == NUM_REQUESTS:
-            all_ended.set()
-
+    monkeypatch.setattr(engine, "step", checked)
+    loop, asked = loop_of(engine), list[Stream]()
     set_num_threads(num_threads)
     try:
-        asked = list[Sequence]()
         for case in cases:
             options = {
                 "tenant": draw.choice("ab"),
                 "priority": draw.randint(-2, 2),
                 "cache_salt": draw.choice(("", "x")),
             }
-            asked.append(make_sequence(world, case, WAY, **options))
-            service.submit(asked[-1], on_outputs)
+            asked.append(open_stream(loop, make_sequence(world, case, WAY, **options)))
+            asked[-1].answer.begin(only_end=draw.random() < 0.5)
             if draw.random() < 0.1:
-                service.cancel(draw.choice(asked))
-        all_ended.wait()
+                draw.choice(asked).cancel()
+        for stream in asked:
+            stream.answer.mailbox.wait_for_end()
+        snapshot = loop.run(engine.snapshot)
     finally:
         set_num_threads(1)
-        service.close()
-    snapshot = engine.snapshot()
+        loop.close()
     assert snapshot.num_preemptions
     assert snapshot.reused_tokens
     assert all(pool.num_free == pool.num_pages for pool in snapshot.pools)
     num_compared = 0
-    for case, sequence in zip(cases, asked, strict=True):
-        found, expected = Outcome.of(sequence.result()), alone(world, case)
+    for case, stream in zip(cases, asked, strict=True):
+        found, expected = Outcome.of(stream.sequence.result()), alone(world, case)
         if found.finish_reason == "abort":
             assert found.token_ids == expected.token_ids[: len(found.token_ids)], case
         else:
@@ -142,8 +136,7 @@ def test_preempted_without_end_all_answer_and_nothing_is_left(world: World, monk
             while goes_on and len(asked) < 5:
                 case = draw.choice(cases)
                 sequence = make_sequence(world, case, WAY)
-                sequence.runs_ahead, asked[sequence] = True, case
-                engine.submit(sequence)
+                asked[engine.submit(sequence)] = case
             engine.step()
             runner.cache.check_integrity()
             for sequence in [each for each in asked if each.has_ended]:

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from infer.engine.engine import Engine
 from infer.engine.request import make_request
 from infer.engine.sequence import Sequence as Answer
-from infer.engine.stream import Stream
 from infer.llm import LLM
 from infer.outputs import GenerationResult
 from infer.runner.recompute import RecomputeRunner
@@ -14,6 +15,12 @@ from infer.sampling_params import SamplingParams
 
 def generate_recomputed(llm: LLM, prompt_token_ids: Sequence[int], params: SamplingParams) -> GenerationResult:
     """What `LLM.generate` gives, slowly: the oracle of every cache, and what a cache is measured against."""
-    engine = Engine(RecomputeRunner(llm.model))
-    request = make_request(llm.model, llm.tokenizer, prompt_token_ids, params)
-    return Stream(engine, engine.submit(Answer(request))).run()
+    engine, answer = (
+        Engine(RecomputeRunner(llm.model)),
+        Answer(make_request(llm.model, llm.tokenizer, prompt_token_ids, params)),
+    )
+    engine.submit(answer)
+    with llm.model.backend.threads(), torch.inference_mode():
+        while not answer.has_ended:
+            engine.step()
+    return answer.result()

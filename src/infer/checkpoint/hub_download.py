@@ -13,10 +13,10 @@ from typing import Any, NoReturn
 from infer.checkpoint.hub import HubName, choose, find_cached, hub_cache_folder, is_offline, not_found, shards_of_index
 from infer.checkpoint.safetensors import INDEX_NAME, SINGLE_NAME
 from infer.errors import InferError, ModelError
-from infer.system.signals import raised_by_handler
 from infer.system.status_line import PROGRESS_WIDTH, StatusLine, bar
 
 _OFFLINE = "HF_HUB_OFFLINE is set: unset it to download"
+_LIBRARIES = ("huggingface_hub", "httpx", "httpcore", "requests", "urllib3")  # whose errors tell of the hub
 _NO_LIBRARY = "huggingface_hub, which downloads, is not installed: pip install huggingface_hub"
 
 
@@ -40,7 +40,7 @@ def fetch(name: HubName) -> Path:
     except InferError:
         raise
     except Exception as error:  # whatever its network library raises, too
-        if raised_by_handler(error):
+        if not (isinstance(error, OSError) or type(error).__module__.startswith(_LIBRARIES)):
             raise
         _explain(name, error)
     finally:

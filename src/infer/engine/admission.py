@@ -120,12 +120,6 @@ class Tenants:
                 name: account for name, account in self._accounts.items() if name in self._num_active or account > least
             }
 
-    def recount(self, tenants: Iterable[str]) -> None:
-        """These are the tenants of all sequences, one for each, whatever was counted before."""
-        self._num_active.clear()
-        for tenant in sorted(tenants, key=lambda tenant: tenant not in self._accounts):
-            self.come(tenant)
-
     def first(self, waiting: Iterable[Waiting]) -> Waiting:
         """Of one or more, who enters next."""
         accounts = self._accounts

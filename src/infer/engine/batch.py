@@ -1,10 +1,12 @@
-"""Many prompts, a few of them at a time: a closed queue before the engine."""
+"""Many prompts, a few of them at a time: a backlog from which the loop takes the next whenever a slot is free."""
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from typing import NamedTuple, final
 
-from infer.engine.engine import Engine
+from infer.engine.loop import Loop
+from infer.engine.mailbox import Mailbox, Waiters
+from infer.engine.messages import Backlog
+from infer.engine.preparing import AsyncAnswers
 from infer.engine.request import Request
 from infer.engine.request_options import check_count
 from infer.engine.sequence import Sequence
@@ -28,57 +30,100 @@ class Ended(NamedTuple):
 
 
 def begun(requests: Iterable[tuple[int, Request]]) -> Iterator[tuple[int, Sequence]]:
-    """As they are asked for: a sequence holds more than its request."""
+    """Make the sequences as they are asked for: each holds more than its request."""
     return ((number, Sequence(request)) for number, request in requests)
 
 
 def results_of(
-    engine: Engine,
+    loop: Loop,
     requests: list[tuple[int, Request]],
     batch_size: int,
     on_progress: Callable[[int, int], None],
     on_result: OnResult | None,
 ) -> list[GenerationResult]:
-    """All answers, in the order of their prompts."""
+    """Return all answers, in the order of their prompts. The callbacks are called as answers end."""
     results: dict[int, GenerationResult] = {}
-
-    def on_step(num_ended: int) -> None:
-        on_progress(num_ended, len(requests))
-
-    for number, result in answer_all(engine, begun(requests), batch_size, on_step):
+    for number, result in answer_all(loop, begun(requests), batch_size):
         results[number] = result
         if on_result is not None:
             on_result(number, result)
+        on_progress(len(results), len(requests))
     return [results[number] for number, _ in requests]
 
 
-def answer_all(
-    engine: Engine,
-    sequences: Iterator[tuple[int, Sequence]],
-    batch_size: int,
-    on_step: Callable[[int], None] = lambda num_ended: None,
-) -> Iterator[Ended]:
-    """Each answer as it ends. Sequences are taken from the iterator, each with its prompt's number, when there is room
-    for them, `batch_size` at once; `on_step` is called after each step. Closed early, or left by an exception, it ends
-    all that go on.
+def answer_all(loop: Loop, sequences: Iterator[tuple[int, Sequence]], batch_size: int) -> Iterator[Ended]:
+    """Yield each answer as it ends, `batch_size` of them in one step.
+
+    Sequences are taken from the iterator, each with its prompt's number, so that as many as are answered wait for their
+    turn. Closed early, or left by an exception, the iterator ends all that go on.
     """
-    active = deque[tuple[int, Sequence]]()
-    num_ended = 0
+    batch = _Batch(loop, sequences, batch_size, Waiters())
     try:
-        while True:
-            while len(active) < batch_size and (following := next(sequences, None)) is not None:
-                following[1].runs_ahead, following[1].is_streamed = True, False
-                active.append(following)
-                engine.submit(following[1])
-            if not active:
-                return
-            engine.advance(active[0][1])
-            for index, sequence in list(active):
-                if sequence.has_ended:
-                    active.remove((index, sequence))
-                    num_ended += 1
-                    yield Ended(index, sequence.result())
-            on_step(num_ended)
+        while batch.fill():
+            batch.waiters.wait(batch.has_ended)
+            yield from batch.take()
     finally:
-        for _, sequence in active:
-            engine.cancel(sequence)
+        batch.drop()
+        if loop.can_be_awaited:
+            batch.waiters.wait(batch.have_all_ended)
+
+
+async def answer_all_as_task(
+    answers: AsyncAnswers, requests: Iterable[tuple[int, Request]], batch_size: int
+) -> AsyncGenerator[Ended, None]:
+    """Do the same for a task."""
+    batch = _Batch(answers.loop, begun(requests), batch_size, Waiters(answers.relay()))
+    try:
+        while await answers.prepare(lambda check: batch.fill()):
+            await batch.waiters.wait_as_task(batch.has_ended)
+            for ended in batch.take():
+                yield ended
+    finally:
+        batch.drop()
+        await batch.waiters.wait_as_task(batch.have_all_ended)
+
+
+class _Asked(NamedTuple):
+    number: int
+    sequence: Sequence
+    mailbox: Mailbox
+
+
+@final
+class _Batch:
+    """Sequences with one reader: those that are answered, and those that wait for their turn."""
+
+    def __init__(
+        self, loop: Loop, sequences: Iterator[tuple[int, Sequence]], batch_size: int, waiters: Waiters
+    ) -> None:
+        self.waiters = waiters
+        self._loop, self._sequences, self._backlog = loop, sequences, Backlog(batch_size)
+        self._asked = list[_Asked]()
+
+    def fill(self) -> bool:
+        """Take as many sequences as there is room for. False if none is left."""
+        while len(self._asked) < 2 * self._backlog.most_running:
+            if (following := next(self._sequences, None)) is None:
+                break
+            each = _Asked(*following, Mailbox(self.waiters, only_end=True))
+            self._asked.append(each)
+            self._backlog.waiting.append((each.sequence, each.mailbox))
+            self._loop.refill(self._backlog)
+        return bool(self._asked)
+
+    def has_ended(self) -> bool:
+        return any(each.mailbox.has_ended for each in self._asked)
+
+    def have_all_ended(self) -> bool:
+        return all(each.mailbox.has_ended for each in self._asked)
+
+    def take(self) -> Iterator[Ended]:
+        """Yield the answers that have ended. Raises EngineFailedError if the engine's failure ended one."""
+        for each in [each for each in self._asked if each.mailbox.has_ended]:
+            self._asked.remove(each)
+            self._loop.check_answer(each.sequence)
+            yield Ended(each.number, each.sequence.result())
+
+    def drop(self) -> None:
+        """End all that go on."""
+        self._loop.drop(self._backlog)

@@ -1,5 +1,6 @@
 """How the messages of a request become a prompt, and what its answer is read and held by."""
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,7 +9,6 @@ from typing import Any, final
 from infer.engine.prompt_ids import Prompt, encode_conversation
 from infer.engine.request_options import RequestOptions
 from infer.errors import InvalidRequestError
-from infer.system.locks import short_lock
 from infer.system.sized_cache import SizedCache
 from infer.tokenizer import Tokenizer
 from infer.toolcalls.answer_format import AnswerFormat, Calls
@@ -28,7 +28,7 @@ class TemplateProbes:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._lock = short_lock()  # guards what is below
+        self._lock = threading.RLock()  # guards what is below
         self._found = SizedCache[TemplateFormats](MAX_TEMPLATE_BYTES)  # requests bring templates
 
     def of(self, chat_template: str | None, tool_format: str | None) -> TemplateFormats:

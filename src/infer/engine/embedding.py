@@ -1,11 +1,11 @@
 """Texts as vectors: the hidden states of their tokens after the last norm, pooled.
 
-They are computed beside the engine, over a cache of their own, in steps as short as the engine's while it has work: the
-two take turns. A text's vector has the same bits whatever its neighbours and its steps are.
+They are computed between the engine's steps, over a cache of their own, in steps as short as the engine's while it has
+work. A text's vector has the same bits whatever its neighbours and its steps are.
 """
 
-from collections.abc import Iterator, Sequence
-from functools import reduce
+from collections.abc import Generator, Iterator, Sequence
+from functools import partial, reduce
 from typing import get_args
 
 import torch
@@ -13,7 +13,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infer.checkpoint.pooling import Pooling
-from infer.engine.async_stream import Check
 from infer.engine.host import Host
 from infer.engine.prompt_ids import Prompt, pairs_of
 from infer.engine.request import check_prompt
@@ -38,11 +37,10 @@ def texts_to_embed(host: Host, texts: Sequence[Prompt], pooling: Pooling | None)
     return found
 
 
-@torch.inference_mode()
 def embed(
-    host: Host, texts: Sequence[Sequence[int]], pooling: Pooling | None, *, normalize: bool, check: Check = lambda: None
-) -> Float[Tensor, "texts hidden"]:
-    """A vector a text of ids, float32, of length 1 where `normalize`. `check` is called before each step and may raise.
+    host: Host, texts: Sequence[Sequence[int]], pooling: Pooling | None, *, normalize: bool
+) -> Generator[None, None, Float[Tensor, "texts hidden"]]:
+    """Return a vector a text of ids, float32, of length 1 where `normalize`. Work for the loop, a step at a time.
 
     `pooling` None is the model's own, the mean where it has none. The mean is of all tokens; the last token is the only
     one that has seen the whole text.
@@ -50,25 +48,22 @@ def embed(
     pooling = pooling or host.settings.pooling or "mean"
     pooled = torch.zeros(len(texts), host.model.architecture.hidden_size, dtype=torch.float64)
 
-    def num_tokens() -> int:
-        check()
-        host.open.check_open()
-        return step_tokens(host)
-
-    with host.hidden_states_lock, host.model.backend.threads():
-        for batch in _batches(texts):
-            for row, states in host.hidden_states.of([texts[index] for index in batch], num_tokens):
+    yield  # the texts of the calls before have the cache for themselves
+    for batch in _batches(texts):
+        for step in host.hidden_states().of([texts[index] for index in batch], partial(step_tokens, host)):
+            for row, states in step:
                 text, found = batch[row], states.double().cpu()
                 # Token by token, as the steps may be any.
                 pooled[text] = reduce(torch.add, found, pooled[text]) if pooling == "mean" else found[-1]
+            yield
     if pooling == "mean":
         pooled /= torch.tensor([[len(text)] for text in texts]).reshape(-1, 1)
     return (torch.nn.functional.normalize(pooled) if normalize else pooled).float()
 
 
 def step_tokens(host: Host) -> int:
-    """As many as a step may have without keeping others waiting for longer than their own steps do."""
-    if not host.engine.sequences:
+    """Return how many tokens a step may have without keeping others waiting for longer than their own steps do."""
+    if not host.loop.num_sequences:
         return STEP_TOKENS
     per_token = host.engine.scheduler.costs.costs.per_token
     return max(_LEAST_TOKENS, min(STEP_TOKENS, int(STREAM_SECONDS / per_token))) if per_token > 0 else STEP_TOKENS

@@ -1,7 +1,7 @@
 """The engine of a loaded model: all sequences, whoever asked for them, go through its steps.
 
-A step is planned (`Scheduler`), run (`Runner`), and each sequence accepts what was sampled for it; then the cache keeps
-what was accepted. All of that is done when `step` returns. A step serves sequences at different places: chunks of
+A step is planned (`Scheduler`) and run (`Runner`), which is `launch`; then each sequence accepts what was sampled for
+it and the cache keeps what was accepted, which is `collect`. A step serves sequences at different places: chunks of
 prompts, single tokens, drafts to verify, with a grammar or without.
 """
 
@@ -11,7 +11,6 @@ from collections.abc import Sequence as Items
 from functools import partial
 from typing import NamedTuple, TypeVar, final
 
-from infer.engine.followers import Followers
 from infer.engine.grammar_masks import MaskFiller
 from infer.engine.lease import Lease
 from infer.engine.queue import Queue
@@ -24,22 +23,13 @@ from infer.engine.step_shares import Part, StepShares
 from infer.errors import InferError, OutOfPagesError
 from infer.operands.limits import MAX_STEP_LOGITS
 from infer.operands.step import Chunk, Clock, Interrupt, Masks, StepEnd
-from infer.outputs import Piece
 from infer.runner.closing import closed
 from infer.runner.runner import Runner
 from infer.runner.verify import SampledTokens
 from infer.speculation.policy import StepTimes
-from infer.system.locks import long_lock
 
-_YIELD_SECONDS = 50e-6  # for a thread that waits to take the lock
+_LOOK_SECONDS = 0.05  # between two looks at sequences that wait or pause, and may be cancelled or time out
 _Found = TypeVar("_Found")
-
-
-class Output(NamedTuple):
-    """What a step gave a sequence."""
-
-    sequence: Sequence
-    pieces: Items[Piece]
 
 
 class _Work(NamedTuple):
@@ -49,12 +39,23 @@ class _Work(NamedTuple):
     chunk: Chunk
 
 
+class _Launched(NamedTuple):
+    """A step that runs, or has run."""
+
+    plan: Plan
+    works: list[_Work]
+    sampled: list[SampledTokens]
+    ends: list[StepEnd]
+    is_multi_step: bool
+    started: float  # by time.perf_counter
+    held_up: float  # seconds, for which it waited for grammars
+
+
 @final
 class Engine:
-    """For any thread: whoever waits for tokens runs the next step, for all who do.
+    """For one thread, which is the loop's (`engine.loop`).
 
-    An exception that comes from outside (a signal's) may leave a step midway. Then the next call begins with an empty
-    cache, and sequences that go on are computed again.
+    A step that raises leaves the engine midway: `recover` empties the cache, and sequences are computed again.
     """
 
     def __init__(
@@ -63,19 +64,18 @@ class Engine:
         """`max_steps` without a return to Python; None: as many as take a tenth of a second. `weights` of tenants."""
         self._queue = Queue(weights)
         self._open_slots: Slots | None = Slots(runner, self._queue)
-        self._lock = long_lock()
-        self._is_sound = True  # no step is under way, and none was left midway
-        self._sequences: list[Sequence] = []  # that go on, in the order in which they came
-        self._waiting = set[Sequence]()  # those whose callers wait for the lock
-        self.followers = Followers()  # callers who wait for the step of another thread
-        self._num_waiting = 0  # of those whose callers wait, how many got no slot
-        self.max_running = runner.num_slots  # at once
+        self._sequences: dict[Sequence, None] = {}  # being answered, in the order in which they were submitted
+        self._watched: dict[Sequence, None] = {}  # those that may time out, or are cancelled by an event
+        self._leaving: dict[Sequence, None] = {}  # those that may be finished
+        self._taking_part: dict[Sequence, None] = {}  # in the step, and those that have just ended
+        self._looked_at = 0.0  # when the watched ones that wait were last looked at
+        self.max_running = runner.num_slots  # at the same time
         self.scheduler = Scheduler(MAX_STEP_LOGITS, max_steps)
         self._shares = StepShares(self.scheduler.costs, self._queue.tenants.weight)
         self._resting: list[Sequence] = []  # that sit a step out
         self._slot_params = SlotParams(runner)
         self._filler = MaskFiller(runner.model.backend)
-        self._interrupt = Interrupt()  # set by those who come while there are slots, and by those who leave
+        self._interrupt = Interrupt()  # set by those who have a message for the loop
 
     @property
     def _slots(self) -> Slots:
@@ -91,179 +91,154 @@ class Engine:
 
     @property
     def sequences(self) -> Items[Sequence]:
-        """Those that go on."""
+        """The sequences that are being answered. For any thread."""
         return tuple(self._sequences)
 
+    def limit(self, max_running: int, gap_seconds: float) -> None:
+        """Set how many sequences run at the same time, and how long a step may keep a stream waiting."""
+        self.max_running, self.scheduler.gap_seconds = max_running, gap_seconds
+
     def snapshot(self) -> EngineSnapshot:
-        """What goes on, after the step that is under way."""
-        with self._lock:
-            return take_snapshot(self.runner, self._sequences, self.max_running, self.scheduler, self._queue)
+        return take_snapshot(self.runner, self._sequences, self.max_running, self.scheduler, self._queue)
 
     def submit(self, sequence: Sequence, lease: Lease | None = None) -> Sequence:
-        """It takes part in the steps until it is finished; with a lease, at its slot. A closed engine cancels it."""
-        sequence.lease = lease
-        self._queue.join(sequence)
-        self._sequences.append(sequence)
-        if len(self._sequences) <= self.max_running:
-            self.interrupt()
-        if self._open_slots is None:
-            self.close()
+        """Let a sequence take part in the steps until it is finished; with a lease, at its slot."""
+        self._queue.join(sequence, lease)
+        self._sequences[sequence] = None
+        self._slots.waiting[sequence] = None
+        self._leaving[sequence] = None  # it may have been cancelled before
+        if sequence.request.timeout is not None or sequence.request.cancel is not None:
+            self._watched[sequence] = None
         return sequence
+
+    def listen(self) -> None:
+        """Forget that somebody interrupted: the messages that came before are about to be read."""
+        self._interrupt.value = 0
 
     def interrupt(self) -> None:
         """Let several steps without a return to Python end after the one under way. For any thread."""
         self._interrupt.value = 1
 
     def cancel(self, sequence: Sequence) -> None:
-        """End a sequence: no later step is for it. Called inside a step, it takes effect after that."""
+        """End a sequence: no later step is for it."""
         sequence.cancel()
-        self.interrupt()
-        if not (sequence.has_ended or self.is_stepping_here):
-            with self._lock:
-                if self._open_slots is not None:
-                    self._become_sound()
-                    self._is_sound = False
-                    self._drop_finished()
-                    self._is_sound = True
+        self._leaving[sequence] = None
 
-    def advance(self, sequence: Sequence) -> None:
-        """Run a step, or wait for that of another thread. The sequence may have nothing new afterwards."""
-        num_pieces, sequence.is_asked = len(sequence.pieces), True
-        if self.followers.wait():
-            return
-        self._waiting.add(sequence)
-        try:
-            with self._lock:
-                self._waiting.discard(sequence)
-                if not sequence.has_ended and len(sequence.pieces) == num_pieces:
-                    self._lead_step()
-        finally:
-            self._waiting.discard(sequence)
-        if self._waiting:
-            time.sleep(_YIELD_SECONDS)
+    def pause(self, sequence: Sequence) -> None:
+        """Compute nothing of a sequence until `proceed`: others may have its slot."""
+        sequence.set_paused(is_paused=True)
+        self._slots.waiting.pop(sequence, None)
 
-    def _lead_step(self) -> None:
-        try:
-            self.followers.lead()
-            self._step()
-        finally:
-            self.followers.resign()
-
-    def step(self) -> list[Output]:
-        """One step, or several without a return to Python, of the sequences whose callers wait: what it gave each."""
-        with self._lock:
-            return self._step()
+    def proceed(self, sequence: Sequence) -> None:
+        """Compute a paused sequence again."""
+        sequence.set_paused(is_paused=False)
+        if sequence in self._sequences and not sequence.has_slot:
+            self._slots.waiting[sequence] = None
 
     def change(self, lease: Lease, change: Callable[[int], _Found]) -> _Found:
-        """Return `change(slot)` of the lease's slot, called while no step runs. It must keep `lease.token_ids` correct.
+        """Return `change(slot)` of the lease's slot. It must keep `lease.token_ids` correct.
 
-        It is called again if it runs out of pages and others can give theirs up. An InferError that it raises is a
-        refusal: nothing was changed. Raises ClosedError.
+        It is called again if it runs out of pages and others can free theirs. An InferError that it raises is a
+        refusal: nothing was changed.
         """
-        with self._lock:
-            self._become_sound()
-            while True:
-                self._is_sound = False
-                while (slot := self._slots.hold(lease)) is None:
-                    self._slots.preempt_one()
-                try:
-                    found = change(slot)
-                except InferError as error:
-                    is_short = isinstance(error, OutOfPagesError)
-                    has_helped = is_short and (self._slots.reclaim(lease) or self._slots.preempt_one())
-                    self._is_sound = True
-                    if not has_helped:
-                        raise
-                else:
-                    self._is_sound = True
-                    return found
+        while True:
+            while (slot := self._slots.hold(lease)) is None:
+                self._slots.preempt_one()
+            try:
+                return change(slot)
+            except InferError as error:
+                is_short = isinstance(error, OutOfPagesError)
+                if not (is_short and (self._slots.reclaim(lease) or self._slots.preempt_one())):
+                    raise
+            except Exception:
+                self.recover()
+                raise
 
     def trim(self) -> int:
         """Free the memory of caches for which nobody waits, those of idle sessions included. Returns the bytes.
 
         The next answer of such a session is computed from its beginning.
         """
-        with self._lock:
-            self._become_sound()
-            self._is_sound = False
-            while self._slots.reclaim():
-                pass
-            num_bytes = self.runner.give_back_free()
-            self._is_sound = True
-            return num_bytes
+        while self._slots.reclaim():
+            pass
+        return self.runner.give_back_free()
 
     def close(self) -> None:
-        """Sequences that go on end as cancelled; the cache is given up."""
-        for sequence in list(self._sequences):
-            sequence.cancel()
-        if self.is_stepping_here:
-            self._open_slots = None
-            return
-        with self._lock:
-            for sequence in list(self._sequences):
-                sequence.abort()
-                sequence.end()
-            self._sequences.clear()
+        """End all sequences as cancelled, and free the cache. Again does nothing."""
+        if self._open_slots is not None:
+            self.abandon()
             self._open_slots = None
             self._slot_params.clear()
             self._filler.close()
 
-    @property
-    def is_stepping_here(self) -> bool:
-        """Whether this thread is inside a step: true in a signal's handler or a finalizer that interrupted it."""
-        return bool(self._lock._is_owned())  # type: ignore[attr-defined]  # as threading.Condition asks
+    def abandon(self) -> None:
+        """End all sequences without a further step."""
+        for sequence in self._sequences:
+            sequence.abort()
+            sequence.end()
+        for group in (self._sequences, self._slots.waiting, self._watched, self._leaving, self._taking_part):
+            group.clear()
 
-    def _become_sound(self) -> None:
-        slots = self._slots
-        if self._is_sound:
-            return
+    def recover(self) -> None:
+        """Empty the cache after a step that raised: all sequences are computed again, from their ids."""
         self._filler.close()  # it may still fill a mask of a sequence
-        slots.reset()
-        self._queue.recover(self._sequences)
-        for sequence in list(self._sequences):
+        self._slots.reset()
+        for sequence in self._sequences:
             sequence.restart()
+        self._slots.waiting.update((each, None) for each in self._sequences if each.wants_tokens)
         self._slot_params = SlotParams(self.runner)
         self._filler = MaskFiller(self.runner.model.backend)
-        self._is_sound = True
 
     # A step
 
-    def _step(self) -> list[Output]:
-        self._become_sound()
-        self._is_sound = False
-        self._interrupt.value = 0
+    def step(self) -> list[Sequence]:
+        """Run one step, or several without a return to Python. Return the sequences that took part, and those that have
+        ended: what it gave them is the end of their `pieces`.
+        """
+        return self.collect(self.launch())
+
+    def launch(self) -> _Launched | None:
+        """Begin a step: who takes part, what is computed of each, and the forward. None if nobody wants anything."""
         self._drop_finished()
         self._admit()
         active = self._take_turns([each for each in self._slots.sequences if each.wants_tokens])
+        self._taking_part.update(dict.fromkeys(active))
+        self._leaving.update(dict.fromkeys(active))
         for sequence in active:
-            sequence.num_before_step = len(sequence.pieces)
             if sequence.grammar is not None:
                 self._force(sequence)
-        self._compute([sequence for sequence in active if not sequence.is_finished])
+        return self._run([sequence for sequence in active if not sequence.is_finished])
+
+    def collect(self, launched: _Launched | None) -> list[Sequence]:
+        """End a step: each sequence accepts what was sampled for it, and the cache keeps what was accepted."""
+        if launched is not None:
+            self._settle_all(launched)
         self._drop_finished()
-        self._is_sound = True
-        return [Output(sequence, sequence.pieces[sequence.num_before_step :]) for sequence in active]
+        found = list(self._taking_part)
+        self._taking_part.clear()
+        return found
 
     def _drop_finished(self) -> None:
-        """Sequences that are finished or cancelled leave."""
-        now = time.perf_counter()
-        for sequence in list(self._sequences):
+        """Let the sequences that are finished or cancelled leave. The next `collect` returns them."""
+        now, watched = time.perf_counter(), dict[Sequence, None]()
+        if now - self._looked_at >= _LOOK_SECONDS:
+            self._looked_at, watched = now, self._watched
+        for sequence in (*self._leaving, *watched):
             sequence.poll_cancel(now)
-            if sequence.is_finished:
+            if sequence.is_finished and sequence in self._sequences:
                 self._slots.leave(sequence)
-                self._sequences.remove(sequence)
+                del self._sequences[sequence]
+                self._watched.pop(sequence, None)
                 self._queue.leave(sequence)
                 sequence.end()
+                self._taking_part[sequence] = None
+        self._leaving.clear()
 
     def _admit(self) -> None:
-        """Sequences that wait enter, as the queue has them, while there are slots and pages."""
-        waiting = [each for each in self._sequences if not each.has_slot and each.wants_tokens]
-        self._queue.notice(waiting)
-        if waiting:
-            for sequence in self._slots.admit(waiting, self.max_running):
-                sequence.must_end_prompt = self.runner.compresses_prompts
-                self._slot_params.write(sequence)
-        self._num_waiting = sum(not each.has_slot and each.wants_tokens for each in self._sequences) if waiting else 0
+        """Let sequences that wait enter, in the queue's order, while there are slots and pages."""
+        for sequence in self._slots.admit(self.max_running):
+            sequence.compress_prompt(must=self.runner.compresses_prompts)
+            self._slot_params.write(sequence)
 
     def _take_turns(self, wanting: list[Sequence]) -> list[Sequence]:
         """Return those of the sequences that the step is for."""
@@ -284,25 +259,31 @@ class Engine:
             forced.append(token_id)
         self._slot_params.extend(sequence, forced)
 
-    def _compute(self, active: list[Sequence]) -> None:
+    def _run(self, active: list[Sequence]) -> _Launched | None:
+        """Plan a step of these sequences and run it."""
         started = time.perf_counter()
         plan, works = self._plan_what_fits(active)
         if not works:
-            return
+            return None
         masks = self._filler.start(works)
         sampled, ends, is_multi_step = self._sample(plan, works, masks)
         if masks is not None:
             masks.wait()
-        clock = Clock(started, ends, time.perf_counter())
-        num_steps, held_up = len(ends) if is_multi_step else 1, 0.0 if masks is None else self._filler.held_up(ends)
-        self._learn(plan, works, num_steps, clock, held_up)
+        held_up = 0.0 if masks is None else self._filler.held_up(ends)
+        return _Launched(plan, works, sampled, ends, is_multi_step, started, held_up)
+
+    def _settle_all(self, launched: _Launched) -> None:
+        works = launched.works
+        clock = Clock(launched.started, launched.ends, time.perf_counter())
+        num_steps, held_up = len(clock.ends) if launched.is_multi_step else 1, launched.held_up
+        self._learn(launched.plan, works, num_steps, clock, held_up)
         is_shared, parts = self._shares.is_shared, list[Part]()
         if is_shared:
             parts = [Part(each.request.tenant, len(chunk.token_ids), each.num_computed) for each, chunk in works]
         each_held_up = held_up / max(1, sum(sequence.grammar is not None for sequence, _ in works))
-        for index, (work, found) in enumerate(zip(works, sampled, strict=True)):
+        for index, (work, found) in enumerate(zip(works, launched.sampled, strict=True)):
             settled = time.perf_counter() if is_shared else 0.0
-            self._settle(work, found, clock, is_multi_step=is_multi_step)
+            self._settle(work, found, clock, is_multi_step=launched.is_multi_step)
             if is_shared and work.sequence.grammar is not None:
                 parts[index] = parts[index]._replace(delay=each_held_up + time.perf_counter() - settled)
         if is_shared:
@@ -337,7 +318,8 @@ class Engine:
         step_tokens = min([sequence.request.prefill_chunk for sequence in active])
         if (most_steps := self._shares.most_steps) is not None:
             demands = [demand._replace(max_steps=min(demand.max_steps, most_steps)) for demand in demands]
-        num_waiting, others_stream = self._num_waiting + len(self._resting), any(map(_streams, self._resting))
+        num_waiting = len(self._slots.waiting) + len(self._resting)
+        others_stream = any(each.is_streamed and each.is_decoding for each in self._resting)
         plan = self.scheduler.plan(demands, step_tokens, num_waiting, others_stream=others_stream)
         return plan, [
             _Work(sequence, sequence.schedule(num_tokens, num_drafts))
@@ -414,11 +396,7 @@ class Engine:
                 sequence.forget_computed()
             else:
                 runner.after_prompt(sequence.slot, prompt)
-                sequence.must_end_prompt = False
+                sequence.compress_prompt(must=False)
 
         self._slots.with_pages(sequence, compress)
         sequence.timer.waited(time.perf_counter() - started)
-
-
-def _streams(sequence: Sequence) -> bool:
-    return sequence.is_streamed and sequence.is_decoding

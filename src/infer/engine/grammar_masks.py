@@ -70,7 +70,11 @@ class MaskFiller:
         if self._executor is None or self._owner != os.getpid():
             self._owner = os.getpid()
             self._executor = ThreadPoolExecutor(1, "infer-masks", self.backend.forbid_forwards)
-        return self._executor.submit(self._measure, fill, num_logits)
+        try:
+            return self._executor.submit(self._measure, fill, num_logits)
+        except RuntimeError:  # the main thread has ended its code, after which no executor starts anything
+            self._measure(fill, num_logits)
+            return None
 
     def close(self) -> None:
         if self._executor is not None and self._owner == os.getpid():  # a forked child has no such thread

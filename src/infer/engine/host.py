@@ -6,12 +6,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 from infer.checkpoint.pooling import Pooling
-from infer.engine.async_stream import AsyncAnswers, Check
 from infer.engine.conversation import Conversation, TemplateProbes
 from infer.engine.engine import Engine
+from infer.engine.lease import Lease
+from infer.engine.loop import Loop
+from infer.engine.mailbox import Mailbox
+from infer.engine.messages import once
+from infer.engine.preparing import AsyncAnswers, Check
 from infer.engine.prompt_ids import (
     Message,
     Prompt,
@@ -23,8 +27,7 @@ from infer.engine.prompt_ids import (
 from infer.engine.request import Request, check_ids, make_request, vocab_size_of
 from infer.engine.request_options import RequestOptions, split_options
 from infer.engine.sequence import Sequence
-from infer.engine.service import Service
-from infer.engine.stream import OnPrefill, Stream
+from infer.engine.stream import OnPrefill, OpenAnswer, Stream
 from infer.errors import InvalidRequestError, MessageWarning, RequestWarning, SchemaWarning
 from infer.grammar.base import Constraint
 from infer.grammar.budget import Budget, BudgetConstraint
@@ -35,13 +38,12 @@ from infer.model.transformer import Transformer
 from infer.operands.limits import MAX_STEP_LOGITS
 from infer.prepare.answer import AnswerGrammars
 from infer.runner.caches import default_pool_pages
-from infer.runner.closing import OpenAnswers, closed
+from infer.runner.closing import closed
 from infer.runner.hidden_states import HiddenStates
 from infer.runner.runner import CachedRunner
 from infer.sampling.keywords import Params, params_of, refuse_sampling, split_keywords
 from infer.sampling_params import SamplingParams
 from infer.system.lane import asking_for
-from infer.system.locks import long_lock
 from infer.tensor_parallel.leading import LeadingRunner
 from infer.tensor_parallel.ranks import Ranks
 from infer.tensor_parallel.settings import RunnerSettings
@@ -50,6 +52,7 @@ from infer.toolcalls.answer_format import AnswerFormat
 from infer.toolcalls.past_calls import with_values
 
 _MAX_WARNED = 1_000
+_Found = TypeVar("_Found")
 Encode = Callable[[Prompt], list[int]]
 OnError = Callable[[int, InvalidRequestError], None]
 
@@ -73,18 +76,20 @@ class HostSettings:
 @final
 class Host:
     def __init__(
-        self, model: Transformer, tokenizer: Tokenizer, settings: HostSettings, ranks: Ranks | None = None
+        self, loop: Loop, model: Transformer, tokenizer: Tokenizer, settings: HostSettings, ranks: Ranks | None = None
     ) -> None:
-        """`ranks` are the others of a model that is shared out: they load their shares."""
-        self.model, self.tokenizer, self.settings = model, tokenizer, settings
+        """Give the loop, which loaded the model, an engine. `ranks` are the others of a model that is shared out: they
+        load their shares.
+        """
+        self.loop, self.tokenizer, self.settings = loop, tokenizer, settings
+        self._open_model: Transformer | None = model
         self.vocab_size = vocab_size_of(model, tokenizer)
         self._ranks = ranks
-        self._open_runner: CachedRunner | LeadingRunner | None = _make_runner(model, settings, ranks)
+        self._open_runner: CachedRunner | LeadingRunner | None = loop.run(_make_runner, model, settings, ranks)
+        self._hidden_states: HiddenStates | None = None
         self.engine = Engine(self.runner)
-        self.service = Service(self.engine)
-        self.answers = AsyncAnswers(self.service)
-        self.open = OpenAnswers()
-        self.hidden_states_lock = long_lock()
+        loop.own(self.engine)
+        self.answers = AsyncAnswers(loop)
         self._compiler = make_compiler(tokenizer, self.vocab_size, backend=settings.grammar_backend)
         self._answer_grammars = AnswerGrammars(self._compiler)
         self._probes = TemplateProbes(tokenizer)
@@ -92,13 +97,19 @@ class Host:
         self._warned: set[str] = set()
 
     def close(self) -> None:
-        self.open.close()
-        self.service.close()
+        """End all answers, and free the caches and the weights. Again does nothing."""
+        self.loop.close()
         self.answers.close()
-        self.engine.close()
-        self._open_runner = None
+        self._open_model = self._open_runner = self._hidden_states = None
         if self._ranks is not None:
             self._ranks.close()
+
+    @property
+    def model(self) -> Transformer:
+        """Raises ClosedError after `close`."""
+        if (model := self._open_model) is None:
+            raise closed()
+        return model
 
     @property
     def runner(self) -> CachedRunner | LeadingRunner:
@@ -107,13 +118,15 @@ class Host:
             raise closed()
         return runner
 
-    @cached_property
     def hidden_states(self) -> HiddenStates:
-        """For who holds the lock. Made when it is first asked for. Raises InvalidRequestError for a model that is
-        shared out."""
+        """For the loop's thread. Made when it is first asked for. Raises InvalidRequestError for a model that is shared
+        out.
+        """
         if self._ranks is not None:
             raise InvalidRequestError("a model that is shared out embeds no texts: load it without tensor_parallel")
-        return HiddenStates(self.model, self.settings.cache.kv_type, capture=self.settings.capture)
+        if self._hidden_states is None:
+            self._hidden_states = HiddenStates(self.model, self.settings.cache.kv_type, capture=self.settings.capture)
+        return self._hidden_states
 
     @property
     def num_threads(self) -> int:
@@ -330,11 +343,24 @@ class Host:
 
         return Budget(form.budget, opening, closing, tuple(ids), bytes_of, form.is_open)
 
-    def stream(self, sequence: Sequence, on_prefill: OnPrefill | None = None) -> Stream:
-        """An answer at a slot of its own."""
-        stream = Stream(self.engine, self.engine.submit(sequence), on_prefill=on_prefill)
-        self.open.add(stream, Stream.close)
-        return stream
+    def stream(
+        self,
+        sequence: Sequence,
+        on_prefill: OnPrefill | None = None,
+        lease: Lease | None = None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> Stream:
+        """An answer at a slot of its own, or at that of a lease."""
+        mailbox = Mailbox(shows_prefill=on_prefill is not None)
+        return Stream(OpenAnswer(self.loop, sequence, mailbox, lease, on_end), on_prefill)
+
+    def limit(self, max_running: int, gap_seconds: float) -> None:
+        """Set `Engine.limit` before the next step. Never waits."""
+        self.loop.call(once(self.engine.limit, max_running, gap_seconds))
+
+    def change(self, lease: Lease, change: Callable[[int], _Found]) -> _Found:
+        """Return `Engine.change(lease, change)`, called on the loop's thread."""
+        return self.loop.run(lambda: self.engine.change(lease, change))
 
 
 def _make_runner(model: Transformer, settings: HostSettings, ranks: Ranks | None) -> CachedRunner | LeadingRunner:

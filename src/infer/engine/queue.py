@@ -1,7 +1,7 @@
 """The sequences of an engine as those see them who share it: who enters next, what a tenant pays, who gives way."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Items
 from itertools import count
 from math import ceil
@@ -20,6 +20,7 @@ from infer.engine.admission import (
     victim,
     work_of,
 )
+from infer.engine.lease import Lease
 from infer.engine.sequence import Sequence
 
 
@@ -31,15 +32,15 @@ class Queue:
         self.lengths, self._kept = AnswerLengths(EXPECTED_ANSWER), KeptSlots()
         self._numbers, self._entries = count(1), count(1)
         self._num_ended_tokens = 0
-        self._present = set[Sequence]()  # that count as their tenants'
         self._charged: dict[Sequence, int] = {}  # work, of those that have entered
         self._given: dict[Sequence, int] = {}  # tokens that they had given when they last entered
         self._passed: dict[Sequence, int] = {}  # work of those that entered before, while these waited for pages
         self.num_preemptions, self.reused_tokens = 0, 0  # of those that have ended
 
-    def join(self, sequence: Sequence) -> None:
-        """For any thread; the other methods are for the one that steps."""
-        sequence.number, sequence.submitted_at = next(self._numbers), time.perf_counter()
+    def join(self, sequence: Sequence, lease: Lease | None) -> None:
+        """Count a sequence that was submitted."""
+        sequence.join(next(self._numbers), time.perf_counter(), lease)
+        self.tenants.come(sequence.request.tenant)
 
     def leave(self, sequence: Sequence) -> None:
         """It has ended: what it did not use of the work that it entered with, its tenant gets back."""
@@ -52,31 +53,18 @@ class Queue:
         self._kept.left(tenant, sequence.number, time.perf_counter())
         self._given.pop(sequence, None)
         self._passed.pop(sequence, None)
-        if sequence in self._present:
-            self._present.remove(sequence)
-            self.tenants.go(tenant)
+        self.tenants.go(tenant)
         self.num_preemptions += sequence.stats.preemptions
         self.reused_tokens += sequence.num_reused
 
-    def notice(self, waiting: Items[Sequence]) -> None:
-        """They count as their tenants' from now on."""
-        for sequence in waiting:
-            if sequence not in self._present:
-                self._present.add(sequence)
-                self.tenants.come(sequence.request.tenant)
-
-    def recover(self, sequences: Items[Sequence]) -> None:
-        """After an exception at any place: all but these have ended, and their tenants are counted anew."""
-        self.tenants.recount([sequence.request.tenant for sequence in self._present])
-        for sequence in self._present.difference(sequences):
-            self.leave(sequence)
-
-    def next_of(self, waiting: Items[Sequence]) -> Sequence:
-        """Of one or more that were noticed, who enters next."""
+    def next_of(self, waiting: Iterable[Sequence]) -> Sequence:
+        """Return which of one or more sequences enters next."""
         by_number = {sequence.number: sequence for sequence in waiting}
         return by_number[self.tenants.first(map(self._waiting, waiting)).number]
 
-    def passing(self, waiting: Items[Sequence], running: Items[Sequence], blocked: Items[Sequence]) -> Items[Sequence]:
+    def passing(
+        self, waiting: Collection[Sequence], running: Items[Sequence], blocked: Items[Sequence]
+    ) -> Collection[Sequence]:
         """Return those that may enter before the blocked ones, which wait for pages."""
         if not blocked:
             return waiting
@@ -93,7 +81,7 @@ class Queue:
         for each in blocked:
             self._passed[each] = self._passed.get(each, 0) + work
 
-    def idle(self, waiting: Items[Sequence], running: Items[Sequence]) -> Items[Sequence]:
+    def idle(self, waiting: Iterable[Sequence], running: Items[Sequence]) -> Items[Sequence]:
         """Return the sequences whose tenants have nothing running."""
         tenants = {each.request.tenant for each in running}
         return (
@@ -136,7 +124,8 @@ class Queue:
         self._given[sequence] = len(sequence.pieces)
         self._kept.entered(sequence.request.tenant, sequence.number)
         if sequence not in self._charged:
-            self._charged[sequence], sequence.entry = self._waiting(sequence).work, next(self._entries)
+            self._charged[sequence] = self._waiting(sequence).work
+            sequence.number_entry(next(self._entries))
             self.tenants.charge(sequence.request.tenant, self._charged[sequence])
 
     def victim_of(self, running: Items[Sequence], size: Callable[[Sequence], float]) -> Sequence | None:

@@ -26,7 +26,6 @@ from infer.sampling.sampler import message_of
 from infer.sampling_params import SamplingParams
 from infer.speculation.ngram import NgramDraft
 from infer.speculation.policy import DraftPolicy, StepTimes
-from infer.system.signals import raised_by_handler
 from infer.toolcalls.parser import AnswerParser, Parsed
 
 _STOP_STRING_STEPS = 8  # without a return to Python, where a stop string may end the answer
@@ -47,11 +46,8 @@ class Sequence:
         self.num_computed = 0
         self.slot = NO_SLOT
         self.pieces: list[Piece] = []
-        self.num_read = 0  # pieces that the caller has taken
-        self.num_before_step = 0  # pieces that there were before the last step
-        self.is_asked = False  # whether the caller has begun to take them
-        self.runs_ahead = False  # of the caller, who takes all there are
-        self.is_streamed = True  # whether somebody reads the tokens as they come
+        self.is_paused = False  # its reader lags behind
+        self.is_streamed = True  # somebody reads the tokens as they come
         self.number, self.submitted_at = 0, 0.0  # in the engine: its place among all, and when by time.perf_counter
         self.entry = 0  # its place among those that have entered
         self.lease: Lease | None = None  # a slot that it leaves to the next sequence of its kind
@@ -86,10 +82,6 @@ class Sequence:
         return len(self.token_ids) - self.num_computed
 
     @property
-    def pending(self) -> list[int]:
-        return self.token_ids[self.num_computed :]
-
-    @property
     def generated(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens : self.num_prompt_tokens + len(self.pieces)]
 
@@ -117,8 +109,8 @@ class Sequence:
 
     @property
     def wants_tokens(self) -> bool:
-        """Whether the next step is for it: its caller has taken what was there before the last one, or takes all."""
-        return self.runs_ahead or (self.is_asked and self.num_read >= self.num_before_step)
+        """True if the next step may be for it."""
+        return not self.is_paused
 
     @property
     def num_schedulable(self) -> int:
@@ -147,15 +139,10 @@ class Sequence:
         self.error = message
 
     def attempt(self, call: Callable[[], Found], otherwise: Found) -> Found:
-        """What the call gives, or `otherwise`: what it raises ends this sequence, not its neighbours. For any thread.
-
-        What the user's own callbacks raise must not come through here.
-        """
+        """Return what the call gives, or `otherwise` if it raises, which ends this sequence and not its neighbours."""
         try:
             return call()
         except Exception as error:  # a fault that is not known yet: the others' answers are right all the same
-            if raised_by_handler(error):
-                raise
             self.has_fault = True
             del self.token_ids[self.num_prompt_tokens + len(self.pieces) :]
             if self.error is None:
@@ -165,9 +152,30 @@ class Sequence:
 
     # Its place in the engine
 
-    def enter(self, slot: int, num_computed: int) -> None:
-        """The slot's cache holds its first `num_computed` tokens."""
+    def join(self, number: int, now: float, lease: Lease | None) -> None:
+        """Begin to wait for a slot, or for that of the lease."""
+        self.number, self.submitted_at, self.lease = number, now, lease
+
+    def watch(self, *, is_streamed: bool) -> None:
+        """Note whether somebody reads the tokens as they come."""
+        self.is_streamed = is_streamed
+
+    def set_paused(self, *, is_paused: bool) -> None:
+        self.is_paused = is_paused
+
+    def number_entry(self, entry: int) -> None:
+        """Note its place among the sequences that have entered."""
+        self.entry = entry
+
+    def compress_prompt(self, *, must: bool) -> None:
+        """Note whether the prompt is yet to be compressed, once it is complete."""
+        self.must_end_prompt = must
+
+    def enter(self, slot: int, num_computed: int, num_dropped: int = 0) -> None:
+        """Take a slot, whose cache holds the first `num_computed` tokens and has dropped some of its lease's."""
         self.slot, self.num_computed = slot, num_computed
+        if self.lease is not None:
+            self.num_dropped = num_dropped
         if not self.pieces:
             self.num_reused = num_computed
         if self.request.num_draft_tokens and self._draft is None:
@@ -186,7 +194,7 @@ class Sequence:
         self.leave()
         self.num_computed = 0
         if not self.is_finished or self._text.num_tokens != len(self.pieces):
-            self._replay(len(self.pieces))
+            self.attempt(partial(self._replay, len(self.pieces)), None)
 
     def forget_computed(self) -> None:
         """Its slot was emptied."""

@@ -1,7 +1,7 @@
 """Who has which slot of the runner: sequences that run, and leases between them."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Items
 from itertools import count
 from operator import neg, sub
@@ -20,12 +20,15 @@ _OUR_FAULT = "a fault of infer: ask again, and it begins with an empty one"
 
 @final
 class Slots:
-    """For the engine alone. Short of slots or pages, it takes them from idle leases first (the least recently used
-    first), then from sequences whose callers do not wait, then from those that run (`Queue.victim_of`).
+    """For the engine alone. `waiting` are the sequences that want a slot.
+
+    Short of slots or pages, it takes them from idle leases first (the least recently used first), then from sequences
+    that pause, then from those that run (`Queue.victim_of`).
     """
 
     def __init__(self, runner: Runner, queue: Queue) -> None:
         self.runner, self._queue = runner, queue
+        self.waiting: dict[Sequence, None] = {}
         self._lease_by_slot = weakref.WeakValueDictionary[int, Lease]()
         self._sequence_by_slot: dict[int, Sequence] = {}
         self._uses = count(1)
@@ -35,11 +38,14 @@ class Slots:
     def sequences(self) -> Iterable[Sequence]:
         return self._sequence_by_slot.values()
 
-    def admit(self, waiting: Items[Sequence], max_running: int) -> Iterator[Sequence]:
+    def admit(self, max_running: int) -> Iterator[Sequence]:
         """Give slots to sequences that wait, and yield each that got one. If slots are short, only those enter to whom
         others give theirs; if pages are, those that may pass. A prompt whose beginning another sequence is reading
         waits for that, and finds it in the cache."""
+        if not self.waiting:
+            return
         running, blocked = [each for each in self.sequences if each.wants_tokens], list[Sequence]()
+        waiting: Collection[Sequence] = self.waiting.keys()
         num_held_back = 0
         while waiting:
             is_full = len(running) >= max_running - self._queue.num_kept(running, max_running)
@@ -93,7 +99,7 @@ class Slots:
         if slot is None:
             return False
         if lease is None:
-            num_computed = runner.adopt(slot, sequence.token_ids, sequence.request.salt)
+            num_computed, num_dropped = runner.adopt(slot, sequence.token_ids, sequence.request.salt), 0
         else:
             num_held = len(lease.token_ids)
             num_common = common_length(lease.token_ids, sequence.token_ids)
@@ -103,9 +109,10 @@ class Slots:
             num_computed = runner.lengths[slot]
             if num_computed > num_common:
                 raise InferError(f"the cache holds {num_computed} tokens where {num_common} are right: {_OUR_FAULT}")
-            sequence.num_dropped = num_held - num_common
+            num_dropped = num_held - num_common
         self._sequence_by_slot[slot] = sequence
-        sequence.enter(slot, num_computed)
+        self.waiting.pop(sequence, None)
+        sequence.enter(slot, num_computed, num_dropped)
         self._queue.entered(sequence)
         return True
 
@@ -151,6 +158,7 @@ class Slots:
     def leave(self, sequence: Sequence) -> None:
         """It has ended: its lease keeps what is computed of it."""
         slot, lease = sequence.slot, sequence.lease
+        self.waiting.pop(sequence, None)
         if not sequence.has_slot:
             return
         if sequence.has_fault:
@@ -175,6 +183,8 @@ class Slots:
             self._lease_by_slot.pop(sequence.slot, None)
             sequence.lease.lose()
         sequence.restart()
+        if sequence.wants_tokens:
+            self.waiting[sequence] = None
 
     def preempt_one(self) -> bool:
         """Preempt one of those that run; False if there is none."""

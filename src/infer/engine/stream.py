@@ -1,20 +1,91 @@
-"""`Stream`: an answer as it comes, read by one thread at a time and closed by any."""
+"""`Stream` and `AsyncStream`: an answer as it comes, for a thread and for a task. Both are views of a `Mailbox`."""
 
-import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from typing import NamedTuple, NoReturn, Self, SupportsIndex, final
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import NoReturn, Self, SupportsIndex, final
 
-from infer.engine.engine import Engine
+from infer.engine.lease import Lease
+from infer.engine.loop import Loop
+from infer.engine.mailbox import Mailbox
 from infer.engine.sequence import Sequence
 from infer.errors import InferError, InvalidRequestError
 from infer.outputs import GenerationResult, Piece
-from infer.system.locks import long_lock
 
 OnToken = Callable[[int, str], bool | None]
 OnPrefill = Callable[[int, int], None]
+Prepare = Callable[[], Awaitable[Sequence]]
+_NOT_COPIED = "a stream cannot be copied or pickled: it is an answer under way"
+
+
+@final
+class OpenAnswer:
+    """An answer under way, for whoever reads it and whoever may end it. Nothing is computed before `begin`.
+
+    When it has ended, it is cut to the pieces that its reader took, and `on_end` is called: by the first who sees the
+    end, and again by each who looks later, so it must bear that.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        sequence: Sequence,
+        mailbox: Mailbox,
+        lease: Lease | None = None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.loop, self.sequence, self.mailbox = loop, sequence, mailbox
+        self._lease, self._on_end = lease, on_end
+        self._changing = threading.RLock()  # held for moments: a signal's handler may come here again
+        self._has_begun = False
+
+    @property
+    def is_closed(self) -> bool:
+        """True if its reader gets nothing more."""
+        return self.mailbox.is_closed or self.mailbox.is_read
+
+    def begin(self, *, only_end: bool = False) -> None:
+        """Submit the sequence, unless that was done. Raises ClosedError and InferError if the loop takes no more."""
+        self.loop.check_process()
+        with self._changing:
+            if self._has_begun or self.mailbox.is_closed:
+                return
+            self.mailbox.only_end = only_end
+            self._has_begun = True  # first: an exception may come before `submit` returns
+            try:
+                self.loop.submit(self.sequence, self.mailbox, self._lease)
+            except InferError:
+                self._has_begun = False
+                raise
+
+    def cancel(self) -> None:
+        """Give the reader nothing more, and let the sequence end. Never waits. For any thread, and for finalizers."""
+        self.mailbox.close()
+        self.loop.cancel(self.sequence, self.mailbox)
+
+    def poll_cancel(self) -> None:
+        """Cancel if the event of its request is set."""
+        event = self.sequence.request.cancel
+        if event is not None and event.is_set():
+            self.cancel()
+
+    def close(self) -> None:
+        """Cancel, and wait until the sequence has ended. On the loop's own thread, or in a fork, do not wait."""
+        self.cancel()
+        if self.loop.can_be_awaited:
+            self.mailbox.wait_for_end()
+            self.settle()
+
+    async def close_as_task(self) -> None:
+        self.cancel()
+        await self.mailbox.wait_for_end_as_task()
+        self.settle()
+
+    def settle(self) -> None:
+        """Cut the answer, which has ended, to what was taken of it."""
+        with self._changing:
+            self.sequence.keep(self.mailbox.num_taken)
+            self._on_end()
 
 
 @final
@@ -24,24 +95,37 @@ class Stream(Iterator[Piece]):
     One thread reads at a time; `cancel` and `close` are for any thread.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        sequence: Sequence,
-        *,
-        on_prefill: OnPrefill | None = None,
-        on_end: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`on_end` is called when the answer has ended, again where an exception left it."""
-        self.sequence = sequence
-        self.reading = Reading(engine, sequence, on_prefill, on_end)
-        weakref.finalize(self, _close_dropped, self.reading)
+    def __init__(self, answer: OpenAnswer, on_prefill: OnPrefill | None = None) -> None:
+        self.answer, self._on_prefill = answer, on_prefill
+        self._num_shown = 0  # tokens of the prompt that `on_prefill` was told of
+        self._entering = threading.RLock()
+        self._reader: object | None = None  # the call that reads
+        weakref.finalize(self, answer.cancel).atexit = False
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Piece:
-        return self.reading.next()
+        reader = object()
+        try:
+            with self._entering:
+                if self._reader is not None:
+                    raise InvalidRequestError(
+                        "the stream is being read: one thread reads at a time, and none of the stream's own callbacks"
+                    )
+                self._reader = reader
+            return self._next()
+        except StopIteration:
+            self.answer.close()
+            self.answer.loop.check_answer(self.answer.sequence)
+            raise
+        except BaseException:
+            if self._reader is reader:
+                self.answer.close()
+            raise
+        finally:
+            if self._reader is reader:
+                self._reader = None
 
     def __enter__(self) -> Self:
         return self
@@ -50,145 +134,208 @@ class Stream(Iterator[Piece]):
         self.close()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise TypeError("a stream cannot be copied or pickled: it is an answer under way")
+        raise TypeError(_NOT_COPIED)
 
     def __repr__(self) -> str:
-        state = self.sequence.finish_reason if self.reading.is_closed else None
-        return f"Stream({state or 'open'}, {self.sequence.num_read} tokens)"
+        answer = self.answer
+        state = answer.sequence.finish_reason if answer.is_closed else None
+        return f"Stream({state or 'open'}, {answer.mailbox.num_taken} tokens)"
+
+    @property
+    def sequence(self) -> Sequence:
+        return self.answer.sequence
 
     def cancel(self) -> None:
-        """No further token: finish_reason is "abort", unless the answer had already ended. For any thread."""
-        self.reading.cancel()
+        """Give no further token: finish_reason is "abort", unless the answer was read to its end. For any thread."""
+        self.answer.cancel()
 
     def close(self) -> None:
-        """End the answer and give back what it held; happens by itself at its end and when it is dropped.
+        """End the answer and free what it held, which also happens at its end and when the stream is dropped.
 
-        For any thread. Where a step is under way, waits for its end: a thread that reads gets no further piece.
+        For any thread. A step under way ends first; a thread that reads gets no further piece.
         """
-        self.reading.close()
+        self.answer.close()
 
     @property
     def result(self) -> GenerationResult:
-        """How the answer ended: "abort" where it was closed before its end. Runs to the end first, also after a
-        `break`: `close()` before it for what there is.
+        """The whole answer, "abort" if it was closed before its end. Runs to the end first, also after a `break`:
+        `close()` the stream before for what was read.
         """
         return self.run()
 
     def run(self, on_token: OnToken | None = None) -> GenerationResult:
         """Read to the end. `on_token(token_id, text)` sees each token and cancels by returning False."""
+        answer = self.answer
         try:
-            self.sequence.runs_ahead, self.sequence.is_streamed = True, on_token is not None
+            if on_token is None and self._on_prefill is None and answer.loop.is_open and not answer.is_closed:
+                answer.begin(only_end=True)
             for piece in self:
                 if on_token is not None and on_token(piece.token_id, piece.text) is False:
                     self.cancel()
         except BaseException:
-            self.close()
+            if self._reader is None:  # else another thread reads, whose answer it is
+                self.close()
             raise
-        return self.sequence.result()
+        return answer.sequence.result()
 
+    def _next(self) -> Piece:
+        answer, mailbox = self.answer, self.answer.mailbox
+        if not answer.loop.is_open:
+            answer.close()  # the model was closed: an answer that has not begun ends as if it had
+        elif not mailbox.is_closed:
+            answer.begin()
+        while True:
+            answer.poll_cancel()
+            has_ended = mailbox.has_ended  # before the pieces are looked at: after it no more come
+            if found := mailbox.take(1):
+                return found[0]
+            if has_ended or mailbox.is_closed:
+                raise StopIteration
+            mailbox.wait(self._num_shown)
+            self._show_prefill()
 
-def _close_dropped(reading: "Reading") -> None:
-    """Close the reading of a stream that nobody holds. A model that has failed has nothing to be given back."""
-    with suppress(InferError):
-        reading.close()
-
-
-class _Reader(NamedTuple):
-    """The thread that is reading, and its process. Told from others by identity."""
-
-    process: int
-    thread: int
+    def _show_prefill(self) -> None:
+        sequence, num_prefilled = self.answer.sequence, self.answer.mailbox.num_prefilled
+        if self._on_prefill is None or num_prefilled <= self._num_shown:
+            return
+        self._num_shown = num_prefilled
+        if num_prefilled < sequence.num_prompt_tokens:
+            self._on_prefill(num_prefilled, sequence.num_prompt_tokens)
 
 
 @final
-class Reading:
-    """What is read of a sequence, and whether its end was seen to.
+class AsyncStream(AsyncIterator[Piece]):
+    """An answer as it comes: `async for` its pieces, then await `result()`. `async with` closes it at its end, and so
+    does dropping it: to leave the loop, or to cancel its task, frees its slot when the step under way has ended.
 
-    `is_closed`: no further piece comes, as it was closed, read to its end, or left by an exception.
+    One task reads at a time. `cancel` is for any thread.
     """
 
-    def __init__(
-        self, engine: Engine, sequence: Sequence, on_prefill: OnPrefill | None, on_end: Callable[[], None]
-    ) -> None:
-        self._engine, self._sequence, self._on_prefill = engine, sequence, on_prefill
-        self._on_end: Callable[[], None] | None = on_end
-        self._changing = long_lock()
-        self._reader: _Reader | None = None
-        self._num_shown = 0  # tokens of the prompt that `on_prefill` was told of
-        self._is_ending = False
-        self.is_closed = self._is_cancelled = False
+    def __init__(self, prepare: Prepare, open_answer: Callable[[Sequence], OpenAnswer]) -> None:
+        """`prepare` makes the sequence; `open_answer` is called on the event loop that reads it."""
+        self._prepare, self._open = prepare, open_answer
+        self._answer: OpenAnswer | None = None
+        self._is_read = self._is_cancelled = False
 
-    def next(self) -> Piece:
-        reader = _Reader(os.getpid(), threading.get_ident())
-        if self._reader == reader:
-            raise InvalidRequestError("a stream cannot be read by a callback of its own step")
-        try:
-            with self._changing:
-                if self._reader is not None:
-                    raise InvalidRequestError("another thread is reading the stream: one reads at a time")
-                self._reader = reader
-            return self._next()
-        except BaseException:
-            if self._reader is reader:
-                self.is_closed = True
-            raise
-        finally:
-            if self._reader is reader:
-                self._reader = None  # first, for no signal's exception can come before it
-                if self.is_closed:
-                    self._end()
+    @classmethod
+    def of(cls, answer: OpenAnswer) -> Self:
+        """A stream of a sequence that is prepared already."""
+
+        async def prepared() -> Sequence:
+            return answer.sequence
+
+        stream = cls(prepared, lambda sequence: answer)
+        stream._take_up(answer)
+        return stream
+
+    async def begin(self) -> Self:
+        """Prepare and submit the request, which reading does by itself. Raises InvalidRequestError if it is refused,
+        ClosedError and InferError if the model takes no requests.
+        """
+        await self._begun()
+        return self
+
+    async def __anext__(self) -> Piece:
+        pieces = await self._take(1)
+        if not pieces:
+            raise StopAsyncIteration
+        return pieces[0]
+
+    async def take(self) -> list[Piece]:
+        """Return all the pieces that have come and were not read, at least one; none at the end of the answer."""
+        return await self._take(None)
+
+    async def __aenter__(self) -> Self:
+        return await self.begin()
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(_NOT_COPIED)
+
+    def __repr__(self) -> str:
+        answer = self._answer
+        return f"AsyncStream({'not begun' if answer is None else f'{answer.mailbox.num_taken} tokens'})"
+
+    @property
+    def sequence(self) -> Sequence:
+        """The sequence that is answered. Raises InvalidRequestError before `begin`, unless it was prepared already."""
+        if self._answer is None:
+            raise InvalidRequestError("the stream has not begun: await its begin()")
+        return self._answer.sequence
 
     def cancel(self) -> None:
+        """Give no further piece: finish_reason is "abort", unless the answer was read to its end. For any thread."""
         self._is_cancelled = True
-        self._sequence.cancel()
+        if self._answer is not None:
+            self._answer.cancel()
 
-    def close(self) -> None:
-        self.is_closed = True
-        self._engine.cancel(self._sequence)
-        self._end()
+    async def close(self) -> None:
+        """End the answer, and wait until it has freed what it held."""
+        self.cancel()
+        if self._answer is not None:
+            await self._answer.close_as_task()
 
-    def _next(self) -> Piece:
-        sequence = self._sequence
-        while True:
-            self._poll_cancel()
-            has_ended = sequence.has_ended  # before its pieces are looked at: there come no more
-            with self._changing:
-                if self.is_closed or self._is_cancelled:
-                    raise StopIteration
-                if sequence.num_read < len(sequence.pieces):
-                    piece = sequence.pieces[sequence.num_read]
-                    sequence.num_read += 1
-                    return piece
-                if has_ended:
-                    raise StopIteration
-            self._engine.advance(sequence)
-            self._show_prefill()
+    async def result(self) -> GenerationResult:
+        """Return the whole answer. Runs to the end first, also after a `break`; after `close` or `cancel` it is what
+        was read.
+        """
+        async with _Reading(self):
+            answer = await self._begun(only_end=True)
+            mailbox = answer.mailbox
+            answer.poll_cancel()
+            if not mailbox.only_end and not mailbox.is_closed:
+                mailbox.skip_to_end()
+                answer.loop.watch(answer.sequence, is_streamed=False)
+            await mailbox.wait_for_end_or_close()
+            answer.poll_cancel()
+            mailbox.take()
+            await mailbox.wait_for_end_as_task()
+            answer.settle()
+            return answer.sequence.result()
 
-    def _poll_cancel(self) -> None:
-        event = self._sequence.request.cancel
-        if event is not None and event.is_set():
-            self.cancel()
+    def _take_up(self, answer: OpenAnswer) -> None:
+        self._answer = answer
+        weakref.finalize(self, answer.cancel).atexit = False
 
-    def _show_prefill(self) -> None:
-        sequence = self._sequence
-        if self._on_prefill is None or sequence.pieces or sequence.is_finished:
-            return
-        if sequence.num_computed > self._num_shown:
-            self._num_shown = sequence.num_computed
-            self._on_prefill(self._num_shown, sequence.num_prompt_tokens)
+    async def _begun(self, *, only_end: bool = False) -> OpenAnswer:
+        if self._answer is None:
+            self._take_up(self._open(await self._prepare()))
+        assert self._answer is not None
+        if self._is_cancelled:
+            self._answer.cancel()
+        else:
+            self._answer.begin(only_end=only_end)
+        return self._answer
 
-    def _end(self) -> None:
-        """Cut the answer to what was read. Inside a step of this thread, leave that to a later call."""
-        if self._engine.is_stepping_here:
-            return
-        with self._changing:
-            if self._on_end is None or self._is_ending:
-                return
-            try:
-                self._is_ending = True
-                self._engine.cancel(self._sequence)
-                self._sequence.keep(self._sequence.num_read)
-                self._on_end()
-                self._on_end = None
-            finally:
-                self._is_ending = False
+    async def _take(self, most: int | None) -> list[Piece]:
+        async with _Reading(self):
+            answer = await self._begun()
+            mailbox = answer.mailbox
+            while True:
+                answer.poll_cancel()
+                has_ended = mailbox.has_ended  # before the pieces are looked at: after it no more come
+                if found := mailbox.take(most):
+                    return found
+                if has_ended or mailbox.is_closed:
+                    return []
+                await mailbox.wait_as_task()
+
+
+@final
+class _Reading:
+    """One task reads a stream at a time. If it is cancelled or fails, the answer ends."""
+
+    def __init__(self, stream: AsyncStream) -> None:
+        self._stream = stream
+
+    async def __aenter__(self) -> None:
+        if self._stream._is_read:
+            raise InvalidRequestError("another task is reading the stream: one reads at a time")
+        self._stream._is_read = True
+
+    async def __aexit__(self, kind: object, *rest: object) -> None:
+        self._stream._is_read = False
+        if kind is not None:
+            self._stream.cancel()

@@ -1,6 +1,6 @@
 """The logits of a text, and how one token of an answer was sampled from them, stage by stage."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import final
 
@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infer.engine.async_stream import Check
 from infer.engine.embedding import step_tokens
 from infer.engine.host import Host
 from infer.engine.lease import Lease
@@ -28,14 +27,18 @@ from infer.sampling.trace import sample_trace
 from infer.sampling_params import MAX_LOGPROBS, SamplingParams
 
 
-@torch.inference_mode()
-def logits_of(host: Host, prompt: Prompt, last: int | None) -> Float[Tensor, "tokens vocab"]:
-    """float32 logits after every token, or after the last few."""
-    token_ids = check_prompt(host.model, host.tokenizer, host.encode(prompt), room=0)
+def logits_of(
+    host: Host, token_ids: Sequence[int], last: int | None
+) -> Generator[None, None, Float[Tensor, "tokens vocab"]]:
+    """Return the float32 logits after every token, or after the last few. Work for the loop."""
     first = 0 if last is None else max(len(token_ids) - last, 0)
+    found = list[Tensor]()
     if not host.runner.has_whole_slots:  # ranks share it out, and take part in what its runner does
-        return torch.cat(list(logits_beside(host, token_ids, first, lambda: None)))
-    model, found = host.model, list[Tensor]()
+        for logits in logits_beside(host, token_ids, first):
+            found += [] if logits is None else [logits]
+            yield
+        return torch.cat(found)
+    model = host.model
     cache = make_cache(model, len(token_ids), settings=host.settings.cache)
     cache.set_rope(0, is_long=model.is_long(len(token_ids)))
     for start in range(0, len(token_ids), MAX_STEP_TOKENS):
@@ -44,54 +47,64 @@ def logits_of(host: Host, prompt: Prompt, last: int | None) -> Float[Tensor, "to
         cache.reserve(0, len(chunk))
         found.append(model.forward(Step.of(chunk, start, logit_indices=indices).to(model.device), cache))
         cache.commit(0, len(chunk))
+        yield
     return torch.cat(found)
 
 
-def logits_beside(
-    host: Host, token_ids: Sequence[int], first: int, check: Check
-) -> Iterator[Float[Tensor, "tokens vocab"]]:
-    """float32 logits after each token from index `first` on, at most 64 of them at a time: computed at a slot of the
-    engine, between its steps. What others took of it meanwhile is computed again. `check` is called before each turn.
+def logits_beside(host: Host, token_ids: Sequence[int], first: int) -> Iterator[Float[Tensor, "tokens vocab"] | None]:
+    """Yield the float32 logits after each token from index `first` on, at most 64 of them at a time: computed at a slot
+    of the engine, a chunk at each `next`. None after a chunk before `first`, and while tokens are computed again, as
+    others took the slot. Each time that they do, that goes twice as fast, so there is progress whatever they do.
     """
-    runner, lease, done = host.runner, Lease(), 0
+    runner, lease = host.runner, Lease()
+    num_done = num_held = num_losses = 0  # tokens that gave their logits; tokens at the slot; how often it was taken
 
     def compute(slot: int) -> Tensor | None:
-        runner.choose_rope(slot, len(token_ids))
-        if runner.lengths[slot] != done:
+        nonlocal num_done, num_held, num_losses
+        if runner.lengths[slot] != num_held:
             runner.truncate(slot, 0)
-            runner.extend(slot, token_ids[:done])
-        logits = None
-        if num_logits > 0:
-            logits = runner.append(slot, chunk, num_logits)
-        else:
-            runner.extend(slot, chunk)
-        lease.token_ids = list(token_ids[: done + len(chunk)])
+            num_held, num_losses = 0, num_losses + 1
+        runner.choose_rope(slot, len(token_ids))
+        most, logits = step_tokens(host), None
+        if again := token_ids[num_held:num_done][: most << num_losses]:
+            runner.extend(slot, again)
+            num_held += len(again)
+        if num_held == num_done:
+            chunk = token_ids[num_held : num_held + min(most, MAX_STEP_LOGITS)]
+            num_logits = min(len(chunk), num_held + len(chunk) - first)
+            if num_logits > 0:
+                logits = runner.append(slot, chunk, num_logits)
+            else:
+                runner.extend(slot, chunk)
+            num_held = num_done = num_held + len(chunk)
+        lease.token_ids = list(token_ids[:num_held])
         return logits
 
-    while done < len(token_ids):
-        check()
-        chunk = token_ids[done : done + min(step_tokens(host), MAX_STEP_LOGITS)]
-        num_logits = min(len(chunk), done + len(chunk) - first)
-        logits = host.engine.change(lease, compute)
-        done += len(chunk)
-        if logits is not None:
-            yield logits
+    while num_done < len(token_ids):
+        yield host.engine.change(lease, compute)
 
 
-@torch.inference_mode()
-def score_prompt(host: Host, prompt: Prompt, num_top: int, check: Check = lambda: None) -> list[TokenLogprob | None]:
-    """How likely each token is after those before it, by the raw logits; None for the first."""
-    check_count("num", num_top, 0, MAX_LOGPROBS)
-    token_ids = check_prompt(host.model, host.tokenizer, host.encode(prompt), room=0)
+def score_prompt(
+    host: Host, token_ids: Sequence[int], num_top: int
+) -> Generator[None, None, list[TokenLogprob | None]]:
+    """Return how likely each token is after those before it, by the raw logits; None for the first. For the loop."""
     found: list[TokenLogprob | None] = [None]
-    with host.model.backend.threads():
-        for logits in logits_beside(host, token_ids, 0, check):
-            logits[:, host.vocab_size :] = -torch.inf
-            next_ids = token_ids[len(found) : len(found) + len(logits)]
-            following = torch.tensor(next_ids, dtype=torch.int64, device=logits.device)
-            scored = Sampled(following, *log_probabilities(logits[: len(following)], following, num_top))
-            found += [scored.logprob_of(index, num_top) for index in range(len(following))]
+    for logits in logits_beside(host, token_ids, 0):
+        yield
+        if logits is None:
+            continue
+        logits[:, host.vocab_size :] = -torch.inf
+        next_ids = token_ids[len(found) : len(found) + len(logits)]
+        following = torch.tensor(next_ids, dtype=torch.int64, device=logits.device)
+        scored = Sampled(following, *log_probabilities(logits[: len(following)], following, num_top))
+        found += [scored.logprob_of(index, num_top) for index in range(len(following))]
     return found
+
+
+def ids_to_score(host: Host, prompt: Prompt, num_top: int = 0) -> list[int]:
+    """Return the ids of a prompt without an answer. Raises InvalidRequestError."""
+    check_count("num", num_top, 0, MAX_LOGPROBS)
+    return check_prompt(host.model, host.tokenizer, host.encode(prompt), room=0)
 
 
 def trace_token(
@@ -121,7 +134,8 @@ def trace_token(
             f"step must be at most {len(result.token_ids)}, where the answer ends ({why}), got {step}"
         )
     request = replace(sequence.request, params=replace(params, seed=result.seed))
-    (found,) = trace_answer(host, request, result.token_ids, first=step, num_candidates=num_candidates)
+    work = trace_answer(host, request, result.token_ids, first=step, num_candidates=num_candidates)
+    (found,) = host.loop.call(work).get()
     context = [*request.prompt_token_ids, *result.token_ids[: step - 1]]
     return replace(found, text_before=host.tokenizer.decode(context, skip_special_tokens=False))
 
@@ -132,7 +146,6 @@ def check_traceable(host: Host) -> None:
         raise InvalidRequestError("a trace has logits of the whole text, of which snapkv keeps a part: load without it")
 
 
-@torch.inference_mode()
 def trace_answer(
     host: Host,
     request: Request,
@@ -142,33 +155,32 @@ def trace_answer(
     last: int | None = None,
     num_candidates: int,
     is_given: bool = False,
-    check: Check = lambda: None,
-) -> list[SampleTrace]:
-    """How each token of an answer was sampled, from the one of step `first` to `last`, by default the last one.
+) -> Generator[None, None, list[SampleTrace]]:
+    """Return how each token of an answer was sampled, from the one of step `first` to `last`, by default the last one.
 
-    Where it `is_given`, tokens may be others than the sampler's. `check` is called between them and may raise.
+    Where it `is_given`, tokens may be others than the sampler's. Work for the loop, a token at a time.
     """
     num_prompt_tokens = len(request.prompt_token_ids)
     context, place = [*request.prompt_token_ids, *answer[:last]], num_prompt_tokens + first - 1
     found, masks = list[SampleTrace](), _Masks(host, request, answer[: first - 1])
-    with host.model.backend.threads():
-        for logits in logits_beside(host, context[:-1], place - 1, check):
-            for row in logits:
-                check()
-                trace = sample_trace(
-                    row[: host.vocab_size],
-                    request.params,
-                    context[:place],
-                    num_prompt_tokens=num_prompt_tokens,
-                    eos_token_ids=host.tokenizer.eos_token_ids,
-                    num_candidates=num_candidates,
-                    allowed=masks.next(context[place]),
-                    shown_id=context[place],
-                )
-                if trace.token_id != context[place] and not is_given:
-                    raise InferError(f"the trace ends in token {trace.token_id}, the answer in {context[place]}")
-                found.append(_spelled(trace, host.tokenizer.token_bytes))
-                place += 1
+    for logits in logits_beside(host, context[:-1], place - 1):
+        yield
+        for row in () if logits is None else logits:
+            trace = sample_trace(
+                row[: host.vocab_size],
+                request.params,
+                context[:place],
+                num_prompt_tokens=num_prompt_tokens,
+                eos_token_ids=host.tokenizer.eos_token_ids,
+                num_candidates=num_candidates,
+                allowed=masks.next(context[place]),
+                shown_id=context[place],
+            )
+            if trace.token_id != context[place] and not is_given:
+                raise InferError(f"the trace ends in token {trace.token_id}, the answer in {context[place]}")
+            found.append(_spelled(trace, host.tokenizer.token_bytes))
+            place += 1
+            yield
     return found
 
 

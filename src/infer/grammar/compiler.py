@@ -4,6 +4,7 @@ Whatever a grammar is, it is compiled within its budget or refused with one Inva
 """
 
 import importlib.util
+import threading
 import warnings
 from collections.abc import Callable, Hashable
 from hashlib import blake2b
@@ -20,7 +21,6 @@ from infer.grammar.reading import pointed
 from infer.grammar.trial import try_grammar
 from infer.grammar.vocabulary import Vocabulary
 from infer.grammar.xgrammar import XgrammarBackend
-from infer.system.locks import long_lock
 from infer.system.sized_cache import SizedCache
 from infer.tokenizer import Tokenizer
 
@@ -48,7 +48,7 @@ class Compiler:
         self.backend = backend
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._lock = long_lock()  # guards what is below
+        self._lock = threading.RLock()  # guards what is below
         self._loaded: tuple[Backend, Vocabulary] | None = None
         self._compiled = SizedCache[_Compiled](MAX_COMPILED_BYTES)
 

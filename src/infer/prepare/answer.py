@@ -5,6 +5,7 @@ part of a schema.
 """
 
 import json
+import threading
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +17,6 @@ from infer.grammar.compiler import Compiler
 from infer.grammar.grammar import Grammar
 from infer.grammar.trial import ask_trial
 from infer.prepare.answer_text import format_to_json
-from infer.system.locks import short_lock
 from infer.system.sized_cache import SizedCache
 from infer.toolcalls.answer_format import AnswerFormat
 from infer.toolcalls.loosening import anything_for
@@ -46,7 +46,7 @@ class AnswerGrammars:
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
-        self._lock = short_lock()  # guards what is below
+        self._lock = threading.RLock()  # guards what is below
         self._kept = SizedCache[_Prepared](MAX_PREPARED_BYTES)
 
     def prepare(self, form: AnswerFormat, answer: Grammar | None) -> PreparedAnswer:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import final
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -42,34 +41,36 @@ class HiddenStates:
         self._cache.truncate(0, 0)
         return captured
 
-    @torch.inference_mode()
     def of(
         self, texts: Sequence[Sequence[int]], num_step_tokens: Callable[[], int]
-    ) -> Iterator[tuple[int, Float[Tensor, "tokens hidden"]]]:
-        """Of texts that one step could take, or of one of any length, step after step: which text, and its next
-        tokens' float32 states. `num_step_tokens` is asked before each step.
+    ) -> Iterator[list[tuple[int, Float[Tensor, "tokens hidden"]]]]:
+        """Compute texts that one step could take, or one of any length, step after step.
+
+        Yields of each step which texts it had, and their next tokens' float32 states. `num_step_tokens` is asked before
+        each step. A call that is left takes its slots with it: only one may go on.
         """
-        done = [0] * len(texts)
+        done, cache = [0] * len(texts), self._cache
         for row, text in enumerate(texts):
-            self._cache.truncate(row, 0)  # of what a call left that was ended
-            self._cache.set_rope(row, is_long=self._model.is_long(len(text)))
+            cache.truncate(row, 0)  # of what a call left that was ended
+            cache.set_rope(row, is_long=self._model.is_long(len(text)))
         while any(start < len(text) for start, text in zip(done, texts, strict=True)):
             room, chunks = num_step_tokens(), list[Chunk]()
             for row, text in enumerate(texts):
                 taken = text[done[row] : done[row] + room]
                 room -= len(taken)
                 if taken:
-                    self._cache.reserve(row, len(taken))
+                    cache.reserve(row, len(taken))
                     chunks.append(Chunk(row, taken, num_drafts=len(taken) - 1))
             counts = [len(chunk.token_ids) for chunk in chunks]
             states = self._run(Step.of_chunks(chunks, [done[chunk.slot] for chunk in chunks]))
-            for (row, *_), count, end in zip(chunks, counts, accumulate(counts), strict=True):
-                self._cache.commit(row, count)
+            for (row, *_), count in zip(chunks, counts, strict=True):
+                cache.commit(row, count)
                 done[row] += count
-                yield row, states[end - count : end]
+            ends = accumulate(counts)
+            yield [(row, states[end - count : end]) for (row, *_), count, end in zip(chunks, counts, ends, strict=True)]
         for row in range(len(texts)):
-            self._cache.truncate(row, 0)
-        self._cache.give_back_free()
+            cache.truncate(row, 0)
+        cache.give_back_free()
 
     def _run(self, step: Step) -> Float[Tensor, "tokens hidden"]:
         if self._captured is None:

@@ -38,7 +38,7 @@ class Call:
     phase: str = "received"  # what it is about
     left_in: str = ""  # the phase in which the client went away
     warnings: list[str] = field(default_factory=list)  # about its body: the answer shows them
-    sequences: list[Any] = field(default_factory=list)  # `engine.sequence.Sequence`
+    streams: list[Any] = field(default_factory=list)  # `engine.stream.AsyncStream`
     is_forwarded: bool = False  # to the engine's process, which counts and logs it
     is_probe: bool = False  # a question of the process that clients talk to: neither counted nor logged
     is_noted: bool = False  # its stream notes its parts, for who may have to ask again
@@ -51,9 +51,14 @@ class Call:
     def shown_id(self) -> str:
         return self.client_id or self.id
 
-    def add(self, sequence: Any) -> None:
-        """One more answer, which the queue has taken."""
-        self.sequences.append(sequence)
+    @property
+    def sequences(self) -> list[Any]:
+        """The `engine.sequence.Sequence` of each answer."""
+        return [stream.sequence for stream in self.streams]
+
+    def add(self, stream: Any) -> None:
+        """Note one more answer, which the queue has taken."""
+        self.streams.append(stream)
         self.phase = "answering"
         if self.entry is not None:
             self.entry.submit()
@@ -63,15 +68,15 @@ class Call:
         self.left_in = self.phase
 
     def cancel(self) -> None:
-        """Its answers end."""
-        for sequence in self.sequences:
-            sequence.cancel()
+        """End its answers."""
+        for stream in self.streams:
+            stream.cancel()
 
     def cancel_waiting(self) -> None:
-        """Its answers that have not begun end."""
-        for sequence in self.sequences:
-            if not (sequence.has_slot or sequence.pieces):
-                sequence.cancel()
+        """End its answers that have not begun."""
+        for stream in self.streams:
+            if not (stream.sequence.has_slot or stream.sequence.pieces):
+                stream.cancel()
 
 
 def call_of(connection: HTTPConnection) -> Call:

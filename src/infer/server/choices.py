@@ -206,7 +206,7 @@ class Choices:
         if index not in self._has_begun:
             self._has_begun.add(index)
             await self._streams[index].begin()
-            self._call.add(self._streams[index].sequence)
+            self._call.add(self._streams[index])
 
     async def _results_of(self, first: int) -> list[GenerationResult]:
         """Of the prompt whose first choice this is."""

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -50,7 +51,8 @@ def seen_by(tenant: str, snapshot: Json) -> Json:
 async def _snapshots(state: ServerState, tenant: str, seconds: float) -> AsyncGenerator[bytes, None]:
     last: tuple[Any, ...] | None = None
     while True:
-        snapshot = await state.snapshots.latest(state.llm().host.engine.snapshot)
+        host = state.llm().host
+        snapshot = await state.snapshots.latest(partial(host.answers.run, host.engine.snapshot))
         what_counts = snapshot.num_steps, len(snapshot.sequences), snapshot.pools
         if what_counts != last:
             last = what_counts

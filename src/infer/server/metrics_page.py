@@ -1,6 +1,5 @@
 """`/metrics`: what was counted, and what the engine is doing now, in Prometheus' text format."""
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ _TYPE = "text/plain; version=0.0.4; charset=utf-8"
 async def read_metrics(request: Request, state: ServerState) -> Response:
     found = list(state.metrics.families())
     if (llm := state.loaded) is not None:
-        found += _engine_families(await asyncio.to_thread(llm.host.engine.snapshot))
+        found += _engine_families(await llm.host.answers.run(llm.host.engine.snapshot))
         found += _settings_families(llm.host)
     return metrics_response(text_of(found))
 

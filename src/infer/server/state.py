@@ -110,8 +110,7 @@ class ServerState:
 
     def _apply_limits(self) -> None:
         if self._llm is not None:
-            engine = self._llm.host.engine
-            engine.max_running, engine.scheduler.gap_seconds = self.settings.slots, self.settings.step_ms / 1000
+            self._llm.host.limit(self.settings.slots, self.settings.step_ms / 1000)
 
     def drain(self) -> None:
         """Take no more requests: what runs goes on, what waits is refused."""
@@ -126,7 +125,7 @@ class ServerState:
 
     @property
     def has_engine_failed(self) -> bool:
-        return (host := self._host) is not None and host.service.failure is not None
+        return (host := self._host) is not None and host.loop.failure is not None
 
     @property
     def has_answers(self) -> bool:
@@ -144,7 +143,7 @@ class ServerState:
                 self.fail(InferError("the model was closed"))
             return
         self.metrics.count_steps(_taken(host.engine.scheduler.taken))
-        if (failure := host.service.failure) is not None and self.phase != "failed":
+        if (failure := host.loop.failure) is not None and self.phase != "failed":
             self.fail(InferError(f"the engine has failed: {type(failure).__name__}"))
 
     @property
@@ -152,7 +151,7 @@ class ServerState:
         """When the step began that is under way, if one is."""
         if (host := self._host) is None:
             return None
-        beat = host.service.heartbeat
+        beat = host.loop.heartbeat
         return beat.seconds if beat.is_stepping else None
 
     @property

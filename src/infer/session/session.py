@@ -3,11 +3,12 @@
 Two lists of ids: the conversation's, and what the cache holds; a turn keeps what its prompt and the cache share. So
 whatever was done before, an answer is the one that a fresh model gives for the same ids.
 
-A signal's exception may come between any two lines. The conversation is replaced whole, what the cache holds is dropped
-where a change of it was left midway, and a call has ended as soon as its `finally` begins: the next call works.
+A signal's exception may come between any two lines. The conversation is replaced whole, the cache is changed by the
+engine's loop alone, and a call has ended as soon as its `finally` begins: the next call works.
 """
 
 import copy
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from infer.engine.prompt_ids import Message, prompt_ids
 from infer.engine.request import check_prompt
 from infer.engine.request_options import RequestKeywords, RequestOptions, check_callback, split_options
 from infer.engine.sequence import Sequence as Answering
-from infer.engine.stream import OnPrefill, OnToken, Reading, Stream
+from infer.engine.stream import OnPrefill, OnToken, OpenAnswer, Stream
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult
 from infer.runner.closing import closed
@@ -32,7 +33,6 @@ from infer.session.session_cache import SessionCache, Tensors
 from infer.session.session_file import read_session, write_session
 from infer.session.spelling import keep_spelling
 from infer.session.transcript import Transcript, copied
-from infer.system.locks import long_lock
 from infer.toolcalls.tools import ToolLike, read_tools
 
 _Arguments = ParamSpec("_Arguments")
@@ -71,12 +71,11 @@ class Session:
         self._opened_host: Host | None = host
         self._transcript = transcript
         self._cache = SessionCache(host)
-        self._entering = long_lock()
+        self._entering = threading.RLock()  # held for moments: a signal's handler may come here again
         self._caller: object | None = None  # the call, or the answer of the stream, that has the session to itself
-        self._last: _Begun | None = None
+        self._last: OpenAnswer | None = None
         self._is_closed = False
         weakref.finalize(self, self._cache.give_back).atexit = False
-        host.open.add(self, Session.close)
 
     def __enter__(self) -> Self:
         return self
@@ -88,7 +87,8 @@ class Session:
         raise TypeError("a session cannot be copied or pickled: fork() copies it, save() writes it to a file")
 
     def __repr__(self) -> str:
-        transcript, state = self._transcript, ", closed" if self._is_closed else ""
+        transcript, host = self._transcript, self._opened_host
+        state = ", closed" if self._is_closed or host is None or not host.loop.is_open else ""
         return f"Session({len(transcript.messages)} messages, {len(transcript.token_ids)} tokens{state})"
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class Session:
         """
         self._is_closed = True
         if self._last is not None:
-            self._last.reading.close()
+            self._last.close()
         if self._caller is None:
             self._end_if_closed()
 
@@ -111,15 +111,18 @@ class Session:
     @property
     def token_ids(self) -> list[int]:
         """All messages, in the template's own form."""
+        self._end_left()
         return list(self._transcript.token_ids)
 
     @property
     def messages(self) -> list[dict[str, Any]]:
+        self._end_left()
         return copy.deepcopy(self._transcript.messages)
 
     @property
     def num_cached_tokens(self) -> int:
         """How many of `token_ids` a next turn need not run again."""
+        self._end_left()
         return common_length(self._cache.token_ids, self._transcript.token_ids)
 
     def send(
@@ -268,15 +271,19 @@ class Session:
 
     def _enter(self, caller: object) -> None:
         """The session is the caller's now. Raises InvalidRequestError where it is another's, and ClosedError."""
-        last = self._last
-        if last is not None and (last.reading.is_closed or last.stream() is None):
-            last.reading.close()  # an exception may have left its end undone
+        self._end_left()
         with self._entering:
-            if self._is_closed:
+            if self._is_closed or not self._host.loop.is_open:
                 raise closed("session")
+            self._host.loop.check_open()
             if self._caller is not None:
                 raise InvalidRequestError("the session is answering: read its stream to the end, or close it")
             self._caller = caller
+
+    def _end_left(self) -> None:
+        """Settle an answer whose stream was dropped, or left by an exception."""
+        if self._last is not None and self._last.is_closed:
+            self._last.close()
 
     def _end_if_closed(self) -> None:
         """Asked by each caller that leaves and by `close`: the later of the two finds both done."""
@@ -305,11 +312,9 @@ class Session:
             self._enter(caller)
             messages = ask(self._transcript)
             answer = self._prepare(messages, self._host.sampled_by(messages or (), params, sampling), options)
-            engine = self._host.engine
-            sequence = engine.submit(answer.sequence, self._cache.lease)
-            stream = Stream(engine, sequence, on_prefill=on_prefill, on_end=partial(self._settle, answer))
-            self._last = _Begun(weakref.ref(stream), stream.reading)
-            self._caller = answer
+            on_end = partial(self._settle, answer)
+            stream = self._host.stream(answer.sequence, on_prefill, self._cache.lease, on_end)
+            self._last, self._caller = stream.answer, answer
             return stream
         finally:
             if self._caller is caller:
@@ -364,13 +369,6 @@ def begin_session(
     if (messages or template) and tokenizer.chat_template is None:
         raise InvalidRequestError("the model has no chat template: use append() and generate() with plain text")
     return Session(host, Transcript(messages=messages, template=template, num_given=len(messages)))
-
-
-@final
-@dataclass(frozen=True)
-class _Begun:
-    stream: weakref.ref[Stream]  # None once it was dropped
-    reading: Reading
 
 
 @final

@@ -10,8 +10,10 @@ from typing import final
 
 from torch import Tensor
 
+from infer.engine.embedding import step_tokens
 from infer.engine.host import Host
 from infer.engine.lease import Lease, common_length
+from infer.engine.messages import Work
 from infer.errors import InferError, OutOfPagesError
 from infer.runner.closing import closed
 
@@ -57,23 +59,31 @@ class SessionCache:
         """Forget all but what these ids begin with: how many are left. Where the cache has forgotten what the next
         token must see, nothing is.
         """
-        return self._host.engine.change(self.lease, partial(self._keep_common, token_ids))
+        return self._host.change(self.lease, partial(self._keep_common, token_ids))
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Hold exactly these ids: what is missing is run."""
+        """Hold exactly these ids: what is missing is run, a chunk between two steps."""
+        self._host.loop.call(self._extending(token_ids)).get()
 
-        def extend(slot: int) -> None:
+    def _extending(self, token_ids: Sequence[int]) -> Work[None]:
+        host, lease = self._host, self.lease
+
+        def extend(slot: int) -> int:
+            runner = host.runner
             self._keep_common(token_ids, slot)
-            self._host.runner.choose_rope(slot, len(token_ids))
-            self.lease.token_ids = []
+            runner.choose_rope(slot, len(token_ids))
+            start = runner.lengths[slot]
+            lease.token_ids = []
             try:
-                self._host.runner.extend(slot, token_ids[self._host.runner.lengths[slot] :])
+                runner.extend(slot, token_ids[start : start + step_tokens(host)])
             except OutOfPagesError:
-                self.lease.token_ids = list(token_ids[: self._host.runner.lengths[slot]])
+                lease.token_ids = list(token_ids[: runner.lengths[slot]])
                 raise
-            self.lease.token_ids = list(token_ids)
+            lease.token_ids = list(token_ids[: runner.lengths[slot]])
+            return len(lease.token_ids)
 
-        self._host.engine.change(self.lease, extend)
+        while host.engine.change(lease, extend) < len(token_ids):
+            yield
 
     def copy_of(self, other: "SessionCache") -> None:
         """Both share what is stored until one of them writes."""
@@ -84,7 +94,7 @@ class SessionCache:
                 self._host.runner.copy_slot(slot, source.slot)
                 self.lease.token_ids = list(source.token_ids)
 
-        self._host.engine.change(self.lease, copy)
+        self._host.change(self.lease, copy)
 
     def export(self, token_ids: Sequence[int], write: Callable[[int, Tensors], None]) -> None:
         """Call `write(number, tensors)` with the keys and values of the first `number` of these ids.
@@ -100,7 +110,7 @@ class SessionCache:
                 lease.token_ids = []
             return lease.token_ids
 
-        held = self._host.engine.change(lease, keep)
+        held = self._host.change(lease, keep)
         if self._host.runner.has_whole_slots:
             with suppress(_TakenAwayError):
                 return write(len(held), partial(self._copies, held))
@@ -108,7 +118,7 @@ class SessionCache:
 
     def _copies(self, held: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
         """Copy what the slot holds, some of it between two steps. Raises _TakenAwayError."""
-        lease, engine, cache = self.lease, self._host.engine, self._host.runner.cache
+        lease, cache = self.lease, self._host.runner.cache
         rows: Iterator[tuple[str, Tensor]] | None = None
 
         def copy_some(slot: int) -> list[tuple[str, Tensor]]:
@@ -123,7 +133,7 @@ class SessionCache:
                 num_bytes += found[1].nbytes
             return copies
 
-        while copies := engine.change(lease, copy_some):
+        while copies := self._host.change(lease, copy_some):
             yield from copies
 
     def load(self, tensors: Mapping[str, Tensor], token_ids: Sequence[int]) -> None:
@@ -138,7 +148,7 @@ class SessionCache:
                 self._host.runner.truncate(slot, 0)
             self.lease.token_ids = list(token_ids[: self._host.runner.lengths[slot]])
 
-        self._host.engine.change(self.lease, load)
+        self._host.change(self.lease, load)
 
     def _keep_common(self, token_ids: Sequence[int], slot: int) -> int:
         lease = self.lease

@@ -18,9 +18,9 @@ import tokenizers
 
 from infer.errors import InferError, InvalidRequestError, ModelFormatError
 from infer.system.json_file import read_whole
-from infer.system.signals import raised_by_handler
 
 MAX_BYTES = 128 << 20
+_OF_TOKENIZERS = {Exception, ValueError}  # the classes that tokenizers raises
 MAX_TOKENS = 1_000_000  # the largest vocabulary that we know of has 262,144
 
 _MAX_SHORT = 2_000  # characters
@@ -92,8 +92,8 @@ def _panics_as(make_error: Callable[[str], InferError]) -> Iterator[None]:
         yield
     except InferError:
         raise
-    except Exception as error:  # tokenizers raises the bare class
-        if raised_by_handler(error):
+    except Exception as error:
+        if type(error) not in _OF_TOKENIZERS:  # such as one that a signal's handler raised
             raise
         raise make_error(_one_line(error)) from error
     except BaseException as error:

@@ -13,7 +13,6 @@ import numpy.typing as npt
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 from infer.errors import ModelFormatError, UnsupportedModelError
-from infer.system.signals import raised_by_handler
 from infer.tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer, pre_tokenizer_named
 from infer.tokenizer.value_checks import check_metadata
 
@@ -257,7 +256,7 @@ def _make_bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]], **optio
     try:
         return models.BPE(vocabulary, merges, **options)
     except Exception as error:  # tokenizers raises the bare class
-        if raised_by_handler(error):
+        if type(error) is not Exception:
             raise
         raise ModelFormatError("GGUF metadata", "tokenizer.ggml.merges", str(error)) from error
 

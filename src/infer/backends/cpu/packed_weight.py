@@ -1,6 +1,8 @@
 """A packed matrix as it is loaded, and the memory that packed matrices lie in."""
 
 import mmap
+import os
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +15,6 @@ from infer.backends.cpu.isa import instruction_set
 from infer.backends.cpu.layouts import LANES, Layout
 from infer.backends.host_memory import pages
 from infer.operands.weights import Weight
-from infer.system.locks import short_lock
 
 _CACHE_LINE = 64
 
@@ -72,9 +73,13 @@ class Pieces:
     """
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin a new piece. In a forked child, a thread that held the lock does not exist."""
         self._newest: Callable[[], mmap.mmap | None] = lambda: None
         self._taken = 0
-        self._taking = short_lock()
+        self._taking = threading.RLock()
 
     def take(self, num_bytes: int) -> Tensor:
         """Pages that are zero until they are written."""
@@ -89,6 +94,7 @@ class Pieces:
 
 
 _pieces = Pieces()
+os.register_at_fork(after_in_child=_pieces.forget)
 
 
 def allocate(num_bytes: int) -> Tensor:

@@ -1,29 +1,15 @@
 """How much stack a thread has that walks: kernels keep scratch there, 40 KB at most, and Python calls them."""
 
 import ctypes
-import os
 import sys
 import threading
 from contextlib import suppress
+from functools import cache
 
 from infer.errors import InferError
 
 _NEEDED_BYTES = 512 << 10
-_WORKER_BYTES = 2 << 20
 _ATTRIBUTE_BYTES = 256  # more than a pthread_attr_t of any system
-
-_starting = threading.RLock()  # the size of new stacks is the process's
-os.register_at_fork(before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_starting.release)
-
-
-def start_worker(worker: threading.Thread) -> None:
-    """Start it with a stack that suffices, whatever the program or the C library gives its threads."""
-    with _starting:
-        before = threading.stack_size(_WORKER_BYTES)
-        try:
-            worker.start()
-        finally:
-            threading.stack_size(before)
 
 
 def check_stack() -> None:
@@ -38,15 +24,21 @@ def check_stack() -> None:
 
 def stack_bytes() -> int | None:
     """Of the thread that calls; None where the system does not say."""
-    library = ctypes.CDLL(None)
+    library = _libc()
     this = ctypes.c_void_p(threading.get_ident())
     with suppress(AttributeError):
         if sys.platform == "darwin":
             library.pthread_get_stacksize_np.restype = ctypes.c_size_t
             return int(library.pthread_get_stacksize_np(this))
-        attributes, size = ctypes.create_string_buffer(_ATTRIBUTE_BYTES), ctypes.c_size_t()
+        attributes, size = (ctypes.c_char * _ATTRIBUTE_BYTES)(), ctypes.c_size_t()
         if library.pthread_getattr_np(this, attributes) == 0:
             is_known = library.pthread_attr_getstacksize(attributes, ctypes.byref(size)) == 0
             library.pthread_attr_destroy(attributes)
             return size.value if is_known else None
     return None
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    """Return what holds the functions of the C library: each thread that begins to walk asks it, and loads nothing."""
+    return ctypes.CDLL(None)

@@ -23,12 +23,13 @@ import numpy.typing as npt
 from infer.backends.cpu.compiled import compiled_address
 from infer.backends.cpu.pace import Choice, Outcome, Pace
 from infer.backends.cpu.records import FLAG, JOB, MAX_THREADS, WALK
-from infer.backends.cpu.stacks import check_stack, start_worker
+from infer.backends.cpu.stacks import check_stack
 from infer.backends.cpu.state import Words, fields_of
 from infer.backends.cpu.table import Walk
 from infer.errors import InferError
 from infer.system.cores import default_num_threads
 from infer.system.nodes import keep_on_node
+from infer.system.thread_start import start_thread
 
 _SPINS_AFTER_WALK = 3000  # pauses, 40 to 100 µs
 _LARGE_STEP = 16  # tokens; a larger one costs in proportion to them
@@ -150,7 +151,7 @@ class Team:
         worker = threading.Thread(target=self._work, args=(thread,), name=f"infer-{thread}", daemon=True)
         self._workers.append(worker)
         try:
-            start_worker(worker)
+            start_thread(worker)
         except (RuntimeError, MemoryError) as error:
             self.close()
             self._failure = (

@@ -1,0 +1,252 @@
+"""`Loop`: the one thread that steps an engine. Whatever others want of the engine reaches it as a message.
+
+Messages wait in an inbox until the step under way has ended: a sequence to answer, one to cancel, work that needs the
+engine for a moment (`call`). After each step the thread puts what it gave into the mailboxes of its readers. Signals
+reach the main thread only, so none can interrupt a step; Ctrl-C interrupts the wait for it.
+
+The thread holds no reference to the loop, so a loop that is dropped ends it.
+"""
+
+import atexit
+import os
+import threading
+import weakref
+from _thread import get_ident
+from collections.abc import Callable
+from contextvars import copy_context
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, TypeVar, final
+
+from infer.engine.engine import Engine
+from infer.engine.engine_thread import Heartbeat, Status, serve
+from infer.engine.lease import Lease
+from infer.engine.mailbox import Mailbox
+from infer.engine.messages import (
+    Backlog,
+    Call,
+    Cancel,
+    Close,
+    Continue,
+    Drain,
+    Drop,
+    Inbox,
+    Message,
+    Own,
+    Refill,
+    Reply,
+    Submit,
+    Watch,
+    Work,
+    once,
+    refuse_all,
+)
+from infer.engine.sequence import Sequence
+from infer.errors import ClosedError, EngineFailedError, InferError
+from infer.model.load import OnProgress
+from infer.runner.closing import closed
+from infer.system.thread_start import start_thread
+
+_Found = TypeVar("_Found")
+
+
+@final
+class Loop:
+    """For any thread, but not for one of a forked child: there every call raises ClosedError."""
+
+    def __init__(self) -> None:
+        """Start the thread. It has no engine before `own`."""
+        self._process = os.getpid()
+        self._inbox: Inbox = SimpleQueue()
+        self._engine: Engine | None = None
+        self._status = Status()
+        weakref.finalize(self, self._inbox.put, Close()).atexit = False
+        target = partial(serve, self._inbox, self._status)
+        self._thread = threading.Thread(target=target, name="infer-loop", daemon=True)
+        start_thread(self._thread, blocks_signals=True)
+        _living.add(self)
+        _threads.add(self._thread)
+
+    def own(self, engine: Engine) -> None:
+        """Give the thread its engine. From now on only the thread changes it."""
+        self._engine = engine
+        self._inbox.put(Own(engine))
+
+    # How it is
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences that are being answered."""
+        return self._status.num_sequences
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        return self._status.heartbeat
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The exception that ended the engine for good."""
+        return self._status.failure
+
+    @property
+    def is_open(self) -> bool:
+        """False after `close`."""
+        return self._status.refusal is not closed
+
+    @property
+    def is_current(self) -> bool:
+        """True on the loop's own thread, where finalizers may run."""
+        return get_ident() == self._thread.ident
+
+    @property
+    def can_be_awaited(self) -> bool:
+        """False on the loop's own thread and in a forked child, which would wait for ever."""
+        return not self.is_current and os.getpid() == self._process
+
+    def check_process(self) -> None:
+        """Raises ClosedError in a forked child."""
+        if os.getpid() != self._process:
+            raise ClosedError("the model belongs to the process that loaded it, not to its fork: load it again here")
+
+    def check_open(self) -> None:
+        """Raises ClosedError in a forked child, at the end of the program, and after `close`."""
+        self.check_process()
+        main = threading.main_thread()
+        if get_ident() == main.ident and not main.is_alive():  # as functions of `atexit` see it
+            raise ClosedError("the program is ending: nothing more is computed")
+        if not self.is_open:
+            raise closed()
+
+    def check_answer(self, sequence: Sequence) -> None:
+        """Raises EngineFailedError if the engine's failure ended a sequence."""
+        if self.failure is not None and sequence.finish_reason == "error":
+            raise EngineFailedError(sequence.error or "the engine has failed") from self.failure
+
+    # Sequences
+
+    def submit(self, sequence: Sequence, mailbox: Mailbox, lease: Lease | None = None) -> None:
+        """Answer a sequence, at its lease's slot if it has one. Raises InferError if the loop takes no more."""
+        self._check_taking()
+        mailbox.on_room = partial(self._inbox.put, Continue(sequence))
+        self._send(Submit(sequence, mailbox, lease))
+
+    def refill(self, backlog: Backlog) -> None:
+        """Answer the sequences of a backlog, to which some were added. Raises as `submit`."""
+        self._check_taking()
+        self._send(Refill(backlog))
+
+    def drop(self, backlog: Backlog) -> None:
+        """End the sequences of a backlog. Never blocks and never raises."""
+        self._send(Drop(backlog))
+
+    def cancel(self, sequence: Sequence, mailbox: Mailbox) -> None:
+        """End a sequence with the step under way; several steps in one end early. Never blocks and never raises.
+
+        A sequence that was not submitted ends, too, and can no longer be.
+        """
+        sequence.cancel()
+        self._send(Cancel(sequence, mailbox))
+
+    def watch(self, sequence: Sequence, *, is_streamed: bool) -> None:
+        """Say whether somebody reads the tokens of a sequence as they come."""
+        self._send(Watch(sequence, is_streamed))
+
+    # Calls
+
+    def call(self, work: Work[_Found], on_done: Callable[[], None] = lambda: None) -> Reply[_Found]:
+        """Run work on the loop's thread, up to its next `yield` between two steps. `on_done` is called there.
+
+        Work begins as soon as it comes. After its first `yield` it goes on when all that came before it has ended.
+
+        Raises ClosedError, and InferError on the loop's own thread, which cannot wait for itself.
+        """
+        self.check_open()
+        if self.is_current:
+            raise InferError("the engine's own thread cannot wait for a call: a callback or finalizer must not ask")
+        reply = Reply[_Found](on_done)
+        self._send(Call(work, reply))
+        return reply
+
+    def run(self, function: Callable[..., _Found], *arguments: Any) -> _Found:
+        """Return `function(*arguments)`, called on the loop's thread between two steps, with the context variables of
+        the caller. Raises as `call`.
+        """
+        context = copy_context()
+        return self.call(once(lambda: context.run(function, *arguments))).get()
+
+    def load(self, load: Callable[[OnProgress], _Found], on_progress: OnProgress | None) -> _Found:
+        """Return `load(show)`, called on the loop's thread. Where an exception interrupts the wait, such as Ctrl-C, it
+        ends when it next calls `show`, which calls `on_progress`.
+        """
+        is_left = threading.Event()
+
+        def show(num_done: int, num_all: int) -> None:
+            if is_left.is_set():
+                raise InferError("nobody waits for the model any more")
+            if on_progress is not None:
+                on_progress(num_done, num_all)
+
+        try:
+            return self.run(load, show)
+        finally:
+            is_left.set()
+
+    # Its end
+
+    def drain(self, timeout_seconds: float | None = None) -> bool:
+        """Refuse what is submitted from now on, and wait until all sequences have ended; False if they have not."""
+        self._status.refusal = self._status.refusal or _drained
+        reply = Reply[None]()
+        self._send(Drain(reply))
+        return reply.wait(timeout_seconds)
+
+    def close(self) -> None:
+        """End all sequences as cancelled, free the engine, and end the thread. Again does nothing."""
+        if os.getpid() != self._process:
+            return
+        self._status.refusal = closed
+        self._send(Close())
+        if not self.is_current:
+            self._thread.join()
+
+    def _check_taking(self) -> None:
+        self.check_open()
+        if self.is_current:
+            raise InferError("the engine's own thread cannot wait for an answer: a callback or finalizer must not ask")
+        if (refusal := self._status.refusal) is not None:
+            raise refusal()
+
+    def _send(self, message: Message) -> None:
+        self._inbox.put(message)
+        if self._engine is not None and self._is_urgent(message, self._engine):
+            self._engine.interrupt()
+        if self._status.is_over:
+            refuse_all(self._inbox)
+
+    def _is_urgent(self, message: Message, engine: Engine) -> bool:
+        """Return whether a message ends several steps without a return to Python. A sequence that finds no slot does
+        not: it would wait all the same.
+        """
+        match message:
+            case Submit():
+                return self.num_sequences < engine.max_running
+            case Refill(backlog):
+                return backlog.num_running < backlog.most_running and self.num_sequences < engine.max_running
+        return not isinstance(message, Watch)
+
+
+def _drained() -> InferError:
+    return InferError("the service takes no more requests: it is shutting down")
+
+
+def _close_all() -> None:
+    """Let no thread be torn down while it computes, or frees a model whose loop was dropped."""
+    for loop in list(_living):
+        loop.close()
+    for thread in list(_threads):
+        thread.join()
+
+
+_living = weakref.WeakSet[Loop]()
+_threads = weakref.WeakSet[threading.Thread]()  # that run
+atexit.register(_close_all)

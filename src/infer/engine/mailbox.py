@@ -1,0 +1,209 @@
+"""`Mailbox`: the pieces of one answer, on their way from the loop's thread to their reader.
+
+The loop puts, one reader takes, anybody waits and closes. Nobody holds a lock while waiting: each thread that waits has
+a gate of its own, so a signal's handler or a finalizer may wait, or wake others, at any moment.
+"""
+
+import asyncio
+import math
+import time
+from _thread import LockType, allocate_lock
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import final
+
+from infer.outputs import Piece
+
+MAX_UNREAD = 256  # pieces: with more of them, the answer pauses until its reader has taken half
+
+
+@final
+class Waiters:
+    """Threads, and tasks of one event loop, that wait for something to arrive."""
+
+    def __init__(self, relay: "Relay | None" = None) -> None:
+        """`relay` is that of the event loop, if tasks are to wait."""
+        self.relay = relay
+        self._gates = deque[LockType]()
+        self._tasks = set[asyncio.Future[None]]()
+
+    def wait(self, is_due: Callable[[], bool], timeout_seconds: float | None = None) -> bool:
+        """Return True as soon as `is_due()` holds, which is looked at after each `notify`; False at the timeout."""
+        ends_at = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while not is_due():
+            gate = allocate_lock()
+            gate.acquire()
+            self._gates.append(gate)
+            left = ends_at - time.monotonic()
+            if not is_due() and not gate.acquire(timeout=-1 if left == math.inf else max(0.0, left)):
+                return is_due()
+        return True
+
+    async def wait_as_task(self, is_due: Callable[[], bool]) -> None:
+        """Return as soon as `is_due()` holds. For any number of tasks of the relay's event loop."""
+        assert self.relay is not None
+        while not is_due():
+            future = self.relay.event_loop.create_future()
+            self._tasks.add(future)
+            try:
+                await future
+            finally:
+                self._tasks.discard(future)
+
+    def notify(self) -> None:
+        """Wake the threads now, and the tasks with the relay's next call. For any thread."""
+        while self._gates:
+            try:
+                self._gates.popleft().release()
+            except IndexError:  # another thread notifies too
+                return
+        if self.relay is not None:
+            self.relay.note(self)
+
+    def wake_tasks(self) -> None:
+        """For the event loop of the relay."""
+        for future in self._tasks:
+            if not future.done():
+                future.set_result(None)
+
+
+@final
+class Relay:
+    """Wakes the tasks of one event loop, which is called once for all that arrived in a step."""
+
+    def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
+        self.event_loop = event_loop
+        self._arrived = deque[Waiters]()
+        self._is_called = False
+
+    def note(self, waiters: Waiters) -> None:
+        """Wake these with the next call."""
+        self._arrived.append(waiters)
+
+    def call(self) -> None:
+        """Raises RuntimeError if the event loop is closed."""
+        if self._arrived and (not self._is_called or self.event_loop.is_closed()):  # closed before it woke anybody
+            self._is_called = True
+            try:
+                self.event_loop.call_soon_threadsafe(self._wake)
+            except RuntimeError:
+                self._is_called = False
+                raise
+
+    def _wake(self) -> None:
+        self._is_called = False  # first: what arrives from now on calls again
+        while self._arrived:
+            self._arrived.popleft().wake_tasks()
+
+
+@final
+class Mailbox:
+    """One answer's pieces: `num_put` have come, `num_taken` its reader has got.
+
+    `only_end`: nobody reads the pieces as they come, so the reader is woken at the end alone, and nothing pauses.
+    `num_prefilled` counts the tokens of the prompt that are computed, for a reader that shows them.
+    """
+
+    def __init__(self, waiters: Waiters | None = None, *, only_end: bool = False, shows_prefill: bool = False) -> None:
+        """`waiters` may be those of several mailboxes with the same reader."""
+        self.only_end = only_end
+        self.num_put = self.num_taken = self.num_prefilled = 0
+        self.has_ended = self.is_closed = self.is_paused = False
+        self.on_room: Callable[[], None] = lambda: None  # called when a paused answer may continue
+        self._shows_prefill = shows_prefill
+        self._unread = deque[Piece]()
+        self._waiters = waiters or Waiters()
+
+    @property
+    def relay(self) -> Relay | None:
+        return self._waiters.relay
+
+    @property
+    def is_read(self) -> bool:
+        """True if the answer has ended, and its reader has all of it."""
+        return self.has_ended and not self._unread
+
+    # For the loop's thread
+
+    def put(self, pieces: Sequence[Piece], num_prefilled: int, *, has_ended: bool) -> None:
+        """Store what a step gave, and wake whoever waits for it."""
+        self._unread.extend(pieces)
+        self.num_put += len(pieces)
+        has_news = bool(pieces) and not self.only_end
+        if self._shows_prefill and num_prefilled > self.num_prefilled:
+            self.num_prefilled, has_news = num_prefilled, True
+        if has_ended:
+            self.has_ended = True
+        if has_news or has_ended:
+            self._waiters.notify()
+
+    def pause_if_full(self) -> bool:
+        """Return whether the answer must pause: its reader lags behind by `MAX_UNREAD` pieces."""
+        if self.only_end or len(self._unread) < MAX_UNREAD:
+            return False
+        self.is_paused = True
+        if self._has_room:  # the reader was quick, and has not seen that the answer pauses
+            self.is_paused = False
+        return self.is_paused
+
+    # For the reader
+
+    def take(self, most: int | None = None) -> list[Piece]:
+        """Return up to `most` pieces that have come; none after `close`."""
+        found, unread = list[Piece](), self._unread
+        while unread and not self.is_closed and (most is None or len(found) < most):
+            found.append(unread.popleft())
+            self.num_taken += 1
+        self._continue()
+        return found
+
+    def skip_to_end(self) -> None:
+        """Wait for the whole answer from now on: it pauses no more."""
+        self.only_end = True
+        self._continue()
+
+    def _continue(self) -> None:
+        if self.is_paused and self._has_room:
+            self.is_paused = False
+            self.on_room()
+
+    def wait(self, num_prefilled: int = 0) -> None:
+        """Return when there is something to take, more than `num_prefilled` tokens of the prompt are computed, or
+        nothing more comes. For a thread.
+        """
+        self._waiters.wait(lambda: self._is_due or self.num_prefilled > num_prefilled)
+
+    async def wait_as_task(self) -> None:
+        """Return when there is something to take or nothing more comes."""
+        await self._waiters.wait_as_task(lambda: self._is_due)
+
+    # For anybody
+
+    def close(self) -> None:
+        """Let the reader get nothing more."""
+        self.is_closed = True
+        if self.has_ended:  # whoever waited is awake
+            return
+        self._waiters.notify()
+        if self.relay is not None:
+            with suppress(RuntimeError):  # a closed event loop has no tasks that wait
+                self.relay.call()
+
+    def wait_for_end(self) -> None:
+        """Wait until the answer has ended. For any thread but the loop's."""
+        self._waiters.wait(lambda: self.has_ended)
+
+    async def wait_for_end_as_task(self) -> None:
+        await self._waiters.wait_as_task(lambda: self.has_ended)
+
+    async def wait_for_end_or_close(self) -> None:
+        await self._waiters.wait_as_task(lambda: self.has_ended or self.is_closed)
+
+    @property
+    def _is_due(self) -> bool:
+        return self.is_closed or self.has_ended or (bool(self._unread) and not self.only_end)
+
+    @property
+    def _has_room(self) -> bool:
+        return self.only_end or 2 * len(self._unread) <= MAX_UNREAD

@@ -1,0 +1,172 @@
+"""What reaches the thread that steps the engine: its messages, and the reply of a call."""
+
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, NamedTuple, TypeVar, final
+
+from infer.engine.engine import Engine
+from infer.engine.lease import Lease
+from infer.engine.mailbox import Mailbox, Waiters
+from infer.engine.sequence import Sequence
+from infer.runner.closing import closed
+
+_Found = TypeVar("_Found")
+Work = Generator[None, None, _Found]  # runs to its next `yield` between two steps
+
+
+@final
+class Reply(Generic[_Found]):
+    """The result of a call. For any thread; `cancel` is for its caller."""
+
+    def __init__(self, on_done: Callable[[], None] = lambda: None) -> None:
+        self._waiters, self._on_done = Waiters(), on_done
+        self._found: list[_Found] = []
+        self._error: BaseException | None = None
+        self.is_done = self.is_cancelled = False
+
+    def set(self, *found: _Found, error: BaseException | None = None) -> None:
+        self._found, self._error, self.is_done = list(found), error, True
+        self._waiters.notify()
+        self._on_done()
+
+    def get(self) -> _Found:
+        """Wait for the result. An exception that interrupts the wait, such as Ctrl-C, cancels the call."""
+        try:
+            self.wait()
+        except BaseException:
+            self.cancel()
+            raise
+        return self.found
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Wait until the call is done; False at the timeout."""
+        return self._waiters.wait(lambda: self.is_done, timeout_seconds)
+
+    def cancel(self) -> None:
+        """Let the work end at its next `yield`."""
+        self.is_cancelled = True
+
+    @property
+    def found(self) -> _Found:
+        """The result of a call that is done. Raises what its work raised."""
+        if self._error is not None:
+            raise self._error
+        return self._found[0]
+
+
+@final
+class Backlog:
+    """Sequences of one caller that enter one by one, as those before them end: the next is there before the next step.
+
+    The caller appends to `waiting`, and sends a `Refill` after it.
+    """
+
+    def __init__(self, most_running: int) -> None:
+        self.most_running, self.num_running = most_running, 0
+        self.waiting = deque[tuple[Sequence, Mailbox]]()
+
+    def end_waiting(self) -> None:
+        """End the sequences that have not entered."""
+        with suppress(IndexError):
+            while True:
+                end(*self.waiting.popleft())
+
+
+class Own(NamedTuple):
+    """The engine whose steps the thread runs from now on."""
+
+    engine: Engine
+
+
+class Submit(NamedTuple):
+    sequence: Sequence
+    mailbox: Mailbox
+    lease: Lease | None
+
+
+class Refill(NamedTuple):
+    """Sequences were added to a backlog."""
+
+    backlog: Backlog
+
+
+class Drop(NamedTuple):
+    """Nobody reads the answers of a backlog any more."""
+
+    backlog: Backlog
+
+
+class Cancel(NamedTuple):
+    sequence: Sequence
+    mailbox: Mailbox
+
+
+class Continue(NamedTuple):
+    """The reader of a paused answer has room again."""
+
+    sequence: Sequence
+
+
+class Watch(NamedTuple):
+    """Somebody reads the tokens as they come, or nobody does any more."""
+
+    sequence: Sequence
+    is_streamed: bool
+
+
+@dataclass(eq=False)
+class Call:
+    work: Work[Any]
+    reply: Reply[Any]
+    has_begun: bool = False
+
+
+class Drain(NamedTuple):
+    """Reply when all sequences have ended."""
+
+    reply: Reply[None]
+
+
+class Close(NamedTuple):
+    """End the sequences, and the thread."""
+
+
+Message = Own | Submit | Refill | Drop | Cancel | Continue | Watch | Call | Drain | Close
+Inbox = SimpleQueue[Message]
+
+
+def once(function: Callable[..., _Found], *arguments: Any) -> Work[_Found]:
+    """Make work of one call of a function."""
+    yield from ()
+    return function(*arguments)
+
+
+def end(sequence: Sequence, mailbox: Mailbox) -> None:
+    """End a sequence that never entered, and let its reader know. Again does nothing."""
+    if sequence.has_ended:
+        return
+    sequence.abort()
+    sequence.end()
+    mailbox.put([], 0, has_ended=True)
+    if mailbox.relay is not None:
+        with suppress(RuntimeError):  # its event loop is closed
+            mailbox.relay.call()
+
+
+def refuse_all(inbox: Inbox) -> None:
+    """Answer the messages that came too late. For any thread."""
+    with suppress(Empty):
+        while True:
+            match inbox.get_nowait():
+                case Submit(sequence, mailbox, _) | Cancel(sequence, mailbox):
+                    end(sequence, mailbox)
+                case Refill(backlog) | Drop(backlog):
+                    backlog.end_waiting()
+                case Call(work, reply):
+                    work.close()
+                    reply.set(error=closed())
+                case Drain(reply):
+                    reply.set(None)

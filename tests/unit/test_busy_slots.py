@@ -1,0 +1,200 @@
+"""Batches keep every slot busy and their multi-steps long, and a step that raises once costs nobody anything."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from infer.engine.batch import answer_all
+from infer.engine.engine import Engine
+from infer.engine.loop import Backlog, once
+from infer.engine.sequence import Sequence
+from infer.errors import ConstraintError
+from infer.grammar.base import Constraint
+from infer.kvcache.settings import CacheSettings
+from infer.runner.runner import CachedRunner
+from infer.sampling_params import SamplingParams
+from looping import loop_of, open_stream
+from path_cases import CONTEXT, Case, Outcome, Way, World, by_definition, make_sequence
+
+LONG = Case("long", tuple(b"abc abc"), SamplingParams(temperature=0, max_new_tokens=60, ignore_eos=True))
+SHORT = Case("short", tuple(b"cab"), SamplingParams(temperature=0.8, seed=3, max_new_tokens=4, ignore_eos=True))
+BOUND = Case("bound", tuple(b"abc ab"), SamplingParams(regex="[ab ]{30}", temperature=0.9, seed=1))
+NUM_SLOTS = 3
+CALLS = ("adopt", "truncate", "reserve", "sample", "multi_step", "commit", "remember")  # of the runner, in a step
+
+
+def make_engine(world: World, max_steps: int = 4) -> Engine:
+    settings = CacheSettings(page_tokens=16, reuse_prefixes=True)
+    runner = CachedRunner(world.model, CONTEXT, num_slots=NUM_SLOTS, settings=settings)
+    return Engine(runner, max_steps=max_steps)
+
+
+# Batches
+
+
+def test_a_slot_that_an_answer_frees_is_filled_before_the_next_step(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [5 + 7 * (number % 4) for number in range(20)]
+    cases = [replace(LONG, params=replace(LONG.params, max_new_tokens=length)) for length in lengths]
+    engine, backlogs, taken, counts = make_engine(world), list[Backlog](), list[Sequence](), list[int]()
+    step = engine.step
+
+    def make_backlog(most_running: int) -> Backlog:
+        backlogs.append(Backlog(most_running))
+        return backlogs[-1]
+
+    def step_when_filled() -> list[Sequence]:
+        """Before it, the caller has seen what has ended, and added as many."""
+        while len(backlogs[0].waiting) < NUM_SLOTS and len(taken) < len(cases):
+            time.sleep(0)
+        if backlogs[0].waiting:
+            counts.append(len(engine.sequences))
+        return step()
+
+    def sequences() -> Iterator[tuple[int, Sequence]]:
+        for number, case in enumerate(cases):
+            taken.append(make_sequence(world, case, Way()))
+            yield number, taken[-1]
+
+    monkeypatch.setattr("infer.engine.batch.Backlog", make_backlog)
+    monkeypatch.setattr(engine, "step", step_when_filled)
+    for ended in answer_all(loop_of(engine), sequences(), NUM_SLOTS):
+        assert Outcome.of(ended.result) == by_definition(world, cases[ended.number])
+    assert set(counts[1:]) == {NUM_SLOTS}, "but in the first, which begins before the caller has filled them"
+    assert len(counts) > 10
+
+
+def steps_of_a_batch(world: World, count: int, monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """Return how many steps the multi-steps of so many equal answers had, in batches of `NUM_SLOTS`."""
+    engine = make_engine(world, max_steps=16)
+    loop, is_filled, steps, multi_step = loop_of(engine), threading.Event(), Counter[int](), engine.runner.multi_step
+
+    def counted(*arguments: Any) -> Any:
+        found = multi_step(*arguments)
+        steps[len(found[1])] += 1
+        return found
+
+    def sequences() -> Iterator[tuple[int, Sequence]]:
+        for number in range(count):
+            if number == NUM_SLOTS:
+                is_filled.set()
+            yield number, make_sequence(world, LONG, Way())
+        is_filled.set()
+
+    monkeypatch.setattr(engine.runner, "multi_step", counted)
+    loop.call(once(is_filled.wait, 60))
+    for ended in answer_all(loop, sequences(), NUM_SLOTS):
+        assert Outcome.of(ended.result) == by_definition(world, LONG)
+    return steps
+
+
+def test_answers_that_wait_for_their_own_batch_shorten_no_multi_step(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do the messages of a caller that adds others while it has its share of the slots."""
+    alone = steps_of_a_batch(world, NUM_SLOTS, monkeypatch)
+    together = steps_of_a_batch(world, 4 * NUM_SLOTS, monkeypatch)
+    assert together == Counter({length: 4 * count for length, count in alone.items()})
+
+
+# Faults of a step
+
+
+class PlantedError(Exception):
+    """The backend's own."""
+
+
+def fail_once(
+    patch: pytest.MonkeyPatch, runner: CachedRunner, name: str, *, at_call: int, before: bool
+) -> list[PlantedError]:
+    """Let a method of the runner raise once, before it does anything or after it. Return what it raised."""
+    real, raised, num_calls = getattr(runner, name), list[PlantedError](), iter(range(1_000_000))
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        if next(num_calls) != at_call:
+            return real(*arguments, **options)
+        if not before:
+            real(*arguments, **options)
+        raised.append(PlantedError())
+        raise raised[0]
+
+    patch.setattr(runner, name, call)
+    return raised
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_step_that_raises_once_ends_no_answer_and_changes_none(
+    world: World, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = [LONG, SHORT, BOUND, LONG, SHORT]
+    for at_call in (0, 1):
+        for before in (True, False):
+            engine = make_engine(world)
+            loop = loop_of(engine)
+            with monkeypatch.context() as patch:
+                raised = fail_once(patch, engine.runner, name, at_call=at_call, before=before)
+                streams = [
+                    open_stream(loop, make_sequence(world, case, Way(), tenant=str(index % 2)))
+                    for index, case in enumerate(cases)
+                ]
+                for stream in streams:
+                    stream.answer.begin()
+                for stream, case in zip(streams, cases, strict=True):
+                    assert [piece.token_id for piece in stream] == by_definition(world, case).token_ids
+                    assert Outcome.of(stream.result) == by_definition(world, case)
+            assert len(raised) == 1, "the fault was met"
+            snapshot = loop.run(engine.snapshot)
+            assert not snapshot.sequences
+            assert all(pool.num_free == pool.num_pages for pool in snapshot.pools)
+            assert not loop.run(lambda engine=engine: dict(engine._queue.tenants._num_active))
+            loop.close()
+
+
+@pytest.mark.parametrize("name", ["truncate", "multi_step"])
+def test_an_answer_that_ended_before_the_fault_of_a_step_ends_for_its_reader_too(
+    world: World, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(world)
+    cancelled, going = (engine.submit(make_sequence(world, LONG, Way())) for _ in range(2))
+    engine.step()
+    engine.cancel(cancelled)
+    fail_once(monkeypatch, engine.runner, name, at_call=0, before=True)
+    with pytest.raises(PlantedError):
+        engine.step()
+    engine.recover()
+    assert cancelled in engine.step()
+    assert cancelled.has_ended
+    assert engine._queue.tenants._num_active == {"": 1}
+    while engine.step():
+        pass
+    assert Outcome.of(going.result()) == by_definition(world, LONG)
+
+
+@pytest.mark.parametrize("happening", ["preempted", "recovered"])
+def test_a_grammar_that_cannot_be_made_again_fails_its_answer_alone(world: World, happening: str) -> None:
+    engine = make_engine(world)
+    free, bound = (make_sequence(world, case, Way()) for case in (LONG, BOUND))
+    for sequence in (free, bound):
+        engine.submit(sequence)
+    engine.step()
+    assert bound.grammar is not None
+    bound.grammar._make = refuse
+    if happening == "preempted":
+        engine._slots.preempt(bound)
+    else:
+        engine.recover()
+    while engine.step():
+        pass
+    assert (bound.has_ended, bound.finish_reason) == (True, "error")
+    assert "too complex" in str(bound.error)
+    assert Outcome.of(free.result()) == by_definition(world, LONG)
+
+
+def refuse() -> Constraint:
+    raise ConstraintError("too complex")

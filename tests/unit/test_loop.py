@@ -1,0 +1,574 @@
+"""The loop: a thread that runs the steps of an engine, whoever submits, cancels, reads, closes or fails beside it."""
+
+import asyncio
+import gc
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import count, pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from infer.engine.engine import Engine
+from infer.engine.engine_thread import Heartbeat
+from infer.engine.loop import Loop
+from infer.engine.mailbox import Mailbox
+from infer.engine.messages import Work
+from infer.engine.preparing import AsyncAnswers
+from infer.engine.sequence import Sequence
+from infer.engine.stream import AsyncStream, Stream
+from infer.errors import ClosedError, EngineFailedError, InferError
+from infer.outputs import Piece
+from infer.runner.runner import CachedRunner
+from infer.sampling_params import SamplingParams
+from looping import loop_of, open_stream
+from path_cases import CASES, CONTEXT, Case, Outcome, Way, World, by_definition, make_sequence, make_world
+
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="hardware: Linux only")
+FAILED = "the engine has failed: MemoryError"
+LONG = Case("long", tuple(b"abc ab"), SamplingParams(temperature=0, max_new_tokens=120, ignore_eos=True))
+SHORT = replace(LONG, params=replace(LONG.params, max_new_tokens=4))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_world("llama", tmp_path_factory.mktemp("llama"))
+
+
+class Place:
+    """A loop over an engine that checks its cache after each step, and counts the sequences of each."""
+
+    def __init__(self, world: World, num_slots: int = 8, *, max_steps: int | None = 4, **options: Any) -> None:
+        self.world = world
+        self.runner = CachedRunner(world.model, CONTEXT, num_slots=num_slots, settings=world.settings, **options)
+        self.engine = Engine(self.runner, max_steps=max_steps)
+        self.num_of_step = list[int]()
+        self.may_step, self.is_in_step = threading.Event(), threading.Event()
+        self.may_step.set()
+        self.on_step: Callable[[], object] = bool  # called at the beginning of each step, by the loop's thread
+        self._step, self._launch = self.engine.step, self.engine.launch
+        self.engine.step = self._watched_step  # type: ignore[method-assign]
+        self.engine.launch = self._watched_launch  # type: ignore[method-assign]
+        self.loop = loop_of(self.engine)
+
+    def _watched_step(self) -> list[Sequence]:
+        self.on_step()
+        self.is_in_step.set()
+        self.may_step.wait()
+        found = self._step()
+        self.runner.cache.check_integrity()
+        return found
+
+    def _watched_launch(self) -> Any:
+        launched = self._launch()
+        if launched is not None:
+            self.num_of_step.append(len(launched.works))
+        return launched
+
+    def hold(self) -> None:
+        """Let no further step begin until `may_step` is set. The loop must have something to do."""
+        self.is_in_step.clear()
+        self.may_step.clear()
+        self.is_in_step.wait()
+
+    def submit(self, case: Case, way: Way | None = None) -> "Asked":
+        way = way or Way()
+        expected = by_definition(self.world, case).token_ids if way.drafts not in ("none", "ngram") else ()
+        return Asked(self.loop, make_sequence(self.world, case, way, expected))
+
+    def stream(self, case: Case) -> Stream:
+        return open_stream(self.loop, make_sequence(self.world, case, Way()))
+
+
+@pytest.fixture
+def place(world: World) -> Iterator[Place]:
+    made = Place(world)
+    yield made
+    made.may_step.set()
+    made.loop.close()
+
+
+class Asked:
+    """A sequence, and the thread that reads its mailbox."""
+
+    def __init__(self, loop: Loop, sequence: Sequence) -> None:
+        self.sequence, self.mailbox, self.pieces = sequence, Mailbox(), list[Piece]()
+        self.cancel = partial(loop.cancel, sequence, self.mailbox)
+        loop.submit(sequence, self.mailbox)
+
+    def wait_for_first(self) -> None:
+        self.mailbox.wait()
+        self.pieces += self.mailbox.take()
+
+    def outcome(self) -> Outcome:
+        has_ended = False
+        while not has_ended:
+            self.mailbox.wait()
+            has_ended = self.mailbox.has_ended
+            self.pieces += self.mailbox.take()
+        assert self.sequence.has_ended
+        assert self.pieces == self.sequence.pieces
+        return Outcome.of(self.sequence.result())
+
+
+def check(asked: Asked, expected: Outcome) -> None:
+    found = asked.outcome()
+    if found.finish_reason == "abort":
+        assert found.token_ids == expected.token_ids[: len(found.token_ids)]
+    else:
+        assert found == expected
+
+
+def in_threads(calls: list[Callable[[], None]]) -> None:
+    raised = list[BaseException]()
+
+    def run(call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if raised:
+        raise raised[0]
+
+
+# Answers
+
+
+@pytest.mark.parametrize("pool_pages", [None, 4], ids=["pages for all", "few pages"])
+@pytest.mark.parametrize("drafts", ["none", "ngram", "half"])
+def test_every_answer_under_load_is_that_of_the_sequence_alone(
+    world: World, drafts: Any, pool_pages: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every sampler with every grammar, from four threads that cancel some of them midway."""
+    monkeypatch.setattr("infer.engine.queue.EXPECTED_ANSWER", 8)  # so more may enter than the pages hold
+    monkeypatch.setattr("infer.engine.admission.LEARNT", 0.0)
+    place = Place(world, 6, pool_pages=pool_pages)
+
+    def ask(part: int) -> None:
+        asked = [(place.submit(case, Way(drafts, 17)), case) for case in CASES[part::4]]
+        doomed = [place.submit(LONG) for _ in range(3)]
+        for each in doomed:
+            each.wait_for_first()
+            each.cancel()
+        for each, case in asked:
+            check(each, by_definition(world, case))
+        for each in doomed:
+            check(each, by_definition(world, LONG))
+
+    in_threads([lambda part=part: ask(part) for part in range(4)])  # type: ignore[misc]
+    assert max(place.num_of_step) == 6 if pool_pages is None else max(place.num_of_step) > 1
+    assert place.loop.drain()
+    assert place.loop.num_sequences == len(place.engine.sequences) == 0
+    place.loop.close()
+
+
+@pytest.mark.parametrize("num_event_loops", [1, 2])
+def test_an_event_loop_is_called_once_per_step_for_all_its_streams(
+    world: World, place: Place, num_event_loops: int
+) -> None:
+    num_calls = [0] * num_event_loops
+    have_begun = threading.Barrier(num_event_loops + 1)
+
+    async def read(stream: AsyncStream) -> list[Piece]:
+        return [piece async for piece in stream]
+
+    async def ask(index: int) -> None:
+        event_loop = asyncio.get_running_loop()
+        call_soon = event_loop.call_soon_threadsafe
+
+        def count_call(*arguments: Any, **options: Any) -> Any:
+            num_calls[index] += 1
+            return call_soon(*arguments, **options)
+
+        event_loop.call_soon_threadsafe = count_call  # type: ignore[method-assign]
+        answers = AsyncAnswers(place.loop)
+        sequences = [make_sequence(world, replace(LONG, prompt=(97 + each,)), Way()) for each in range(4)]
+        streams = [await answers.stream(sequence).begin() for sequence in sequences]
+        have_begun.wait()
+        for sequence, pieces in zip(sequences, await asyncio.gather(*map(read, streams)), strict=True):
+            assert pieces == sequence.pieces
+            assert len(pieces) == 120
+        event_loop.call_soon_threadsafe = call_soon  # type: ignore[method-assign]
+
+    def let_go() -> None:
+        have_begun.wait()
+        place.may_step.set()
+
+    place.may_step.clear()
+    in_threads([let_go, *(lambda index=index: asyncio.run(ask(index)) for index in range(num_event_loops))])  # type: ignore[misc]
+    assert len(place.num_of_step) < 40, "of 120 tokens each"
+    assert max(place.num_of_step) == 4 * num_event_loops
+    assert all(0 < num <= len(place.num_of_step) for num in num_calls)
+
+
+def test_streams_and_mailboxes_are_answered_in_the_same_steps(world: World, place: Place) -> None:
+    asked = [place.submit(LONG) for _ in range(2)]
+    place.hold()
+    longer = replace(LONG, params=replace(LONG.params, max_new_tokens=140))
+    streams = [place.stream(longer) for _ in range(2)]
+    for stream in streams:
+        stream.answer.begin()
+
+    def read(stream: Stream) -> None:
+        assert [piece.token_id for piece in stream] == by_definition(world, longer).token_ids
+        assert Outcome.of(stream.result) == by_definition(world, longer)
+        assert Outcome.of(place.stream(longer).run()) == by_definition(world, longer)
+
+    place.may_step.set()
+    in_threads([lambda stream=stream: read(stream) for stream in streams])  # type: ignore[misc]
+    for each in asked:
+        check(each, by_definition(world, LONG))
+    assert max(place.num_of_step) == 4
+
+
+def test_a_stream_is_closed_while_others_are_answered(world: World, place: Place) -> None:
+    asked = [place.submit(LONG) for _ in range(2)]
+    for _ in range(3):
+        with place.stream(LONG) as stream:
+            next(stream)
+        assert stream.result.token_ids == by_definition(world, LONG).token_ids[:1]
+    for each in asked:
+        check(each, by_definition(world, LONG))
+
+
+@pytest.mark.parametrize("only_end", [False, True], ids=["read", "run"])
+def test_the_thread_of_the_loop_waits_for_no_answer(world: World, place: Place, only_end: bool) -> None:
+    """Finalizers may run there: one that asks for an answer is refused, and hangs nothing."""
+
+    def ask() -> None:
+        stream = place.stream(SHORT)
+        if only_end:
+            stream.run()
+        else:
+            next(stream)
+
+    with pytest.raises(InferError, match="the engine's own thread"):
+        place.loop.run(ask)
+    with pytest.raises(InferError, match="the engine's own thread"):
+        place.loop.run(lambda: place.loop.run(bool))
+    check(place.submit(SHORT), by_definition(world, SHORT))
+
+
+def test_a_thread_that_drops_or_closes_a_stream_on_the_loop_does_not_wait(world: World, place: Place) -> None:
+    streams = [place.stream(LONG) for _ in range(2)]
+    sequences = [stream.sequence for stream in streams]
+    for stream in streams:
+        next(stream)
+    place.loop.run(streams[0].close)
+    place.loop.run(streams.clear)
+    del stream
+    assert place.loop.drain()
+    assert [sequence.finish_reason for sequence in sequences] == ["abort"] * 2
+
+
+# Ends
+
+
+def test_a_cancelled_sequence_ends_with_the_step_under_way(place: Place) -> None:
+    """Running, or yet without a slot."""
+    asked = [place.submit(LONG) for _ in range(12)]
+    for each in asked[:8]:
+        each.wait_for_first()
+    place.hold()
+    for each in (asked[1], asked[11]):
+        each.cancel()
+    num_steps = len(place.num_of_step)
+    place.may_step.set()
+    for each in (asked[1], asked[11]):
+        assert each.outcome().finish_reason == "abort"
+    assert len(place.num_of_step) <= num_steps + 3
+    assert asked[11].pieces == []
+    for each in asked:
+        each.cancel()
+        each.outcome()
+    assert place.runner.cache.free_pages == place.runner.cache.pool_pages
+
+
+@pytest.mark.parametrize("was_called", [False, True])
+def test_an_event_loop_that_is_closed_ends_its_own_sequences_only(
+    world: World, place: Place, was_called: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it was called, and closed before it woke its tasks."""
+    monkeypatch.setattr("infer.engine.mailbox.MAX_UNREAD", 60)  # where the answers that nobody reads would pause
+
+    async def begin() -> list[AsyncStream]:
+        answers = AsyncAnswers(place.loop)
+        streams = [await answers.stream(make_sequence(world, LONG, Way())).begin() for _ in range(2)]
+        if was_called:
+            place.may_step.set()
+            while not place.num_of_step:
+                pass
+            place.hold()
+        return streams
+
+    place.may_step.clear()
+    asked = place.submit(LONG)
+    left = asyncio.run(begin())
+    place.may_step.set()
+    assert asked.outcome() == by_definition(world, LONG), "an abort would be the closed loop's fault"
+    assert place.loop.drain(60.0)
+    assert [stream.sequence.finish_reason for stream in left] == ["abort"] * 2
+
+
+def test_a_paused_answer_ends_when_its_event_loop_is_closed(
+    world: World, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is delivered to it, so no call of the event loop tells."""
+    monkeypatch.setattr("infer.engine.mailbox.MAX_UNREAD", 8)
+
+    async def begin() -> AsyncStream:
+        stream = await AsyncAnswers(place.loop).stream(make_sequence(world, LONG, Way())).begin()
+        while not stream.sequence.is_paused:
+            await asyncio.sleep(0.001)
+        return stream
+
+    left = asyncio.run(begin())
+    assert place.loop.drain(60.0)
+    assert left.sequence.finish_reason == "abort"
+
+
+def test_a_drained_loop_finishes_what_it_has_and_takes_nothing_else(world: World, place: Place) -> None:
+    asked = [place.submit(LONG) for _ in range(3)]
+    place.may_step.clear()
+    assert not place.loop.drain(0.01)
+    with pytest.raises(InferError, match="takes no more requests: it is shutting down"):
+        place.submit(SHORT)
+    place.may_step.set()
+    assert place.loop.drain()
+    assert [Outcome.of(each.sequence.result()) for each in asked] == [by_definition(world, LONG)] * 3
+
+
+@pytest.mark.parametrize("closes_on_the_loop", [False, True])
+def test_closing_cancels_what_goes_on(place: Place, closes_on_the_loop: bool) -> None:
+    asked = [place.submit(LONG) for _ in range(10)]
+    asked[0].wait_for_first()
+    if closes_on_the_loop:
+        place.loop.run(place.loop.close)
+    place.loop.close()
+    assert [each.outcome().finish_reason for each in asked] == ["abort"] * 10
+    place.loop.close()
+    assert not place.loop._thread.is_alive()
+    with pytest.raises(ClosedError, match="the model is closed"):
+        place.submit(SHORT)
+    with pytest.raises(ClosedError, match="the model is closed"):
+        place.loop.run(bool)
+
+
+def test_sequences_that_arrive_while_the_loop_is_closed_are_ended_or_refused(world: World) -> None:
+    for _ in range(20):
+        place, asked = Place(world), list[Asked]()
+
+        def submit(place: Place = place, asked: list[Asked] = asked) -> None:
+            try:
+                while True:
+                    asked.append(place.submit(SHORT))
+            except ClosedError:
+                return
+
+        in_threads([submit, submit, lambda place=place: place.loop.close()])  # type: ignore[misc]
+        for each in asked:
+            assert each.outcome().finish_reason in ("abort", "length")
+
+
+# Faults
+
+
+@pytest.mark.parametrize("error", [RuntimeError("planted\nin two lines"), MemoryError()], ids=repr)
+def test_what_the_engine_raises_ends_all_and_is_said_once(
+    error: Exception, world: World, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, sample = list[BaseException | None](), place.engine._sample
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: said.append(arguments.exc_value))
+
+    def fail_after_three(*arguments: Any) -> Any:
+        if len(place.num_of_step) >= 3:
+            raise error
+        return sample(*arguments)
+
+    monkeypatch.setattr(place.engine, "_sample", fail_after_three)
+    place.may_step.clear()
+    stream = place.stream(LONG)
+    stream.answer.begin()
+    asked = [place.submit(LONG) for _ in range(12)]
+    place.may_step.set()
+    for each in asked:
+        found = each.outcome()
+        assert (found.finish_reason, found.stop_reason) == ("error", "internal")
+        assert found.error is not None
+        assert found.error in ("the engine has failed: RuntimeError: planted in two lines", FAILED)
+        assert found.token_ids == by_definition(world, LONG).token_ids[: len(found.token_ids)]
+    assert asked[0].pieces
+    with pytest.raises(EngineFailedError, match="the engine has failed") as caught:
+        list(stream)
+    assert caught.value.__cause__ is error
+    assert place.loop.drain()
+    assert said == [error]
+    assert place.loop.failure is error
+    with pytest.raises(EngineFailedError, match=r"the engine has failed: .*: load the model again"):
+        place.submit(SHORT)
+    with pytest.raises(EngineFailedError, match=r"the engine has failed: .*: load the model again"):
+        place.stream(SHORT).run()
+    assert not place.engine.sequences
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_steps_that_fail_now_and_then_change_no_answer(
+    world: World, place: Place, monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    sample, num_steps = place.engine._sample, count(1)
+
+    def fail_sometimes(*arguments: Any) -> Any:
+        found = sample(*arguments)
+        if next(num_steps) % every == 0:
+            raise MemoryError  # after the forward, which has written into the cache
+        return found
+
+    monkeypatch.setattr(place.engine, "_sample", fail_sometimes)
+    asked = [(place.submit(case), case) for case in (SHORT, LONG, *CASES[:8])]
+    assert Outcome.of(place.stream(LONG).run()) == by_definition(world, LONG)
+    for each, case in asked:
+        assert each.outcome() == by_definition(world, case)
+    assert place.loop.failure is None
+    assert next(num_steps) > every
+
+
+# Its thread
+
+
+def processor_seconds(thread: threading.Thread) -> float:
+    assert thread.ident is not None
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+
+
+@needs_linux
+def test_an_idle_loop_uses_no_processor_time_and_begins_again(world: World, place: Place) -> None:
+    for _ in range(2):
+        check(place.submit(SHORT), by_definition(world, SHORT))
+        thread = place.loop._thread
+        used = [processor_seconds(thread)]
+        while len(used) < 20 and used[-1] not in used[:-1]:  # on a busy machine it is yet to fall asleep
+            time.sleep(0.3)
+            used.append(processor_seconds(thread))
+        assert used[-1] == used[-2], "a thread that looks again and again uses some each time"
+        assert not place.loop.heartbeat.is_stepping
+
+
+def test_the_heart_beats_with_each_step(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that advances each time it is read, which no fast step and no busy machine can hide."""
+    clock, seen = count(1.0), list[Heartbeat]()
+    monkeypatch.setattr("infer.engine.engine_thread.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    place.on_step = lambda: seen.append(place.loop.heartbeat)
+    place.submit(LONG).outcome()
+    assert len(seen) >= len(place.num_of_step) > 3
+    assert all(heartbeat.is_stepping for heartbeat in seen)
+    assert all(one.seconds < other.seconds for one, other in pairwise(seen))
+
+
+def test_a_step_that_hangs_shows_in_the_heartbeat(place: Place) -> None:
+    place.may_step.clear()
+    asked = place.submit(SHORT)
+    place.is_in_step.wait()
+    last = place.loop.heartbeat
+    assert last.is_stepping
+    time.sleep(0.01)
+    assert place.loop.heartbeat == last
+    place.may_step.set()
+    asked.outcome()
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_a_loop_that_is_dropped_takes_its_thread_along(world: World, is_idle: bool) -> None:
+    """`Place` would hold it, by the step that it watches."""
+    loop = loop_of(Engine(CachedRunner(world.model, CONTEXT, num_slots=2)))
+    asked = Asked(loop, make_sequence(world, LONG, Way()))
+    del asked.cancel
+    asked.wait_for_first()
+    if is_idle:
+        check(asked, by_definition(world, LONG))
+    thread, dropped = loop._thread, weakref.ref(loop)
+    del loop
+    gc.collect()
+    assert dropped() is None
+    thread.join()
+    assert asked.outcome().finish_reason in ("length", "abort")
+
+
+# Calls
+
+
+def test_work_is_done_in_slices_while_others_are_answered(world: World, place: Place) -> None:
+    """One slice per step."""
+    num_steps, asked = list[int](), place.submit(LONG)
+
+    def work() -> Work[None]:
+        for _ in range(5):
+            num_steps.append(len(place.num_of_step))
+            yield
+
+    asked.wait_for_first()
+    place.loop.call(work()).get()
+    assert asked.outcome() == by_definition(world, LONG)
+    assert all(before < after for before, after in pairwise(num_steps[1:]) if after < len(place.num_of_step))
+
+
+def test_what_work_raises_is_its_callers(world: World, place: Place) -> None:
+    asked, error = place.submit(LONG), KeyError("mine")
+
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(KeyError) as caught:
+        place.loop.run(fail)
+    assert caught.value is error
+    assert asked.outcome() == by_definition(world, LONG)
+    assert place.loop.failure is None
+
+
+def test_work_that_is_cancelled_ends_at_its_next_yield(place: Place) -> None:
+    may_go, has_begun, is_closed = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> Work[None]:
+        try:
+            has_begun.set()
+            may_go.wait()
+            yield
+            raise AssertionError("it went on")
+        finally:
+            is_closed.set()
+
+    reply = place.loop.call(work())
+    has_begun.wait()
+    reply.cancel()
+    may_go.set()
+    with pytest.raises(InferError, match="the call was cancelled"):
+        reply.get()
+    assert is_closed.is_set()
+
+
+def test_work_is_refused_or_ended_when_the_loop_is_closed(place: Place) -> None:
+    is_ended = threading.Event()
+
+    def work() -> Work[None]:
+        try:
+            while True:
+                yield
+        finally:
+            is_ended.set()
+
+    reply = place.loop.call(work())
+    place.loop.close()
+    with pytest.raises(ClosedError):
+        reply.get()
+    assert is_ended.is_set()

@@ -1,0 +1,292 @@
+"""Mailboxes: bounded, read by one thread or task, closed by anybody; and the relay that wakes the tasks of a loop."""
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from extent import usual_or_all
+from infer.engine.engine import Engine
+from infer.engine.loop import Loop
+from infer.engine.mailbox import Mailbox, Relay, Waiters
+from infer.engine.preparing import AsyncAnswers
+from infer.errors import InvalidRequestError
+from infer.outputs import Piece
+from infer.runner.runner import CachedRunner
+from infer.sampling_params import SamplingParams
+from looping import loop_of, open_stream
+from path_cases import CONTEXT, Case, Outcome, Way, World, by_definition, make_sequence
+
+MOST = 16  # unread pieces, in these tests
+LONG = Case("long", tuple(b"abc ab"), SamplingParams(temperature=0, max_new_tokens=120, ignore_eos=True))
+DRAWN = replace(LONG, params=replace(LONG.params, temperature=0.9, seed=4))
+SHORT = replace(LONG, params=replace(LONG.params, max_new_tokens=9))
+NUM_CLOSED = usual_or_all(300, 10_000)
+
+
+@pytest.fixture
+def engine(world: World, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """It has one slot."""
+    monkeypatch.setattr("infer.engine.mailbox.MAX_UNREAD", MOST)
+    return Engine(CachedRunner(world.model, CONTEXT, num_slots=1), max_steps=4)
+
+
+@pytest.fixture
+def loop(engine: Engine) -> Iterator[Loop]:
+    made = loop_of(engine)
+    yield made
+    made.close()
+
+
+def pieces_of(count: int) -> list[Piece]:
+    return [Piece(number, str(number)) for number in range(count)]
+
+
+class FakeEventLoop(asyncio.AbstractEventLoop):
+    """An event loop that runs its callbacks when `run_callbacks` is called."""
+
+    def __init__(self) -> None:
+        self.num_calls, self._callbacks = 0, list[Callable[[], None]]()
+
+    def is_closed(self) -> bool:
+        return False
+
+    def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> Any:
+        self.num_calls += 1
+        self._callbacks.append(callback)
+
+    def run_callbacks(self) -> None:
+        while self._callbacks:
+            self._callbacks.pop(0)()
+
+
+# Pauses
+
+
+@pytest.mark.parametrize("case", [LONG, DRAWN], ids=["greedy", "sampled"])
+def test_an_answer_that_nobody_reads_pauses_and_another_takes_its_slot(
+    world: World, engine: Engine, loop: Loop, case: Case
+) -> None:
+    stream = open_stream(loop, make_sequence(world, case, Way()))
+    found = [next(stream)]
+    for _ in range(3):  # each waits for the slot
+        assert Outcome.of(open_stream(loop, make_sequence(world, SHORT, Way())).run()) == by_definition(world, SHORT)
+    assert stream.answer.mailbox.is_paused
+    assert MOST <= len(stream.sequence.pieces) < MOST + 1 + 4 < 120
+    assert loop.num_sequences == 1
+    found += stream
+    assert [piece.token_id for piece in found] == by_definition(world, case).token_ids
+    assert Outcome.of(stream.result) == by_definition(world, case)
+    assert stream.result.stats.preemptions > 0
+
+
+def test_a_paused_answer_that_is_closed_or_dropped_has_what_was_read(world: World, loop: Loop) -> None:
+    for closes in (True, False):
+        stream = open_stream(loop, make_sequence(world, LONG, Way()))
+        sequence = stream.sequence
+        for _ in range(3):
+            next(stream)
+        while not stream.answer.mailbox.is_paused:
+            pass
+        if closes:
+            stream.close()
+            assert stream.result.token_ids == by_definition(world, LONG).token_ids[:3]
+        del stream
+        assert Outcome.of(open_stream(loop, make_sequence(world, SHORT, Way())).run()) == by_definition(world, SHORT)
+        assert sequence.finish_reason == "abort"
+    assert loop.num_sequences == 0
+
+
+def test_a_paused_answer_ends_with_the_timeout_of_its_request(world: World, loop: Loop) -> None:
+    stream = open_stream(loop, make_sequence(world, LONG, Way(), timeout=0.5))
+    next(stream)
+    assert loop.num_sequences == 1
+    assert loop.drain(60.0)
+    assert stream.sequence.result().stop_reason == "timeout"
+
+
+def test_a_whole_answer_does_not_pause(world: World, loop: Loop) -> None:
+    """Nobody reads its pieces before the end; also if some were read before."""
+    stream = open_stream(loop, make_sequence(world, LONG, Way()))
+    assert Outcome.of(stream.run()) == by_definition(world, LONG)
+
+    async def ask() -> None:
+        stream = AsyncAnswers(loop).stream(make_sequence(world, LONG, Way()))
+        await anext(stream)
+        while not (await stream._begun()).mailbox.is_paused:
+            await asyncio.sleep(0)
+        assert Outcome.of(await stream.result()) == by_definition(world, LONG)
+
+    asyncio.run(asyncio.wait_for(ask(), 60))
+
+
+@pytest.mark.parametrize("num_unread", [0, 1, MOST - 1, MOST, MOST + 3])
+def test_a_mailbox_is_full_from_its_limit_on_and_has_room_at_half(
+    num_unread: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infer.engine.mailbox.MAX_UNREAD", MOST)
+    mailbox, num_calls = Mailbox(), 0
+
+    def on_room() -> None:
+        nonlocal num_calls
+        num_calls += 1
+
+    mailbox.on_room = on_room
+    mailbox.put(pieces_of(num_unread), 0, has_ended=False)
+    assert mailbox.pause_if_full() is (num_unread >= MOST)
+    left = num_unread
+    while left:
+        (piece,) = mailbox.take(1)
+        left -= 1
+        assert piece.token_id == num_unread - left - 1
+        assert num_calls == (num_unread >= MOST and left <= MOST // 2), "once, from half on"
+    assert mailbox.take() == []
+    assert (mailbox.num_put, mailbox.num_taken) == (num_unread, num_unread)
+
+
+def test_a_mailbox_that_is_closed_gives_nothing_and_wakes_its_readers() -> None:
+    mailbox, found = Mailbox(), list[Any]()
+    threads = [threading.Thread(target=mailbox.wait) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    mailbox.close()
+    for thread in threads:
+        thread.join()
+    mailbox.put(pieces_of(4), 0, has_ended=True)
+    found += mailbox.take()
+    assert (found, mailbox.num_taken, mailbox.num_put) == ([], 0, 4)
+    mailbox.wait()
+    mailbox.wait_for_end()
+
+
+# Wakes
+
+
+def test_a_relay_calls_its_event_loop_once_until_that_has_run() -> None:
+    event_loop = FakeEventLoop()
+    relay = Relay(event_loop)
+    mailboxes = [Mailbox(Waiters(relay)) for _ in range(20)]
+    relay.call()
+    assert event_loop.num_calls == 0, "nothing arrived"
+    for round_number in range(1, 4):
+        for _ in range(2):  # two steps, of which the event loop sees the end of the second
+            for mailbox in mailboxes:
+                mailbox.put(pieces_of(1), 0, has_ended=False)
+            relay.call()
+        assert event_loop.num_calls == round_number
+        event_loop.run_callbacks()
+    mailboxes[0].close()
+    assert event_loop.num_calls == 4
+
+
+def test_waiters_see_what_arrives_from_several_threads() -> None:
+    waiters, num_arrived, most = Waiters(), list[int](), 2_000
+
+    def notify() -> None:
+        for number in range(most):
+            num_arrived.append(number)
+            waiters.notify()
+
+    def wait(at_least: int) -> None:
+        for count in range(0, at_least, 7):
+            assert waiters.wait(lambda count=count: len(num_arrived) >= count)  # type: ignore[misc]
+
+    threads = [threading.Thread(target=notify) for _ in range(2)]
+    threads += [threading.Thread(target=wait, args=(2 * most,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not waiters.wait(lambda: len(num_arrived) > 2 * most, 0.01)
+
+
+# Readers
+
+
+def test_of_several_threads_that_read_a_stream_each_piece_goes_to_one_and_others_are_refused(
+    world: World, loop: Loop
+) -> None:
+    stream = open_stream(loop, make_sequence(world, LONG, Way()))
+    pieces, refused, wrong = list[Piece](), list[InvalidRequestError](), list[BaseException]()
+
+    def read() -> None:
+        while True:
+            try:
+                pieces.append(next(stream))
+            except StopIteration:
+                return
+            except InvalidRequestError as error:
+                refused.append(error)
+            except BaseException as error:
+                wrong.append(error)
+                return
+
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert all("one thread reads at a time" in str(error) for error in refused)
+    assert sorted(piece.token_id for piece in pieces) == sorted(by_definition(world, LONG).token_ids)
+    assert Outcome.of(stream.result) == by_definition(world, LONG)
+
+
+def test_answers_that_threads_and_tasks_close_at_random_leave_nothing(world: World, engine: Engine, loop: Loop) -> None:
+    """Whoever closes, cancels or drops them, at whatever moment; beside one that is read to its end."""
+    expected, wrong = by_definition(world, LONG).token_ids, list[BaseException]()
+
+    def in_thread(seed: int) -> None:
+        draw = random.Random(seed)
+        try:
+            for _ in range(NUM_CLOSED // 6):
+                stream = open_stream(loop, make_sequence(world, LONG, Way()))
+                closing = threading.Thread(target=draw.choice([stream.close, stream.cancel]))
+                pieces = [next(stream) for _ in range(draw.randrange(3))]
+                closing.start()
+                pieces += stream
+                closing.join()
+                assert [piece.token_id for piece in pieces] == expected[: len(pieces)]
+                assert stream.result.token_ids == expected[: len(pieces)]
+        except BaseException as error:
+            wrong.append(error)
+
+    async def in_tasks(seed: int) -> None:
+        draw, answers = random.Random(seed), AsyncAnswers(loop)
+
+        async def ask() -> None:
+            stream = answers.stream(make_sequence(world, LONG, Way()))
+            task = asyncio.ensure_future(stream.result())
+            for _ in range(draw.randrange(9)):
+                await asyncio.sleep(0)
+            how = draw.choice(["close", "cancel", "cancel the task", "drop"])
+            if how == "close":
+                await stream.close()
+            elif how == "cancel":
+                stream.cancel()
+            else:
+                task.cancel()
+            done = await asyncio.gather(task, return_exceptions=True)
+            if how in ("close", "cancel"):
+                token_ids = done[0].token_ids  # type: ignore[union-attr]
+                assert token_ids == expected[: len(token_ids)]
+
+        for _ in range(NUM_CLOSED // 12):
+            await asyncio.gather(*(ask() for _ in range(6)))
+
+    stream = open_stream(loop, make_sequence(world, LONG, Way()))
+    threads = [threading.Thread(target=in_thread, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    asyncio.run(in_tasks(3))
+    assert Outcome.of(stream.run()) == by_definition(world, LONG)
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong
+    assert loop.drain()
+    assert not engine.sequences
+    engine.runner.cache.check_integrity()  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from check_overload import Client, figures, is_good
 
 GOOD = Client(0.0, [], 0.0, 10.0, 11.0)
 LATER = Client(0.0, [59.0, 20.0], 80.0, 105.0, 106.0)
-BOUNDS = {"served": 0.97, "kept": 0.96, "refusals": 2.0, "errors": 0.0, "refusals_after": 0.0}
+BOUNDS = {"served": 0.97, "kept": 0.96, "refusals": 2.0, "waited": 60.0, "errors": 0.0, "refusals_after": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -31,5 +31,5 @@ def test_a_promise_that_was_broken_is_counted(broken: Client) -> None:
 @pytest.mark.parametrize("name", BOUNDS)
 def test_each_bound_is_one(name: str) -> None:
     assert is_good(BOUNDS)
-    worse = {"served": 0.94, "kept": 0.94, "refusals": 3.1, "errors": 1.0, "refusals_after": 1.0}
+    worse = {"served": 0.94, "kept": 0.94, "refusals": 2.3, "waited": 45.0, "errors": 1.0, "refusals_after": 1.0}
     assert not is_good(BOUNDS | {name: worse[name]})

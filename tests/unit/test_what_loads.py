@@ -1,12 +1,12 @@
-"""The README says what loads, and the tests' own lists say what it says."""
+"""The page of models says what loads, and the tests' own lists say what it says."""
 
 from infer.model.families import FAMILIES
 from tiny import TINY
-from what_loads import README, readme_with_table
+from what_loads import PAGE, page_with_table
 
 
-def test_the_readmes_table_is_that_of_the_tests() -> None:
-    assert README.read_text(encoding="utf-8") == readme_with_table(), "run tests/unit/what_loads.py, tests on the path"
+def test_the_table_of_models_is_that_of_the_tests() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page_with_table(), "run tests/unit/what_loads.py, tests on the path"
 
 
 def test_every_family_is_compared_with_transformers() -> None:

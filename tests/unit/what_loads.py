@@ -1,4 +1,4 @@
-"""The README's table of what loads, from the lists that the tests run over. As a program it writes the table there."""
+"""The table of docs/models.md, from the lists that the tests run over. As a program it writes the table there."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +9,7 @@ from infer.quantization.ggml_types import BLOCK_TYPES
 from test_converted_families import CONVERTED
 from tiny import LONGROPE, TINY, Tiny
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- what loads: written by tests/unit/what_loads.py -->\n", "<!-- end of what loads -->\n"
 
 _MODELS = {
@@ -83,12 +83,12 @@ def _ropes(tiny: Tiny) -> Iterator[str]:
             yield f"rope `{rope['rope_type']}`"
 
 
-def readme_with_table() -> str:
-    text = README.read_text(encoding="utf-8")
+def page_with_table() -> str:
+    text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return before + BEGIN + table() + END + after
 
 
 if __name__ == "__main__":
-    README.write_text(readme_with_table(), encoding="utf-8")
+    PAGE.write_text(page_with_table(), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What the README prints under a `$ infer …` is what the command prints: times and speeds apart, to the letter."""
+"""The pages show what a command prints under `$ infer …`: to the letter, but for times and speeds."""
 
 import re
 import shlex
@@ -11,7 +11,8 @@ import pytest
 from infer.cli import commands, main
 from infer.llm import LLM
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGES = [(ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/command-line.md")]
 MEASURED = re.compile(r"[\d,]+(?:\.\d+)? (?:ms|s|tokens/sec)\b")
 
 
@@ -21,7 +22,8 @@ class Shown(NamedTuple):
 
 
 def blocks() -> Iterator[list[Shown]]:
-    for _, block in re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE):
+    text = "\n".join(PAGES)
+    for _, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
         parts = re.split(r"^\$ (.*)\n", block, flags=re.MULTILINE)[1:]
         if parts:
             yield [Shown(parts[i], tuple(parts[i + 1].splitlines())) for i in range(0, len(parts), 2)]
@@ -43,12 +45,12 @@ def commands_that_can_run() -> Iterator[tuple[dict[str, str], Shown]]:
 RUN = list(commands_that_can_run())
 
 
-def test_the_readme_shows_outputs() -> None:
+def test_the_pages_show_outputs() -> None:
     assert len(RUN) >= 5
 
 
 @pytest.mark.parametrize(("files", "shown"), RUN, ids=[shown.command[:50] for _, shown in RUN])
-def test_the_readme_shows_what_the_command_prints(
+def test_a_page_shows_what_the_command_prints(
     files: dict[str, str],
     shown: Shown,
     llm: LLM,
